@@ -1,0 +1,38 @@
+# `make` lists the targets. `make demo` and `make test` need nothing but python3: they build .venv themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install demo test test-long check
+
+help:
+	@echo "make install          create .venv with everything the project needs"
+	@echo "make demo [SIZE=xl]   compare sluice with every other way to load, on this machine"
+	@echo "make test             the tests that CI runs"
+	@echo "make test-long        all tests, with full counts"
+	@echo "make check            lint, format, types and layers"
+
+install: $(INSTALLED)
+
+# The stamp is newer than both files while .venv holds what they ask for.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	touch $@
+
+demo: install
+	$(BIN)/python -m bench.demo $(if $(SIZE),--size $(SIZE))
+
+test: install
+	$(BIN)/pytest -n 2 -m 'not long'
+
+test-long: install
+	$(BIN)/pytest -n 2 --hypothesis-profile=long --timeout=900
+
+check: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports

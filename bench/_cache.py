@@ -1,0 +1,84 @@
+"""Puts a checkpoint out of the page cache or into it, and asks the kernel (mincore) whether that worked."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["cached_share", "make_cold", "make_warm"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+#: Pages that the kernel still has in hand for a moment are not dropped at the first request.
+_ATTEMPTS = 20
+_PAUSE_SECONDS = 0.05
+
+#: A file counts as cold below this share of cached pages, and as warm above one minus it.
+_TOLERANCE = 0.001
+
+_READ_BYTES = 8 << 20
+
+
+def _files(checkpoint: Path) -> Iterator[Path]:
+    yield from sorted(checkpoint.iterdir()) if checkpoint.is_dir() else [checkpoint]
+
+
+def _cached_pages(file: Path) -> tuple[int, int]:
+    """Return how many pages of the file are cached, and how many it has."""
+    size = file.stat().st_size
+    if size == 0:
+        return 0, 0
+    pages = -(-size // mmap.PAGESIZE)
+    answer = np.empty(pages, dtype=np.uint8)
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), size, prot=mmap.PROT_READ) as mapping:
+        mapped = np.frombuffer(mapping, dtype=np.uint8)
+        failed = _libc.mincore(
+            ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(size), ctypes.c_void_p(answer.ctypes.data)
+        )
+        del mapped  # a mapping with a view of it cannot be closed
+    if failed:
+        raise OSError(ctypes.get_errno(), "mincore failed", str(file))
+    return int((answer & 1).sum()), pages
+
+
+def cached_share(checkpoint: Path) -> float:
+    """Return the share of the checkpoint's pages that are in the page cache, from 0 to 1."""
+    counts = [_cached_pages(file) for file in _files(checkpoint)]
+    return sum(cached for cached, _ in counts) / max(1, sum(pages for _, pages in counts))
+
+
+def make_cold(checkpoint: Path) -> bool:
+    """Write the checkpoint out, drop it from the page cache and return whether it is gone.
+
+    It stays where there is no disk behind the files (tmpfs). A cache of the storage itself is out of reach.
+    """
+    for _ in range(_ATTEMPTS):
+        for file in _files(checkpoint):
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
+        if cached_share(checkpoint) <= _TOLERANCE:
+            return True
+        time.sleep(_PAUSE_SECONDS)
+    return False
+
+
+def make_warm(checkpoint: Path) -> bool:
+    """Read the checkpoint once if it is not cached, and return whether it is cached now."""
+    if cached_share(checkpoint) >= 1 - _TOLERANCE:
+        return True
+    room = bytearray(_READ_BYTES)
+    for file in _files(checkpoint):
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(room):
+                pass
+    return cached_share(checkpoint) >= 1 - _TOLERANCE

@@ -1,0 +1,149 @@
+"""The measured process: ``python -m bench._child JOB``, started by ``bench._process`` and by nothing else.
+
+It speaks one JSON object a line: ``ready`` when imports and context are done, ``loaded`` when every weight was touched,
+``verified`` with the digests, or ``failed``. After ``ready`` and ``loaded`` it waits for a line, so that its parent can
+look at it while nothing moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import hashlib
+import json
+import math
+import os
+import pkgutil
+import sys
+import time
+from collections.abc import Callable
+from typing import IO
+
+import torch
+from torch import nn
+
+from bench._methods import METHODS
+from bench._records import Job, Loaded, Verdict
+from bench.tutorial.model import GPTConfig, GPTModel
+
+_PAGE_BYTES = 4096
+
+#: How many logits a verdict holds, about.
+_SAMPLED_LOGITS = 500
+
+#: Elements of a tensor that are summed at once: the sum needs a temporary of eight bytes for each.
+_SUMMED_ELEMENTS = 1 << 20
+
+#: Integers of the same width, to add up bit patterns.
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def main() -> None:
+    """Do one job and report it."""
+    # What libraries print must not get between the lines of the protocol.
+    protocol = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _volunteer_for_the_memory_killer()
+
+    def say(event: str, **fields: object) -> None:
+        protocol.write(json.dumps({"event": event, **fields}) + "\n")
+
+    try:
+        _serve(Job(**json.loads(sys.argv[1])), say, sys.stdin)
+    except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the parent makes a row of it
+        say("failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
+    method = METHODS[job.method]
+    try:
+        for name in method.imports:
+            pkgutil.resolve_name(name)
+    except ImportError as error:
+        say("absent", reason=str(error))
+        return
+    _make_context(job.device)
+    gc.collect()
+    say("ready", peak_was_reset=_reset_peak())
+    answers.readline()
+    timed = method.start(job)
+    begin = time.perf_counter()
+    loaded = timed()
+    if isinstance(loaded, nn.Module):
+        touch(loaded)
+    seconds = time.perf_counter() - begin
+    say("loaded", seconds=seconds, **_device_peaks(job.device))
+    answers.readline()
+    if job.verify and isinstance(loaded, nn.Module):
+        say("verified", verdict=dataclasses.asdict(verdict(loaded)))
+    elif job.verify:
+        say("nothing to verify")
+
+
+def _volunteer_for_the_memory_killer() -> None:
+    """Make this process the first that the kernel ends when memory runs out, so that the comparison goes on."""
+    with open("/proc/self/oom_score_adj", "w") as stream:
+        stream.write("1000")
+
+
+def _reset_peak() -> bool:
+    """Set VmHWM to the present; return whether the kernel let us."""
+    try:
+        with open("/proc/self/clear_refs", "w") as stream:
+            stream.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def _make_context(device: str) -> None:
+    """Do once what torch does on first use: the meta device's lazy imports and the accelerator's context."""
+    config = GPTConfig(vocab_size=8, context_length=8, emb_dim=8, n_heads=2, n_layers=1, qkv_bias=True)
+    with torch.device("meta"):
+        GPTModel(config)
+    touch(GPTModel(config).to(device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _device_peaks(device: str) -> dict[str, int]:
+    if device != "cuda":
+        return {"device_allocated_bytes": 0, "device_reserved_bytes": 0}
+    return {
+        "device_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def touch(model: nn.Module) -> float:
+    """Read an element of every page of every weight and return their sum."""
+    total = 0.0
+    for weight in model.state_dict().values():
+        flat = weight.flatten()
+        # The last element too: a tensor that begins inside a page ends in one that the steps can miss.
+        total += float(flat[:: _PAGE_BYTES // weight.element_size()].sum()) + float(flat[-1])
+    return total
+
+
+def verdict(model: Loaded) -> Verdict:
+    """Return the digests of a model: one of all weights' bits, and logits on a fixed input."""
+    assert isinstance(model, nn.Module)
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {_sum_of_bits(weight)}\n".encode())
+    first = next(model.parameters())
+    with torch.no_grad():
+        logits = model.eval()(torch.arange(16, device=first.device).unsqueeze(0)).float().cpu().flatten()
+    step = math.ceil(len(logits) / _SAMPLED_LOGITS)
+    return Verdict(weights=digest.hexdigest(), logits=tuple(logits[::step].tolist()))
+
+
+def _sum_of_bits(weight: torch.Tensor) -> int:
+    bits = weight.detach().flatten().view(_INTEGERS[weight.element_size()])
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(_SUMMED_ELEMENTS))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The loaders that ``bench.load`` compares, each used as its own documentation advises for this job.
+
+The model is built before the clock starts, on the meta device, so that no method pays for random numbers. Methods that
+copy into a real model get one whose memory is allocated but not initialised, which is kinder to them than real use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from bench import _raw
+from bench._records import Job, Loaded, Method
+from bench.tutorial.model import build, random_weight
+
+__all__ = ["PEERS"]
+
+_SAFETENSORS = (".safetensors",)
+_BOTH = (".pth", ".safetensors")
+
+
+def _on_meta(job: Job) -> nn.Module:
+    with torch.device("meta"):
+        return build(job.model)
+
+
+def _emptied_by_sluice(job: Job) -> nn.Module:
+    import sluice
+
+    with sluice.empty_init():
+        return build(job.model)
+
+
+def _emptied_by_accelerate(job: Job) -> nn.Module:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        return build(job.model)
+
+
+def _allocated(model: nn.Module, job: Job) -> nn.Module:
+    return model.to(job.torch_dtype).to_empty(device=job.device)
+
+
+def torch_load(job: Job, model: nn.Module) -> nn.Module:
+    """Load the whole state dict, copy it into the model."""
+    model = _allocated(model, job)
+    model.load_state_dict(torch.load(job.checkpoint, map_location=job.device, weights_only=True))
+    return model
+
+
+def torch_mmap(job: Job, model: nn.Module) -> nn.Module:
+    """Map the file, give its tensors to the model, cast afterwards."""
+    state_dict = torch.load(job.checkpoint, map_location=job.device, weights_only=True, mmap=True)
+    model.load_state_dict(state_dict, assign=True)
+    del state_dict  # else the cast would keep every fp32 tensor alive
+    return model.to(job.torch_dtype)
+
+
+def safetensors_load_model(job: Job, model: nn.Module) -> nn.Module:
+    """Copy the file into the model with safetensors' own function for modules."""
+    from safetensors.torch import load_model
+
+    model = _allocated(model, job)
+    load_model(model, job.checkpoint, device=job.device)
+    return model
+
+
+def safetensors_load_file(job: Job, model: nn.Module) -> nn.Module:
+    """Load the tensors, which are views of the mapped file, give them to the model, cast afterwards."""
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(job.checkpoint, device=job.device), assign=True)
+    return model.to(job.torch_dtype)
+
+
+def accelerate_load(job: Job, model: nn.Module) -> nn.Module:
+    """Fill an empty model; without a device map accelerate ignores the dtype."""
+    from accelerate import load_checkpoint_in_model
+
+    load_checkpoint_in_model(model, job.checkpoint, device_map={"": job.device}, dtype=job.torch_dtype)
+    return model
+
+
+def runai_stream(job: Job, model: nn.Module) -> nn.Module:
+    """Copy each tensor into the model as it arrives."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    model = _allocated(model, job)
+    targets = model.state_dict()
+    with SafetensorsStreamer() as streamer, torch.no_grad():
+        streamer.stream_file(job.checkpoint)
+        for name, tensor in streamer.get_tensors():
+            targets[name].copy_(tensor)
+    return model
+
+
+def fastsafetensors_copy(job: Job, model: nn.Module) -> nn.Module:
+    """Load the file into one buffer, copy it into the model."""
+    from fastsafetensors import fastsafe_open
+
+    model = _allocated(model, job)
+    with fastsafe_open(job.checkpoint, device=job.device, nogds=True) as loaded, torch.no_grad():
+        for name, weight in model.state_dict().items():
+            weight.copy_(loaded.get_tensor(name))
+    return model
+
+
+def with_sluice(job: Job, model: nn.Module) -> nn.Module:
+    """Let sluice fill an empty model."""
+    import sluice
+
+    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype)
+    return model
+
+
+def generate(job: Job, model: nn.Module) -> nn.Module:
+    """Fill the model with the random numbers that the checkpoint was made of: the truth, never read from a file."""
+    model = _allocated(model, job)
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            weight.copy_(random_weight(name, weight.shape))
+    return model
+
+
+def _raw_read(job: Job, *, direct: bool) -> Loaded:
+    threads = 8 if direct else len(os.sched_getaffinity(0))
+    return _raw.read_file(job.checkpoint, direct=direct, threads=threads)
+
+
+def _filling(
+    name: str,
+    fill: Callable[[Job, nn.Module], Loaded],
+    *,
+    reads: tuple[str, ...],
+    skeleton: Callable[[Job], nn.Module] = _on_meta,
+    imports: tuple[str, ...] = (),
+    maps: bool = False,
+) -> Method:
+    def start(job: Job) -> Callable[[], Loaded]:
+        return partial(fill, job, skeleton(job))
+
+    return Method(name=name, start=start, imports=imports, reads=reads, maps=maps)
+
+
+def _raw_method(name: str, *, direct: bool) -> Method:
+    return Method(name=name, start=lambda job: partial(_raw_read, job, direct=direct), reads=_BOTH)
+
+
+#: Fills a model with the truth; not a loader, so no table shows it.
+REFERENCE = _filling("reference", generate, reads=(".pth", ".safetensors", ""))
+
+#: In the order of the tables.
+PEERS = (
+    _raw_method("raw-direct", direct=True),
+    _raw_method("raw-buffered", direct=False),
+    _filling("torch-load", torch_load, reads=(".pth",)),
+    _filling("torch-mmap", torch_mmap, reads=(".pth",), maps=True),
+    _filling("safetensors-load-model", safetensors_load_model, reads=_SAFETENSORS, imports=("safetensors.torch",)),
+    _filling(
+        "safetensors-load-file", safetensors_load_file, reads=_SAFETENSORS, imports=("safetensors.torch",), maps=True
+    ),
+    _filling(
+        "accelerate",
+        accelerate_load,
+        reads=_BOTH,
+        skeleton=_emptied_by_accelerate,
+        imports=("accelerate:load_checkpoint_in_model",),
+    ),
+    _filling("runai-streamer", runai_stream, reads=_SAFETENSORS, imports=("runai_model_streamer:SafetensorsStreamer",)),
+    _filling("fastsafetensors", fastsafetensors_copy, reads=_SAFETENSORS, imports=("fastsafetensors:fastsafe_open",)),
+    _filling(
+        "sluice-fill",
+        with_sluice,
+        reads=_BOTH,
+        skeleton=_emptied_by_sluice,
+        imports=("sluice:empty_init", "sluice:load_into"),
+    ),
+)

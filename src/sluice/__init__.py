@@ -1,0 +1,105 @@
+"""Any PyTorch checkpoint into any ``nn.Module``, with peak memory = the finished model + a small fixed gate.
+
+Example:
+    >>> import sluice
+    >>> with sluice.empty_init():
+    ...     model = GPTModel(config)
+    >>> report = sluice.load_into(model, "model.pth")
+
+Names are resolved on first use: ``import sluice`` imports neither torch nor anything else that is slow.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sluice._api import load_into, load_state_dict, open  # noqa: A004  the name is the public API
+    from sluice._checkpoint import Checkpoint, LazyTensor
+    from sluice._empty_init import empty_init
+    from sluice._errors import (
+        BudgetError,
+        CheckpointError,
+        FormatError,
+        IncompleteCheckpointError,
+        IntegrityError,
+        LimitError,
+        MismatchError,
+        PartialLoadError,
+        PathEscapeError,
+        ReadError,
+        RemoteError,
+        SaveError,
+        SluiceError,
+        SourceChangedError,
+        TruncatedError,
+        UnsafeContentError,
+        UnsupportedError,
+    )
+    from sluice._options import Limits, MemoryLimits
+    from sluice._progress import ProgressEvent
+    from sluice._records import Opaque, Peaks
+    from sluice._report import LoadReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "Checkpoint",
+    "CheckpointError",
+    "FormatError",
+    "IncompleteCheckpointError",
+    "IntegrityError",
+    "LazyTensor",
+    "LimitError",
+    "Limits",
+    "LoadReport",
+    "MemoryLimits",
+    "MismatchError",
+    "Opaque",
+    "PartialLoadError",
+    "PathEscapeError",
+    "Peaks",
+    "ProgressEvent",
+    "ReadError",
+    "RemoteError",
+    "SaveError",
+    "SluiceError",
+    "SourceChangedError",
+    "TruncatedError",
+    "UnsafeContentError",
+    "UnsupportedError",
+    "empty_init",
+    "load_into",
+    "load_state_dict",
+    "open",
+]
+
+#: Where each public name lives; every exception is in ``_errors``.
+_HOMES = {
+    "Checkpoint": "_checkpoint",
+    "LazyTensor": "_checkpoint",
+    "Limits": "_options",
+    "LoadReport": "_report",
+    "MemoryLimits": "_options",
+    "Opaque": "_records",
+    "Peaks": "_records",
+    "ProgressEvent": "_progress",
+    "empty_init": "_empty_init",
+    "load_into": "_api",
+    "load_state_dict": "_api",
+    "open": "_api",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'sluice' has no attribute {name!r}")
+    value = getattr(import_module(f"sluice.{_HOMES.get(name, '_errors')}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,267 @@
+"""An open checkpoint: names and tensors that read themselves when asked, over an index without torch."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+from sluice import _tree
+from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._errors import MismatchError
+from sluice._options import Limits, MemoryLimits
+from sluice._records import Entry, Index, Request
+from sluice._slicing import Key, slice_view
+from sluice.formats import detect
+from sluice.sources._local import LocalFile
+
+if TYPE_CHECKING:
+    import torch
+
+    from sluice.formats._protocol import Format
+
+__all__ = ["Checkpoint", "CheckpointSource", "LazyTensor", "borrow", "open_checkpoint"]
+
+
+class LazyTensor:
+    """One tensor of an open checkpoint. Nothing is read until ``read`` is called.
+
+    Example:
+        >>> with sluice.open("model.pth") as checkpoint:
+        ...     rows = checkpoint["tok_emb.weight"][:10].read()
+    """
+
+    __slots__ = ("_checkpoint", "_entry", "name")
+
+    def __init__(self, checkpoint: Checkpoint, name: str, entry: Entry) -> None:
+        self._checkpoint = checkpoint
+        self._entry = entry
+        #: Dotted name in the checkpoint.
+        self.name = name
+
+    @property
+    def entry(self) -> Entry:
+        """Its record in the index: dtype as text, shape, stride and storage, without torch."""
+        return self._entry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype in the file; imports torch on first use."""
+        dtype: torch.dtype = torch_dtype(self._entry.dtype)
+        return dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Size of each dimension, in elements."""
+        return self._entry.shape
+
+    def stride(self) -> tuple[int, ...]:
+        """Return the step of each dimension in its storage, in elements."""
+        return self._entry.stride
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self._entry.nbytes
+
+    @property
+    def storage_key(self) -> str:
+        """Name of its storage; tensors of one file with the same key share bytes."""
+        return self._checkpoint.index.storages[self._entry.storage].key
+
+    def __getitem__(self, key: Key) -> LazyTensor:
+        """Return a view as torch's basic indexing gives it: integers, slices with positive steps, ``...`` and None.
+
+        Raises:
+            IndexError: An integer is out of range, or there are more indices than dimensions.
+            TypeError: The key is a tensor, a list or anything else that would select elements one by one.
+            ValueError: A step is not positive.
+        """
+        entry = self._entry
+        shape, stride, start = slice_view(entry.shape, entry.stride, key)
+        view = replace(entry, shape=shape, stride=stride, storage_offset=entry.storage_offset + start)
+        return LazyTensor(self._checkpoint, self.name, view)
+
+    def read(
+        self,
+        *,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        out: torch.Tensor | None = None,
+        memory: MemoryLimits | None = None,
+    ) -> torch.Tensor:
+        """Read the bytes that this tensor needs and return it, cast as ``.to(dtype)`` would.
+
+        Args:
+            device: Where it goes; None is the CPU. Not with ``out``.
+            dtype: Its dtype; None keeps the file's. Not with ``out``.
+            out: A tensor of the same shape to fill in place, on its device and in its dtype.
+            memory: How much memory may grow.
+
+        Raises:
+            MismatchError: ``out`` has another shape.
+            ValueError: ``out`` was given together with ``device`` or ``dtype``, or the checkpoint is closed.
+        """
+        from sluice import _transfer
+
+        if out is None:
+            kept = dtype_name(dtype) if dtype is not None else self._entry.dtype
+            request = Request(name=self.name, entry=self._entry, dtype=kept, device=str(device or "cpu"))
+            existing = None
+        else:
+            request, existing = self._request_into(out, device, dtype), {0: out}
+        prepared = _transfer.prepare(self._checkpoint, [request], memory=memory)
+        return _transfer.run(self._checkpoint, prepared, existing=existing)[0][0]
+
+    def _request_into(self, out: torch.Tensor, device: object, dtype: object) -> Request:
+        if device is not None or dtype is not None:
+            raise ValueError("out decides device and dtype: leave out the other two")
+        if tuple(out.shape) != self._entry.shape:
+            raise MismatchError("out has another shape", tensor=self.name, expected=self.shape, found=tuple(out.shape))
+        return Request(
+            name=self.name,
+            entry=self._entry,
+            dtype=dtype_name(out.dtype),
+            device=str(out.device),
+            stride=out.stride(),
+            existing=True,
+        )
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.name!r}, dtype={self._entry.dtype}, shape={self.shape})"
+
+
+class Checkpoint(Mapping[str, LazyTensor]):
+    """An open checkpoint: a mapping from dotted names to ``LazyTensor``, and a context manager.
+
+    Example:
+        >>> with sluice.open("model.pth") as checkpoint:
+        ...     print(checkpoint.format, len(checkpoint))
+    """
+
+    def __init__(self, index: Index, sources: tuple[LocalFile, ...], file_format: Format, limits: Limits) -> None:
+        #: Every tensor as records that do not need torch.
+        self.index = index
+        self._sources = sources
+        self._format = file_format
+        self.limits = limits
+        self._offsets: dict[int, int] = {}
+        self._closed = False
+
+    @property
+    def format(self) -> str:
+        """Name of the format: ``"torch-zip"`` or ``"safetensors"``."""
+        return self.index.format
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the files that it consists of."""
+        return tuple(file.path for file in self.index.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data; bytes that several tensors share count once."""
+        return sum(storage.nbytes for storage in self.index.storages)
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Text that the file says of itself."""
+        return self.index.metadata
+
+    @cached_property
+    def tree(self) -> Any:
+        """The nested object of the file, with ``LazyTensor`` for tensors and ``Opaque`` for what is never loaded."""
+        names = {id(entry): name for name, entry in _tree.walk(self.index.tree)}
+        return _tree.map_leaves(self.index.tree, lambda entry: LazyTensor(self, names[id(entry)], entry))
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The record of every tensor by its dotted name."""
+        return _tree.flatten(self.index.tree, self.limits)
+
+    @property
+    def sources(self) -> tuple[LocalFile, ...]:
+        """The files, ready to be read.
+
+        Raises:
+            ValueError: The checkpoint is closed.
+        """
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
+        return self._sources
+
+    def locate(self, storages: Iterable[int]) -> dict[int, int]:
+        """Return the data offset of each of ``storages``; headers that were checked once are not read again."""
+        wanted = {number for number in storages if number not in self._offsets}
+        for number, source in enumerate(self.sources):
+            of_file = [storage for storage in wanted if self.index.storages[storage].file == number]
+            if of_file:
+                self._offsets.update(self._format.locate(source, self.index, of_file))
+        return self._offsets
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        return LazyTensor(self, name, self.entries[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def close(self) -> None:
+        """Release the files. Tensors that were read stay valid; reading more raises ``ValueError``."""
+        self._closed = True
+        for source in self._sources:
+            source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.format} {', '.join(self.files)}>"
+
+
+#: What every ``source`` argument takes.
+CheckpointSource: TypeAlias = "str | os.PathLike[str] | Checkpoint"
+
+
+def open_checkpoint(source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None) -> Checkpoint:
+    """Index a checkpoint; see ``sluice.open``. An open one gives a second view that shares nothing but its index."""
+    if isinstance(source, Checkpoint):
+        if key is None:
+            return source
+        index = replace(source.index, tree=_tree.subtree(source.index.tree, key))
+        view = Checkpoint(index, source.sources, source._format, source.limits)  # noqa: SLF001  (its own class)
+        return view
+    limits = limits or Limits()
+    file = LocalFile(source)
+    try:
+        file_format = detect(file)
+        index = file_format.read_index(file, limits)
+        if key is not None:
+            index = replace(index, tree=_tree.subtree(index.tree, key))
+    except BaseException:
+        file.close()
+        raise
+    return Checkpoint(index, (file,), file_format, limits)
+
+
+@contextmanager
+def borrow(source: CheckpointSource, *, limits: Limits | None = None) -> Iterator[Checkpoint]:
+    """Open a checkpoint for the length of the block; one that was open already stays open."""
+    checkpoint = open_checkpoint(source, limits=limits)
+    try:
+        yield checkpoint
+    finally:
+        if checkpoint is not source:
+            checkpoint.close()

@@ -1,0 +1,217 @@
+"""Runs a plan: the only module that starts threads. It decides nothing but when to step down to the next method."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from sluice import _options as options
+from sluice._errors import ReadError, TruncatedError
+from sluice._geometry import round_down, round_up
+from sluice._records import LoadPlan, Method, Read
+from sluice._staging import StagingPool
+from sluice._targets import Targets
+from sluice.sources import DirectIOUnavailable, Source
+
+__all__ = ["Outcome", "execute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What the engine did."""
+
+    #: Seconds from the first read to the last copy.
+    seconds: float
+    #: Bytes read by each method.
+    read_bytes: dict[Method, int]
+    #: Reads that had to use a later method than the plan preferred.
+    stepped_down: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """One finished read, from a reader to the caller's thread."""
+
+    read: Read
+    method: Method
+
+
+def execute(
+    plan: LoadPlan,
+    sources: Sequence[Source],
+    targets: Targets,
+    *,
+    progress: Callable[[int], None] | None = None,
+    completed: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Fill every target of the plan.
+
+    The first failure stops all readers, which are joined before it is raised. So are they when the caller is
+    interrupted or a callback raises.
+
+    Args:
+        plan: What to do.
+        sources: The files of the plan, in its order.
+        targets: Where the bytes go.
+        progress: Called in this thread with the bytes read so far.
+        completed: Called in this thread with the position of each target whose last byte has arrived.
+
+    Raises:
+        ReadError: The operating system failed a read.
+        TruncatedError: A file is shorter than it was when it was indexed.
+        SourceChangedError: A file is no longer the one that was indexed.
+    """
+    started = time.perf_counter()
+    crew = _Crew(plan, sources, targets)
+    pending = _Pending(plan) if completed else None
+    read_bytes: dict[Method, int] = {"direct": 0, "buffered": 0}
+    stepped_down = total = 0
+    with crew.working():
+        for done in crew.results(len(plan.reads)):
+            read_bytes[done.method] += done.read.nbytes
+            stepped_down += done.method != done.read.methods[0]
+            total += done.read.nbytes
+            if progress:
+                progress(total)
+            if completed and pending:
+                for position in pending.finished_by(done.read):
+                    completed(position)
+    for source in sources:
+        source.check_unchanged()
+    return Outcome(seconds=time.perf_counter() - started, read_bytes=read_bytes, stepped_down=stepped_down)
+
+
+class _Pending:
+    """Counts the reads that each target still waits for."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self._left = [0] * len(plan.targets)
+        for read in plan.reads:
+            for position in _positions(read):
+                self._left[position] += 1
+
+    def finished_by(self, read: Read) -> Iterator[int]:
+        for position in _positions(read):
+            self._left[position] -= 1
+            if self._left[position] == 0:
+                yield position
+
+
+def _positions(read: Read) -> Iterator[int]:
+    if read.into is not None:
+        yield read.into
+    yield from (copy.target for copy in read.copies)
+
+
+class _Crew:
+    """The readers of one plan. Each takes the next read, in file order, until none is left or one has failed."""
+
+    def __init__(self, plan: LoadPlan, sources: Sequence[Source], targets: Targets) -> None:
+        self._plan = plan
+        self._sources = sources
+        self._targets = targets
+        self._staging = StagingPool(
+            buffer_bytes=plan.staging_buffer_bytes,
+            count=plan.staging_buffers,
+            huge_pages=plan.facts.huge_pages,
+        )
+        self._reads = iter(plan.reads)
+        self._take = threading.Lock()
+        self._stop = threading.Event()
+        self._results: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Start the readers, and join them whatever happens."""
+        try:
+            for number in range(self._plan.readers if self._plan.reads else 0):
+                thread = threading.Thread(target=self._work, name=f"sluice-reader-{number}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads allowed: fewer readers do the same work
+                    break
+                self._threads.append(thread)
+            if not self._threads:
+                self._work()
+            yield
+        finally:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join()
+
+    def results(self, count: int) -> Iterator[_Done]:
+        """Yield ``count`` finished reads as they come; raise the first failure instead."""
+        for _ in range(count):
+            result = self._results.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield result
+
+    def _work(self) -> None:
+        # Grad mode and inference mode belong to each thread: parameters made of inference tensors could not be trained.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            try:
+                while not self._stop.is_set():
+                    with self._take:
+                        read = next(self._reads, None)
+                    if read is None:
+                        return
+                    self._results.put(_Done(read, self._run(read)))
+            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+                self._results.put(error)
+
+    def _run(self, read: Read) -> Method:
+        if read.into is not None:
+            return self._run_in_place(read, read.into)
+        first = read.offset % options.BLOCK_BYTES
+        with self._staging.lend() as buffer:
+            method = self._fetch(read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
+            for copy in read.copies:
+                self._targets.copy(copy, buffer, first)
+        return method
+
+    def _run_in_place(self, read: Read, position: int) -> Method:
+        return self._fetch(
+            read, lambda start, nbytes: self._targets.window(position, read.into_offset + start, nbytes)
+        )
+
+    def _fetch(self, read: Read, window: Callable[[int, int], memoryview]) -> Method:
+        """Read a range by the first permitted method that the file system accepts.
+
+        Args:
+            read: The range.
+            window: Returns memory for ``nbytes`` bytes from ``start``, counted from the range's first byte.
+        """
+        source = self._sources[read.file]
+        for method in read.methods:
+            first, last = read.offset, read.offset + read.nbytes
+            if method == "direct":
+                first, last = round_down(first, options.BLOCK_BYTES), round_up(last, options.BLOCK_BYTES)
+            try:
+                found = source.read_into(first, window(first - read.offset, last - first), direct=method == "direct")
+            except DirectIOUnavailable:
+                continue
+            if first + found < read.offset + read.nbytes:
+                raise self._short(source, read, first + found)
+            if method == "buffered" and self._plan.drop_behind:
+                source.forget(read.offset, read.nbytes)
+            return method
+        raise ReadError("no permitted way to read this range", file=source.path, offset=read.offset)
+
+    @staticmethod
+    def _short(source: Source, read: Read, end: int) -> Exception:
+        source.check_unchanged()
+        return TruncatedError(
+            "the file ends too early",
+            file=source.path,
+            offset=read.offset,
+            expected=f"{read.nbytes} bytes",
+            found=f"{max(0, end - read.offset)} bytes",
+        )

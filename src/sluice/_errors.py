@@ -1,0 +1,243 @@
+"""Every exception that sluice raises on purpose.
+
+::
+
+    SluiceError
+    ├── CheckpointError            the file is at fault
+    │   ├── FormatError            its structure contradicts itself or its specification
+    │   ├── TruncatedError         it ends before what it declares
+    │   ├── IntegrityError         bytes do not match a checksum
+    │   ├── UnsupportedError       valid, but sluice does not read this kind
+    │   ├── UnsafeContentError     it names code that loading would have to import or call
+    │   ├── LimitError             it declares more than the limits allow
+    │   ├── PathEscapeError        it points outside its own directory
+    │   └── IncompleteCheckpointError  parts of it were never written
+    ├── MismatchError              checkpoint and model disagree
+    ├── BudgetError                the load cannot keep the memory limits
+    ├── ReadError                  the operating system failed a read
+    ├── SourceChangedError         the file changed while it was being read
+    ├── PartialLoadError           a live model was filled in part
+    ├── SaveError                  nothing was saved; what existed is intact
+    └── RemoteError                a remote source failed
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "FormatError",
+    "IncompleteCheckpointError",
+    "IntegrityError",
+    "LimitError",
+    "MismatchError",
+    "PartialLoadError",
+    "PathEscapeError",
+    "ReadError",
+    "RemoteError",
+    "SaveError",
+    "SluiceError",
+    "SourceChangedError",
+    "TruncatedError",
+    "UnsafeContentError",
+    "UnsupportedError",
+]
+
+
+class SluiceError(Exception):
+    """The root of the tree.
+
+    Attributes:
+        problem: What is wrong, as one clause without a full stop.
+        file: Path of the file concerned, or None.
+        tensor: Name of the tensor or record concerned, or None.
+        offset: Byte offset in ``file``, or None.
+        expected: What the file or the caller declared, or None.
+        found: What was found instead, or None.
+        advice: What to do next; one sentence for each class.
+    """
+
+    advice: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.file = file
+        self.tensor = tensor
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+
+    def __str__(self) -> str:
+        where = []
+        if self.file is not None:
+            where.append(str(self.file))
+        if self.tensor is not None:
+            where.append(f"tensor {self.tensor!r}")
+        if self.offset is not None:
+            where.append(f"byte {self.offset}")
+        text = f"{', '.join(where)}: {self.problem}" if where else self.problem
+        if self.expected is not None:
+            text += f"; expected {self.expected}"
+        if self.found is not None:
+            text += f"; found {self.found}"
+        return f"{text}. {self.advice}" if self.advice else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive BaseException's own reduction.
+        return (_rebuild, (type(self), self.problem, self.__dict__))
+
+
+def _rebuild(cls: type[SluiceError], problem: str, state: dict[str, object]) -> SluiceError:
+    error = cls(problem)
+    error.__dict__.update(state)
+    return error
+
+
+class CheckpointError(SluiceError):
+    """The file is at fault."""
+
+    advice = "Check that this is the checkpoint you meant and that it was saved completely."
+
+
+class FormatError(CheckpointError):
+    """The structure of the file contradicts itself or its specification."""
+
+    advice = "The file is damaged or not what it claims to be: save or download it again."
+
+
+class TruncatedError(CheckpointError):
+    """The file ends before what it declares."""
+
+    advice = "The file is incomplete: save or download it again."
+
+
+class IntegrityError(CheckpointError):
+    """Bytes do not match a checksum."""
+
+    advice = "The data is corrupt: save or download it again."
+
+
+class UnsupportedError(CheckpointError):
+    """The file is valid, but sluice does not read this kind."""
+
+    advice = "Convert it with the library that wrote it, to safetensors or a plain torch.save."
+
+
+class UnsafeContentError(CheckpointError):
+    """The file names code that loading would have to import or call; nothing was called."""
+
+    advice = "sluice never runs code from a checkpoint: ask its author for a plain state dict."
+
+
+class LimitError(CheckpointError):
+    """The file declares more than the limits allow."""
+
+    advice = "If you trust the file, raise the bound with limits=sluice.Limits(...)."
+
+
+class PathEscapeError(CheckpointError):
+    """The file points outside its own directory."""
+
+    advice = "Do not trust this checkpoint; if the links are yours, allow them in sluice.Limits."
+
+
+class IncompleteCheckpointError(CheckpointError):
+    """Parts of the checkpoint were never written or are missing."""
+
+    advice = "Find the missing parts or save the checkpoint again."
+
+
+class MismatchError(SluiceError):
+    """Checkpoint and model disagree; nothing was touched.
+
+    Attributes:
+        missing: Names of the model that the checkpoint does not have.
+        unexpected: Names of the checkpoint that the model does not have.
+    """
+
+    advice = "The model is unchanged."
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        missing: tuple[str, ...] = (),
+        unexpected: tuple[str, ...] = (),
+        file: str | None = None,
+        tensor: str | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(problem, file=file, tensor=tensor, expected=expected, found=found)
+        self.missing = missing
+        self.unexpected = unexpected
+
+
+class BudgetError(SluiceError):
+    """The load cannot keep the memory limits; no data was read."""
+
+    advice = "Nothing was read: choose a smaller dtype, another device, or larger limits."
+
+
+class ReadError(SluiceError):
+    """The operating system failed a read."""
+
+    advice = "Check the disk or the network mount, then try again."
+
+
+class SourceChangedError(SluiceError):
+    """The file changed while it was being read."""
+
+    advice = "Wait until its writer has finished, then load again."
+
+
+class PartialLoadError(SluiceError):
+    """A failure left a live model filled in part.
+
+    Attributes:
+        done: Names of tensors that hold their new values.
+        torn: Names of tensors that may hold a mixture of old and new bytes.
+        untouched: Names of tensors that hold their old values.
+    """
+
+    advice = "Load again into this model, or rebuild it, before you use it."
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        done: tuple[str, ...] = (),
+        torn: tuple[str, ...] = (),
+        untouched: tuple[str, ...] = (),
+        file: str | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+    ) -> None:
+        super().__init__(problem, file=file, tensor=tensor, offset=offset)
+        self.done = done
+        self.torn = torn
+        self.untouched = untouched
+
+
+class SaveError(SluiceError):
+    """Nothing was saved; what existed is intact."""
+
+    advice = "Free space or choose another path, then save again."
+
+
+class RemoteError(SluiceError):
+    """A remote source failed."""
+
+    advice = "Check the address, the credentials and the network, then try again."

@@ -1,0 +1,166 @@
+"""What a plan needs to know of the machine, asked once before planning and frozen.
+
+Nothing here changes what it looks at: the page cache is probed with one byte at a time and never waits for the disk
+(``RWF_NOWAIT``), file systems and control groups are read from ``/proc`` and ``/sys``. Where a platform does not
+answer, the fact says so and the planner takes the careful way.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from sluice import _options as options
+from sluice._geometry import round_up
+from sluice._records import FileFacts, FileRecord, MachineFacts
+from sluice.sources import DirectIOUnavailable
+from sluice.sources._local import LocalFile
+
+__all__ = ["cgroup_headroom", "file_facts", "host_headroom", "machine_facts"]
+
+#: Local file systems on which direct reads were found to be at least as fast as buffered ones. Network and FUSE file
+#: systems, and those that only accept the flag, are left out.
+_DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
+
+#: cgroup v1 writes "no limit" as the largest page-aligned int64.
+_UNLIMITED_BYTES = 1 << 62
+
+
+def machine_facts(sources: Sequence[LocalFile]) -> MachineFacts:
+    """Return the facts of this machine and of the files behind ``sources``, in their order."""
+    import psutil
+
+    return MachineFacts(
+        cores=_cores(),
+        memory_available_bytes=psutil.virtual_memory().available,
+        memory_limit_bytes=cgroup_headroom(),
+        huge_pages=_huge_pages(),
+        files=tuple(file_facts(source) for source in sources),
+    )
+
+
+def host_headroom(facts: MachineFacts) -> tuple[int, str]:
+    """Return the bytes that host memory may grow by when the caller set no limit, and where that number comes from."""
+    if facts.memory_limit_bytes is not None and facts.memory_limit_bytes < facts.memory_available_bytes:
+        return facts.memory_limit_bytes, "left in the control group"
+    return facts.memory_available_bytes, "free memory"
+
+
+def file_facts(source: LocalFile) -> FileFacts:
+    """Return what the file system says of one file."""
+    nbytes = source.identity.nbytes
+    filesystem = _filesystem(source.path)
+    step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))
+    direct = filesystem in _DIRECT_FILESYSTEMS and nbytes >= options.DIRECT_FILE_BYTES and _opens_direct(source)
+    cached = _probe_cache(source.descriptor(), range(0, nbytes, step)) if direct else ()
+    return FileFacts(filesystem=filesystem, direct_io=direct, probe_step_bytes=step, cached=cached)
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _huge_pages() -> bool:
+    try:
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return "[never]" not in modes
+
+
+def _filesystem(path: str) -> str:
+    """Return the type of the file system that holds ``path``: that of the longest mount point above it."""
+    import psutil
+
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for partition in psutil.disk_partitions(all=True):
+        mount = partition.mountpoint
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, partition.fstype
+    return kind
+
+
+def _opens_direct(source: LocalFile) -> bool:
+    try:
+        source.descriptor(direct=True)
+    except DirectIOUnavailable:
+        return False
+    return True
+
+
+def _probe_cache(descriptor: int, offsets: Iterable[int]) -> tuple[bool, ...]:
+    """Return for each offset whether its page is cached; empty where the kernel does not tell."""
+    nowait = getattr(os, "RWF_NOWAIT", None)
+    if nowait is None:
+        return ()
+    found = []
+    one = bytearray(1)
+    for offset in offsets:
+        try:
+            found.append(os.preadv(descriptor, [one], offset, nowait) == 1)
+        except BlockingIOError:
+            found.append(False)
+        except OSError as error:
+            if error.errno in {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}:
+                return ()
+            raise
+    return tuple(found)
+
+
+def cgroup_headroom(root: Path = Path("/")) -> int | None:
+    """Return the bytes left under the tightest memory limit of this process's control groups, or None without one.
+
+    Both hierarchies are looked at, every ancestor counts, and file pages that the kernel would reclaim count as free.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are found.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    rooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            rooms += _rooms(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
+            rooms += _rooms(root / "sys/fs/cgroup/unified", path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            rooms += _rooms(root / "sys/fs/cgroup/memory", path, *names)
+    return min(rooms, default=None)
+
+
+def _rooms(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable_name: str) -> list[int]:
+    """Return the room under each limit from the group up to the mount; groups hidden by a namespace are skipped."""
+    rooms = []
+    group = mount / path.strip("/")
+    while True:
+        limit = _number(group / limit_name)
+        usage = _number(group / usage_name)
+        if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
+            rooms.append(max(0, limit - usage + _reclaimable(group / "memory.stat", reclaimable_name)))
+        if group == mount or mount not in group.parents:
+            return rooms
+        group = group.parent
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def _reclaimable(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)

@@ -1,0 +1,190 @@
+"""Pure arithmetic of strided tensors: no I/O, no memory, no torch.
+
+Shapes and strides are in elements; ``*_bytes`` are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Piece", "collapse", "contiguous_stride", "cut", "is_dense", "round_down", "round_up", "span_elements", "split_evenly"]
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    """Return the largest multiple that is at most ``value``."""
+    return value // multiple * multiple
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the row-major stride of ``shape``, as ``torch.empty(shape).stride()`` gives it."""
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the distance from the first to the last element touched, both included; 0 for an empty tensor."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether the elements fill their span without gaps and without overlap, in whatever order of dimensions."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def collapse(
+    shape: Sequence[int], source_stride: Sequence[int], target_stride: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return an equivalent copy with the fewest dimensions, the largest step in the source first.
+
+    Two tensors of the same dense layout collapse to one dimension of step 1, whatever their rank.
+    """
+    dims = sorted(
+        (dim for dim in zip(shape, source_stride, target_stride, strict=True) if dim[0] != 1),
+        key=lambda dim: (-dim[1], -dim[2]),
+    )
+    merged: list[tuple[int, int, int]] = []
+    for size, source, target in dims:
+        if merged and merged[-1][1] == size * source and merged[-1][2] == size * target:
+            merged[-1] = (merged[-1][0] * size, source, target)
+        else:
+            merged.append((size, source, target))
+    if not merged:
+        return (1,), (1,), (1,)
+    sizes, sources, targets = zip(*merged, strict=True)
+    return tuple(sizes), tuple(sources), tuple(targets)
+
+
+def split_evenly(start: int, nbytes: int, *, limit_bytes: int, align_bytes: int) -> Iterator[tuple[int, int]]:
+    """Split a range into the fewest parts of at most about ``limit_bytes``, all of about the same size.
+
+    Inner boundaries are multiples of ``align_bytes``, so a part can exceed the limit by less than that.
+
+    Yields:
+        Offset and size of each part, in bytes.
+    """
+    parts = max(1, -(-nbytes // limit_bytes))
+    first, end = start, start + nbytes
+    for number in range(1, parts + 1):
+        last = end if number == parts else round_down(start + nbytes * number // parts, align_bytes)
+        if last > first:
+            yield first, last - first
+            first = last
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a strided copy whose source bytes fit one read."""
+
+    #: First source byte, on the axis on which the caller's ``start_byte`` lies.
+    start_byte: int
+    #: Source bytes from the first to the last element, both included.
+    nbytes: int
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension in the source, in elements.
+    source_stride: tuple[int, ...]
+    #: Step of each dimension in the target, in elements.
+    target_stride: tuple[int, ...]
+    #: Where element 0 goes, in elements from the start of the target.
+    target_start: int
+
+
+def cut(whole: Piece, item_bytes: int, *, limit_bytes: int, gap_bytes: int) -> Iterator[Piece]:
+    """Cut a collapsed copy into pieces of at most ``limit_bytes`` source bytes, in source order.
+
+    Contiguous runs are cut where the file crosses a multiple of ``limit_bytes``, so that every copy that covers the
+    same bytes is cut at the same places and one read can serve them all. Gaps of more than ``gap_bytes`` between
+    runs are never part of a piece.
+
+    Raises:
+        ValueError: ``limit_bytes`` is smaller than one element.
+    """
+    if limit_bytes < item_bytes:
+        raise ValueError(f"a read of {limit_bytes} bytes cannot hold an element of {item_bytes} bytes")
+    if whole.shape[1:] == () and whole.source_stride[0] == 1:
+        yield from _cut_run(whole, item_bytes, limit_bytes)
+        return
+    size, step_bytes = whole.shape[0], whole.source_stride[0] * item_bytes
+    inner_shape, inner_stride = whole.shape[1:], whole.source_stride[1:]
+    inner_bytes = span_elements(inner_shape, inner_stride) * item_bytes
+    widest_gap = max(step_bytes - inner_bytes, _widest_gap(inner_shape, inner_stride) * item_bytes)
+    if widest_gap > gap_bytes or inner_bytes + step_bytes > limit_bytes:
+        for index in range(size):
+            row = _without_first(_rows(whole, index, 1, item_bytes))
+            yield from cut(row, item_bytes, limit_bytes=limit_bytes, gap_bytes=gap_bytes)
+        return
+    count = size if step_bytes == 0 else (limit_bytes - inner_bytes) // step_bytes + 1
+    for index in range(0, size, count):
+        yield _rows(whole, index, min(count, size - index), item_bytes)
+
+
+def _cut_run(whole: Piece, item_bytes: int, limit_bytes: int) -> Iterator[Piece]:
+    start, end = whole.start_byte, whole.start_byte + whole.nbytes
+    grid = round_down(limit_bytes, item_bytes)
+    phase = start % item_bytes  # elements of a misaligned tensor straddle the grid: cut between them
+    target_step = whole.target_stride[0]
+    first = start
+    while first < end:
+        last = min(end, round_down(first - phase, grid) + grid + phase)
+        yield Piece(
+            start_byte=first,
+            nbytes=last - first,
+            shape=((last - first) // item_bytes,),
+            source_stride=(1,),
+            target_stride=(target_step,),
+            target_start=whole.target_start + (first - start) // item_bytes * target_step,
+        )
+        first = last
+
+
+def _rows(piece: Piece, first: int, count: int, item_bytes: int) -> Piece:
+    shape = (count, *piece.shape[1:])
+    return Piece(
+        start_byte=piece.start_byte + first * piece.source_stride[0] * item_bytes,
+        nbytes=span_elements(shape, piece.source_stride) * item_bytes,
+        shape=shape,
+        source_stride=piece.source_stride,
+        target_stride=piece.target_stride,
+        target_start=piece.target_start + first * piece.target_stride[0],
+    )
+
+
+def _without_first(piece: Piece) -> Piece:
+    """Drop a first dimension of size 1."""
+    if len(piece.shape) == 1:
+        return Piece(piece.start_byte, piece.nbytes, (1,), (1,), (1,), piece.target_start)
+    return Piece(
+        piece.start_byte,
+        piece.nbytes,
+        piece.shape[1:],
+        piece.source_stride[1:],
+        piece.target_stride[1:],
+        piece.target_start,
+    )
+
+
+def _widest_gap(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the most elements that any step leaves out before the next run."""
+    return max(
+        (stride[i] - span_elements(shape[i + 1 :], stride[i + 1 :]) for i in range(len(shape)) if shape[i] > 1),
+        default=0,
+    )

@@ -1,0 +1,68 @@
+"""Anonymous host memory on huge pages: what targets and staging buffers are made of.
+
+A first touch of 4 KiB pages costs several times the copy that causes it; 2 MiB pages make it cheap. They need an
+address that is a multiple of 2 MiB and a madvise, and they must not cover a partial tail: the rest of the last huge
+page would count as resident.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+from sluice import _options as options
+from sluice._geometry import round_down, round_up
+
+__all__ = ["HostMemory"]
+
+
+class HostMemory:
+    """Zeroed private memory, given back when the last object that views it dies.
+
+    Attributes:
+        mapping: The mapping, for ``torch.frombuffer``.
+        start: First usable byte in ``mapping``; its address is a multiple of 4 KiB, and of 2 MiB with huge pages.
+        nbytes: Usable bytes from ``start``.
+    """
+
+    __slots__ = ("mapping", "nbytes", "start")
+
+    def __init__(self, nbytes: int, *, huge_pages: bool) -> None:
+        """Map at least ``nbytes``; only pages that are touched become resident.
+
+        Raises:
+            MemoryError: The operating system refuses the mapping.
+        """
+        self.nbytes = round_up(nbytes, mmap.PAGESIZE)
+        huge = huge_pages and self.nbytes >= options.HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+        if not huge:
+            self.mapping = _map(self.nbytes)
+            self.start = 0
+            return
+        # Since Linux 6.7 a mapping whose length is a multiple of 2 MiB is aligned to it; older kernels need room to align.
+        self.mapping = _map(round_up(self.nbytes, options.HUGE_PAGE_BYTES))
+        self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
+        if self.start:
+            self.mapping = _map(self.nbytes + options.HUGE_PAGE_BYTES)
+            self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
+        whole = round_down(self.nbytes, options.HUGE_PAGE_BYTES)
+        self.mapping.madvise(mmap.MADV_HUGEPAGE, self.start, whole)
+        if whole < self.nbytes:
+            self.mapping.madvise(mmap.MADV_NOHUGEPAGE, self.start + whole, self.nbytes - whole)
+
+    def view(self) -> memoryview:
+        """Return the usable bytes."""
+        return memoryview(self.mapping)[self.start : self.start + self.nbytes]
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    try:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return mmap.mmap(-1, nbytes)
+    except OSError as error:
+        raise MemoryError(f"the operating system refused {nbytes} bytes of anonymous memory: {error}") from error
+
+
+def _address(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -1,0 +1,218 @@
+"""Final memory: from requests to targets, views on them, and how each is allocated. Pure; no torch.
+
+A dense tensor keeps the order of its dimensions, so that one contiguous read fills it. A view with gaps becomes
+contiguous unless others need the bytes in between. Views that overlap in the file share one target where the
+caller wants shared storages (state dicts), and get one each where every tensor stands alone (modules).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES
+from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
+from sluice._records import Block, Entry, Fill, Index, Request, Target
+
+__all__ = ["View", "lay_out_blocks", "shared_targets", "single_targets"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A finished tensor: a strided view of a target."""
+
+    #: Position of the target in ``LoadPlan.targets``.
+    target: int
+    #: Element 0, in elements from the start of the target.
+    start: int
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements.
+    stride: tuple[int, ...]
+
+
+def single_targets(
+    requests: Sequence[Request], index: Index, offsets: Mapping[int, int]
+) -> tuple[tuple[Target, ...], tuple[View, ...]]:
+    """Return one target and one view for each request.
+
+    Args:
+        requests: What is wanted.
+        index: The index that the entries belong to.
+        offsets: Data offset of every storage that the index has not located.
+    """
+    targets, views = [], []
+    for position, request in enumerate(requests):
+        target, view = _alone(request, position, index, offsets)
+        targets.append(target)
+        views.append(view)
+    return tuple(targets), tuple(views)
+
+
+def shared_targets(
+    requests: Sequence[Request], index: Index, offsets: Mapping[int, int]
+) -> tuple[tuple[Target, ...], tuple[View, ...]]:
+    """Return targets and one view for each request, such that views of the same bytes share a target.
+
+    Of a storage only the union of what its views need is held: a 10-row view of a large storage is 10 rows.
+    """
+    targets: list[Target] = []
+    views: dict[int, View] = {}
+    for members in _storage_groups(requests):
+        for group in _overlapping([(i, requests[i]) for i in members]):
+            _lay_out_group(group, targets, views, index, offsets)
+    return tuple(targets), tuple(views[i] for i in range(len(requests)))
+
+
+def lay_out_blocks(targets: Sequence[Target], leads: Mapping[int, int]) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+    """Return how each target is allocated, and the bytes of each arena.
+
+    An arena is closed when it is full, and early when another module begins, so that deleting a module gives its
+    memory back.
+
+    Args:
+        targets: Final memory.
+        leads: Bytes to leave before a target in its own mapping, by position; absent means 0.
+    """
+    blocks: list[Block] = []
+    arenas: list[int] = []
+    used, module = 0, ""
+    for position, target in enumerate(targets):
+        kind = _kind(target)
+        if kind != "arena":
+            blocks.append(Block(kind=kind, lead_bytes=leads.get(position, 0)))
+            continue
+        parent = target.name.rpartition(".")[0]
+        too_full = used + target.nbytes > options.ARENA_BYTES
+        if not arenas or too_full or (parent != module and used >= options.ARENA_MODULE_BYTES):
+            arenas.append(0)
+            used = 0
+        blocks.append(Block(kind="arena", arena=len(arenas) - 1, arena_offset=used))
+        used = round_up(used + target.nbytes, options.TENSOR_ALIGNMENT_BYTES)
+        arenas[-1] = used
+        module = parent
+    return tuple(blocks), tuple(arenas)
+
+
+def _kind(target: Target) -> str:
+    if target.existing:
+        return "existing"
+    if target.nbytes == 0:
+        return "empty"
+    if target.device != "cpu":
+        return "device"
+    return "mapping" if target.nbytes >= options.OWN_MAPPING_BYTES else "arena"
+
+
+def _alone(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:
+    """Return memory for one tensor: as requested, or with its own stride where that wastes nothing, or row-major."""
+    entry, stride = request.entry, request.stride
+    if stride is None:
+        span = span_elements(entry.shape, entry.stride)
+        stride = entry.stride if span <= entry.numel else contiguous_stride(entry.shape)
+        if not is_dense(entry.shape, entry.stride) and span <= entry.numel:
+            # Its elements overlap (an expanded tensor, say): fill what lies under them once.
+            first = entry.storage_offset
+            target = _union(request, first, first + span, index, offsets)
+            return target, View(target=position, start=0, shape=entry.shape, stride=stride)
+    target = _filled(request, entry, stride, index, offsets)
+    return target, View(target=position, start=0, shape=entry.shape, stride=stride)
+
+
+def _filled(
+    request: Request, entry: Entry, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]
+) -> Target:
+    """Return a target of the given stride that one fill covers."""
+    elements = entry.numel if request.existing else span_elements(entry.shape, stride)
+    fills: tuple[Fill, ...] = ()
+    if elements:
+        file, offset = _place(entry, index, offsets)
+        fill = Fill(
+            file=file,
+            offset=offset,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            source_stride=entry.stride,
+            target_stride=stride,
+        )
+        fills = (fill,)
+    return Target(
+        name=request.name,
+        dtype=request.dtype,
+        nbytes=elements * ITEM_BYTES[request.dtype],
+        device=request.device,
+        fills=fills,
+        existing=request.existing,
+    )
+
+
+def _place(entry: Entry, index: Index, offsets: Mapping[int, int]) -> tuple[int, int]:
+    """Return the file of an entry and the first byte of its element 0."""
+    storage = index.storages[entry.storage]
+    base = storage.offset if storage.located else offsets[entry.storage]
+    return storage.file, base + entry.storage_offset * ITEM_BYTES[entry.dtype]
+
+
+def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
+    groups: dict[tuple[int, str, str, str], list[int]] = defaultdict(list)
+    for position, request in enumerate(requests):
+        groups[request.entry.storage, request.entry.dtype, request.dtype, request.device].append(position)
+    return groups.values()
+
+
+def _overlapping(members: list[tuple[int, Request]]) -> Iterable[list[tuple[int, Request]]]:
+    """Split views of one storage into groups whose spans overlap or touch."""
+    if len(members) == 1:
+        return [members]
+    groups: list[list[tuple[int, Request]]] = []
+    end = -1
+    for position, request in sorted(members, key=lambda member: member[1].entry.storage_offset):
+        entry = request.entry
+        if not groups or entry.storage_offset > end:
+            groups.append([])
+        groups[-1].append((position, request))
+        end = max(end, entry.storage_offset + span_elements(entry.shape, entry.stride))
+    return groups
+
+
+def _lay_out_group(
+    group: list[tuple[int, Request]],
+    targets: list[Target],
+    views: dict[int, View],
+    index: Index,
+    offsets: Mapping[int, int],
+) -> None:
+    distinct = {(r.entry.storage_offset, r.entry.shape, r.entry.stride): r for _, r in group}
+    first = min(start for start, _, _ in distinct)
+    end = max(start + span_elements(shape, stride) for start, shape, stride in distinct)
+    wanted = sum(request.entry.numel for request in distinct.values())
+    if len(distinct) == 1 or end - first > wanted:
+        # Alone, or so sparse that a copy for each view takes less memory than the bytes between them.
+        made: dict[tuple[int, tuple[int, ...], tuple[int, ...]], View] = {}
+        for position, request in group:
+            geometry = (request.entry.storage_offset, request.entry.shape, request.entry.stride)
+            if geometry not in made:
+                target, made[geometry] = _alone(request, len(targets), index, offsets)
+                targets.append(target)
+            views[position] = made[geometry]
+        return
+    for position, request in group:
+        entry = request.entry
+        views[position] = View(
+            target=len(targets), start=entry.storage_offset - first, shape=entry.shape, stride=entry.stride
+        )
+    targets.append(_union(group[0][1], first, end, index, offsets))
+
+
+def _union(request: Request, first: int, end: int, index: Index, offsets: Mapping[int, int]) -> Target:
+    """Return one target for all elements of a storage from ``first`` to ``end``."""
+    whole = Entry(
+        dtype=request.entry.dtype,
+        shape=(end - first,),
+        stride=(1,),
+        storage=request.entry.storage,
+        storage_offset=first,
+    )
+    return _filled(request, whole, (1,), index, offsets)

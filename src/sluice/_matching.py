@@ -1,0 +1,282 @@
+"""Which entry of a checkpoint becomes which tensor of a module, and every reason why not. Pure; no torch.
+
+``match`` works on frozen descriptions of the module's tensors (``Slot``) and on entries by name. Its rules:
+
+- **Ties.** One tensor object is one slot, whatever its names. One of them in the checkpoint is enough; where there are
+  more, they are one tensor if they view the same bytes, and otherwise the copies have to be compared while loading.
+- **dtype.** None: the module's own, as ``load_state_dict`` casts. ``"auto"``: the checkpoint's. A name: tensors that
+  are real floating point in the checkpoint and in the module become that; all others take the module's dtype.
+- **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
+  module's layout.
+- **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar.
+- **Missing names.** A buffer that older versions of its module did not save keeps its value or starts at zero. Without
+  ``strict``, live tensors keep their values and those on meta are initialised by their module's ``reset_parameters``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from sluice._dtypes import is_castable
+from sluice._geometry import contiguous_stride, is_dense
+from sluice._mismatch import Findings
+from sluice._records import Entry, Request
+
+__all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor object of a module that a state dict holds."""
+
+    #: Its names in the module's state dict, in its order; tied tensors have several.
+    names: tuple[str, ...]
+    #: Whether it is a parameter; else a persistent buffer.
+    parameter: bool
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements.
+    stride: tuple[int, ...]
+    #: Name of its dtype.
+    dtype: str
+    #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``, ``"meta"``.
+    device: str
+    #: Whether gradients are recorded for it.
+    requires_grad: bool
+    #: Whether its memory is live and can be filled element by element.
+    in_place: bool
+    #: Whether ``reset_parameters`` of a module that owns it may be called without harm to live tensors.
+    resettable: bool = False
+    #: Version of its module that added it: older state dicts do not have it. None: every state dict has it.
+    added_in: int | None = None
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether it has no memory yet."""
+        return self.device == "meta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What matching needs to know of a module."""
+
+    #: Its parameters and persistent buffers.
+    slots: tuple[Slot, ...]
+    #: Names of extra state that its modules keep in state dicts.
+    extra_state: tuple[str, ...] = ()
+    #: Why it cannot be loaded into, whatever the checkpoint: a sentence each.
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Which entries fill which slots. ``requests`` and ``slots`` run in parallel."""
+
+    #: The finished tensors that are wanted.
+    requests: tuple[Request, ...]
+    #: Position in ``Outline.slots`` of each request.
+    slots: tuple[int, ...]
+    #: Further copies of tied tensors: position in ``requests`` and the request whose bytes must be the same.
+    comparisons: tuple[tuple[int, Request], ...] = ()
+    #: Slots on meta that start at zero.
+    zeroed: tuple[int, ...] = ()
+    #: Slots on meta that ``reset_parameters`` fills.
+    initialised: tuple[int, ...] = ()
+    #: Live slots without an entry; they keep their values.
+    kept: tuple[int, ...] = ()
+    #: Finished dtype of each of ``zeroed`` and ``initialised``.
+    computed_dtypes: Mapping[int, str] = field(default_factory=dict)
+    #: Names of the module that the checkpoint does not have.
+    missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that the module does not have.
+    unexpected: tuple[str, ...] = ()
+    #: Groups of names that are one tensor.
+    tied: tuple[tuple[str, ...], ...] = ()
+    #: What a reader of the report should know, a sentence each.
+    notes: tuple[str, ...] = ()
+
+
+def match(
+    outline: Outline,
+    entries: Mapping[str, Entry],
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    strict: bool = True,
+    versions: Mapping[str, int] | None = None,
+    problems: Sequence[str] = (),
+) -> Match:
+    """Match entries with the tensors of a module.
+
+    Args:
+        outline: The module.
+        entries: The state dict, by the names that the module uses.
+        device: Device of every finished tensor, with its index as torch writes it; None leaves each where it is.
+        dtype: None, ``"auto"`` or the name of a real floating-point dtype; see the module docstring.
+        strict: Whether missing and unexpected names are problems.
+        versions: Version that each module's part of the state dict has, by the module's name, where the file says so.
+        problems: What was found before, to be reported together with the rest.
+
+    Raises:
+        MismatchError: They do not fit; it lists every reason.
+    """
+    matcher = _Matcher(entries, device=device, dtype=dtype, strict=strict, versions=versions or {})
+    for position, slot in enumerate(outline.slots):
+        matcher.add(position, slot)
+    matcher.add_unexpected(outline)
+    matcher.findings.others.extend((*outline.problems, *problems))
+    matcher.findings.raise_if_any()
+    return matcher.result(outline)
+
+
+def finished_dtype(of_entry: str, of_slot: str, wanted: str | None) -> str:
+    """Return the dtype of a finished tensor; ``wanted`` is the ``dtype`` of ``match``."""
+    if wanted == "auto":
+        return of_entry
+    if wanted is not None and is_castable(of_entry) and is_castable(of_slot):
+        return wanted
+    return of_slot
+
+
+class _Matcher:
+    """Collects requests and findings, slot by slot."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, Entry],
+        *,
+        device: str | None,
+        dtype: str | None,
+        strict: bool,
+        versions: Mapping[str, int],
+    ) -> None:
+        self.findings = Findings()
+        self._entries = entries
+        self._device = device
+        self._dtype = dtype
+        self._strict = strict
+        self._versions = versions
+        self._requests: list[Request] = []
+        self._slots: list[int] = []
+        self._comparisons: list[tuple[int, Request]] = []
+        self._absent: dict[str, list[int]] = {"zeroed": [], "initialised": [], "kept": []}
+        self._computed_dtypes: dict[int, str] = {}
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+
+    def add(self, position: int, slot: Slot) -> None:
+        """Match one slot."""
+        present = [name for name in slot.names if name in self._entries]
+        if not present:
+            self._add_absent(position, slot)
+            return
+        first = self._request(present[0], slot)
+        for name in present[1:]:
+            if not _same_bytes(self._entries[name], self._entries[present[0]]):
+                other = self._request(name, slot)
+                if first is not None and other is not None:
+                    self._comparisons.append((len(self._requests), replace(other, existing=False)))
+        if first is not None:
+            self._requests.append(first)
+            self._slots.append(position)
+
+    def _request(self, name: str, slot: Slot) -> Request | None:
+        """Return the request for one name of a slot, or None after noting why there cannot be one."""
+        entry = self._entries[name]
+        if slot.shape == () and entry.shape == (1,):
+            entry = replace(entry, shape=(), stride=())
+        dtype = finished_dtype(entry.dtype, slot.dtype, self._dtype)
+        if entry.shape != slot.shape:
+            self.findings.shapes.append((name, slot.shape, entry.shape))
+            return None
+        reason = _why_no_cast(entry.dtype, dtype, requires_grad=slot.requires_grad)
+        if reason:
+            self.findings.dtypes.append((name, reason))
+            return None
+        device = self._where(slot)
+        existing = slot.in_place and (dtype, device) == (slot.dtype, slot.device)
+        keeps_stride = existing or is_dense(slot.shape, slot.stride)
+        stride = slot.stride if keeps_stride else contiguous_stride(slot.shape)
+        return Request(name=name, entry=entry, dtype=dtype, device=device, stride=stride, existing=existing)
+
+    def _where(self, slot: Slot) -> str:
+        return self._device or ("cpu" if slot.on_meta else slot.device)
+
+    def _add_absent(self, position: int, slot: Slot) -> None:
+        optional = slot.added_in is not None and self._version_of(slot) < slot.added_in
+        if not optional:
+            self._missing.extend(slot.names)
+            if self._strict:
+                self.findings.missing.append((slot.names, slot.shape))
+                return
+        if not slot.on_meta:
+            fate = "kept"
+        elif optional:
+            fate = "zeroed"
+        elif slot.resettable:
+            fate = "initialised"
+        else:
+            self.findings.others.append(
+                f"{slot.names[0]!r} is not in the checkpoint and on the meta device, and no module that owns it can "
+                "initialise it with reset_parameters()"
+            )
+            return
+        self._absent[fate].append(position)
+        if slot.on_meta:
+            self._computed_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self._dtype)
+
+    def _version_of(self, slot: Slot) -> int:
+        return self._versions.get(slot.names[0].rpartition(".")[0], 0)
+
+    def add_unexpected(self, outline: Outline) -> None:
+        """Note the entries that no slot has a name for."""
+        known = {name for slot in outline.slots for name in slot.names}
+        for name, entry in self._entries.items():
+            if name not in known and not is_extra_state(name, outline.extra_state):
+                self._unexpected.append(name)
+                self.findings.spare.append((name, entry.shape))
+        self.findings.report_spare = self._strict
+
+    def result(self, outline: Outline) -> Match:
+        """Return what was collected."""
+        return Match(
+            requests=tuple(self._requests),
+            slots=tuple(self._slots),
+            comparisons=tuple(self._comparisons),
+            **{fate: tuple(positions) for fate, positions in self._absent.items()},
+            computed_dtypes=self._computed_dtypes,
+            missing=tuple(self._missing),
+            unexpected=tuple(self._unexpected),
+            tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),
+            notes=tuple(
+                f"extra state {name!r} was not restored: pass it to set_extra_state" for name in outline.extra_state
+            ),
+        )
+
+
+def is_extra_state(name: str, extra_state: Iterable[str]) -> bool:
+    """Return whether a name of a state dict is extra state of the module, or a tensor inside of it."""
+    return any(name == extra or name.startswith(f"{extra}.") for extra in extra_state)
+
+
+def _same_bytes(one: Entry, other: Entry) -> bool:
+    return (one.dtype, one.shape, one.stride, one.storage, one.storage_offset) == (
+        other.dtype,
+        other.shape,
+        other.stride,
+        other.storage,
+        other.storage_offset,
+    )
+
+
+def _why_no_cast(source: str, finished: str, *, requires_grad: bool) -> str | None:
+    """Return why a tensor of the checkpoint cannot become one of this dtype, or None."""
+    complex_source, complex_finished = source.startswith("complex"), finished.startswith("complex")
+    if complex_source and not complex_finished:
+        return f"{source} cannot become {finished} without losing the imaginary part"
+    if source != finished and "float4_e2m1fn_x2" in {source, finished}:
+        return f"torch has no cast from {source} to {finished}"
+    if requires_grad and not (complex_finished or is_castable(finished)):
+        return f"a parameter that requires gradients cannot be {finished}"
+    return None

@@ -1,0 +1,91 @@
+"""The text of a mismatch: every problem in one error, readable when there are hundreds. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+
+from sluice._errors import MismatchError
+
+__all__ = ["SHOWN", "Findings", "section"]
+
+#: Lines shown of each kind of problem.
+SHOWN = 20
+
+#: Names compared to find the closest one: comparing is quadratic in the length of the names.
+_COMPARED = 200
+
+Shape = tuple[int, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """Every reason why a checkpoint does not fit a module."""
+
+    #: Names that one missing tensor has, and its shape.
+    missing: list[tuple[tuple[str, ...], Shape]] = field(default_factory=list)
+    #: Names of the checkpoint that the module does not have, and their shapes.
+    spare: list[tuple[str, Shape]] = field(default_factory=list)
+    #: Whether names that the module does not have are a problem; they serve as suggestions in any case.
+    report_spare: bool = True
+    #: Name, shape in the module, shape in the checkpoint.
+    shapes: list[tuple[str, Shape, Shape]] = field(default_factory=list)
+    #: Name, reason.
+    dtypes: list[tuple[str, str]] = field(default_factory=list)
+    #: Any other sentence.
+    others: list[str] = field(default_factory=list)
+
+    def raise_if_any(self) -> None:
+        """Raise when there is a problem.
+
+        Raises:
+            MismatchError: It lists all of them.
+        """
+        sections = [text for text in self._sections() if text]
+        if sections:
+            raise MismatchError(
+                "\n".join(["the checkpoint does not fit the module", *sections, "Nothing was read"]),
+                missing=tuple(name for names, _ in self.missing for name in names),
+                unexpected=tuple(name for name, _ in self.spare) if self.report_spare else (),
+            )
+
+    def _sections(self) -> list[str]:
+        spare = self.spare if self.report_spare else []
+        return [
+            section(
+                "not in the checkpoint", [self._describe_missing(*one) for one in self.missing[:SHOWN]], self.missing
+            ),
+            section("not in the module", [f"{name!r} {list(shape)}" for name, shape in spare[:SHOWN]], spare),
+            section("of another shape", [_describe_shapes(*one) for one in self.shapes[:SHOWN]], self.shapes),
+            section("of a dtype that does not fit", [f"{n!r}: {why}" for n, why in self.dtypes[:SHOWN]], self.dtypes),
+            section("cannot be loaded", self.others[:SHOWN], self.others),
+        ]
+
+    def _describe_missing(self, names: tuple[str, ...], shape: Shape) -> str:
+        text = " = ".join(map(repr, names)) + f" {list(shape)}"
+        close = _closest(names[0], [name for name, found in self.spare if found == shape])
+        return f"{text}; the checkpoint has {close!r} of the same shape" if close else text
+
+
+def section(title: str, lines: Sequence[str], of: Sequence[object]) -> str:
+    """Return a titled list, empty when ``of`` is: the lines describe the first of ``of``, the rest is counted."""
+    if not of:
+        return ""
+    more = [f"    and {len(of) - len(lines)} more"] if len(of) > len(lines) else []
+    return "\n".join([f"  {title} ({len(of)}):", *(f"    {line}" for line in lines), *more])
+
+
+def _describe_shapes(name: str, own: Shape, found: Shape) -> str:
+    return f"{name!r} is {list(own)} in the module, {list(found)} in the checkpoint"
+
+
+def _closest(name: str, candidates: Sequence[str]) -> str | None:
+    """Return the candidate most like ``name``, or None when there is no candidate."""
+    matcher = SequenceMatcher(b=name, autojunk=False)
+
+    def similarity(candidate: str) -> float:
+        matcher.set_seq1(candidate)
+        return matcher.ratio()
+
+    return max(candidates[:_COMPARED], key=similarity, default=None)

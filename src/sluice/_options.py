@@ -1,0 +1,115 @@
+"""The one home of every default, each with its unit and its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Limits", "MemoryLimits", "PageCache"]
+
+#: ``auto``: direct reads for what is not cached, buffered reads for the rest. ``keep``: buffered reads only, so that the
+#: next load finds the file cached. ``bypass``: direct reads, and what had to be buffered is dropped again.
+PageCache = Literal["auto", "keep", "bypass"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds that a hostile or damaged file meets before memory or time is spent on it.
+
+    Each default is far above what real checkpoints need; raise one by name when you trust the file.
+
+    Example:
+        >>> Limits(entries=5_000_000).entries
+        5000000
+    """
+
+    #: Tensors and zip records in one checkpoint. The largest public models have under 200,000.
+    entries: int = 1_000_000
+    #: Nested containers. Real training states nest about 10 deep.
+    depth: int = 64
+    #: Objects that one pickle may build; a training state with 100,000 tensors needs about 3 million.
+    nodes: int = 20_000_000
+    #: Bytes of one header: a safetensors header, data.pkl or a zip central directory. safetensors itself stops at 100 MB.
+    header_bytes: int = 100_000_000
+    #: Bytes of one tensor or record name.
+    name_bytes: int = 4_096
+    #: Dimensions of a tensor; torch itself allows 64.
+    dimensions: int = 64
+    #: Whether files of a checkpoint directory may be symbolic links that lead outside it. Hugging Face snapshots are.
+    symlinks_outside: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """How much memory may grow, from the call on. Sizes are bytes or texts such as ``"2GiB"``.
+
+    Example:
+        >>> MemoryLimits(host="4GiB", staging="32MiB").staging
+        '32MiB'
+    """
+
+    #: Growth of host memory, all kinds together; None takes the control group's limit or the free memory.
+    host: int | str | None = None
+    #: Growth of each accelerator's reserved memory: one size for all, or a size for each device name.
+    device: int | str | Mapping[str, int | str] | None = None
+    #: Reusable host buffers, all together. 64 MiB is 8 readers of 8 MiB, which saturated the disks measured.
+    staging: int | str = "64MiB"
+
+
+#: Bytes of one read and of one staging buffer. Below 4 MiB direct reads lose bandwidth, above 16 MiB nothing is gained.
+READ_BYTES = 8 << 20
+
+#: Files smaller than this are always read buffered: the gain of direct reads is lost in their latency, and the next load
+#: finds them cached.
+DIRECT_FILE_BYTES = 64 << 20
+
+#: Threads for direct reads: a queue depth of 8 saturated NVMe and virtual disks; each sleeps in the kernel.
+DIRECT_READERS = 8
+
+#: Alignment that direct reads need in file and memory. Python cannot ask for the device's own; 4096 covers all in use.
+BLOCK_BYTES = 4096
+
+#: Size of a huge page on x86-64 and arm64 with 4 KiB base pages.
+HUGE_PAGE_BYTES = 2 << 20
+
+#: Targets of at least this size get a mapping of their own and are read without staging. Smaller ones share arenas:
+#: a mapping costs two kernel objects and up to 8 KiB of rounding, 0.8 % at this size.
+OWN_MAPPING_BYTES = 1 << 20
+
+#: Size of one arena. It lives until its last tensor dies, so it must stay small.
+ARENA_BYTES = 1 << 20
+
+#: An arena that holds at least this much is closed where another module begins, so that deleting a module frees its own.
+ARENA_MODULE_BYTES = 64 << 10
+
+#: Staging below this cannot hold a block-aligned read of useful size.
+SMALLEST_STAGING_BYTES = 1 << 20
+
+#: Alignment of small targets in an arena and of targets that need no congruence: a cache line, torch's own choice.
+TENSOR_ALIGNMENT_BYTES = 64
+
+#: Neighbouring ranges closer than this are read as one: reading the gap takes less time than another request.
+COALESCE_GAP_BYTES = 128 << 10
+
+#: Distance of page-cache probes: one for each read.
+PROBE_STEP_BYTES = READ_BYTES
+
+#: Probes of one file at most; larger files are probed at larger steps.
+PROBES_PER_FILE = 4096
+
+#: Elements of one piece of a cast. torch splits larger ones over its own thread pool, and a pool for every reader
+#: would oversubscribe the machine (at::internal::GRAIN_SIZE is 32768).
+CAST_PIECE_ELEMENTS = 32_767
+
+#: Interval of the sampler inside a load, in seconds. VmHWM holds the exact total; samples only split it by kind.
+SAMPLE_SECONDS = 0.01
+
+#: Host memory that a load needs beside targets and staging: thread stacks, records, allocator arenas, torch's lazy parts.
+OVERHEAD_BYTES = 16 << 20
+
+#: Records of the plan for each tensor, in bytes.
+OVERHEAD_PER_TENSOR_BYTES = 2 << 10
+
+#: Descriptors kept open at once.
+OPEN_FILES = 64

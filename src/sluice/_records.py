@@ -1,0 +1,345 @@
+"""The frozen records that cross layers, in the order in which a load produces them.
+
+source -> format: ``FileIdentity``, ``FileRecord``
+format -> index:  ``Storage``, ``Entry``, ``Opaque``, ``Index``
+index -> targets: ``Request``, ``Fill``, ``Target``
+facts:            ``FileFacts``, ``MachineFacts``
+plan:             ``Copy``, ``Read``, ``Block``, ``Peaks``, ``LoadPlan``
+
+No record holds a tensor, and none of them imports torch. Offsets and sizes are bytes unless a name says elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sluice._dtypes import ITEM_BYTES
+
+__all__ = [
+    "Block",
+    "Copy",
+    "Entry",
+    "FileFacts",
+    "FileIdentity",
+    "FileRecord",
+    "Fill",
+    "Index",
+    "LoadPlan",
+    "MachineFacts",
+    "Method",
+    "Opaque",
+    "Peaks",
+    "Read",
+    "Request",
+    "Storage",
+    "Target",
+]
+
+#: How a read is done: ``direct`` bypasses the page cache (O_DIRECT), ``buffered`` goes through it.
+Method = Literal["direct", "buffered"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileIdentity:
+    """What must not change between planning a load and its end."""
+
+    #: ``st_dev``.
+    device: int
+    #: ``st_ino``.
+    inode: int
+    #: Size of the file in bytes.
+    nbytes: int
+    #: Last change of the contents, in nanoseconds since the epoch.
+    mtime_ns: int
+    #: Last change of the inode, in nanoseconds since the epoch: catches rewrites that restore ``mtime``.
+    ctime_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    #: Path as the user would type it; used in messages and to open it.
+    path: str
+    #: Its identity when it was indexed.
+    identity: FileIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A contiguous range of bytes that one or more entries view."""
+
+    #: Position of the file in ``Index.files``.
+    file: int
+    #: First byte of the data in the file; for a storage that is not ``located``, first byte of its record's local header.
+    offset: int
+    #: Bytes of data.
+    nbytes: int
+    #: Name of the storage inside its file, for messages and for telling shared storages.
+    key: str
+    #: Whether ``offset`` is that of the data. Zip files know it only after their local headers were read.
+    located: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of an index: a strided view of a storage. Two names of one tensor object share one entry."""
+
+    #: Name of its dtype, as torch spells it: ``"float32"``.
+    dtype: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements.
+    stride: tuple[int, ...]
+    #: Position of the storage in ``Index.storages``.
+    storage: int
+    #: First element of the view in its storage, in elements.
+    storage_offset: int = 0
+    #: Whether the file holds it as a ``torch.nn.Parameter``.
+    parameter: bool = False
+    #: Whether gradients are recorded for it.
+    requires_grad: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, each counted once for each place in the shape."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opaque:
+    """An object of a pickle that sluice does not build, because that would mean to import or call what the file names."""
+
+    #: Its qualified name, as the file gives it: ``"argparse.Namespace"``.
+    qualified_name: str
+
+    def __repr__(self) -> str:
+        return f"<not loaded: {self.qualified_name}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """Every tensor of a checkpoint, without any tensor data."""
+
+    #: Name of the format: ``"torch-zip"``, ``"safetensors"``.
+    format: str
+    #: The files that hold data or described it.
+    files: tuple[FileRecord, ...]
+    #: The byte ranges that entries view; ``Entry.storage`` counts here.
+    storages: tuple[Storage, ...]
+    #: The nested object of the file: dict, list, tuple and plain values, with ``Entry`` and ``Opaque`` leaves.
+    tree: object
+    #: Text that the file says of itself (safetensors ``__metadata__``; format version and byte order of a zip file).
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    #: What a reader of the report should know, a sentence each.
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One finished tensor that is wanted: which entry, and as what."""
+
+    #: Name in the result: that of the parameter, the buffer or the state-dict entry.
+    name: str
+    #: Where its bytes come from.
+    entry: Entry
+    #: Dtype of the finished tensor.
+    dtype: str
+    #: Device of the finished tensor, as torch writes it: ``"cpu"``, ``"cuda:0"``.
+    device: str
+    #: Step of each dimension of the finished tensor in elements; None keeps the entry's when it is dense, else contiguous.
+    stride: tuple[int, ...] | None = None
+    #: True where the caller supplies the memory (a live tensor filled in place), False where it is allocated.
+    existing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """A rectangular strided copy out of a file: the only way by which bytes reach a target.
+
+    Element ``i, j, ...`` of ``shape`` is read at ``offset + item * (i*source_stride[0] + ...)`` in the file and
+    written at ``target_start + i*target_stride[0] + ...`` elements in the target, cast to the target's dtype.
+    Whole tensors, views, slices, transposes, parts of a fused weight and shards are all fills.
+    """
+
+    #: Position of the file in ``LoadPlan.files``.
+    file: int
+    #: First byte of element 0 in the file.
+    offset: int
+    #: Dtype of the bytes in the file.
+    dtype: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension in the file, in elements of ``dtype``.
+    source_stride: tuple[int, ...]
+    #: Step of each dimension in the target, in elements of the target's dtype.
+    target_stride: tuple[int, ...]
+    #: Where element 0 goes, in elements from the start of the target.
+    target_start: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Final memory of one or more tensors, and what fills it."""
+
+    #: Name for messages and progress: that of its first tensor.
+    name: str
+    #: Dtype of the finished elements.
+    dtype: str
+    #: Bytes of the finished memory.
+    nbytes: int
+    #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``.
+    device: str
+    #: The copies that fill it. Together they cover what its tensors view.
+    fills: tuple[Fill, ...]
+    #: True where the caller supplies the memory (a live parameter filled in place), False where it is allocated.
+    existing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileFacts:
+    """What was asked of the file system about one file."""
+
+    #: Name of the file system: ``"ext4"``, ``"nfs4"``, ``"tmpfs"``; empty when unknown.
+    filesystem: str
+    #: Whether opening it for direct I/O is worth trying: a local disk whose file system accepts it.
+    direct_io: bool
+    #: Bytes between two page-cache probes.
+    probe_step_bytes: int
+    #: One flag for each probe: whether the page at ``i * probe_step_bytes`` was cached; empty when that cannot be told.
+    cached: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """What was asked of the machine before planning."""
+
+    #: Processors that this process may use.
+    cores: int
+    #: Host memory that can be had without swapping, in bytes.
+    memory_available_bytes: int
+    #: Host memory left under the tightest control group, in bytes; None without a limit.
+    memory_limit_bytes: int | None
+    #: Whether anonymous memory can be backed by 2 MiB pages.
+    huge_pages: bool
+    #: Facts of each file, in the order of ``LoadPlan.files``.
+    files: tuple[FileFacts, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """A strided copy from a read's bytes to a target; ``Fill`` cut to what one read holds."""
+
+    #: Position of the target in ``LoadPlan.targets``.
+    target: int
+    #: First byte of element 0, counted from ``Read.offset``.
+    offset: int
+    #: Dtype of the bytes that were read.
+    dtype: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension in the bytes that were read, in elements.
+    source_stride: tuple[int, ...]
+    #: Step of each dimension in the target, in elements.
+    target_stride: tuple[int, ...]
+    #: Where element 0 goes, in elements from the start of the target.
+    target_start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """One contiguous range of one file, and where it goes."""
+
+    #: Position of the file in ``LoadPlan.files``.
+    file: int
+    #: First byte in the file.
+    offset: int
+    #: Bytes to read.
+    nbytes: int
+    #: Permitted methods, the preferred first; the engine may only step down.
+    methods: tuple[Method, ...]
+    #: Target that receives the bytes without staging, or None.
+    into: int | None = None
+    #: With ``into``: where the bytes go, counted from the start of the target.
+    into_offset: int = 0
+    #: Without ``into``: the copies out of the staging buffer.
+    copies: tuple[Copy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One allocation of final memory, for the target at the same position of ``LoadPlan.targets``."""
+
+    #: ``mapping``: an anonymous mapping of its own; ``arena``: a part of a small shared mapping; ``existing``: the
+    #: caller's memory; ``device``: memory of an accelerator; ``empty``: no bytes at all.
+    kind: Literal["mapping", "arena", "existing", "device", "empty"]
+    #: Bytes before the target in its allocation: they make its address congruent with the file for direct reads.
+    lead_bytes: int = 0
+    #: For ``arena``: which one, in the order of ``LoadPlan.arenas``.
+    arena: int = 0
+    #: For ``arena``: first byte of the target in it.
+    arena_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Growth of memory during a load, in bytes: predicted by a plan or measured beside it."""
+
+    #: Private anonymous memory.
+    anon_bytes: int
+    #: Pages of mapped files.
+    file_bytes: int
+    #: Shared memory.
+    shmem_bytes: int
+    #: Peak of the three together, which can be less than the sum of their peaks.
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """The complete decision of a load: the engine adds nothing to it.
+
+    ``blocks`` and ``targets`` run in parallel.
+    """
+
+    #: Files to read.
+    files: tuple[FileRecord, ...]
+    #: What was asked of the machine.
+    facts: MachineFacts
+    #: Final memory and what fills it.
+    targets: tuple[Target, ...]
+    #: How each target is allocated.
+    blocks: tuple[Block, ...]
+    #: Bytes of each shared mapping for small targets.
+    arenas: tuple[int, ...]
+    #: Reads in the order in which they start.
+    reads: tuple[Read, ...]
+    #: Threads that read.
+    readers: int
+    #: Bytes of one staging buffer.
+    staging_buffer_bytes: int
+    #: Number of staging buffers; 0 when every read goes to its final place.
+    staging_buffers: int
+    #: Bytes of the finished tensors that the load allocates or fills.
+    final_bytes: int
+    #: Predicted growth of the host's memory.
+    predicted: Peaks
+    #: Why the plan is as it is, a sentence each.
+    reasons: tuple[str, ...] = ()
+    #: Whether buffered pages are dropped from the page cache once they were used.
+    drop_behind: bool = False
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that will be read from files."""
+        return sum(read.nbytes for read in self.reads)

@@ -1,0 +1,132 @@
+"""What a load did, measured beside what its plan predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+
+from sluice._records import Peaks
+from sluice._units import format_bytes
+
+__all__ = ["LoadReport"]
+
+#: Names that the text shows of each list; ``to_json`` and the fields hold all of them.
+_NAMES_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load read, where it put it, and what it cost.
+
+    ``str(report)`` is the summary for people, ``report.to_json()`` the complete record for programs.
+
+    Example:
+        >>> report = LoadReport(
+        ...     source="model.pth", format="torch-zip", files=("model.pth",), devices=("cpu",), tensors=1,
+        ...     final_bytes=4096, read_bytes=4096, seconds=0.5,
+        ...     predicted=Peaks(anon_bytes=4096, file_bytes=0, shmem_bytes=0, total_bytes=4096))
+        >>> report.gb_per_second
+        8.192e-06
+    """
+
+    #: Path of the checkpoint, as it was given.
+    source: str
+    #: Name of its format: ``"torch-zip"``, ``"safetensors"``.
+    format: str
+    #: Paths of the files that were read.
+    files: tuple[str, ...]
+    #: Part of the checkpoint that was loaded, as a dotted path; None is the whole.
+    key: str | None = None
+    #: Prefix that was stripped from the names of the file, such as ``"module."``; empty when none was.
+    prefix: str = ""
+    #: Devices of the finished tensors, as torch writes them.
+    devices: tuple[str, ...]
+    #: Number of finished tensors; tied names count once.
+    tensors: int
+    #: Bytes of the finished tensors.
+    final_bytes: int
+    #: Bytes that were read from files.
+    read_bytes: int
+    #: Seconds from the call to the return.
+    seconds: float
+    #: Growth of memory that the plan predicted.
+    predicted: Peaks
+    #: Growth of memory that was measured; None where the platform cannot tell.
+    measured: Peaks | None = None
+    #: Bytes that were read by each method: ``"direct"``, ``"buffered"``.
+    reads: Mapping[str, int] = field(default_factory=dict)
+    #: Reads that could not be done by their first method and were done by a later one.
+    stepped_down: int = 0
+    #: Names of the model that the checkpoint does not have.
+    missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that the model does not have.
+    unexpected: tuple[str, ...] = ()
+    #: Groups of names that are one tensor.
+    tied: tuple[tuple[str, ...], ...] = ()
+    #: Number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``.
+    cast: Mapping[str, int] = field(default_factory=dict)
+    #: Parameters that became new objects because torch refused to swap their contents.
+    replaced: tuple[str, ...] = ()
+    #: Missing names that the modules' own ``reset_parameters`` filled.
+    initialised: tuple[str, ...] = ()
+    #: What a reader should know, a sentence each.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gb_per_second(self) -> float:
+        """Bytes read for each second, in units of 10**9."""
+        return self.read_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """Return every field and ``gb_per_second`` as plain values that ``json.dumps`` takes."""
+        values = {member.name: _plain(getattr(self, member.name)) for member in fields(self)}
+        return {**values, "gb_per_second": self.gb_per_second}
+
+    def __str__(self) -> str:
+        lines = [self._what(), self._speed(), self._memory()]
+        if self.prefix:
+            lines.append(f"prefix stripped: {self.prefix!r}")
+        if self.cast:
+            lines.append("cast: " + ", ".join(f"{change} ({count})" for change, count in self.cast.items()))
+        lines.extend(f"{label}: {_shorten(names)}" for label, names in self.name_lists().items() if names)
+        lines.extend(f"note: {note}" for note in self.notes)
+        return "\n".join(lines)
+
+    def _what(self) -> str:
+        part = f", key {self.key!r}" if self.key else ""
+        where = ", ".join(self.devices)
+        return (
+            f"{self.source} ({self.format}{part}): {self.tensors} tensors, {format_bytes(self.final_bytes)} on {where}"
+        )
+
+    def _speed(self) -> str:
+        methods = "".join(f", {format_bytes(nbytes)} {method}" for method, nbytes in self.reads.items())
+        stepped = f", {self.stepped_down} reads stepped down" if self.stepped_down else ""
+        read = f"read {format_bytes(self.read_bytes)} in {self.seconds:.2f} s, {self.gb_per_second:.2f} GB/s"
+        return read + methods + stepped
+
+    def _memory(self) -> str:
+        measured = format_bytes(self.measured.total_bytes) if self.measured else "not available here"
+        return f"peak growth of host memory: predicted {format_bytes(self.predicted.total_bytes)}, measured {measured}"
+
+    def name_lists(self) -> dict[str, tuple[str, ...]]:
+        """Return the lists of names under the labels that people read; a tied group is one ``a = b``."""
+        return {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "tied": tuple(" = ".join(group) for group in self.tied),
+            "replaced": self.replaced,
+            "initialised": self.initialised,
+        }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Peaks):
+        return asdict(value)
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _shorten(names: tuple[str, ...]) -> str:
+    # repr: names come from files, and control characters in them must not reach a terminal.
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:_NAMES_SHOWN])) + more

@@ -1,0 +1,149 @@
+"""Final memory on the host and on accelerators, and the copies that reach it.
+
+Host targets are tensors over our own mappings, made with ``torch.frombuffer`` at their exact bytes: slices of one
+large byte tensor would drag its whole storage along when they are saved or shared. Equal dtypes are copied as
+integers of the same size, so that every bit arrives, also those that no value of the dtype has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping
+
+import torch
+
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._hostmemory import HostMemory
+from sluice._layout import View
+from sluice._records import Copy, LoadPlan
+from sluice._staging import StagingBuffer
+
+__all__ = ["Targets"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Targets:
+    """The final memory of one plan, allocated target by target when the first bytes for it arrive."""
+
+    def __init__(self, plan: LoadPlan, existing: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            plan: The plan; ``Block.kind == "existing"`` targets must all be in ``existing``.
+            existing: Live tensors to fill in place, by target position.
+        """
+        self._plan = plan
+        self._existing = {position: tensor.detach() for position, tensor in (existing or {}).items()}
+        self._mappings: dict[int, HostMemory] = {}
+        self._arenas: dict[int, HostMemory] = {}
+        self._flats: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+
+    def window(self, position: int, offset: int, nbytes: int) -> memoryview:
+        """Return ``nbytes`` bytes of a host target from ``offset``, for reads without staging.
+
+        ``offset`` may be negative down to the target's lead, and the end may pass the target's up to its last block:
+        direct reads take whole blocks.
+        """
+        if position in self._existing:
+            tensor = self._existing[position]
+            total = self._plan.targets[position].nbytes
+            # Reads without staging are planned only for dense memory, whatever the order of its dimensions.
+            raw = (ctypes.c_char * total).from_address(tensor.data_ptr())
+            return memoryview(raw).cast("B")[offset : offset + nbytes]
+        memory = self._mapping(position)
+        start = self._plan.blocks[position].lead_bytes + offset
+        return memory.view()[start : start + nbytes]
+
+    def copy(self, copy: Copy, buffer: StagingBuffer, first: int) -> None:
+        """Copy one strided box out of a staging buffer into its target, cast where the dtypes differ.
+
+        Args:
+            copy: What to copy.
+            buffer: The buffer that was read into.
+            first: Where the read's first byte lies in the buffer.
+        """
+        into = self._plan.targets[copy.target].dtype
+        item = ITEM_BYTES[copy.dtype]
+        bits = copy.dtype == into
+        elements = 1 + sum((n - 1) * step for n, step in zip(copy.shape, copy.source_stride, strict=True))
+        source = _source(buffer, first + copy.offset, elements, _BITS[item] if bits else torch_dtype(copy.dtype), item)
+        source = source.as_strided(copy.shape, copy.source_stride)
+        flat = self._flat(copy.target)
+        flat = flat.view(_BITS[item]) if bits else flat
+        start = flat.storage_offset() + copy.target_start
+        _copy_in_pieces(flat.as_strided(copy.shape, copy.target_stride, start), source)
+
+    def tensor(self, view: View) -> torch.Tensor:
+        """Return a finished tensor. It shares its storage with the other views of its target and with nothing else."""
+        if view.target in self._existing:
+            return self._existing[view.target]
+        target = self._plan.targets[view.target]
+        dtype = torch_dtype(target.dtype)
+        if target.nbytes == 0:
+            with torch.inference_mode(mode=False):
+                return torch.empty_strided(view.shape, view.stride, dtype=dtype, device=target.device)
+        flat = self._flat(view.target)
+        # Parameters made of inference tensors could not be trained, so the caller's modes do not count here.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            # set_ makes a tensor of its own; as_strided would make a view that keeps a base.
+            empty = torch.empty(0, dtype=dtype, device=target.device)
+            return empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride)
+
+    def _flat(self, position: int) -> torch.Tensor:
+        """Return the target's memory as one dimension; a live tensor is returned as it is."""
+        with self._lock:
+            if position in self._existing:
+                return self._existing[position]
+            if position not in self._flats:
+                self._flats[position] = self._allocate(position)
+            return self._flats[position]
+
+    def _allocate(self, position: int) -> torch.Tensor:
+        target, block = self._plan.targets[position], self._plan.blocks[position]
+        dtype = torch_dtype(target.dtype)
+        count = target.nbytes // ITEM_BYTES[target.dtype]
+        if block.kind == "device":
+            return torch.empty(count, dtype=dtype, device=target.device)
+        if block.kind == "arena":
+            memory = self._arenas.get(block.arena)
+            if memory is None:
+                memory = HostMemory(self._plan.arenas[block.arena], huge_pages=False)
+                self._arenas[block.arena] = memory
+            offset = memory.start + block.arena_offset
+        else:
+            memory = self._mapping_locked(position)
+            offset = memory.start + block.lead_bytes
+        return torch.frombuffer(memory.mapping, dtype=dtype, count=count, offset=offset)
+
+    def _mapping(self, position: int) -> HostMemory:
+        with self._lock:
+            return self._mapping_locked(position)
+
+    def _mapping_locked(self, position: int) -> HostMemory:
+        if position not in self._mappings:
+            nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
+            self._mappings[position] = HostMemory(nbytes, huge_pages=self._plan.facts.huge_pages)
+        return self._mappings[position]
+
+
+def _source(buffer: StagingBuffer, start: int, count: int, dtype: torch.dtype, item_bytes: int) -> torch.Tensor:
+    """Return elements of a staging buffer; those at an odd address are moved to an even one first."""
+    at = buffer.start + start
+    if at % item_bytes == 0:
+        return torch.frombuffer(buffer.memory.mapping, dtype=dtype, count=count, offset=at)
+    raw = torch.frombuffer(buffer.memory.mapping, dtype=torch.uint8, count=count * item_bytes, offset=at)
+    return raw.clone().view(dtype)
+
+
+def _copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy in pieces small enough that torch stays in this thread: the readers already use every core."""
+    if target.device.type != "cpu" or target.numel() <= options.CAST_PIECE_ELEMENTS:
+        target.copy_(source)
+        return
+    rows = max(1, options.CAST_PIECE_ELEMENTS // (target.numel() // target.shape[0]))
+    # One call for all pieces: the interpreter lock is released for the whole of it.
+    torch._foreach_copy_(target.split(rows), source.split(rows))  # noqa: SLF001  (torch documents it in optim only)

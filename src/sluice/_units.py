@@ -1,0 +1,54 @@
+"""Sizes as people write them: "64MiB" to bytes and back. Text sizes exist only at the edge of the API."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["format_bytes", "parse_bytes"]
+
+_FACTORS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a number of bytes from an int or a text such as ``"64MiB"``, ``"2GB"`` or ``"1.5 GiB"``.
+
+    Raises:
+        ValueError: The text is not a size, or the size is negative.
+        TypeError: ``size`` is neither an int nor a str.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise TypeError(f"a size must be an int or a str, not {type(size).__name__}")
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"a size must not be negative: {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"not a size: {size!r}; write for example 64MiB, 2GiB, 500MB or 1048576")
+    return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return ``nbytes`` with a binary unit and three significant figures: ``"1.50 GiB"``."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    if unit == "B":
+        return f"{int(value)} B"
+    digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    return f"{value:.{digits}f} {unit}"

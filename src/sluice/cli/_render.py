@@ -1,0 +1,196 @@
+"""Summaries and reports as tables and trees for people. Imported by a command only when it prints them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from sluice._records import Entry, Opaque, Peaks
+from sluice._report import LoadReport
+from sluice._units import format_bytes
+from sluice.cli._inspect import Summary
+from sluice.cli._text import printable, printable_value
+
+__all__ = ["print_report", "print_summary", "print_tree"]
+
+#: Columns where the output is no terminal: a line of a file or a pipe is never folded.
+_UNBOUNDED_COLUMNS = 100_000
+
+#: Rows and names that are shown without ``--all``.
+_LARGEST_SHOWN = 10
+_NAMES_SHOWN = 8
+_CHILDREN_SHOWN = 40
+
+
+def _console() -> Console:
+    # Markup and emoji codes off: names such as "[red]" or ":smile:" are a stranger's text.
+    width = None if sys.stdout.isatty() else _UNBOUNDED_COLUMNS
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+def _table(*headers: str, title: str | None = None) -> Table:
+    """Return a plain table; headers that start with ``>`` are columns of numbers."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for header in headers:
+        number = header.startswith(">")
+        table.add_column(
+            header.removeprefix(">"), justify="right" if number else "left", overflow="fold", no_wrap=number
+        )
+    return table
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def print_summary(summary: Summary, *, everything: bool) -> None:
+    """Print the tables of ``sluice inspect``; with ``everything`` no list is cut."""
+    console = _console()
+    index = summary.index
+    total = sum(file.identity.nbytes for file in index.files)
+    console.print(printable(summary.path) + (f", {printable(summary.key)}" if summary.key else ""), style="bold")
+    console.print(f"{index.format}, {_count(len(index.files), 'file')}, {format_bytes(total)}")
+    stored = f", {format_bytes(summary.stored_bytes)} stored" if summary.shared else ""
+    console.print(f"{_count(len(summary.tensors), 'tensor')}, {format_bytes(summary.tensor_bytes)}{stored}")
+    if len(index.files) > 1:
+        console.print(_files(summary))
+    if summary.tensors:
+        console.print(_dtypes(summary))
+        console.print(_tensors(summary, everything=everything))
+    if summary.shared:
+        console.print(_shared(summary, everything=everything))
+    for name, text in index.metadata.items():
+        console.print(f"{printable(name)}: {printable(text)}")
+    for note in index.notes:
+        console.print(f"note: {printable(note)}")
+
+
+def _files(summary: Summary) -> Table:
+    table = _table("file", ">bytes")
+    for file in summary.index.files:
+        table.add_row(printable(file.path), format_bytes(file.identity.nbytes))
+    return table
+
+
+def _dtypes(summary: Summary) -> Table:
+    table = _table("dtype", ">tensors", ">bytes")
+    for dtype, (count, nbytes) in summary.dtypes.items():
+        table.add_row(dtype, f"{count:,}", format_bytes(nbytes))
+    return table
+
+
+def _tensors(summary: Summary, *, everything: bool) -> Table:
+    rows: Iterable[tuple[str, Entry]] = summary.tensors.items()
+    title = "Tensors"
+    if not everything and len(summary.tensors) > _LARGEST_SHOWN:
+        rows = summary.largest(_LARGEST_SHOWN)
+        title = f"Largest tensors ({_LARGEST_SHOWN} of {len(summary.tensors):,}; --all shows all)"
+    table = _table("name", "dtype", "shape", ">bytes", title=title)
+    for name, entry in rows:
+        table.add_row(printable(name), entry.dtype, str(list(entry.shape)), format_bytes(entry.nbytes))
+    return table
+
+
+def _shared(summary: Summary, *, everything: bool) -> Table:
+    table = _table("storage", ">bytes", "names that share it", title="Shared storages")
+    rows = summary.shared if everything else summary.shared[:_LARGEST_SHOWN]
+    for shared in rows:
+        storage = summary.index.storages[shared.storage]
+        names = _joined(shared.names, None if everything else _NAMES_SHOWN)
+        table.add_row(printable(storage.key), format_bytes(storage.nbytes), names)
+    if len(rows) < len(summary.shared):
+        table.add_row("...", "", f"{len(summary.shared) - len(rows):,} more storages; --all shows all")
+    return table
+
+
+def _joined(names: Sequence[str], shown: int | None) -> str:
+    text = ", ".join(printable(name) for name in names[:shown])
+    return text if shown is None or len(names) <= shown else f"{text} and {len(names) - shown:,} more"
+
+
+def print_tree(summary: Summary, tree: object, *, everything: bool) -> None:
+    """Print the nested object of the file; without ``everything`` long containers are cut."""
+    root = Tree(f"{printable(summary.path)}: {_describe(tree)}")
+    _grow(root, tree, None if everything else _CHILDREN_SHOWN)
+    _console().print(root)
+
+
+def _grow(branch: Tree, value: object, shown: int | None) -> None:
+    for number, (label, child) in enumerate(_children(value)):
+        if number == shown:
+            branch.add(f"... {len(value) - number:,} more; --all shows all")  # type: ignore[arg-type]  # a container
+            return
+        _grow(branch.add(f"{label}: {_describe(child)}"), child, shown)
+
+
+def _children(value: object) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        return (
+            (printable(key) if isinstance(key, str) else printable_value(key), child) for key, child in value.items()
+        )
+    if isinstance(value, (list, tuple)):
+        return ((f"[{number}]", child) for number, child in enumerate(value))
+    return iter(())
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Entry):
+        kind = "Parameter, " if value.parameter else ""
+        return f"{kind}{value.dtype} {list(value.shape)}, {format_bytes(value.nbytes)}"
+    if isinstance(value, Opaque):
+        return f"{printable(value.qualified_name)} (not loaded)"
+    if isinstance(value, (Mapping, list, tuple)):
+        return f"{type(value).__name__} of {len(value):,}"
+    return printable_value(value)
+
+
+def print_report(report: LoadReport) -> None:
+    """Print the report of a load."""
+    console = _console()
+    part = f", {printable(report.key)}" if report.key else ""
+    console.print(f"{printable(report.source)} ({report.format}{part})", style="bold")
+    console.print(
+        f"{_count(report.tensors, 'tensor')}, {format_bytes(report.final_bytes)} on {', '.join(report.devices)}"
+        f" in {report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s"
+    )
+    console.print(_peaks(report))
+    console.print(_reads(report))
+    if report.prefix:
+        console.print(f"prefix stripped: {printable(report.prefix)}")
+    for change, count in report.cast.items():
+        console.print(f"cast {change}: {_count(count, 'tensor')}")
+    for label, names in report.name_lists().items():
+        if names:
+            console.print(f"{label} ({len(names):,}): {_joined(names, _NAMES_SHOWN)}")
+    for note in report.notes:
+        console.print(f"note: {printable(note)}")
+
+
+_KINDS = {
+    "anon_bytes": "anonymous",
+    "file_bytes": "mapped files",
+    "shmem_bytes": "shared",
+    "total_bytes": "total",
+}
+
+
+def _peaks(report: LoadReport) -> Table:
+    table = _table("growth of host memory", ">predicted", ">measured")
+    for name, label in _KINDS.items():
+        table.add_row(label, _peak(report.predicted, name), _peak(report.measured, name))
+    return table
+
+
+def _peak(peaks: Peaks | None, name: str) -> str:
+    return format_bytes(getattr(peaks, name)) if peaks else "not available"
+
+
+def _reads(report: LoadReport) -> str:
+    methods = ", ".join(f"{format_bytes(nbytes)} {method}" for method, nbytes in report.reads.items())
+    stepped = f"; {_count(report.stepped_down, 'read')} stepped down" if report.stepped_down else ""
+    return f"read {format_bytes(report.read_bytes)}" + (f": {methods}" if methods else "") + stepped

@@ -1,0 +1,55 @@
+"""Text from files made safe for terminals.
+
+Names and values of a checkpoint are a stranger's: control characters and escape sequences in them could move the
+cursor, recolour or rename what the user sees. Whatever is not printable is shown as an escape.
+"""
+
+from __future__ import annotations
+
+from reprlib import Repr
+
+__all__ = ["printable", "printable_paragraph", "printable_value"]
+
+#: Integers beyond this are shown in hexadecimal: Python refuses to write very long ones in decimal.
+_DECIMAL_BITS = 256
+
+
+def printable(text: str) -> str:
+    r"""Return ``text`` with every character that is not printable replaced by its escape.
+
+    Example:
+        >>> printable("w\x1b[31m")
+        'w\\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def printable_paragraph(text: str) -> str:
+    """Return ``text`` like ``printable``, with its line breaks kept."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
+class _ShortRepr(Repr):
+    """``repr`` that stays short, and cheap for large values: they are cut before they are formatted."""
+
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002  the signature is that of reprlib
+        return (
+            repr(x)
+            if x.bit_length() <= _DECIMAL_BITS
+            else f"{hex(x >> (x.bit_length() - 64))}... ({x.bit_length()} bits)"
+        )
+
+    def repr_bytes(self, x: bytes, level: int) -> str:  # noqa: ARG002  the signature is that of reprlib
+        return repr(x[: self.maxother]) + (f"... ({len(x)} bytes)" if len(x) > self.maxother else "")
+
+
+_SHORT = _ShortRepr()
+_SHORT.maxstring = 80
+_SHORT.maxother = 80
+
+
+def printable_value(value: object) -> str:
+    """Return a short ``repr`` of a plain value of a checkpoint, safe for terminals."""
+    return printable(_SHORT.repr(value))

@@ -1,0 +1,232 @@
+"""The state of the inert unpickler's stack machine, and what its opcodes do to it. ``_pickle`` runs it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
+from sluice._options import Limits
+from sluice._records import Opaque
+
+__all__ = ["Constructor", "Machine", "Refusal"]
+
+AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
+
+#: Marks open at once for each level of nesting: a container, a call inside it, its arguments and a storage's id.
+_MARKS_PER_LEVEL = 4
+
+#: Integers that are their own hash. Larger ones can be chosen to collide, which makes filling a dict quadratic.
+_PLAIN_HASHES = range(-(2**61) + 2, 2**61 - 1)
+
+#: Tuples as keys: their hashes can be made to collide too, so that they are counted.
+_MAX_TUPLE_KEYS = 4_096
+
+#: Elements of one tuple as key.
+_MAX_TUPLE_KEY_ELEMENTS = 16
+
+#: What a dict or set may be keyed by. Their hashes cannot be chosen freely, and hashing them does not recurse.
+_KEY_KINDS = frozenset({str, bytes, int, float, bool, type(None)})
+
+_DICT_KINDS = frozenset({dict, OrderedDict, Counter})
+
+_FORGOTTEN = object()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constructor(Opaque):
+    """A global that the machine may call. What runs is our own function, not the one that the file names."""
+
+    #: Builds the value from the arguments of the call; raises ``FormatError`` or ``UnsupportedError`` to refuse them.
+    build: Callable[[tuple[Any, ...]], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Stands for a value that could not be built, until its place in the finished tree is known."""
+
+    #: What was wrong with it.
+    error: CheckpointError
+
+
+class Machine:
+    """Stack, marks and memo of one pickle. Its attributes are for the opcode handlers.
+
+    After a mark, ``stack`` holds only what was pushed since; ``frames`` keeps what lies below each mark.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        *,
+        names: Mapping[tuple[str, str], object],
+        persistent: Callable[[object], object],
+        limits: Limits,
+        file: str,
+        offset: int = 0,
+    ) -> None:
+        """Prepare to run one pickle.
+
+        Args:
+            data: The pickle.
+            names: What each permitted global stands for, by module and name.
+            persistent: Returns the object of a persistent id; may refuse it as a constructor does.
+            limits: Bounds on what the pickle may declare.
+            file: The file that holds it, for messages.
+            offset: Where it starts in that file, for messages.
+        """
+        self.data = data
+        self.names = names
+        self.persistent = persistent
+        self.limits = limits
+        self.stack: list[Any] = []
+        self.frames: list[list[Any]] = []
+        self.memo: list[Any] = []
+        #: End of the current frame (protocol 4), or of the data where there is none.
+        self.bound = len(data)
+        #: First byte after STOP.
+        self.end = 0
+        #: Every global outside the table, once.
+        self.opaque: dict[tuple[str, str], Opaque] = {}
+        #: The first value that was refused.
+        self.refusal: Refusal | None = None
+        self._file = file
+        self._offset = offset
+        self._tuple_keys = 0
+        self._max_frames = _MARKS_PER_LEVEL * limits.depth
+
+    def error(
+        self,
+        kind: type[AnyCheckpointError],
+        problem: str,
+        position: int,
+        *,
+        expected: object = None,
+        found: object = None,
+    ) -> AnyCheckpointError:
+        """Return an error about the byte at ``position`` of the pickle."""
+        return kind(problem, file=self._file, offset=self._offset + position, expected=expected, found=found)
+
+    def check_end(self, position: int, end: int) -> None:
+        """Check an opcode whose bytes run from ``position`` past the bound."""
+        if end > len(self.data):
+            raise self.error(
+                TruncatedError,
+                "the pickle declares more than it holds",
+                position,
+                expected=f"{end - position} bytes",
+                found=f"{len(self.data) - position} bytes",
+            )
+        if position < self.bound < end:
+            raise self.error(FormatError, "an opcode crosses the end of its pickle frame", position)
+
+    def mark(self, position: int) -> None:
+        """Start a new stack above a mark."""
+        if len(self.frames) >= self._max_frames:
+            raise self.error(LimitError, f"the pickle nests deeper than {self.limits.depth} levels", position)
+        self.frames.append(self.stack)
+        self.stack = []
+
+    def pop_mark(self) -> list[Any]:
+        """Return what was pushed since the last mark, and drop the mark."""
+        items, self.stack = self.stack, self.frames.pop()
+        return items
+
+    def store(self, index: int, position: int) -> None:
+        """Store the top of the stack in the memo at ``index``.
+
+        Picklers number the memo from 0 without gaps; a gap would let one opcode size it.
+        """
+        if index > len(self.memo):
+            raise self.error(FormatError, "the pickle skips memo numbers", position, expected=len(self.memo), found=index)
+        self.memo[index : index + 1] = [self.stack[-1]]
+
+    def fetch(self, index: int, position: int) -> object:
+        """Return what the memo holds at ``index``."""
+        if index >= len(self.memo):
+            raise self.error(FormatError, f"the pickle refers to memo {index}, which it never stored", position)
+        value: object = self.memo[index]
+        if value is _FORGOTTEN:
+            raise self.error(FormatError, f"the pickle refers to memo {index}, arguments of a finished call", position)
+        return value
+
+    def find(self, module: str, name: str) -> object:
+        """Return what a global stands for: ours where it is permitted, else an inert leaf with its name."""
+        known = self.names.get((module, name))
+        if known is None:
+            known = self.opaque.get((module, name))
+        if known is None:
+            known = self.opaque[module, name] = Opaque(qualified_name=f"{module}.{name}")
+        return known
+
+    def call(self, function: object, arguments: object, position: int) -> object:
+        """Return what calling ``function`` gives; for whatever is not a constructor, the thing itself: it stays inert."""
+        if type(arguments) is not tuple:
+            raise self.error(FormatError, "the arguments of a call are not a tuple", position)
+        if type(function) is Constructor:
+            return self._attempt(function.build, arguments, arguments, position)
+        if isinstance(function, (Opaque, Refusal)):
+            return function
+        raise self.error(FormatError, "the pickle calls a value", position, found=type(function).__name__)
+
+    def resolve(self, identity: object, position: int) -> object:
+        """Return the object of a persistent id."""
+        return self._attempt(self.persistent, identity, identity, position)
+
+    def _attempt(self, build: Callable[[Any], object], argument: object, consumed: object, position: int) -> object:
+        try:
+            value = build(argument)
+        except (FormatError, UnsupportedError) as error:
+            # The first refusal also causes those that follow: they were given its stand-in.
+            if self.refusal is None:
+                error.file, error.offset = self._file, self._offset + position
+                self.refusal = Refusal(error=error)
+            value = self.refusal
+        self._forget(consumed)
+        return value
+
+    def _forget(self, arguments: object) -> None:
+        # Picklers store every object in the memo. Arguments are made for one call, so nothing refers to them again;
+        # kept, those of 100,000 tensors would take more memory than the tensors' own records.
+        memo = self.memo
+        if memo and memo[-1] is arguments:
+            memo[-1] = _FORGOTTEN
+
+    def fill(self, target: object, items: list[Any], position: int) -> None:
+        """Set keys and values, which alternate in ``items``, in a dict."""
+        kind = type(target)
+        if kind not in _DICT_KINDS:
+            self.check_inert(target, "keys and values", position)
+            return
+        if len(items) % 2:
+            raise self.error(FormatError, "a dictionary is given a key without a value", position)
+        max_bytes = self.limits.name_bytes
+        values: dict[Any, Any] = target  # type: ignore[assignment]  # one of _DICT_KINDS
+        pairs = iter(items)
+        for key in pairs:
+            if type(key) is not str or len(key) > max_bytes:
+                self.check_key(key, position)
+            values[key] = next(pairs)
+
+    def check_inert(self, target: object, given: str, position: int) -> None:
+        """Check that ``target`` is a stand-in, which drops what it is given."""
+        if not isinstance(target, (Opaque, Refusal)):
+            raise self.error(FormatError, f"the pickle gives {given} to a value", position, found=type(target).__name__)
+
+    def check_key(self, key: object, position: int) -> None:
+        """Check that hashing ``key`` is bounded and that it cannot be made to collide with many others."""
+        if isinstance(key, str) and len(key) > self.limits.name_bytes:
+            raise self.error(LimitError, f"a key is longer than {self.limits.name_bytes} characters", position)
+        parts: tuple[object, ...] = (key,)
+        if type(key) is tuple and len(key) <= _MAX_TUPLE_KEY_ELEMENTS:
+            self._tuple_keys += 1
+            if self._tuple_keys > _MAX_TUPLE_KEYS:
+                raise self.error(LimitError, f"the pickle uses more than {_MAX_TUPLE_KEYS} tuples as keys", position)
+            parts = key
+        for part in parts:
+            if type(part) not in _KEY_KINDS:
+                raise self.error(UnsupportedError, f"a key of type {type(part).__name__}", position)
+            if type(part) is int and part not in _PLAIN_HASHES:
+                raise self.error(LimitError, "a key is an integer of more than 61 bits", position)

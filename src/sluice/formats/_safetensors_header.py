@@ -1,0 +1,244 @@
+"""The JSON header of a safetensors file, read by its grammar; ``_safetensors`` has the specification.
+
+The header is read by regular expressions instead of a JSON parser. Its grammar has no recursion, so they can say
+exactly what is allowed, and nothing else is ever built: no deep nesting, floats, NaN, booleans, byte-order marks,
+duplicate fields or lists of a million elements. They repeat possessively, so their time is linear in the header.
+Tensors are kept as columns, because a record for each step of 100,000 tensors would cost half of the time and memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
+from sluice._options import Limits
+
+__all__ = ["LENGTH_BYTES", "Columns", "parse_header"]
+
+#: Bytes of the header's length, in front of the header.
+LENGTH_BYTES = 8
+
+#: Largest size that torch can hold; it counts elements and bytes in signed 64 bits.
+_TORCH_MAX = 2**63 - 1
+
+#: Layouts to remember. Models have a few dozen; a header that makes each one different must not double its memory.
+_KNOWN_LAYOUTS = 4096
+
+_DTYPES = {
+    b"BOOL": "bool",
+    b"U8": "uint8",
+    b"I8": "int8",
+    b"U16": "uint16",
+    b"I16": "int16",
+    b"U32": "uint32",
+    b"I32": "int32",
+    b"U64": "uint64",
+    b"I64": "int64",
+    b"F16": "float16",
+    b"BF16": "bfloat16",
+    b"F32": "float32",
+    b"F64": "float64",
+    b"C64": "complex64",
+    b"F8_E4M3": "float8_e4m3fn",
+    b"F8_E5M2": "float8_e5m2",
+    b"F8_E4M3FNUZ": "float8_e4m3fnuz",
+    b"F8_E5M2FNUZ": "float8_e5m2fnuz",
+    b"F8_E8M0": "float8_e8m0fnu",
+    b"F4": "float4_e2m1fn_x2",
+}
+
+
+def _grammar(pattern: bytes) -> re.Pattern[bytes]:
+    """Compile ``pattern``, in which a blank allows JSON's white space."""
+    return re.compile(pattern.replace(b" ", rb"[\x20\t\n\r]*+"))
+
+
+_CHARACTERS = rb'[^"\\\x00-\x1f]*+'
+_STRING = rb'"(' + _CHARACTERS + rb"(?:\\." + _CHARACTERS + rb')*+)"'
+_INTEGER = rb"(?:0|[1-9][0-9]{0,19}+)"
+_FIELDS = (
+    rb'"dtype" : "(' + _CHARACTERS + rb')"',
+    rb'"shape" : \[ ((?:' + _INTEGER + rb" (?:, " + _INTEGER + rb" )*+)?+)\]",
+    rb'"data_offsets" : \[ (' + _INTEGER + rb") , (" + _INTEGER + rb") \]",
+)
+#: A name, three fields in any order, and what follows. After a field comes a comma and one more field, or the brace.
+_TENSOR = _grammar(rb" " + _STRING + rb" : \{ (?:(?:" + b"|".join(_FIELDS) + rb') (?:, (?=")|(?=\}))){3}\} ([,}])')
+_METADATA = _grammar(rb' "__metadata__" : \{ (\})?+')
+_METADATA_ITEM = _grammar(rb" " + _STRING + rb" : " + _STRING + rb" ([,}])")
+_SEPARATOR = _grammar(rb" ([,}])")
+_EMPTY = _grammar(rb"\{ \}")
+_PADDING = _grammar(rb" ")
+
+
+class Layout(NamedTuple):
+    """What a dtype and a shape come to; many tensors share one."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+class Columns(NamedTuple):
+    """The tensors of a header, one list for each property; begins and ends count from the first byte of data."""
+
+    names: list[str]
+    begins: list[int]
+    ends: list[int]
+    layouts: list[Layout]
+
+
+def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dict[str, str]]:
+    """Return the tensors of a header in its own order, and its metadata.
+
+    Args:
+        header: The header without its length; its first byte is a brace.
+        path: The file, for messages.
+        limits: Bounds on entries, names and dimensions.
+
+    Raises:
+        CheckpointError: The header is not what the specification allows.
+    """
+    parser = _Parser(header, path, limits)
+    parser.parse()
+    return parser.columns, parser.metadata or {}
+
+
+class _Parser:
+    """Reads one header into ``columns`` and ``metadata``."""
+
+    def __init__(self, header: bytes, path: str, limits: Limits) -> None:
+        self._header = header
+        self._path = path
+        self._limits = limits
+        self._layouts: dict[tuple[bytes, bytes], Layout] = {}
+        self.columns = Columns([], [], [], [])
+        self.metadata: dict[str, str] | None = None
+
+    def parse(self) -> None:
+        empty = _EMPTY.match(self._header)
+        position, after = (empty.end(), b"}") if empty else (1, b",")
+        while after == b",":
+            match = _TENSOR.match(self._header, position)
+            if match is None:
+                position, after = self._read_metadata(position)
+            else:
+                after = self._add(match)
+                position = match.end()
+        if _PADDING.fullmatch(self._header, position) is None:
+            raise self._unexpected("only white space may follow the header's last brace", position)
+
+    def _add(self, match: re.Match[bytes]) -> bytes:
+        """Add the tensor of ``match`` to the columns; return what follows it."""
+        raw_name, dtype, shape, begin_text, end_text, after = match.groups()
+        names, begins, ends, layouts = self.columns
+        if len(names) == self._limits.entries or len(raw_name) > self._limits.name_bytes:
+            raise self._over_limit("name_bytes" if len(names) < self._limits.entries else "entries", match.start(1))
+        name = self._text(raw_name, match.start(1))
+        if dtype is None or shape is None or begin_text is None:
+            raise self._error(
+                FormatError, "dtype, shape and data_offsets are not given once each", match.start(1), name
+            )
+        layout = self._layouts.get((dtype, shape))
+        if layout is None:
+            layout = self._layout(dtype, shape, match.start(1), name)
+            if len(self._layouts) < _KNOWN_LAYOUTS:
+                self._layouts[dtype, shape] = layout
+        begin, end = int(begin_text), int(end_text)
+        if end - begin != layout.nbytes:
+            raise self._error(
+                FormatError,
+                "the data offsets contradict shape and dtype",
+                match.start(4),
+                name,
+                expected=f"{layout.nbytes} bytes for shape {list(layout.shape)} of {layout.dtype}",
+                found=f"bytes {begin} to {end}",
+            )
+        names.append(name)
+        begins.append(begin)
+        ends.append(end)
+        layouts.append(layout)
+        return after
+
+    def _layout(self, dtype: bytes, shape_text: bytes, where: int, name: str) -> Layout:
+        torch_name = _DTYPES.get(dtype)
+        if torch_name is None:
+            found = dtype.decode("utf-8", "backslashreplace")
+            raise self._error(UnsupportedError, "torch has no such dtype", where, name, found=found)
+        if shape_text.count(b",") >= self._limits.dimensions:
+            raise self._over_limit("dimensions", where)
+        shape = [int(size) for size in shape_text.split(b",")] if shape_text else []
+        if dtype == b"F4":
+            if not shape or shape[-1] % 2:
+                problem = "torch packs F4 values in pairs, and the last dimension is not even"
+                raise self._error(UnsupportedError, problem, where, name, found=shape)
+            shape[-1] //= 2
+        strides = []
+        step = 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        if step * ITEM_BYTES[torch_name] > _TORCH_MAX:
+            raise self._error(FormatError, "the shape is larger than torch can hold", where, name, found=shape)
+        nbytes = 0 if 0 in shape else step * ITEM_BYTES[torch_name]
+        return Layout(torch_name, tuple(shape), tuple(reversed(strides)), nbytes)
+
+    def _read_metadata(self, position: int) -> tuple[int, bytes]:
+        """Read ``"__metadata__"`` at ``position``; return where it ends and what follows it."""
+        match = _METADATA.match(self._header, position)
+        if match is None:
+            raise self._unexpected("neither a tensor with dtype, shape and data_offsets nor metadata", position)
+        if self.metadata is not None:
+            raise self._error(FormatError, "metadata is given twice", position)
+        self.metadata = {}
+        position, after = match.end(), b"," if match[1] is None else b"}"
+        while after == b",":
+            match = _METADATA_ITEM.match(self._header, position)
+            if match is None:
+                raise self._unexpected("metadata is not text to text", position)
+            if len(self.metadata) == self._limits.entries:
+                raise self._over_limit("entries", position)
+            key = self._text(match[1], match.start(1))
+            if key in self.metadata:
+                raise self._error(FormatError, "a metadata key is given twice", match.start(1), found=repr(key))
+            self.metadata[key] = self._text(match[2], match.start(2))
+            position, after = match.end(), match[3]
+        match = _SEPARATOR.match(self._header, position)
+        if match is None:
+            raise self._unexpected("neither a comma nor a brace follows metadata", position)
+        return match.end(), match[1]
+
+    def _text(self, raw: bytes, where: int) -> str:
+        """Return the text of a JSON string from the bytes between its quotes."""
+        try:
+            text = raw.decode()
+            if "\\" in text:
+                text = str(json.loads(f'"{text}"'))
+                text.encode()  # escapes can spell lone surrogates, which are no text
+        except ValueError as error:
+            raise self._error(FormatError, f"a string is not valid JSON in UTF-8: {error}", where) from error
+        return text
+
+    def _over_limit(self, limit: str, where: int) -> CheckpointError:
+        expected = f"at most {getattr(self._limits, limit)}"
+        return self._error(LimitError, f"the header passes the limit {limit!r}", where, expected=expected)
+
+    def _unexpected(self, problem: str, position: int) -> CheckpointError:
+        found = self._header[position : position + 60] or "the end of the header"
+        return self._error(FormatError, problem, position, found=found)
+
+    def _error(
+        self,
+        kind: type[CheckpointError],
+        problem: str,
+        position: int,
+        tensor: str | None = None,
+        *,
+        expected: object = None,
+        found: object = None,
+    ) -> CheckpointError:
+        offset = LENGTH_BYTES + position
+        return kind(problem, file=self._path, tensor=tensor, offset=offset, expected=expected, found=found)

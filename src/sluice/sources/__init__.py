@@ -1,0 +1,59 @@
+"""Where bytes live: one file for each kind of source behind one small protocol."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sluice._records import FileIdentity
+
+__all__ = ["DirectIOUnavailable", "Source"]
+
+
+class DirectIOUnavailable(Exception):  # noqa: N818  (a signal between layers, never seen by users)
+    """The file system refuses direct I/O for this file; the caller steps down to buffered reads."""
+
+
+class Source(Protocol):
+    """One object of bytes that can be read at any offset, from any thread.
+
+    Implementations raise ``ReadError`` for what the operating system fails and ``SourceChangedError`` when the
+    identity is no longer that of the first look.
+    """
+
+    @property
+    def path(self) -> str:
+        """Path or address as the user would type it, without credentials."""
+        ...
+
+    @property
+    def identity(self) -> FileIdentity:
+        """Size and identity when the source was opened."""
+        ...
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return exactly ``nbytes`` bytes from ``offset``.
+
+        Raises:
+            TruncatedError: The source ends before ``offset + nbytes``.
+        """
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        """Fill ``buffer`` from ``offset``, retrying short reads; return the bytes read, fewer only at the end.
+
+        With ``direct``, offset, address and length are multiples of 4096 and the page cache is bypassed; raises
+        ``DirectIOUnavailable`` where the file system refuses that.
+        """
+        ...
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Drop the range from whatever cache a buffered read left it in; a hint that may do nothing."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raise ``SourceChangedError`` when the source is no longer the one that was opened."""
+        ...
+
+    def close(self) -> None:
+        """Release descriptors; reading again reopens them."""
+        ...

@@ -1,0 +1,198 @@
+"""Local files, read with ``preadv`` through at most two descriptors: one buffered, one for direct I/O.
+
+Where ``preadv`` does not exist (macOS before 11, Windows), reads fall back to ``pread`` or to a locked seek and read.
+Paths that are not regular files are refused before they are opened: a FIFO would block for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+
+from sluice._errors import (
+    CheckpointError,
+    FormatError,
+    ReadError,
+    SourceChangedError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice._records import FileIdentity
+from sluice.sources import DirectIOUnavailable
+
+__all__ = ["LocalFile"]
+
+_HAS_PREADV = hasattr(os, "preadv")
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(
+        device=status.st_dev,
+        inode=status.st_ino,
+        nbytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+    )
+
+
+class LocalFile:
+    """A regular file; see ``Source``."""
+
+    def __init__(self, path: str | os.PathLike[str], *, expected: FileIdentity | None = None) -> None:
+        """Look at the file without reading it.
+
+        Args:
+            path: The file.
+            expected: The identity found earlier, when the file was indexed before.
+
+        Raises:
+            CheckpointError: It does not exist, is empty, or is no regular file.
+            SourceChangedError: It is not the file of ``expected``.
+        """
+        self._path = os.fspath(path)
+        self._lock = threading.Lock()
+        self._descriptors: dict[bool, int] = {}
+        try:
+            status = os.stat(self._path)
+        except FileNotFoundError as error:
+            raise CheckpointError("the file does not exist", file=self._path) from error
+        except OSError as error:
+            raise ReadError(f"the file cannot be looked at: {error.strerror}", file=self._path) from error
+        if stat.S_ISDIR(status.st_mode):
+            raise UnsupportedError("this is a directory, not a checkpoint file", file=self._path)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError("not a regular file", file=self._path, found=_kind(status.st_mode))
+        self._identity = expected or _identity(status)
+        if _identity(status) != self._identity:
+            raise self._changed(_identity(status))
+        if status.st_size == 0:
+            raise TruncatedError("the file is empty", file=self._path)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def identity(self) -> FileIdentity:
+        return self._identity
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
+            raise TruncatedError(
+                "the file ends too early",
+                file=self._path,
+                offset=offset,
+                expected=f"{nbytes} bytes",
+                found=f"{max(0, self._identity.nbytes - offset)} bytes",
+            )
+        data = bytearray(nbytes)
+        found = self.read_into(offset, memoryview(data))
+        if found != nbytes:
+            raise self._changed(_identity(os.fstat(self.descriptor())), offset=offset + found)
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        descriptor = self.descriptor(direct=direct)
+        done = 0
+        while done < len(buffer):
+            try:
+                found = self._read_once(descriptor, buffer[done:], offset + done)
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:
+                    raise DirectIOUnavailable(self._path) from error
+                raise ReadError(
+                    f"reading failed: {error.strerror or error}",
+                    file=self._path,
+                    offset=offset + done,
+                ) from error
+            if found == 0:
+                break
+            done += found
+            if direct and found % 4096:
+                break  # the last block of the file reads short; what follows would be misaligned
+        return done
+
+    def _read_once(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        if _HAS_PREADV:
+            return os.preadv(descriptor, [buffer], offset)
+        with self._lock:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            data = os.read(descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def descriptor(self, *, direct: bool = False) -> int:
+        """Return an open descriptor, checked against the identity when it is opened.
+
+        Raises:
+            DirectIOUnavailable: ``direct`` was asked for and the platform or file system has none.
+            ReadError: The file cannot be opened.
+            SourceChangedError: The path now names another file.
+        """
+        with self._lock:
+            if direct not in self._descriptors:
+                self._descriptors[direct] = self._open(direct)
+            return self._descriptors[direct]
+
+    def _open(self, direct: bool) -> int:
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+        if direct:
+            if not hasattr(os, "O_DIRECT"):
+                raise DirectIOUnavailable(self._path)
+            flags |= os.O_DIRECT
+        try:
+            descriptor = os.open(self._path, flags)
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL:
+                raise DirectIOUnavailable(self._path) from error
+            raise ReadError(f"the file cannot be opened: {error.strerror}", file=self._path) from error
+        found = _identity(os.fstat(descriptor))
+        if found != self._identity:
+            os.close(descriptor)
+            raise self._changed(found)
+        return descriptor
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.descriptor(), offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def check_unchanged(self) -> None:
+        try:
+            found = _identity(os.stat(self._path))
+        except OSError as error:
+            raise SourceChangedError(f"the file is gone: {error.strerror}", file=self._path) from error
+        if found != self._identity:
+            raise self._changed(found)
+
+    def close(self) -> None:
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def _changed(self, found: FileIdentity, *, offset: int | None = None) -> SourceChangedError:
+        return SourceChangedError(
+            "the file changed since it was indexed",
+            file=self._path,
+            offset=offset,
+            expected=_describe(self._identity),
+            found=_describe(found),
+        )
+
+
+def _describe(identity: FileIdentity) -> str:
+    return (
+        f"{identity.nbytes} bytes, inode {identity.device}:{identity.inode}, "
+        f"mtime {identity.mtime_ns} ns, ctime {identity.ctime_ns} ns"
+    )
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")

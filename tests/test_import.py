@@ -1,0 +1,84 @@
+"""What importing sluice costs, and that its public names are where they say."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sluice
+
+#: Imports that cost more than the rest of the start together, and that `import sluice` must not make.
+_SLOW = ("torch", "numpy", "rich", "click", "psutil", "safetensors")
+
+
+def _run(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_public_name_resolves() -> None:
+    for name in sluice.__all__:
+        assert getattr(sluice, name) is getattr(sluice, name)
+        assert name in dir(sluice)
+
+
+def test_the_names_for_type_checkers_are_the_public_names() -> None:
+    tree = ast.parse(Path(inspect.getfile(sluice)).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        (alias.name, statement.module)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
+    assert sorted(name for name, _ in imported) == sorted(sluice.__all__)
+    for name, module in imported:
+        assert getattr(sys.modules[str(module)], name) is getattr(sluice, name)
+
+
+def test_every_exception_is_public() -> None:
+    from sluice import _errors
+
+    assert set(_errors.__all__) <= set(sluice.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'lod_into'"):
+        sluice.lod_into  # type: ignore[attr-defined]  # noqa: B018  the access is the test
+
+
+def test_import_is_light() -> None:
+    code = "import sys, sluice; print([name for name in sys.argv[1:] if name in sys.modules])"
+    assert _run(code, *_SLOW).strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "_dtypes",
+        "_errors",
+        "_facts",
+        "_geometry",
+        "_layout",
+        "_measure",
+        "_options",
+        "_planner",
+        "_progress",
+        "_records",
+        "_report",
+        "_tree",
+        "_units",
+        "cli",
+        "formats",
+        "sources",
+    ],
+)
+def test_layers_below_the_tensors_import_no_torch(module: str) -> None:
+    code = "import sys, importlib; importlib.import_module(sys.argv[1]); print('torch' in sys.modules)"
+    assert _run(code, f"sluice.{module}").strip() == "False"
