@@ -142,9 +142,7 @@ def _verified(outcome: Outcome, message: dict[str, Any]) -> Outcome:
     if message["event"] != "verified":
         return dataclasses.replace(outcome, status=message["event"], reason=message.get("reason", ""))
     verdict = message["verdict"]
-    return dataclasses.replace(
-        outcome, verdict=Verdict(weights=verdict["weights"], logits=tuple(verdict["logits"]))
-    )
+    return dataclasses.replace(outcome, verdict=Verdict(weights=verdict["weights"], logits=tuple(verdict["logits"])))
 
 
 def _listen(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from torch import nn
 
 __all__ = ["Job", "Loaded", "Method", "Outcome", "Precision", "Run", "Scenario", "Start", "State", "Status", "Verdict"]
 
-#: ``cold``: nothing of the checkpoint is in the page cache. ``warm``: all of it is. ``first``, ``second`` and ``third``:
-#: loads of the same file one after another, the first of them cold.
+#: ``cold``: nothing of the checkpoint is in the page cache. ``warm``: all of it is. ``first``, ``second``, ``third``: loads
+#: of the same file one after another, the first of them cold.
 State = Literal["cold", "warm", "first", "second", "third"]
 
 #: Dtype of a finished model.
@@ -67,8 +67,6 @@ class Method:
     imports: tuple[str, ...] = ()
     #: Endings of the checkpoints that it reads.
     reads: tuple[str, ...]
-    #: Whether the finished weights are the pages of the mapped file itself, so that nothing is copied.
-    maps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,26 +87,23 @@ def accelerate_load(job: Job, model: nn.Module) -> nn.Module:
 
 
 def runai_stream(job: Job, model: nn.Module) -> nn.Module:
-    """Copy each tensor into the model as it arrives."""
+    """Give each tensor to the model as it arrives, cast; the streamer says that its tensors belong to the caller."""
     from runai_model_streamer import SafetensorsStreamer
 
-    model = _allocated(model, job)
-    targets = model.state_dict()
-    with SafetensorsStreamer() as streamer, torch.no_grad():
+    with SafetensorsStreamer() as streamer:
         streamer.stream_file(job.checkpoint)
-        for name, tensor in streamer.get_tensors():
-            targets[name].copy_(tensor)
+        arrived = {name: tensor.to(job.torch_dtype) for name, tensor in streamer.get_tensors()}
+    model.load_state_dict(arrived, assign=True)
     return model
 
 
-def fastsafetensors_copy(job: Job, model: nn.Module) -> nn.Module:
-    """Load the file into one buffer, copy it into the model."""
+def fastsafetensors_load(job: Job, model: nn.Module) -> nn.Module:
+    """Load the file into one buffer and give views of it to the model, cast."""
     from fastsafetensors import fastsafe_open
 
-    model = _allocated(model, job)
-    with fastsafe_open(job.checkpoint, device=job.device, nogds=True) as loaded, torch.no_grad():
-        for name, weight in model.state_dict().items():
-            weight.copy_(loaded.get_tensor(name))
+    with fastsafe_open(job.checkpoint, device=job.device, nogds=True) as loaded:
+        views = {name: loaded.get_tensor(name).to(job.torch_dtype) for name in model.state_dict()}
+    model.load_state_dict(views, assign=True)
     return model
 
 
@@ -139,12 +136,11 @@ def _filling(
     reads: tuple[str, ...],
     skeleton: Callable[[Job], nn.Module] = _on_meta,
     imports: tuple[str, ...] = (),
-    maps: bool = False,
 ) -> Method:
     def start(job: Job) -> Callable[[], Loaded]:
         return partial(fill, job, skeleton(job))
 
-    return Method(name=name, start=start, imports=imports, reads=reads, maps=maps)
+    return Method(name=name, start=start, imports=imports, reads=reads)
 
 
 def _raw_method(name: str, *, direct: bool) -> Method:
@@ -159,11 +155,9 @@ PEERS = (
     _raw_method("raw-direct", direct=True),
     _raw_method("raw-buffered", direct=False),
     _filling("torch-load", torch_load, reads=(".pth",)),
-    _filling("torch-mmap", torch_mmap, reads=(".pth",), maps=True),
+    _filling("torch-mmap", torch_mmap, reads=(".pth",)),
     _filling("safetensors-load-model", safetensors_load_model, reads=_SAFETENSORS, imports=("safetensors.torch",)),
-    _filling(
-        "safetensors-load-file", safetensors_load_file, reads=_SAFETENSORS, imports=("safetensors.torch",), maps=True
-    ),
+    _filling("safetensors-load-file", safetensors_load_file, reads=_SAFETENSORS, imports=("safetensors.torch",)),
     _filling(
         "accelerate",
         accelerate_load,
@@ -172,7 +166,7 @@ PEERS = (
         imports=("accelerate:load_checkpoint_in_model",),
     ),
     _filling("runai-streamer", runai_stream, reads=_SAFETENSORS, imports=("runai_model_streamer:SafetensorsStreamer",)),
-    _filling("fastsafetensors", fastsafetensors_copy, reads=_SAFETENSORS, imports=("fastsafetensors:fastsafe_open",)),
+    _filling("fastsafetensors", fastsafetensors_load, reads=_SAFETENSORS, imports=("fastsafetensors:fastsafe_open",)),
     _filling(
         "sluice-fill",
         with_sluice,

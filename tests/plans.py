@@ -27,7 +27,12 @@ def facts(
 
 
 def entry(
-    shape: tuple[int, ...], *, dtype: str = "float32", storage: int = 0, start: int = 0, stride: tuple[int, ...] | None = None
+    shape: tuple[int, ...],
+    *,
+    dtype: str = "float32",
+    storage: int = 0,
+    start: int = 0,
+    stride: tuple[int, ...] | None = None,
 ) -> Entry:
     return Entry(
         dtype=dtype,
@@ -45,7 +50,9 @@ def request(name: str, wanted: Entry, **changes: object) -> Request:
 
 def index_of(storages: list[tuple[int, int]], files: tuple[FileRecord, ...] = (FILE,)) -> Index:
     """An index over ``(offset, nbytes)`` storages of the first file."""
-    made = tuple(Storage(file=0, offset=offset, nbytes=nbytes, key=str(i)) for i, (offset, nbytes) in enumerate(storages))
+    made = tuple(
+        Storage(file=0, offset=offset, nbytes=nbytes, key=str(i)) for i, (offset, nbytes) in enumerate(storages)
+    )
     return Index(format="test", files=files, storages=made, tree={})
 
 
@@ -56,7 +63,7 @@ def write_storages(path: Path, tensors: list[torch.Tensor], *, gap: int = 64, sh
         for tensor in tensors:
             at = -(-file.tell() // gap) * gap + shift
             file.write(bytes(at - file.tell()))
-            raw = bytes(tensor.untyped_storage().tolist()) if tensor.untyped_storage().nbytes() < 4096 else _raw(tensor)
+            raw = _raw(tensor)
             file.write(raw)
             places.append((at, len(raw)))
     return places

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -95,9 +96,7 @@ def test_pieces_copy_every_element_once_within_the_limit(
         assert first <= piece.start_byte
         assert piece.start_byte + piece.nbytes <= first + whole.nbytes
         for index in np.ndindex(*piece.shape):
-            source = piece.start_byte // ITEM + sum(
-                i * s for i, s in zip(index, piece.source_stride, strict=True)
-            )
+            source = piece.start_byte // ITEM + sum(i * s for i, s in zip(index, piece.source_stride, strict=True))
             target = piece.target_start + sum(i * s for i, s in zip(index, piece.target_stride, strict=True))
             assert result[target] == -1, "an element was copied twice"
             result[target] = data[source]
@@ -127,7 +126,7 @@ def test_even_parts_cover_the_range_in_order(start: int, nbytes: int, limit: int
     parts = list(split_evenly(start, nbytes, limit_bytes=limit, align_bytes=4096))
     assert parts[0][0] == start
     assert sum(size for _, size in parts) == nbytes
-    for (offset, size), (following, _) in zip(parts, parts[1:], strict=False):
+    for (offset, size), (following, _) in pairwise(parts):
         assert offset + size == following
         assert following % 4096 == 0
     assert all(0 < size <= limit + 4096 for _, size in parts)

@@ -74,7 +74,9 @@ def test_one_tensor_larger_than_staging_is_cut() -> None:
     assert sum(read.nbytes for read in made.reads) == 2048 * MIB
 
 
-@pytest.mark.parametrize(("staging", "buffer", "count"), [(MIB, MIB, 1), (16 * MIB, 2 * MIB, 8), (1024 * MIB, 8 * MIB, 8)])
+@pytest.mark.parametrize(
+    ("staging", "buffer", "count"), [(MIB, MIB, 1), (16 * MIB, 2 * MIB, 8), (1024 * MIB, 8 * MIB, 8)]
+)
 def test_staging_is_divided_among_readers(staging: int, buffer: int, count: int) -> None:
     made = plan([big(mib=256, dtype="bfloat16")], [(0, 256 * MIB)], facts(cached=False), staging=staging)
     assert (made.staging_buffer_bytes, made.staging_buffers) == (buffer, count)
@@ -82,7 +84,7 @@ def test_staging_is_divided_among_readers(staging: int, buffer: int, count: int)
 
 
 def test_staging_below_the_minimum_is_refused() -> None:
-    with pytest.raises(sluice.BudgetError, match="staging is too small; expected at least 1.00 MiB; found 64.0 KiB"):
+    with pytest.raises(sluice.BudgetError, match=r"staging is too small; expected at least 1\.00 MiB; found 64\.0 KiB"):
         plan([big(dtype="bfloat16")], [(0, 20 * MIB)], facts(), staging=64 << 10)
 
 
@@ -199,7 +201,10 @@ def test_a_small_view_of_a_large_storage_holds_only_itself() -> None:
 
 
 def test_a_sparse_view_becomes_contiguous_and_an_expanded_one_stays_small() -> None:
-    requests = [request("column", entry((1000,), stride=(1000,))), request("zero", entry((1 << 40,), storage=1, stride=(0,)))]
+    requests = [
+        request("column", entry((1000,), stride=(1000,))),
+        request("zero", entry((1 << 40,), storage=1, stride=(0,))),
+    ]
     targets, views = shared_targets(requests, index_of([(0, 4_000_000), (4_000_000, 4)]), {})
     assert [target.nbytes for target in targets] == [4000, 4]
     assert [view.stride for view in views] == [(1,), (0,)]

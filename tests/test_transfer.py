@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import sluice
 from plans import MIB, entry_of, facts, index_of, request, write_storages
-from sluice import _engine
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._engine import execute
 from sluice._layout import shared_targets, single_targets
@@ -42,9 +41,7 @@ def load(
     try:
         index = index_of(places, (FileRecord(path=str(path), identity=source.identity),))
         targets, views = (shared_targets if share else single_targets)(requests, index, {})
-        plan = plan_load(
-            targets, index.files, facts(cached=cached, direct_io=direct_io), staging_bytes=staging
-        )
+        plan = plan_load(targets, index.files, facts(cached=cached, direct_io=direct_io), staging_bytes=staging)
         memory = Targets(plan, existing)
         execute(plan, [source], memory)
         return [memory.tensor(view) for view in views]
@@ -119,7 +116,8 @@ def test_views_equal_torchs(tmp_path: Path, data: st.DataObject, share: bool, ca
     picked = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
     tensors = [data.draw(views(bases[number])) for number in picked]
     requests = [
-        request(f"t{i}", entry_of(tensor, number)) for i, (number, tensor) in enumerate(zip(picked, tensors, strict=True))
+        request(f"t{i}", entry_of(tensor, number))
+        for i, (number, tensor) in enumerate(zip(picked, tensors, strict=True))
     ]
     for loaded, tensor in zip(load(tmp_path / "f", requests, places, share=share, cached=cached), tensors, strict=True):
         assert same_bits(loaded, tensor)
@@ -240,7 +238,7 @@ def test_without_threads_the_caller_does_the_work(tmp_path: Path, monkeypatch: p
     def refuse(self: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(_engine.threading.Thread, "start", refuse)
+    monkeypatch.setattr("threading.Thread.start", refuse)
     tensor = torch.randn(MIB)
     places = write_storages(tmp_path / "f", [tensor])
     [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places)
@@ -253,5 +251,5 @@ def test_parameters_can_be_trained_even_when_loaded_in_inference_mode(tmp_path: 
     with torch.inference_mode():
         [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places)
     parameter = torch.nn.Parameter(loaded)
-    (parameter * 2).sum().backward()
+    (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
     assert parameter.grad is not None

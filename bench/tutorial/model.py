@@ -31,7 +31,7 @@ __all__ = [
     "random_weight",
 ]
 
-#: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``per-parameter``: a directory of ``NAME.pt`` files.
+#: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``per-parameter``: a directory of files ``NAME.pt``.
 CheckpointFormat = Literal["torch", "safetensors", "per-parameter"]
 
 
@@ -124,7 +124,8 @@ class CausalAttention(nn.Module):
         self.register_buffer("mask", torch.triu(torch.ones(context, context), diagonal=1))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        batch, tokens, width = x.shape
+        return x.view(batch, tokens, self.n_heads, width // self.n_heads).transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.shape[1]
@@ -140,7 +141,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", self.layers(x))
@@ -181,6 +184,7 @@ class GPTModel(nn.Module):
         self.out_head = nn.Linear(cfg["emb_dim"], cfg["vocab_size"], bias=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits of every token's successor."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         x = self.drop_emb(self.tok_emb(token_ids) + self.pos_emb(positions))
         return cast("torch.Tensor", self.out_head(self.final_norm(self.trf_blocks(x))))
@@ -209,7 +213,12 @@ def random_weight(name: str, shape: torch.Size) -> torch.Tensor:
     return torch.empty(shape).uniform_(middle - spread, middle + spread, generator=generator)
 
 
-def make_checkpoint(path: Path, size: str, dtype: torch.dtype, format: CheckpointFormat) -> None:
+def make_checkpoint(
+    path: Path,
+    size: str,
+    dtype: torch.dtype,
+    format: CheckpointFormat,  # noqa: A002 - the argument of sluice.save and sluice.convert has this name too
+) -> None:
     """Write a state dict of random weights; holds all of it in memory while it does.
 
     Args:

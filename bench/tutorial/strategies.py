@@ -88,9 +88,9 @@ def with_sluice(job: Job) -> nn.Module:
 
 
 def _strategy(
-    name: str, load: Callable[[Job], Loaded], *, reads: str = ".pth", maps: bool = False, imports: tuple[str, ...] = ()
+    name: str, load: Callable[[Job], Loaded], *, reads: str = ".pth", imports: tuple[str, ...] = ()
 ) -> Method:
-    return Method(name=name, start=lambda job: partial(load, job), imports=imports, reads=(reads,), maps=maps)
+    return Method(name=name, start=lambda job: partial(load, job), imports=imports, reads=(reads,))
 
 
 #: In the order of the tutorial.
@@ -98,7 +98,7 @@ STRATEGIES = (
     _strategy("naive", naive),
     _strategy("sequential", sequential),
     _strategy("meta-sequential", meta_sequential),
-    _strategy("mmap", mapped, maps=True),
+    _strategy("mmap", mapped),
     _strategy("per-parameter", per_parameter, reads=""),
     _strategy("sluice", with_sluice, imports=("sluice:empty_init", "sluice:load_into")),
 )

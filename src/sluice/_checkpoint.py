@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from sluice import _tree
-from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._dtypes import dtype_name, torch_dtype
 from sluice._errors import MismatchError
 from sluice._options import Limits, MemoryLimits
 from sluice._records import Entry, Index, Request
@@ -107,7 +106,9 @@ class LazyTensor:
             MismatchError: ``out`` has another shape.
             ValueError: ``out`` was given together with ``device`` or ``dtype``, or the checkpoint is closed.
         """
+        # Here, not above: this imports torch, and an index does without.
         from sluice import _transfer
+        from sluice._targets import Targets
 
         if out is None:
             kept = dtype_name(dtype) if dtype is not None else self._entry.dtype
@@ -116,7 +117,7 @@ class LazyTensor:
         else:
             request, existing = self._request_into(out, device, dtype), {0: out}
         prepared = _transfer.prepare(self._checkpoint, [request], memory=memory)
-        return _transfer.run(self._checkpoint, prepared, existing=existing)[0][0]
+        return _transfer.run(self._checkpoint, prepared, Targets(prepared.plan, existing))[0][0]
 
     def _request_into(self, out: torch.Tensor, device: object, dtype: object) -> Request:
         if device is not None or dtype is not None:
@@ -241,8 +242,7 @@ def open_checkpoint(source: CheckpointSource, *, key: str | None = None, limits:
         if key is None:
             return source
         index = replace(source.index, tree=_tree.subtree(source.index.tree, key))
-        view = Checkpoint(index, source.sources, source._format, source.limits)  # noqa: SLF001  (its own class)
-        return view
+        return Checkpoint(index, source.sources, source._format, source.limits)  # noqa: SLF001  (its own class)
     limits = limits or Limits()
     file = LocalFile(source)
     try:

@@ -20,7 +20,8 @@ parameters meta as they are *created* would empty those that a constructor copie
 
 **What differs from ordinary construction.** No random numbers are drawn for parameters on meta, so the state of the
 generator afterwards is another one. Buffers and plain attributes computed *from parameters* end on meta;
-``load_into`` finds and names them. A parameter that torch refuses to swap (someone holds a weak reference to it before
+``load_into`` finds and names them. A constructor that branches on the values of its parameters fails, as on any meta
+tensor. A parameter that torch refuses to swap (someone holds a weak reference to it before
 it is registered), and parameters of subclasses with memory of their own, stay real and are filled in place.
 """
 

@@ -178,9 +178,7 @@ class _Crew:
         return method
 
     def _run_in_place(self, read: Read, position: int) -> Method:
-        return self._fetch(
-            read, lambda start, nbytes: self._targets.window(position, read.into_offset + start, nbytes)
-        )
+        return self._fetch(read, lambda start, nbytes: self._targets.window(position, read.into_offset + start, nbytes))
 
     def _fetch(self, read: Read, window: Callable[[int, int], memoryview]) -> Method:
         """Read a range by the first permitted method that the file system accepts.

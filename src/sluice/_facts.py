@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sluice import _options as options
 from sluice._geometry import round_up
-from sluice._records import FileFacts, FileRecord, MachineFacts
+from sluice._records import FileFacts, MachineFacts
 from sluice.sources import DirectIOUnavailable
 from sluice.sources._local import LocalFile
 
@@ -53,9 +53,13 @@ def file_facts(source: LocalFile) -> FileFacts:
     nbytes = source.identity.nbytes
     filesystem = _filesystem(source.path)
     step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))
-    direct = filesystem in _DIRECT_FILESYSTEMS and nbytes >= options.DIRECT_FILE_BYTES and _opens_direct(source)
-    cached = _probe_cache(source.descriptor(), range(0, nbytes, step)) if direct else ()
-    return FileFacts(filesystem=filesystem, direct_io=direct, probe_step_bytes=step, cached=cached)
+    large = nbytes >= options.DIRECT_FILE_BYTES
+    return FileFacts(
+        filesystem=filesystem,
+        direct_io=large and filesystem in _DIRECT_FILESYSTEMS and _opens_direct(source),
+        probe_step_bytes=step,
+        cached=_probe_cache(source.descriptor(), range(0, nbytes, step)) if large else (),
+    )
 
 
 def _cores() -> int:

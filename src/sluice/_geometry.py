@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Piece", "collapse", "contiguous_stride", "cut", "is_dense", "round_down", "round_up", "span_elements", "split_evenly"]
+__all__ = [
+    "Piece",
+    "collapse",
+    "contiguous_stride",
+    "cut",
+    "is_dense",
+    "round_down",
+    "round_up",
+    "span_elements",
+    "split_evenly",
+]
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -39,7 +39,7 @@ class HostMemory:
             self.mapping = _map(self.nbytes)
             self.start = 0
             return
-        # Since Linux 6.7 a mapping whose length is a multiple of 2 MiB is aligned to it; older kernels need room to align.
+        # Since Linux 6.7 a mapping whose length is a multiple of 2 MiB is aligned to it; older kernels need room.
         self.mapping = _map(round_up(self.nbytes, options.HUGE_PAGE_BYTES))
         self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
         if self.start:

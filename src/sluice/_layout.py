@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
-from sluice._records import Block, Entry, Fill, Index, Request, Target
+from sluice._records import Block, BlockKind, Entry, Fill, Index, Request, Target
 
 __all__ = ["View", "lay_out_blocks", "shared_targets", "single_targets"]
 
@@ -96,7 +96,7 @@ def lay_out_blocks(targets: Sequence[Target], leads: Mapping[int, int]) -> tuple
     return tuple(blocks), tuple(arenas)
 
 
-def _kind(target: Target) -> str:
+def _kind(target: Target) -> BlockKind:
     if target.existing:
         return "existing"
     if target.nbytes == 0:

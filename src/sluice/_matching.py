@@ -65,6 +65,8 @@ class Outline:
     slots: tuple[Slot, ...]
     #: Names of extra state that its modules keep in state dicts.
     extra_state: tuple[str, ...] = ()
+    #: Names of tensors of kinds that cannot be loaded into; ``problems`` says why.
+    refused: tuple[str, ...] = ()
     #: Why it cannot be loaded into, whatever the checkpoint: a sentence each.
     problems: tuple[str, ...] = ()
 
@@ -86,7 +88,7 @@ class Match:
     #: Live slots without an entry; they keep their values.
     kept: tuple[int, ...] = ()
     #: Finished dtype of each of ``zeroed`` and ``initialised``.
-    computed_dtypes: Mapping[int, str] = field(default_factory=dict)
+    initial_dtypes: Mapping[int, str] = field(default_factory=dict)
     #: Names of the module that the checkpoint does not have.
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that the module does not have.
@@ -161,7 +163,7 @@ class _Matcher:
         self._slots: list[int] = []
         self._comparisons: list[tuple[int, Request]] = []
         self._absent: dict[str, list[int]] = {"zeroed": [], "initialised": [], "kept": []}
-        self._computed_dtypes: dict[int, str] = {}
+        self._initial_dtypes: dict[int, str] = {}
         self._missing: list[str] = []
         self._unexpected: list[str] = []
 
@@ -224,14 +226,14 @@ class _Matcher:
             return
         self._absent[fate].append(position)
         if slot.on_meta:
-            self._computed_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self._dtype)
+            self._initial_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self._dtype)
 
     def _version_of(self, slot: Slot) -> int:
         return self._versions.get(slot.names[0].rpartition(".")[0], 0)
 
     def add_unexpected(self, outline: Outline) -> None:
         """Note the entries that no slot has a name for."""
-        known = {name for slot in outline.slots for name in slot.names}
+        known = {name for slot in outline.slots for name in slot.names} | set(outline.refused)
         for name, entry in self._entries.items():
             if name not in known and not is_extra_state(name, outline.extra_state):
                 self._unexpected.append(name)
@@ -245,7 +247,7 @@ class _Matcher:
             slots=tuple(self._slots),
             comparisons=tuple(self._comparisons),
             **{fate: tuple(positions) for fate, positions in self._absent.items()},
-            computed_dtypes=self._computed_dtypes,
+            initial_dtypes=self._initial_dtypes,
             missing=tuple(self._missing),
             unexpected=tuple(self._unexpected),
             tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),

@@ -8,8 +8,8 @@ from typing import Literal
 
 __all__ = ["Limits", "MemoryLimits", "PageCache"]
 
-#: ``auto``: direct reads for what is not cached, buffered reads for the rest. ``keep``: buffered reads only, so that the
-#: next load finds the file cached. ``bypass``: direct reads, and what had to be buffered is dropped again.
+#: ``auto``: direct reads for what is not cached, buffered reads for the rest. ``keep``: buffered reads only, so that
+#: the next load finds the file cached. ``bypass``: direct reads, and what had to be buffered is dropped again.
 PageCache = Literal["auto", "keep", "bypass"]
 
 
@@ -30,7 +30,7 @@ class Limits:
     depth: int = 64
     #: Objects that one pickle may build; a training state with 100,000 tensors needs about 3 million.
     nodes: int = 20_000_000
-    #: Bytes of one header: a safetensors header, data.pkl or a zip central directory. safetensors itself stops at 100 MB.
+    #: Bytes of one header: a safetensors header, data.pkl or a zip central directory. safetensors stops at 100 MB too.
     header_bytes: int = 100_000_000
     #: Bytes of one tensor or record name.
     name_bytes: int = 4_096
@@ -60,12 +60,12 @@ class MemoryLimits:
 #: Bytes of one read and of one staging buffer. Below 4 MiB direct reads lose bandwidth, above 16 MiB nothing is gained.
 READ_BYTES = 8 << 20
 
-#: Files smaller than this are always read buffered: the gain of direct reads is lost in their latency, and the next load
-#: finds them cached.
+#: Files smaller than this are always read buffered: the gain of direct reads is lost in their latency, and the next
+#: load finds them cached.
 DIRECT_FILE_BYTES = 64 << 20
 
-#: Threads for direct reads: a queue depth of 8 saturated NVMe and virtual disks; each sleeps in the kernel.
-DIRECT_READERS = 8
+#: Threads for reads that wait for a disk: a queue depth of 8 saturated NVMe and virtual disks; networks want as many.
+WAITING_READERS = 8
 
 #: Alignment that direct reads need in file and memory. Python cannot ask for the device's own; 4096 covers all in use.
 BLOCK_BYTES = 4096
@@ -80,7 +80,7 @@ OWN_MAPPING_BYTES = 1 << 20
 #: Size of one arena. It lives until its last tensor dies, so it must stay small.
 ARENA_BYTES = 1 << 20
 
-#: An arena that holds at least this much is closed where another module begins, so that deleting a module frees its own.
+#: An arena that holds at least this much is closed where another module begins: deleting a module frees its own.
 ARENA_MODULE_BYTES = 64 << 10
 
 #: Staging below this cannot hold a block-aligned read of useful size.
@@ -105,7 +105,7 @@ CAST_PIECE_ELEMENTS = 32_767
 #: Interval of the sampler inside a load, in seconds. VmHWM holds the exact total; samples only split it by kind.
 SAMPLE_SECONDS = 0.01
 
-#: Host memory that a load needs beside targets and staging: thread stacks, records, allocator arenas, torch's lazy parts.
+#: Host memory that a load needs beside targets and staging: thread stacks, malloc arenas, torch's lazy parts.
 OVERHEAD_BYTES = 16 << 20
 
 #: Records of the plan for each tensor, in bytes.

@@ -32,6 +32,9 @@ from sluice._units import format_bytes
 
 __all__ = ["check_budget", "plan_load"]
 
+#: File systems whose files are memory: they answer no probe, and their reads are copies.
+_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -142,7 +145,7 @@ def _staging_buffer_bytes(staging_bytes: int) -> int:
         )
     if staging_bytes < options.HUGE_PAGE_BYTES:
         return round_down(staging_bytes, options.BLOCK_BYTES)
-    share = round_down(staging_bytes // options.DIRECT_READERS, options.HUGE_PAGE_BYTES)
+    share = round_down(staging_bytes // options.WAITING_READERS, options.HUGE_PAGE_BYTES)
     return min(max(share, options.HUGE_PAGE_BYTES), options.READ_BYTES)
 
 
@@ -188,7 +191,9 @@ def _reads_in_place(
     not, and an offset that no element may start at cannot be.
     """
     start = run.piece.start_byte
-    ranges = list(split_evenly(start, run.piece.nbytes, limit_bytes=options.READ_BYTES, align_bytes=options.BLOCK_BYTES))
+    ranges = list(
+        split_evenly(start, run.piece.nbytes, limit_bytes=options.READ_BYTES, align_bytes=options.BLOCK_BYTES)
+    )
     methods = [methods_for(facts, offset, nbytes, page_cache) for offset, nbytes in ranges]
     direct = any(choice[0] == "direct" for choice in methods)
     if direct and (target.existing or start % ITEM_BYTES[target.dtype]):
@@ -213,10 +218,15 @@ def methods_for(facts: FileFacts, offset: int, nbytes: int, page_cache: PageCach
         return ("buffered",)
     if page_cache == "bypass":
         return ("direct", "buffered")
+    # A file system that does not tell what is cached wants buffered reads.
+    return ("buffered",) if not facts.cached or _is_cached(facts, offset, nbytes) else ("direct", "buffered")
+
+
+def _is_cached(facts: FileFacts, offset: int, nbytes: int) -> bool:
+    """Return whether a range is in memory already, as far as the probes tell."""
     step = facts.probe_step_bytes
     probes = facts.cached[offset // step : (offset + nbytes - 1) // step + 1]
-    # An unknown state means a file system that does not say, and those want buffered reads.
-    return ("buffered",) if not probes or any(probes) else ("direct", "buffered")
+    return any(probes) or facts.filesystem in _MEMORY_FILESYSTEMS
 
 
 def _staged_reads(
@@ -266,10 +276,10 @@ def _join(
 
 
 def _readers(reads: Sequence[Read], facts: MachineFacts) -> int:
-    """Return the number of threads: direct readers sleep in the kernel, buffered ones copy and need a core each."""
+    """Return the number of threads: those that wait for a disk sleep, those that copy cached pages need a core each."""
     total = sum(read.nbytes for read in reads)
-    direct = sum(read.nbytes for read in reads if read.methods[0] == "direct")
-    wanted = options.DIRECT_READERS if 2 * direct > total else facts.cores
+    waiting = sum(read.nbytes for read in reads if not _is_cached(facts.files[read.file], read.offset, read.nbytes))
+    wanted = options.WAITING_READERS if 2 * waiting > total else facts.cores
     return max(1, min(wanted, len(reads)))
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-__all__ = ["Progress", "ProgressEvent", "ProgressFunction", "progress_sink"]
+__all__ = ["Progress", "ProgressEvent", "ProgressFunction", "byte_progress", "progress_sink"]
 
 #: Seconds between two drawings of the bar. Drawing takes about a millisecond, and events come once for each read.
 _REDRAW_SECONDS = 0.1
@@ -62,6 +62,21 @@ def progress_sink(progress: Progress, description: str) -> Iterator[ProgressFunc
         yield progress
     else:
         raise TypeError(f"progress must be True, False or a function of one event, not {type(progress).__name__}")
+
+
+@contextmanager
+def byte_progress(progress: Progress, description: str, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
+    """Yield a function of the bytes read so far that feeds ``progress``, or None when nobody listens."""
+    started = time.monotonic()
+    with progress_sink(progress, description) as sink:
+        if sink is None:
+            yield None
+            return
+
+        def report(done_bytes: int) -> None:
+            sink(ProgressEvent(done_bytes=done_bytes, total_bytes=total_bytes, seconds=time.monotonic() - started))
+
+        yield report
 
 
 @contextmanager

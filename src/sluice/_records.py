@@ -19,6 +19,7 @@ from sluice._dtypes import ITEM_BYTES
 
 __all__ = [
     "Block",
+    "BlockKind",
     "Copy",
     "Entry",
     "FileFacts",
@@ -39,6 +40,9 @@ __all__ = [
 
 #: How a read is done: ``direct`` bypasses the page cache (O_DIRECT), ``buffered`` goes through it.
 Method = Literal["direct", "buffered"]
+
+#: How final memory comes to be; see ``Block.kind``.
+BlockKind = Literal["mapping", "arena", "existing", "device", "empty"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +77,7 @@ class Storage:
 
     #: Position of the file in ``Index.files``.
     file: int
-    #: First byte of the data in the file; for a storage that is not ``located``, first byte of its record's local header.
+    #: First byte of the data in the file; of the record's local header for a storage that is not ``located``.
     offset: int
     #: Bytes of data.
     nbytes: int
@@ -118,7 +122,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
-    """An object of a pickle that sluice does not build, because that would mean to import or call what the file names."""
+    """An object of a pickle that sluice does not build: that would mean to import or call what the file names."""
 
     #: Its qualified name, as the file gives it: ``"argparse.Namespace"``.
     qualified_name: str
@@ -157,7 +161,7 @@ class Request:
     dtype: str
     #: Device of the finished tensor, as torch writes it: ``"cpu"``, ``"cuda:0"``.
     device: str
-    #: Step of each dimension of the finished tensor in elements; None keeps the entry's when it is dense, else contiguous.
+    #: Step of each dimension of the finished tensor, in elements; None keeps the entry's where that wastes nothing.
     stride: tuple[int, ...] | None = None
     #: True where the caller supplies the memory (a live tensor filled in place), False where it is allocated.
     existing: bool = False
@@ -282,7 +286,7 @@ class Block:
 
     #: ``mapping``: an anonymous mapping of its own; ``arena``: a part of a small shared mapping; ``existing``: the
     #: caller's memory; ``device``: memory of an accelerator; ``empty``: no bytes at all.
-    kind: Literal["mapping", "arena", "existing", "device", "empty"]
+    kind: BlockKind
     #: Bytes before the target in its allocation: they make its address congruent with the file for direct reads.
     lead_bytes: int = 0
     #: For ``arena``: which one, in the order of ``LoadPlan.arenas``.

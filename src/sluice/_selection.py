@@ -16,22 +16,19 @@ With ``key`` there is one mapping, the one that it names, and it fits as a whole
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sluice._errors import MismatchError
+from sluice._errors import FormatError, MismatchError
 from sluice._matching import Outline
 from sluice._mismatch import SHOWN, section
 from sluice._options import Limits
 from sluice._records import Entry
+from sluice._renaming import Rename, rename_entries
 from sluice._tree import flatten, state_dict_candidates, subtree
 
-__all__ = ["Rename", "Selection", "rename_entries", "select"]
-
-#: Exact names, regular expressions with replacements applied one after the other, or a function; None drops a name.
-Rename = Mapping[str, str | None] | Sequence[tuple[str | re.Pattern[str], str]] | Callable[[str], str | None]
+__all__ = ["Selection", "select"]
 
 #: Components that torch.compile, DistributedDataParallel and DataParallel put into names.
 _WRAPPERS = frozenset({"module", "_orig_mod"})
@@ -47,16 +44,27 @@ class Selection:
     key: str | None
     #: Prefix that was stripped from its names, with the dot at its end; empty when none was.
     prefix: str
+    #: Version of each module's part of it, by the module's name, where the file says so.
+    versions: Mapping[str, int]
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mapping:
+    """A part of the checkpoint that could be a state dict."""
+
+    key: str | None
+    entries: Mapping[str, Entry]
+    #: Version of each module's part of it, by the module's name.
+    versions: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
     """The names of one mapping of the checkpoint and those of the module, in one spelling."""
 
-    #: Where the mapping lies in the checkpoint.
-    key: str | None
+    mapping: _Mapping
     #: Whether the components of wrappers were taken out of both.
     unwrapped: bool
     #: Name in the mapping for each name in this spelling.
@@ -82,7 +90,17 @@ class _View:
 
     @property
     def key(self) -> str | None:
-        return self.form.key
+        return self.form.mapping.key
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.missing or self.unexpected or self.outside)
+
+    @property
+    def content(self) -> object:
+        """What it gives to the module: the same dict can stand at two places of a checkpoint."""
+        entries = self.form.mapping.entries
+        return frozenset((own, entries[original]) for original, own in self.names.items()) or self.key
 
     def describe(self) -> str:
         path = ".".join(part for part in (self.key, self.prefix.removesuffix(".")) if part)
@@ -116,63 +134,51 @@ def select(
             same name.
     """
     bounds = limits or Limits()
-    keys = [key] if key is not None else [found or None for found in state_dict_candidates(tree)]
-    mappings = {
-        found: rename_entries(flatten(tree if found is None else subtree(tree, found), bounds), rename)
-        for found in dict.fromkeys(keys)
-    }
-    forms = [form for found, entries in mappings.items() for form in _forms(found, entries, outline)]
-    views = sorted(
-        (view for form in forms for view in _views(form, outline)),
-        key=lambda view: (view.form.unwrapped, len(view.prefix)),
-    )
-    chosen = _choose(views, mappings, parts=key is None)
-    return _selection(chosen, mappings[chosen.key])
+    candidates = state_dict_candidates(tree) if key is None else (key,)
+    views = [
+        view
+        for found in candidates
+        for form in _forms(_mapping(tree, found, rename, bounds), outline)
+        for view in _views(form, outline)
+    ]
+    if key is None and "" not in candidates:
+        views += _nested(tree, outline, rename, bounds)
+    if not views:
+        raise MismatchError("the checkpoint holds no tensors that a module could load")
+    views.sort(key=lambda view: (view.form.unwrapped, len(view.prefix)))
+    fitting = _fitting(views, parts=key is None)
+    return _selection(fitting or _nearest(views), whole=fitting is None)
 
 
-def rename_entries(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, Entry]:
-    """Return the entries by their new names, without those that are dropped.
-
-    Raises:
-        MismatchError: Two entries get the same name.
-        TypeError: A function returns neither a name nor None.
-    """
-    if rename is None:
-        return dict(entries)
-    renamed: dict[str, Entry] = {}
-    for name, entry in entries.items():
-        new = _rename(name, rename)
-        if new is None:
-            continue
-        if new in renamed:
-            raise MismatchError(
-                "rename gives two tensors of the checkpoint the same name", tensor=new, found=repr(name)
-            )
-        renamed[new] = entry
-    return renamed
+def _mapping(tree: object, key: str, rename: Rename | None, limits: Limits) -> _Mapping:
+    part = subtree(tree, key)
+    versions = {}
+    metadata = getattr(part, "_metadata", None)  # torch's own name for it
+    if isinstance(metadata, dict):
+        for path, values in metadata.items():
+            version = values.get("version") if isinstance(values, dict) else None
+            if isinstance(path, str) and type(version) is int:
+                versions[path] = version
+    return _Mapping(key=key or None, entries=rename_entries(flatten(part, limits), rename), versions=versions)
 
 
-def _rename(name: str, rename: Rename) -> str | None:
-    if isinstance(rename, Mapping):
-        return rename.get(name, name)
-    if callable(rename):
-        new = rename(name)
-        if new is not None and not isinstance(new, str):
-            raise TypeError(f"rename must return a name or None, not {type(new).__name__}")
-        return new
-    for pattern, replacement in rename:
-        name = re.sub(pattern, replacement, name)
-    return name
+def _nested(tree: object, outline: Outline, rename: Rename | None, limits: Limits) -> list[_View]:
+    """Return the whole tree as a state dict where its nested dicts spell exactly the names of the module."""
+    try:
+        mapping = _mapping(tree, "", rename, limits)
+    except FormatError:  # two tensors have the same dotted name: fine in a tree, but not a state dict
+        return []
+    return [view for form in _forms(mapping, outline) for view in _views(form, outline) if view.is_whole]
 
 
-def _forms(key: str | None, entries: Mapping[str, Entry], outline: Outline) -> Iterator[_Form]:
-    own = [name for slot in outline.slots for name in slot.names] + list(outline.extra_state)
-    plain = _Form(key=key, unwrapped=False, found={name: name for name in entries}, own={name: name for name in own})
-    yield plain
+def _forms(mapping: _Mapping, outline: Outline) -> Iterator[_Form]:
+    own = [*(name for slot in outline.slots for name in slot.names), *outline.extra_state, *outline.refused]
+    entries = mapping.entries
+    yield _Form(mapping=mapping, unwrapped=False, found={name: name for name in entries}, own={n: n for n in own})
     found, bare = ({_unwrap(name): name for name in names} for names in (entries, own))
-    changed = found.keys() != plain.found.keys() or bare.keys() != plain.own.keys()
-    if changed and len(found) == len(entries) and len(bare) == len(plain.own):
-        yield _Form(key=key, unwrapped=True, found=found, own=bare)
+    changed = found.keys() != entries.keys() or bare.keys() != set(own)
+    if changed and len(found) == len(entries) and len(bare) == len(set(own)):
+        yield _Form(mapping=mapping, unwrapped=True, found=found, own=bare)
 
 
 def _unwrap(name: str) -> str:
@@ -192,11 +198,12 @@ def _views(form: _Form, outline: Outline) -> Iterator[_View]:
             if own is not None:
                 names[prefix][original] = own
     for prefix, matching in names.items():
+        covered = {slot_of.get(own) for own in matching.values()}
         yield _View(
             form=form,
             prefix=prefix,
             names=matching,
-            missing=len(required.difference(slot_of.get(own, -1) for own in matching.values())),
+            missing=len(required) - len(required & covered),
             unexpected=behind[prefix] - len(matching),
             outside=len(form.found) - behind[prefix],
         )
@@ -211,44 +218,39 @@ def _prefixes(name: str) -> Iterator[str]:
             return
 
 
-def _choose(views: Sequence[_View], mappings: Mapping[str | None, Mapping[str, Entry]], *, parts: bool) -> _View:
-    """Return the view that wins by the rules of the module docstring; ``views`` come plainest first."""
-    if not views:
-        raise MismatchError("the checkpoint holds no tensors that a module could load")
-
-    def content(view: _View) -> object:
-        entries = mappings[view.key]
-        return frozenset((own, entries[original]) for original, own in view.names.items()) or view.key
-
-    fitting = [view for view in views if not (view.missing or view.unexpected)]
-    whole = _distinct([view for view in fitting if not view.outside], content)
-    if not whole and parts:
+def _fitting(views: Sequence[_View], *, parts: bool) -> _View | None:
+    """Return the only view that fits strictly, or None; ``views`` come plainest first."""
+    candidates = [view for view in views if not (view.missing or view.unexpected)]
+    fits = _distinct([view for view in candidates if view.is_whole])
+    if not fits and parts:
         complete = {view.key for view in views if not (view.prefix or view.form.unwrapped or view.missing)}
-        whole = _distinct([view for view in fitting if view.key not in complete], content)
-    if len(whole) == 1:
-        return whole[0]
-    if whole:
-        raise _ambiguous("more than one part of the checkpoint fits the module", whole)
+        fits = _distinct([view for view in candidates if view.key not in complete])
+    if len(fits) > 1:
+        raise _ambiguous("more than one part of the checkpoint fits the module", fits)
+    return fits[0] if fits else None
+
+
+def _nearest(views: Sequence[_View]) -> _View:
+    """Return the view to report against where none fits strictly."""
     best = max(views, key=lambda view: len(view.names))
-    rivals = [view for view in views if 2 * len(view.names) >= len(best.names) and _rivals(best, view)]
-    rivals = _distinct([best, *rivals], content)
+    rivals = _distinct([best, *(view for view in views if _is_rival(view, best))])
     if len(rivals) > 1:
         raise _ambiguous("no part of the checkpoint fits the module exactly, and more than one comes near", rivals)
     return best
 
 
-def _rivals(best: _View, view: _View) -> bool:
-    """Return whether a view that does not fit is another possible meaning of the checkpoint than the best one."""
+def _is_rival(view: _View, best: _View) -> bool:
+    """Return whether a view is another possible meaning of the checkpoint than the one that comes nearest."""
     if view.key != best.key:
-        return True
+        return 2 * len(view.names) >= len(best.names)
     return bool(best.prefix) and len(view.names) == len(best.names)
 
 
-def _distinct(views: Sequence[_View], content: Callable[[_View], object]) -> list[_View]:
-    """Return the first view of each content: the same dict can stand at two places of a checkpoint."""
+def _distinct(views: Sequence[_View]) -> list[_View]:
+    """Return the first view of each content."""
     kept: dict[object, _View] = {}
     for view in views:
-        kept.setdefault(content(view), view)
+        kept.setdefault(view.content, view)
     return list(kept.values())
 
 
@@ -257,17 +259,28 @@ def _ambiguous(problem: str, views: Sequence[_View]) -> MismatchError:
     return MismatchError(f"{problem}\n{section('choose one', lines, views)}\nNothing was read")
 
 
-def _selection(view: _View, entries: Mapping[str, Entry]) -> Selection:
-    """Return the entries of a view; what does not fit the module keeps its name, to be reported."""
-    fits = not (view.missing or view.unexpected)
-    chosen = {
-        view.names.get(original) or seen.removeprefix(view.prefix): entries[original]
-        for seen, original in view.form.found.items()
-        if original in view.names or not fits
-    }
+def _selection(view: _View, *, whole: bool) -> Selection:
+    """Return the entries of a view; with ``whole`` also the names of its mapping that have no place in the module."""
+    mapping, own = view.form.mapping, view.form.own
+    entries = {name: mapping.entries[original] for original, name in view.names.items()}
     notes = []
     if view.form.unwrapped:
         notes.append("names were compared without the components 'module' and '_orig_mod'")
-    if fits and view.outside:
+    if whole:
+        for seen, original in view.form.found.items():
+            if original not in view.names:
+                bare = seen.removeprefix(view.prefix)
+                entries[original if bare in entries else bare] = mapping.entries[original]
+    elif view.outside:
         notes.append(f"{view.outside} tensors of the checkpoint outside {view.prefix!r} were left out")
-    return Selection(entries=chosen, key=view.key, prefix=view.prefix, notes=tuple(notes))
+    module_of = {_module_of(seen): _module_of(name) for seen, name in own.items()}
+    versions = {}
+    for path, version in mapping.versions.items():
+        seen = _unwrap(path) if view.form.unwrapped else path
+        if f"{seen}.".startswith(view.prefix) and seen[len(view.prefix) :] in module_of:
+            versions[module_of[seen[len(view.prefix) :]]] = version
+    return Selection(entries=entries, key=view.key, prefix=view.prefix, versions=versions, notes=tuple(notes))
+
+
+def _module_of(name: str) -> str:
+    return name.rpartition(".")[0]

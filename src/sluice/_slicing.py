@@ -41,7 +41,7 @@ def slice_view(
             if one.step is not None and one.step <= 0:
                 raise ValueError(f"a slice step must be positive, not {one.step}")
             picked = range(*one.indices(size))
-            start += (picked.start if len(picked) else 0) * step
+            start += (picked.start if picked else 0) * step
             new_shape.append(len(picked))
             new_stride.append(step * picked.step)
         else:

@@ -2,7 +2,8 @@
 
 ``tensor.data = other`` cannot cross the border between the meta device and real memory. ``torch.utils.swap_tensors``
 can, and every holder of the object (ties, optimizers, plain attributes) sees the new memory. On its own it hands the
-class and the attributes to the other tensor and leaves gradient hooks silent; both are restored here.
+class and the attributes to the other tensor and leaves gradient hooks silent, because they are registered with the
+memory and not with the object; here the other tensor gets all of them first.
 """
 
 from __future__ import annotations
@@ -10,31 +11,32 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
-__all__ = ["is_plain", "swap_data"]
+__all__ = ["is_plain", "swap_data", "with_data"]
 
 
 def swap_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
     """Make ``tensor`` hold the memory of ``data``.
 
-    Class, attributes, ``requires_grad`` and hooks of ``tensor`` stay; its gradient does not. ``data`` must not be
-    used afterwards.
+    Class, attributes, ``requires_grad`` and hooks of ``tensor`` stay; its gradient does not.
 
     Returns:
         False, with nothing changed, where torch refuses: someone holds a weak reference to the tensor, a view of it,
         or a graph that runs through it.
     """
-    other = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)  # noqa: SLF001  as nn.Parameter does
-    other.__dict__.update(tensor.__dict__)
-    gradient_hooks = tensor._backward_hooks  # noqa: SLF001  there is no public way to read the hooks of a tensor
-    accumulated_hooks = tensor._post_accumulate_grad_hooks  # noqa: SLF001  as above
     try:
-        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, with_data(tensor, data))  # type: ignore[no-untyped-call]
     except RuntimeError:
         return False
-    # The hooks are registered with the memory, not with the object: setting them registers them again.
-    tensor._backward_hooks = gradient_hooks  # noqa: SLF001  as above
-    tensor._post_accumulate_grad_hooks = accumulated_hooks  # noqa: SLF001  as above
     return True
+
+
+def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    """Return a new object that holds ``data`` and has class, attributes, ``requires_grad`` and hooks of ``tensor``."""
+    other = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)  # noqa: SLF001  as nn.Parameter does
+    other.__dict__.update(tensor.__dict__)
+    other._backward_hooks = tensor._backward_hooks  # noqa: SLF001  hooks of a tensor have no public reader
+    other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # noqa: SLF001  as above
+    return other
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -41,6 +41,8 @@ class Targets:
         self._arenas: dict[int, HostMemory] = {}
         self._flats: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
+        #: Positions of targets that bytes were read or copied into.
+        self.touched: set[int] = set()
 
     def window(self, position: int, offset: int, nbytes: int) -> memoryview:
         """Return ``nbytes`` bytes of a host target from ``offset``, for reads without staging.
@@ -48,6 +50,7 @@ class Targets:
         ``offset`` may be negative down to the target's lead, and the end may pass the target's up to its last block:
         direct reads take whole blocks.
         """
+        self.touched.add(position)
         if position in self._existing:
             tensor = self._existing[position]
             total = self._plan.targets[position].nbytes
@@ -66,6 +69,7 @@ class Targets:
             buffer: The buffer that was read into.
             first: Where the read's first byte lies in the buffer.
         """
+        self.touched.add(copy.target)
         into = self._plan.targets[copy.target].dtype
         item = ITEM_BYTES[copy.dtype]
         bits = copy.dtype == into
@@ -146,4 +150,4 @@ def _copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     rows = max(1, options.CAST_PIECE_ELEMENTS // (target.numel() // target.shape[0]))
     # One call for all pieces: the interpreter lock is released for the whole of it.
-    torch._foreach_copy_(target.split(rows), source.split(rows))  # noqa: SLF001  (torch documents it in optim only)
+    torch._foreach_copy_(torch.split(target, rows), torch.split(source, rows))

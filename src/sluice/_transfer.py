@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from sluice._engine import Outcome, execute
 from sluice._facts import host_headroom, machine_facts
 from sluice._layout import View, shared_targets, single_targets
 from sluice._options import MemoryLimits, PageCache
 from sluice._planner import check_budget, plan_load
 from sluice._records import LoadPlan, Request
+from sluice._targets import Targets
 from sluice._units import parse_bytes
 
 if TYPE_CHECKING:
-    import torch
-
     from sluice._checkpoint import Checkpoint
-    from sluice._engine import Outcome
 
 __all__ = ["Prepared", "prepare", "run"]
 
@@ -74,35 +75,19 @@ def prepare(
 def run(
     checkpoint: Checkpoint,
     prepared: Prepared,
+    targets: Targets,
     *,
-    existing: Mapping[int, torch.Tensor] | None = None,
     progress: Callable[[int], None] | None = None,
-    completed: Callable[[int, torch.Tensor], None] | None = None,
+    completed: Callable[[int], None] | None = None,
 ) -> tuple[list[torch.Tensor], Outcome]:
     """Run a plan and return one tensor for each request.
 
     Args:
         checkpoint: Where the bytes come from.
         prepared: What to do.
-        existing: Live tensors to fill in place, by position of their request.
+        targets: The plan's final memory.
         progress: Called with the bytes read so far.
-        completed: Called with the position and the tensor of each request as soon as it is whole; needs a target for
-            each request.
+        completed: Called with the position of each target as soon as it is whole.
     """
-    from sluice._engine import execute
-    from sluice._targets import Targets
-
-    targets = Targets(prepared.plan, existing)
-
-    def one_completed(position: int) -> None:
-        assert completed is not None
-        completed(position, targets.tensor(prepared.views[position]))
-
-    outcome = execute(
-        prepared.plan,
-        checkpoint.sources,
-        targets,
-        progress=progress,
-        completed=one_completed if completed else None,
-    )
+    outcome = execute(prepared.plan, checkpoint.sources, targets, progress=progress, completed=completed)
     return [targets.tensor(view) for view in prepared.views], outcome

@@ -12,24 +12,11 @@ import traceback
 import click
 
 from sluice import __version__
-from sluice._errors import BudgetError, SluiceError
+from sluice.cli._failures import failure_of
 from sluice.cli._inspect import inspect_command
 from sluice.cli._load import load_command
-from sluice.cli._text import printable_paragraph
 
 __all__ = ["main"]
-
-EXIT_ERROR = 1
-EXIT_BUDGET = 3
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
-
-
-class _Failure(click.ClickException):
-    """One paragraph and an exit code; click writes it to stderr after ``Error:``."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(printable_paragraph(message))
-        self.exit_code = exit_code
 
 
 class _Commands(click.Group):
@@ -45,22 +32,8 @@ class _Commands(click.Group):
             if ctx.params["debug"]:
                 traceback.print_exc()
             if isinstance(error, click.ClickException):
-                error.message = printable_paragraph(error.message)
                 raise
-            raise _explain(error) from error
-
-
-def _explain(error: BaseException) -> _Failure:
-    if isinstance(error, KeyboardInterrupt):
-        return _Failure("interrupted", EXIT_INTERRUPTED)
-    if isinstance(error, SluiceError):
-        return _Failure(str(error), EXIT_BUDGET if isinstance(error, BudgetError) else EXIT_ERROR)
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return _Failure(
-        f"unexpected {what}. This is a defect of sluice: please run the command again as `sluice --debug ...` and "
-        f"report the traceback with the versions of sluice ({__version__}), torch and Python.",
-        EXIT_ERROR,
-    )
+            raise failure_of(error) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -11,11 +11,17 @@ from math import isfinite
 import click
 
 import sluice
+from sluice import _tree
+from sluice._errors import LimitError
+from sluice._options import Limits
 from sluice._records import Entry, Index, Opaque
-from sluice._tree import flatten
-from sluice.cli._text import printable_value
+from sluice.cli._outline import print_outline
+from sluice.cli._text import path_and_key, printable_value
 
-__all__ = ["SharedStorage", "Summary", "inspect_command", "summarise"]
+__all__ = ["SharedStorage", "Summary", "inspect_command", "summarise", "to_json"]
+
+#: Integers beyond this are no JSON numbers for most readers; they are written as text.
+_JSON_INTEGER_BITS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +82,116 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
         tensors=tensors,
         dtypes={dtype: (counts[dtype], nbytes) for dtype, nbytes in sizes.most_common()},
         shared=tuple(
-            SharedStorage(storage=number, names=tuple(names)) for number, names in viewers.items() if len(names) > 1
+            SharedStorage(storage=number, names=tuple(names))
+            for number, names in viewers.items()
+            if len(names) > 1 and index.storages[number].nbytes
         ),
     )
+
+
+def to_json(summary: Summary, limits: Limits) -> dict[str, object]:
+    """Return everything that the headers say, as the help of the command documents it.
+
+    Raises:
+        LimitError: There are more values than ``limits.entries``.
+    """
+    index = summary.index
+    return {
+        "path": summary.path,
+        "key": summary.key,
+        "format": index.format,
+        "files": [{"path": file.path, "nbytes": file.identity.nbytes} for file in index.files],
+        "metadata": dict(index.metadata),
+        "tensor_bytes": summary.tensor_bytes,
+        "stored_bytes": summary.stored_bytes,
+        "dtypes": {dtype: {"count": count, "nbytes": nbytes} for dtype, (count, nbytes) in summary.dtypes.items()},
+        "tensors": [_tensor(name, entry) for name, entry in summary.tensors.items()],
+        "storages": [{"key": each.key, "file": each.file, "nbytes": each.nbytes} for each in index.storages],
+        "shared": [{"storage": shared.storage, "names": shared.names} for shared in summary.shared],
+        "values": list(_values(index.tree, limits)),
+        "notes": index.notes,
+    }
+
+
+def _tensor(name: str, entry: Entry) -> dict[str, object]:
+    return {
+        "name": name,
+        "dtype": entry.dtype,
+        "shape": entry.shape,
+        "stride": entry.stride,
+        "nbytes": entry.nbytes,
+        "storage": entry.storage,
+        "storage_offset": entry.storage_offset,
+        "parameter": entry.parameter,
+        "requires_grad": entry.requires_grad,
+    }
+
+
+def _values(tree: object, limits: Limits) -> Iterator[dict[str, object]]:
+    others = ((name, leaf) for name, leaf in _tree.leaves(tree) if not isinstance(leaf, Entry))
+    for number, (name, leaf) in enumerate(others):
+        if number == limits.entries:  # a small file can hold one value at millions of places
+            raise LimitError("the checkpoint has too many values", expected=f"at most {limits.entries} (entries)")
+        yield {"name": name, **_value(leaf)}
+
+
+def _value(value: object) -> dict[str, object]:
+    if isinstance(value, Opaque):
+        return {"not_loaded": value.qualified_name}
+    exact = (
+        value is None
+        or isinstance(value, (bool, str))
+        or (isinstance(value, int) and value.bit_length() < _JSON_INTEGER_BITS)
+        or (isinstance(value, float) and isfinite(value))
+    )
+    return {"value": value} if exact else {"text": printable_value(value)}
+
+
+@click.command("inspect")
+@click.argument("path", type=click.Path())
+@click.option("--tree", "as_tree", is_flag=True, help="Show the nested object of the file instead of tables.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
+@click.option("--all", "everything", is_flag=True, help="Cut no list.")
+@click.option("--key", help="Show only this part: a path such as ema.model, or a prefix of names.")
+def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool, key: str | None) -> None:
+    """Show what the checkpoint at PATH holds: format, dtypes, bytes, largest tensors, shared storages.
+
+    Only headers are read. Nothing that the file names is imported or called, and torch is not imported.
+
+    \b
+    Examples:
+      sluice inspect model.pth
+      sluice inspect run.pt --tree
+      sluice inspect run.pt --key model_state_dict --all
+      sluice inspect model.safetensors --json | jq '.tensors[].name'
+
+    \b
+    The JSON object:
+      path, key, format, notes
+      files         [{path, nbytes}]
+      metadata      {name: text}
+      tensor_bytes  bytes of all tensors, each name in full
+      stored_bytes  bytes of the storages that they view, each once
+      dtypes        {dtype: {count, nbytes}}
+      tensors       [{name, dtype, shape, stride, nbytes, storage, storage_offset,
+                      parameter, requires_grad}]; strides and offset in elements
+      storages      [{key, file, nbytes}]; "storage" and "file" count from 0
+      shared        [{storage, names}], storages that several names view
+      values        [{name, value}] for other values, {name, text} for those that
+                    JSON cannot hold, {name, not_loaded} for objects never built
+    """
+    if as_json and (as_tree or everything):
+        raise click.UsageError("--json shows everything; leave out --tree and --all")
+    with sluice.open(path, key=key) as checkpoint:
+        index = checkpoint.index
+        if as_tree:  # needs no dotted names, which can be ambiguous
+            print_outline(path_and_key(path, key), index.tree, everything=everything)
+            return
+        summary = summarise(path, key, index, checkpoint.entries)
+        if as_json:
+            click.echo(json.dumps(to_json(summary, checkpoint.limits)))
+            return
+    # Here, not above: rich takes 50 ms to import, and JSON goes without.
+    from sluice.cli._render import print_summary
+
+    print_summary(summary, everything=everything)

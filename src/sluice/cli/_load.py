@@ -15,6 +15,7 @@ import sluice
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._options import MemoryLimits
 from sluice._units import parse_bytes
+from sluice.cli._failures import Failure, describe
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ __all__ = ["load_command"]
 _DTYPES = ("auto", *(name for name in ITEM_BYTES if is_castable(name)))
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[int]):
     """A size such as ``2GiB``, as bytes."""
 
     name = "size"
@@ -142,9 +143,9 @@ def _find_factory(spec: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise click.BadParameter(f"there is no module {error.name!r}", param_hint="--model") from error
-        raise click.ClickException(f"{module_name} needs the module {error.name!r}, which is not installed") from error
+        raise Failure(f"{module_name} needs the module {error.name!r}, which is not installed") from error
     except Exception as error:
-        raise click.ClickException(f"importing {module_name} raised {type(error).__name__}: {error}") from error
+        raise Failure(f"importing {module_name} raised {describe(error)}") from error
     for attribute in name.split("."):
         found = getattr(found, attribute, None)
     if not callable(found):
@@ -162,7 +163,7 @@ def _build_model(build: Callable[..., Any], spec: str, arguments: list[Any], nam
     except sluice.SluiceError:
         raise
     except Exception as error:
-        raise click.ClickException(f"{spec} raised {type(error).__name__}: {error}") from error
+        raise Failure(f"{spec} raised {describe(error)}") from error
     if not isinstance(model, nn.Module):
         raise click.BadParameter(
             f"{spec} returned a {type(model).__name__}, not a torch.nn.Module", param_hint="--model"

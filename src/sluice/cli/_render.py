@@ -1,22 +1,21 @@
-"""Summaries and reports as tables and trees for people. Imported by a command only when it prints them."""
+"""Summaries and reports as tables for people. Imported by a command only when it prints them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from rich.tree import Tree
 
-from sluice._records import Entry, Opaque, Peaks
+from sluice._records import Entry, Peaks
 from sluice._report import LoadReport
 from sluice._units import format_bytes
 from sluice.cli._inspect import Summary
-from sluice.cli._text import printable, printable_value
+from sluice.cli._text import path_and_key, printable
 
-__all__ = ["print_report", "print_summary", "print_tree"]
+__all__ = ["print_report", "print_summary"]
 
 #: Columns where the output is no terminal: a line of a file or a pipe is never folded.
 _UNBOUNDED_COLUMNS = 100_000
@@ -24,7 +23,6 @@ _UNBOUNDED_COLUMNS = 100_000
 #: Rows and names that are shown without ``--all``.
 _LARGEST_SHOWN = 10
 _NAMES_SHOWN = 8
-_CHILDREN_SHOWN = 40
 
 
 def _console() -> Console:
@@ -53,7 +51,7 @@ def print_summary(summary: Summary, *, everything: bool) -> None:
     console = _console()
     index = summary.index
     total = sum(file.identity.nbytes for file in index.files)
-    console.print(printable(summary.path) + (f", {printable(summary.key)}" if summary.key else ""), style="bold")
+    console.print(path_and_key(summary.path, summary.key), style="bold")
     console.print(f"{index.format}, {_count(len(index.files), 'file')}, {format_bytes(total)}")
     stored = f", {format_bytes(summary.stored_bytes)} stored" if summary.shared else ""
     console.print(f"{_count(len(summary.tensors), 'tensor')}, {format_bytes(summary.tensor_bytes)}{stored}")
@@ -113,47 +111,10 @@ def _joined(names: Sequence[str], shown: int | None) -> str:
     return text if shown is None or len(names) <= shown else f"{text} and {len(names) - shown:,} more"
 
 
-def print_tree(summary: Summary, tree: object, *, everything: bool) -> None:
-    """Print the nested object of the file; without ``everything`` long containers are cut."""
-    root = Tree(f"{printable(summary.path)}: {_describe(tree)}")
-    _grow(root, tree, None if everything else _CHILDREN_SHOWN)
-    _console().print(root)
-
-
-def _grow(branch: Tree, value: object, shown: int | None) -> None:
-    for number, (label, child) in enumerate(_children(value)):
-        if number == shown:
-            branch.add(f"... {len(value) - number:,} more; --all shows all")  # type: ignore[arg-type]  # a container
-            return
-        _grow(branch.add(f"{label}: {_describe(child)}"), child, shown)
-
-
-def _children(value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, Mapping):
-        return (
-            (printable(key) if isinstance(key, str) else printable_value(key), child) for key, child in value.items()
-        )
-    if isinstance(value, (list, tuple)):
-        return ((f"[{number}]", child) for number, child in enumerate(value))
-    return iter(())
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Entry):
-        kind = "Parameter, " if value.parameter else ""
-        return f"{kind}{value.dtype} {list(value.shape)}, {format_bytes(value.nbytes)}"
-    if isinstance(value, Opaque):
-        return f"{printable(value.qualified_name)} (not loaded)"
-    if isinstance(value, (Mapping, list, tuple)):
-        return f"{type(value).__name__} of {len(value):,}"
-    return printable_value(value)
-
-
 def print_report(report: LoadReport) -> None:
     """Print the report of a load."""
     console = _console()
-    part = f", {printable(report.key)}" if report.key else ""
-    console.print(f"{printable(report.source)} ({report.format}{part})", style="bold")
+    console.print(f"{path_and_key(report.source, report.key)} ({report.format})", style="bold")
     console.print(
         f"{_count(report.tensors, 'tensor')}, {format_bytes(report.final_bytes)} on {', '.join(report.devices)}"
         f" in {report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s"

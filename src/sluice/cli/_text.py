@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from reprlib import Repr
 
-__all__ = ["printable", "printable_paragraph", "printable_value"]
+__all__ = ["path_and_key", "printable", "printable_paragraph", "printable_value"]
 
 #: Integers beyond this are shown in hexadecimal: Python refuses to write very long ones in decimal.
 _DECIMAL_BITS = 256
@@ -31,15 +31,17 @@ def printable_paragraph(text: str) -> str:
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
+def path_and_key(path: str, key: str | None) -> str:
+    """Return the heading of what is shown: a path, and the part of it that was asked for."""
+    return printable(f"{path}, {key}" if key else path)
+
+
 class _ShortRepr(Repr):
     """``repr`` that stays short, and cheap for large values: they are cut before they are formatted."""
 
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002  the signature is that of reprlib
-        return (
-            repr(x)
-            if x.bit_length() <= _DECIMAL_BITS
-            else f"{hex(x >> (x.bit_length() - 64))}... ({x.bit_length()} bits)"
-        )
+        text = repr(x) if x.bit_length() <= _DECIMAL_BITS else hex(x)
+        return text if len(text) <= self.maxother else f"{text[: self.maxother]}... ({x.bit_length()} bits)"
 
     def repr_bytes(self, x: bytes, level: int) -> str:  # noqa: ARG002  the signature is that of reprlib
         return repr(x[: self.maxother]) + (f"... ({len(x)} bytes)" if len(x) > self.maxother else "")

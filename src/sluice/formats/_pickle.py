@@ -1,17 +1,17 @@
 """An inert unpickler: it reads pickles of protocols 2 to 5 and never imports or calls what they name.
 
-A pickle is a program for a small stack machine. This is our own machine: one loop, its state (``_pickle_machine``) and a
-function for each opcode that ``torch.save`` emits (``_pickle_opcodes``). Python's own unpickler cannot be made inert: it
-imports through ``copyreg`` behind ``find_class``, one PUT can make it allocate gigabytes, and nested tuples as a key
+A pickle is a program for a small stack machine. This is our own machine: one loop, its state (``_pickle_machine``) and
+a function for each opcode that ``torch.save`` emits (``_pickle_opcodes``). Python's own unpickler cannot be made inert:
+it imports through ``copyreg`` behind ``find_class``, one PUT can make it allocate gigabytes, and nested tuples as a key
 crash it.
 
 - A global is looked up in a table of exact ``(module, name)`` pairs. What the table does not hold becomes an ``Opaque``
   leaf that keeps its name: calling it, filling it or giving it state changes nothing.
-- Only a ``Constructor`` of the caller's table builds anything. When one refuses its arguments, the machine goes on with a
-  ``Refusal`` in their place; ``check_tree`` raises its error with the name of the tensor.
+- Only a ``Constructor`` of the caller's table builds anything. When one refuses its arguments, the machine goes on
+  with a ``Refusal`` in their place; ``check_tree`` raises its error with the name of the tensor.
 - Every opcode without a handler is refused, by name and offset.
-- Bounds come before use: opcodes, marks, memo numbers, lengths of text and bytes, integers and tuples as keys. Nothing is
-  sized by a declared value and no step recurses, however deep the data.
+- Bounds come before use: opcodes, marks, memo numbers, lengths of text and bytes, integers and tuples as keys. Nothing
+  is sized by a declared value and no step recurses, however deep the data.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from __future__ import annotations
 import struct
 
 from sluice._errors import FormatError, LimitError, TruncatedError
-from sluice.formats._pickle_machine import Constructor, Machine, Refusal
+from sluice.formats._pickle_keys import KeyGuard
+from sluice.formats._pickle_machine import Allowlist, Constructor, Machine, Refusal
 from sluice.formats._pickle_opcodes import HANDLERS, STOPPED
 
-__all__ = ["Constructor", "Refusal", "Unpickler"]
+__all__ = ["Allowlist", "Constructor", "KeyGuard", "Refusal", "Unpickler"]
 
 
 class Unpickler(Machine):

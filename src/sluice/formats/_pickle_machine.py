@@ -5,30 +5,19 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
 from sluice._records import Opaque
+from sluice.formats._pickle_keys import KeyGuard
 
-__all__ = ["Constructor", "Machine", "Refusal"]
+__all__ = ["Allowlist", "Constructor", "Machine", "Refusal"]
 
 AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
 
 #: Marks open at once for each level of nesting: a container, a call inside it, its arguments and a storage's id.
 _MARKS_PER_LEVEL = 4
-
-#: Integers that are their own hash. Larger ones can be chosen to collide, which makes filling a dict quadratic.
-_PLAIN_HASHES = range(-(2**61) + 2, 2**61 - 1)
-
-#: Tuples as keys: their hashes can be made to collide too, so that they are counted.
-_MAX_TUPLE_KEYS = 4_096
-
-#: Elements of one tuple as key.
-_MAX_TUPLE_KEY_ELEMENTS = 16
-
-#: What a dict or set may be keyed by. Their hashes cannot be chosen freely, and hashing them does not recurse.
-_KEY_KINDS = frozenset({str, bytes, int, float, bool, type(None)})
 
 _DICT_KINDS = frozenset({dict, OrderedDict, Counter})
 
@@ -41,6 +30,24 @@ class Constructor(Opaque):
 
     #: Builds the value from the arguments of the call; raises ``FormatError`` or ``UnsupportedError`` to refuse them.
     build: Callable[[tuple[Any, ...]], object]
+
+
+class Allowlist(Protocol):
+    """What the pickle of one file may name."""
+
+    @property
+    def names(self) -> Mapping[tuple[str, str], object]:
+        """What each permitted global stands for, by module and name."""
+        ...
+
+    @property
+    def keys(self) -> KeyGuard:
+        """Checks the keys of dicts and the elements of sets."""
+        ...
+
+    def load_persistent(self, identity: object) -> object:
+        """Return the object of a persistent id; may refuse it as a constructor does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,34 +64,25 @@ class Machine:
     After a mark, ``stack`` holds only what was pushed since; ``frames`` keeps what lies below each mark.
     """
 
-    def __init__(
-        self,
-        data: bytes,
-        *,
-        names: Mapping[tuple[str, str], object],
-        persistent: Callable[[object], object],
-        limits: Limits,
-        file: str,
-        offset: int = 0,
-    ) -> None:
+    def __init__(self, data: bytes, allowlist: Allowlist, *, limits: Limits, file: str, offset: int = 0) -> None:
         """Prepare to run one pickle.
 
         Args:
             data: The pickle.
-            names: What each permitted global stands for, by module and name.
-            persistent: Returns the object of a persistent id; may refuse it as a constructor does.
+            allowlist: What it may name.
             limits: Bounds on what the pickle may declare.
             file: The file that holds it, for messages.
             offset: Where it starts in that file, for messages.
         """
         self.data = data
-        self.names = names
-        self.persistent = persistent
+        self.allowlist = allowlist
         self.limits = limits
         self.stack: list[Any] = []
         self.frames: list[list[Any]] = []
         self.memo: list[Any] = []
-        #: End of the current frame (protocol 4), or of the data where there is none.
+        #: End of the latest frame (protocol 4).
+        self.frame_end = 0
+        #: Where text and bytes need ``check_end``: the end of that frame, or of the data where there is none.
         self.bound = len(data)
         #: First byte after STOP.
         self.end = 0
@@ -94,7 +92,6 @@ class Machine:
         self.refusal: Refusal | None = None
         self._file = file
         self._offset = offset
-        self._tuple_keys = 0
         self._max_frames = _MARKS_PER_LEVEL * limits.depth
 
     def error(
@@ -119,7 +116,7 @@ class Machine:
                 expected=f"{end - position} bytes",
                 found=f"{len(self.data) - position} bytes",
             )
-        if position < self.bound < end:
+        if position < self.frame_end < end:
             raise self.error(FormatError, "an opcode crosses the end of its pickle frame", position)
 
     def mark(self, position: int) -> None:
@@ -140,7 +137,9 @@ class Machine:
         Picklers number the memo from 0 without gaps; a gap would let one opcode size it.
         """
         if index > len(self.memo):
-            raise self.error(FormatError, "the pickle skips memo numbers", position, expected=len(self.memo), found=index)
+            raise self.error(
+                FormatError, "the pickle skips memo numbers", position, expected=len(self.memo), found=index
+            )
         self.memo[index : index + 1] = [self.stack[-1]]
 
     def fetch(self, index: int, position: int) -> object:
@@ -154,7 +153,7 @@ class Machine:
 
     def find(self, module: str, name: str) -> object:
         """Return what a global stands for: ours where it is permitted, else an inert leaf with its name."""
-        known = self.names.get((module, name))
+        known = self.allowlist.names.get((module, name))
         if known is None:
             known = self.opaque.get((module, name))
         if known is None:
@@ -162,30 +161,35 @@ class Machine:
         return known
 
     def call(self, function: object, arguments: object, position: int) -> object:
-        """Return what calling ``function`` gives; for whatever is not a constructor, the thing itself: it stays inert."""
+        """Return what calling ``function`` gives; for what is no constructor, the thing itself: it stays inert."""
         if type(arguments) is not tuple:
             raise self.error(FormatError, "the arguments of a call are not a tuple", position)
         if type(function) is Constructor:
-            return self._attempt(function.build, arguments, arguments, position)
+            return self._attempt(function.build, arguments, position)
         if isinstance(function, (Opaque, Refusal)):
             return function
         raise self.error(FormatError, "the pickle calls a value", position, found=type(function).__name__)
 
     def resolve(self, identity: object, position: int) -> object:
         """Return the object of a persistent id."""
-        return self._attempt(self.persistent, identity, identity, position)
+        return self._attempt(self.allowlist.load_persistent, identity, position)
 
-    def _attempt(self, build: Callable[[Any], object], argument: object, consumed: object, position: int) -> object:
+    def _attempt(self, build: Callable[[Any], object], argument: object, position: int) -> object:
         try:
             value = build(argument)
         except (FormatError, UnsupportedError) as error:
             # The first refusal also causes those that follow: they were given its stand-in.
             if self.refusal is None:
-                error.file, error.offset = self._file, self._offset + position
-                self.refusal = Refusal(error=error)
+                self.refusal = Refusal(error=self._located(error, position))
             value = self.refusal
-        self._forget(consumed)
+        except LimitError as error:
+            raise self._located(error, position) from None
+        self._forget(argument)
         return value
+
+    def _located(self, error: AnyCheckpointError, position: int) -> AnyCheckpointError:
+        error.file, error.offset = self._file, self._offset + position
+        return error
 
     def _forget(self, arguments: object) -> None:
         # Picklers store every object in the memo. Arguments are made for one call, so nothing refers to them again;
@@ -216,17 +220,8 @@ class Machine:
             raise self.error(FormatError, f"the pickle gives {given} to a value", position, found=type(target).__name__)
 
     def check_key(self, key: object, position: int) -> None:
-        """Check that hashing ``key`` is bounded and that it cannot be made to collide with many others."""
-        if isinstance(key, str) and len(key) > self.limits.name_bytes:
-            raise self.error(LimitError, f"a key is longer than {self.limits.name_bytes} characters", position)
-        parts: tuple[object, ...] = (key,)
-        if type(key) is tuple and len(key) <= _MAX_TUPLE_KEY_ELEMENTS:
-            self._tuple_keys += 1
-            if self._tuple_keys > _MAX_TUPLE_KEYS:
-                raise self.error(LimitError, f"the pickle uses more than {_MAX_TUPLE_KEYS} tuples as keys", position)
-            parts = key
-        for part in parts:
-            if type(part) not in _KEY_KINDS:
-                raise self.error(UnsupportedError, f"a key of type {type(part).__name__}", position)
-            if type(part) is int and part not in _PLAIN_HASHES:
-                raise self.error(LimitError, "a key is an integer of more than 61 bits", position)
+        """Check a key of a dict or an element of a set."""
+        try:
+            self.allowlist.keys.check(key)
+        except CheckpointError as error:
+            raise self._located(error, position) from None

@@ -1,7 +1,8 @@
 """One function for each opcode that ``torch.save`` emits in pickle protocols 2 to 5; every other opcode is refused.
 
-A handler gets the machine and the position after its opcode, and returns the position of the next opcode, or ``STOPPED``.
-``IndexError`` (an empty stack), ``struct.error`` (the end of the data) and ``UnicodeDecodeError`` are the loop's to map.
+A handler gets the machine and the position after its opcode, and returns the position of the next opcode, or
+``STOPPED``. ``IndexError`` (an empty stack), ``struct.error`` (the end of the data) and ``UnicodeDecodeError`` are for
+the loop to map.
 """
 
 from __future__ import annotations
@@ -38,18 +39,17 @@ def _protocol(machine: Machine, position: int) -> int:
 
 
 def _frame(machine: Machine, position: int) -> int:
-    if position <= machine.bound < len(machine.data):
+    if position <= machine.frame_end:
         raise machine.error(FormatError, "a pickle frame starts inside another", position)
     start = position + _U64.size
-    end = start + _U64.unpack_from(machine.data, position)[0]
-    machine.bound = len(machine.data)
+    end: int = start + _U64.unpack_from(machine.data, position)[0]
     machine.check_end(start, end)
-    machine.bound = end
+    machine.frame_end = machine.bound = end
     return start
 
 
 def _stop(machine: Machine, position: int) -> int:
-    if position < machine.bound < len(machine.data) or machine.frames or len(machine.stack) != 1:
+    if position < machine.frame_end or machine.frames or len(machine.stack) != 1:
         raise machine.error(FormatError, "the pickle stops before it is finished", position - 1)
     machine.end = position
     return STOPPED
@@ -88,7 +88,7 @@ def _number(layout: struct.Struct) -> Handler:
 
 def _long(layout: struct.Struct) -> Handler:
     def push(machine: Machine, position: int) -> int:
-        nbytes = layout.unpack_from(machine.data, position)[0]
+        nbytes: int = layout.unpack_from(machine.data, position)[0]
         start = position + layout.size
         if not 0 <= nbytes <= _MAX_INTEGER_BYTES:
             raise machine.error(LimitError, f"an integer of {nbytes} bytes", position)
@@ -114,7 +114,7 @@ def _text(layout: struct.Struct) -> Handler:
     return push
 
 
-def _binary(layout: struct.Struct, kind: type[bytes] | type[bytearray]) -> Handler:
+def _binary(layout: struct.Struct, kind: type[bytes | bytearray]) -> Handler:
     def push(machine: Machine, position: int) -> int:
         start = position + layout.size
         end: int = start + layout.unpack_from(machine.data, position)[0]
@@ -282,7 +282,7 @@ def _refuse(machine: Machine, position: int) -> int:
     import pickletools  # only names the opcode in the message
 
     code = machine.data[position - 1]
-    known = pickletools.code2op.get(chr(code))
+    known = next((opcode for opcode in pickletools.opcodes if opcode.code == chr(code)), None)
     name = known.name if known else f"0x{code:02x}"
     raise machine.error(UnsafeContentError, f"pickle opcode {name}, which torch.save never writes", position - 1)
 

@@ -19,6 +19,7 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
+from sluice._options import BLOCK_BYTES
 from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable
 
@@ -51,13 +52,15 @@ class LocalFile:
             CheckpointError: It does not exist, is empty, or is no regular file.
             SourceChangedError: It is not the file of ``expected``.
         """
-        self._path = os.fspath(path)
+        self._path = os.fsdecode(path)
         self._lock = threading.Lock()
         self._descriptors: dict[bool, int] = {}
         try:
             status = os.stat(self._path)
         except FileNotFoundError as error:
             raise CheckpointError("the file does not exist", file=self._path) from error
+        except ValueError as error:
+            raise CheckpointError(f"this cannot be a path: {error}", file=self._path) from error
         except OSError as error:
             raise ReadError(f"the file cannot be looked at: {error.strerror}", file=self._path) from error
         if stat.S_ISDIR(status.st_mode):
@@ -80,17 +83,12 @@ class LocalFile:
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
-            raise TruncatedError(
-                "the file ends too early",
-                file=self._path,
-                offset=offset,
-                expected=f"{nbytes} bytes",
-                found=f"{max(0, self._identity.nbytes - offset)} bytes",
-            )
+            raise self._too_early(offset, nbytes, max(0, self._identity.nbytes - offset))
         data = bytearray(nbytes)
         found = self.read_into(offset, memoryview(data))
         if found != nbytes:
-            raise self._changed(_identity(os.fstat(self.descriptor())), offset=offset + found)
+            self.check_unchanged()
+            raise self._too_early(offset, nbytes, found)
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
@@ -110,8 +108,11 @@ class LocalFile:
             if found == 0:
                 break
             done += found
-            if direct and found % 4096:
-                break  # the last block of the file reads short; what follows would be misaligned
+            if direct and done % BLOCK_BYTES:
+                # Only the last block of a file reads short; elsewhere the rest would have to start inside of a block.
+                if offset + done < self._identity.nbytes:
+                    raise DirectIOUnavailable(self._path)
+                break
         return done
 
     def _read_once(self, descriptor: int, buffer: memoryview, offset: int) -> int:
@@ -133,10 +134,10 @@ class LocalFile:
         """
         with self._lock:
             if direct not in self._descriptors:
-                self._descriptors[direct] = self._open(direct)
+                self._descriptors[direct] = self._open(direct=direct)
             return self._descriptors[direct]
 
-    def _open(self, direct: bool) -> int:
+    def _open(self, *, direct: bool) -> int:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
         if direct:
             if not hasattr(os, "O_DIRECT"):
@@ -170,6 +171,15 @@ class LocalFile:
         with self._lock:
             while self._descriptors:
                 os.close(self._descriptors.popitem()[1])
+
+    def _too_early(self, offset: int, wanted: int, found: int) -> TruncatedError:
+        return TruncatedError(
+            "the file ends too early",
+            file=self._path,
+            offset=offset,
+            expected=f"{wanted} bytes",
+            found=f"{found} bytes",
+        )
 
     def _changed(self, found: FileIdentity, *, offset: int | None = None) -> SourceChangedError:
         return SourceChangedError(

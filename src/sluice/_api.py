@@ -1,0 +1,268 @@
+"""The verbs of the package: short bodies, full docstrings."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from sluice import _tree
+from sluice._checkpoint import Checkpoint, CheckpointSource, borrow, open_checkpoint
+from sluice._dtypes import dtype_name, is_castable
+from sluice._errors import MismatchError, UnsafeContentError
+from sluice._measure import PeakMeter
+from sluice._options import Limits, MemoryLimits, PageCache
+from sluice._progress import Progress, byte_progress
+from sluice._records import Entry, Peaks, Request
+from sluice._report import LoadReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from sluice._module_load import Done, Job
+    from sluice._renaming import Rename
+
+__all__ = ["load_into", "load_state_dict", "open"]
+
+
+def open(  # noqa: A001  (the name says what it does, as in gzip.open)
+    source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None
+) -> Checkpoint:
+    """Open a checkpoint without reading tensor data or importing torch.
+
+    Args:
+        source: A file written by ``torch.save`` or safetensors, or an open checkpoint.
+        key: Show only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
+        limits: Bounds for hostile files; None for the defaults.
+
+    Returns:
+        A ``Checkpoint``: a mapping from names to ``LazyTensor``, to be used in a ``with`` block.
+
+    Raises:
+        CheckpointError: The file is damaged, unsafe or of an unknown kind; the subclass says how.
+        MismatchError: ``key`` is not in the checkpoint.
+        ReadError: The file cannot be read.
+
+    Example:
+        >>> with sluice.open("model.safetensors") as checkpoint:
+        ...     for name, tensor in checkpoint.items():
+        ...         print(name, tensor.dtype, tensor.shape)
+    """
+    return open_checkpoint(source, key=key, limits=limits)
+
+
+def load_into(
+    model: torch.nn.Module,
+    source: CheckpointSource,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
+    key: str | None = None,
+    rename: Rename | None = None,
+    strict: bool = True,
+    memory: MemoryLimits | None = None,
+    limits: Limits | None = None,
+    progress: Progress = False,
+    page_cache: PageCache = "auto",
+) -> LoadReport:
+    """Fill a module with the weights of a checkpoint: peak memory = the finished model + the staging buffers.
+
+    A module built under ``sluice.empty_init()`` is either loaded or untouched. In a module with real parameters those
+    of the right device and dtype are filled in place; the others get new memory, one tensor at a time. Tied
+    parameters stay one object, parameters stay the objects that an optimizer holds, hooks and modes survive.
+
+    Args:
+        model: The module. Nothing of it is on the meta device afterwards.
+        source: A checkpoint file, or an open checkpoint.
+        device: Where the tensors go; None leaves each where it is, and what is on meta goes to the CPU.
+        dtype: None keeps the module's dtypes, as ``load_state_dict`` does; ``"auto"`` takes the checkpoint's; a dtype
+            applies to real floating-point tensors that come from the checkpoint.
+        key: Part of the checkpoint: a path into the nested object or a dotted prefix of names
+            (``load_into(model.trf_blocks[0], f, key="trf_blocks.0")``). None finds the state dict that fits the module.
+        rename: New names for those of the checkpoint: a mapping, ``(regular expression, replacement)`` pairs, or a
+            function that returns None to drop a name.
+        strict: Whether missing and unexpected names are errors. If not, live parameters without an entry keep their
+            values, and those on meta are initialised by their module's ``reset_parameters``.
+        memory: How much memory may grow, and the size of the staging buffers.
+        limits: Bounds for hostile files.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+        page_cache: ``"auto"`` reads around the page cache what is not in it, ``"keep"`` leaves the file cached for
+            the next load, ``"bypass"`` leaves nothing.
+
+    Returns:
+        What was read and how, what was missing, tied or cast, and predicted beside measured memory.
+
+    Raises:
+        CheckpointError: The file is damaged, unsafe or of an unknown kind.
+        MismatchError: Checkpoint and module disagree; every reason is listed and nothing was touched.
+        BudgetError: The memory limits cannot be kept; nothing was read.
+        ReadError: The operating system failed a read.
+        SourceChangedError: The file changed meanwhile.
+        PartialLoadError: One of the above, after live tensors began to change.
+
+    Example:
+        >>> with sluice.empty_init():
+        ...     model = GPTModel(config)
+        >>> report = sluice.load_into(model, "model.pth", dtype=torch.bfloat16)
+        >>> print(report)
+    """
+    from sluice import _module_load
+
+    started = time.perf_counter()
+    with PeakMeter() as meter, borrow(source, limits=limits) as checkpoint:
+        job = _module_load.prepare_module(
+            model,
+            checkpoint,
+            device=None if device is None else _device_name(device),
+            dtype=dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype),
+            key=key,
+            rename=rename,
+            strict=strict,
+            memory=memory,
+            page_cache=page_cache,
+        )
+        done = _module_load.fill(job, checkpoint, strict=strict, progress=progress)
+    return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
+
+
+def load_state_dict(
+    source: CheckpointSource,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = None,
+    key: str | None = None,
+    memory: MemoryLimits | None = None,
+    limits: Limits | None = None,
+    progress: Progress = False,
+    page_cache: PageCache = "auto",
+) -> OrderedDict[str, Any]:
+    """Load a state dict: what ``torch.load(weights_only=True)`` gives, with peak memory = its tensors + the buffers.
+
+    Tensors that share storage in the file share it in the result, Parameters come back as Parameters, other values
+    are kept, and so is ``_metadata``. Of each storage only the bytes that its tensors need are read and held.
+
+    Args:
+        source: A checkpoint file, or an open checkpoint.
+        device: Where the tensors go.
+        dtype: Cast real floating-point tensors to this; None keeps the file's dtypes.
+        key: Part of the checkpoint. None takes a flat state dict as it is, else the only candidate inside.
+        memory: How much memory may grow, and the size of the staging buffers.
+        limits: Bounds for hostile files.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+        page_cache: As in ``load_into``.
+
+    Raises:
+        CheckpointError: The file is damaged, unsafe or of an unknown kind.
+        MismatchError: There is no state dict, or more than one; the message lists them.
+        BudgetError: The memory limits cannot be kept; nothing was read.
+        ReadError: The operating system failed a read.
+        SourceChangedError: The file changed meanwhile.
+
+    Example:
+        >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
+    """
+    from sluice import _transfer
+    from sluice._targets import Targets
+
+    where = _device_name(device)
+    with borrow(source, limits=limits) as checkpoint:
+        chosen = _find_state_dict(checkpoint, key)
+        wanted = {id(entry): (name, entry) for name, entry in _tree.walk(chosen)}
+        requests = [_state_dict_request(name, entry, where, dtype) for name, entry in wanted.values()]
+        prepared = _transfer.prepare(checkpoint, requests, share_storages=True, memory=memory, page_cache=page_cache)
+        with byte_progress(progress, checkpoint.files[0], prepared.plan.read_bytes) as report:
+            tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan), progress=report)
+    pairs = zip(wanted.items(), tensors, strict=True)
+    finished = {identity: _as_in_file(tensor, entry) for (identity, (_, entry)), tensor in pairs}
+    values = _tree.map_leaves(chosen, lambda entry: finished[id(entry)])
+    state_dict = OrderedDict(values)
+    state_dict.__dict__.update(getattr(values, "__dict__", {}))
+    return state_dict
+
+
+def _device_name(device: str | torch.device) -> str:
+    """Return a device as torch writes it, with the index that it means now.
+
+    Raises:
+        ValueError: It is the meta device, which holds nothing.
+    """
+    import torch
+
+    if torch.device(device).type == "meta":
+        raise ValueError("device='meta' cannot hold weights")
+    return str(torch.empty(0, device=device).device)
+
+
+def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, object]:
+    tree = checkpoint.index.tree
+    chosen = _tree.subtree(tree, _only_candidate(checkpoint) if key is None else key)
+    if not isinstance(chosen, Mapping):
+        raise MismatchError(
+            "this part of the checkpoint is not a state dict",
+            file=checkpoint.files[0],
+            tensor=key or "",
+            found=type(chosen).__name__,
+        )
+    for name, opaque in _tree.opaques(chosen).items():
+        raise UnsafeContentError(
+            "the state dict holds an object that only running code could build",
+            file=checkpoint.files[0],
+            tensor=name,
+            found=opaque.qualified_name,
+        )
+    return chosen
+
+
+def _only_candidate(checkpoint: Checkpoint) -> str:
+    candidates = _tree.state_dict_candidates(checkpoint.index.tree)
+    if "" in candidates:
+        return ""
+    if len(candidates) == 1:
+        return candidates[0]
+    raise MismatchError(
+        "the checkpoint holds no single state dict; choose a part of it with key=",
+        file=checkpoint.files[0],
+        expected="one state dict",
+        found=", ".join(map(repr, candidates)) or "none",
+    )
+
+
+def _state_dict_request(name: str, entry: Entry, device: str, dtype: torch.dtype | None) -> Request:
+    wanted = dtype_name(dtype) if dtype is not None and is_castable(entry.dtype) else entry.dtype
+    return Request(name=name, entry=entry, dtype=wanted, device=device)
+
+
+def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    import torch
+
+    if entry.parameter:
+        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+    return tensor.requires_grad_(entry.requires_grad)
+
+
+def _report(job: Job, done: Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks) -> LoadReport:
+    plan, match = job.prepared.plan, job.match
+    return LoadReport(
+        source=checkpoint.files[0],
+        format=checkpoint.format,
+        files=checkpoint.files,
+        key=job.selection.key,
+        prefix=job.selection.prefix,
+        devices=tuple(sorted({request.device for request in match.requests})),
+        tensors=len(match.requests),
+        final_bytes=plan.final_bytes,
+        read_bytes=plan.read_bytes,
+        seconds=seconds,
+        predicted=plan.predicted,
+        measured=measured,
+        reads=dict(done.outcome.read_bytes),
+        stepped_down=done.outcome.stepped_down,
+        missing=match.missing,
+        unexpected=match.unexpected,
+        tied=match.tied,
+        cast=job.cast,
+        replaced=done.installed.replaced,
+        initialised=tuple(name for slot in match.initialised for name in job.state.outline.slots[slot].names),
+        notes=(*checkpoint.index.notes, *job.selection.notes, *match.notes, *done.notes, *plan.reasons),
+    )

@@ -1,0 +1,211 @@
+"""One load into a module, from its names to its filled tensors; ``_api.load_into`` measures and reports it.
+
+Everything that headers can show is settled before a byte of tensor data is read: names, shapes, dtypes, memory. Then
+copies of tied tensors are compared, then the data is read, and only then does a module on meta change. Live tensors
+change while they are read; a failure there says which.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from sluice import _transfer, _tree
+from sluice._checkpoint import Checkpoint
+from sluice._engine import Outcome
+from sluice._errors import MismatchError, PartialLoadError, UnsafeContentError
+from sluice._geometry import contiguous_stride
+from sluice._install import Installed, initial_values, install, install_one
+from sluice._load_hooks import apply_pre_hooks
+from sluice._matching import Match, is_extra_state, match
+from sluice._modules import ModuleState, collect
+from sluice._options import MemoryLimits, PageCache
+from sluice._progress import Progress, byte_progress
+from sluice._records import Entry, Request
+from sluice._renaming import Rename
+from sluice._selection import Selection, select
+from sluice._slicing import slice_view
+from sluice._targets import Targets
+from sluice._transfer import Prepared
+
+__all__ = ["Done", "Job", "fill", "prepare_module"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A load that is decided and checked; nothing was touched yet."""
+
+    #: The module's tensors.
+    state: ModuleState
+    #: The state dict that was found.
+    selection: Selection
+    #: Which entries fill which tensors.
+    match: Match
+    #: How.
+    prepared: Prepared
+    #: Device that was asked for, as torch writes it with its index, or None.
+    device: str | None
+
+    @property
+    def cast(self) -> dict[str, int]:
+        """Number of tensors for each change of dtype."""
+        changes = [(request.entry.dtype, request.dtype) for request in self.match.requests]
+        return dict(Counter(f"{old}->{new}" for old, new in changes if old != new))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What ``fill`` did."""
+
+    #: What the engine did.
+    outcome: Outcome
+    #: What installing did.
+    installed: Installed
+    #: What a reader of the report should know, a sentence each.
+    notes: tuple[str, ...]
+
+
+def prepare_module(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    device: str | None,
+    dtype: str | None,
+    key: str | None,
+    rename: Rename | None,
+    strict: bool,
+    memory: MemoryLimits | None,
+    page_cache: PageCache,
+) -> Job:
+    """Decide a load and check all of it; see ``sluice.load_into`` for the arguments and errors."""
+    state = collect(model)
+    tree = checkpoint.index.tree
+    selection = select(tree, state.outline, key=key, rename=rename, limits=checkpoint.limits)
+    chosen = _tree.subtree(tree, selection.key or "")
+    if strict:
+        _refuse_opaque(chosen, selection.prefix, state.outline.extra_state, checkpoint)
+    versions = _versions(chosen, selection.prefix)
+    entries = apply_pre_hooks(model, selection.entries, versions=versions, strict=strict)
+    found = match(state.outline, entries, device=device, dtype=dtype, strict=strict, versions=versions)
+    prepared = _transfer.prepare(checkpoint, found.requests, memory=memory, page_cache=page_cache)
+    return Job(state=state, selection=selection, match=found, prepared=prepared, device=device)
+
+
+def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) -> Done:
+    """Run a job: compare copies of tied tensors, read, install.
+
+    Raises:
+        MismatchError: Tied names have different bytes; nothing was touched.
+        PartialLoadError: A failure after live tensors began to change; its cause says what failed.
+    """
+    notes = _compare_tied(job, checkpoint, strict=strict)
+    initial = initial_values(job.state, job.match, device=job.device)
+    plan = job.prepared.plan
+    targets = Targets(
+        plan, {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.match.requests[i].existing}
+    )
+    finished: set[int] = set()
+
+    def completed(position: int) -> None:
+        slot = job.match.slots[position]
+        if not job.match.requests[position].existing and not job.state.tensors[slot].is_meta:
+            # A live tensor in another dtype or on another device: its old memory goes as soon as the new is whole.
+            install_one(job.state, slot, targets.tensor(job.prepared.views[position]))
+        finished.add(position)
+
+    try:
+        with byte_progress(progress, checkpoint.files[0], plan.read_bytes) as report:
+            tensors, outcome = _transfer.run(checkpoint, job.prepared, targets, progress=report, completed=completed)
+    except BaseException as error:
+        _report_partial(job, targets, finished, error)
+        raise
+    installed = install(job.state, job.match, tensors, initial, device=job.device)
+    return Done(outcome=outcome, installed=installed, notes=tuple(notes))
+
+
+def _refuse_opaque(chosen: object, prefix: str, extra_state: tuple[str, ...], checkpoint: Checkpoint) -> None:
+    for name, opaque in _tree.opaques(chosen).items():
+        if name.startswith(prefix) and not is_extra_state(name[len(prefix) :], extra_state):
+            raise UnsafeContentError(
+                "the state dict holds an object that only running code could build",
+                file=checkpoint.files[0],
+                tensor=name,
+                found=opaque.qualified_name,
+            )
+
+
+def _versions(chosen: object, prefix: str) -> dict[str, int]:
+    """Return the version of each module's part of a state dict, as torch keeps it in ``_metadata``."""
+    metadata = getattr(chosen, "_metadata", None)
+    if not isinstance(metadata, Mapping):
+        return {}
+    return {
+        name.removeprefix(prefix): about["version"]
+        for name, about in metadata.items()
+        if isinstance(name, str) and isinstance(about, Mapping) and isinstance(about.get("version"), int)
+    }
+
+
+def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
+    """Compare further copies of tied tensors with the first, slice by slice, before anything is touched."""
+    notes = []
+    for position, other in job.match.comparisons:
+        first = job.match.requests[position]
+        if _same_values(checkpoint, first, other, job.prepared.plan.staging_buffer_bytes):
+            continue
+        problem = f"{first.name!r} and {other.name!r} are tied in the model and differ in the checkpoint"
+        if strict:
+            raise MismatchError(problem, file=checkpoint.files[0], tensor=first.name)
+        notes.append(f"{problem}; {first.name!r} was used")
+    return notes
+
+
+def _same_values(checkpoint: Checkpoint, first: Request, other: Request, limit_bytes: int) -> bool:
+    size = first.entry.shape[0] if first.entry.shape else 1
+    rows = max(1, size * limit_bytes // max(first.entry.nbytes, other.entry.nbytes, 1))
+    for start in range(0, size, rows):
+        requests = [_rows(request, start, rows) for request in (first, other)]
+        prepared = _transfer.prepare(checkpoint, requests)
+        tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan))
+        one, two = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
+        if not torch.equal(one, two):
+            return False
+    return True
+
+
+def _rows(request: Request, start: int, count: int) -> Request:
+    """Return a request for some rows of another one, as a tensor of its own on the host."""
+    entry: Entry = request.entry
+    if entry.shape:
+        shape, stride, first = slice_view(entry.shape, entry.stride, slice(start, start + count))
+        entry = replace(entry, shape=shape, stride=stride, storage_offset=entry.storage_offset + first)
+    return Request(
+        name=request.name, entry=entry, dtype=request.dtype, device="cpu", stride=contiguous_stride(entry.shape)
+    )
+
+
+def _report_partial(job: Job, targets: Targets, finished: set[int], error: BaseException) -> None:
+    """Say which live tensors changed, when any did; an interrupt stays an interrupt and carries it as a note."""
+    names = [job.state.outline.slots[slot].names[0] for slot in job.match.slots]
+    live = [i for i, slot in enumerate(job.match.slots) if not job.state.tensors[slot].is_meta or i in finished]
+    done = tuple(names[i] for i in live if i in finished)
+    torn = tuple(
+        names[i] for i in live if i not in finished and i in targets.touched and job.match.requests[i].existing
+    )
+    if not done and not torn:
+        return
+    untouched = tuple(name for name in (names[i] for i in live) if name not in {*done, *torn})
+    partial = PartialLoadError(
+        f"the load failed after live tensors began to change: {len(done)} done, {len(torn)} torn, "
+        f"{len(untouched)} untouched",
+        done=done,
+        torn=torn,
+        untouched=untouched,
+    )
+    if isinstance(error, Exception):
+        raise partial from error
+    error.add_note(str(partial))

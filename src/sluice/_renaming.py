@@ -1,0 +1,49 @@
+"""New names for the entries of a checkpoint, as a user asks for them. Pure; no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from sluice._errors import MismatchError
+from sluice._records import Entry
+
+__all__ = ["Rename", "rename_entries"]
+
+#: Exact names, regular expressions with replacements applied one after the other, or a function; None drops a name.
+Rename = Mapping[str, str | None] | Sequence[tuple[str | re.Pattern[str], str]] | Callable[[str], str | None]
+
+
+def rename_entries(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, Entry]:
+    """Return the entries by their new names, without those that are dropped.
+
+    Raises:
+        MismatchError: Two entries get the same name.
+        TypeError: A function returns neither a name nor None.
+    """
+    if rename is None:
+        return dict(entries)
+    renamed: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        new = _rename(name, rename)
+        if new is None:
+            continue
+        if new in renamed:
+            raise MismatchError(
+                "rename gives two tensors of the checkpoint the same name", tensor=new, found=repr(name)
+            )
+        renamed[new] = entry
+    return renamed
+
+
+def _rename(name: str, rename: Rename) -> str | None:
+    if isinstance(rename, Mapping):
+        return rename.get(name, name)
+    if callable(rename):
+        new = rename(name)
+        if new is not None and not isinstance(new, str):
+            raise TypeError(f"rename must return a name or None, not {type(new).__name__}")
+        return new
+    for pattern, replacement in rename:
+        name = re.sub(pattern, replacement, name)
+    return name

@@ -1,0 +1,299 @@
+"""Storages, tensors and parameters as torch's pickles name them, rebuilt as records without torch.
+
+- a storage's persistent id ``("storage", class, key, location, elements)``: a ``StorageReference``
+- ``_rebuild_tensor``, ``_v2``, ``_v3``: an ``Entry``, its view checked against its storage in exact integers
+- ``_rebuild_parameter``, ``_rebuild_parameter_with_state``: the same, as a parameter
+- ``_rebuild_from_type_v2`` of a plain tensor: the same
+
+Python attributes of tensors are dropped and counted. Refused with ``UnsupportedError``: sparse, quantized, nested, meta
+and subclassed tensors, dtypes without a plain strided tensor, conjugated and negated views.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Never
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import FormatError, LimitError, UnsupportedError
+from sluice._options import Limits
+from sluice._records import Entry, Opaque
+from sluice.formats._pickle import Constructor, KeyGuard
+from sluice.formats._torch_values import DTYPE_PREFIX, PlainValues, constructor
+
+__all__ = ["StorageReference", "TorchObjects"]
+
+#: torch's sizes, strides and offsets are signed 64-bit integers.
+_MAX_SIGNED = 2**63 - 1
+
+#: ``("storage", class, key, location, elements)``
+_IDENTITY_FIELDS = 5
+
+_STORAGE_DTYPES: dict[str, str | None] = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+    # Quantized tensors are not read: no dtype.
+    "QInt8Storage": None,
+    "QInt32Storage": None,
+    "QUInt8Storage": None,
+    "QUInt4x2Storage": None,
+    "QUInt2x4Storage": None,
+}
+
+_UNSUPPORTED_TENSORS = {
+    "_rebuild_qtensor": "a quantized tensor",
+    "_rebuild_sparse_tensor": "a sparse tensor",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor",
+    "_rebuild_nested_tensor": "a nested tensor",
+    "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no data",
+    "_rebuild_wrapper_subclass": "a tensor subclass that wraps other tensors",
+    "_rebuild_device_tensor_from_numpy": "a tensor of a device without storages",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device without storages",
+    "_rebuild_xla_tensor": "a tensor of a device without storages",
+}
+
+#: Where a storage lived when it was saved. It means nothing to us, but no honest file says anything else: torch's own
+#: device types, and those that vendors register in the place of ``privateuseone``.
+_LOCATION = re.compile(
+    r"(cpu|cuda|mps|meta|xpu|xla|hpu|mtia|maia|ipu|hip|ve|fpga|vulkan|lazy|mkldnn|privateuseone"
+    r"|npu|mlu|musa|gcu|sdaa|supa|tpu)(:\d{1,4})?",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageKind(Opaque):
+    """A storage class; where the tree holds one as a value, it is an opaque leaf."""
+
+    #: Dtype of its elements; None where sluice does not read it.
+    dtype: str | None
+
+
+class StorageReference(NamedTuple):
+    """A storage as a persistent id declares it."""
+
+    #: Position in ``TorchObjects.storages``.
+    position: int
+    #: Name of its record below ``data/``.
+    key: str
+    #: Dtype of its elements; ``uint8`` for untyped storages.
+    dtype: str
+    #: Number of elements.
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+class TorchObjects:
+    """What the pickle of one file may name, and the storages and tensors that it did name."""
+
+    def __init__(self, limits: Limits, pickle_bytes: int) -> None:
+        """Start with nothing named.
+
+        Args:
+            limits: Bounds on tensors, dimensions and names.
+            pickle_bytes: Size of the pickle.
+        """
+        self.keys = KeyGuard(limits)
+        #: The storages that the pickle refers to, in that order.
+        self.storages: list[StorageReference] = []
+        #: Tensors whose Python attributes were dropped.
+        self.attributes_dropped = 0
+        self._limits = limits
+        self._by_key: dict[str, StorageReference] = {}
+        self._locations: set[str] = set()
+        self._tensors = 0
+        self._rebuilds: dict[str, Callable[[tuple[Any, ...]], Entry]] = {
+            "torch._utils._rebuild_tensor": self._rebuild_tensor,
+            "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
+            "torch._utils._rebuild_tensor_v3": self._rebuild_tensor_v3,
+        }
+        #: What each global stands for, by module and name.
+        self.names = PlainValues(self.keys, pickle_bytes).names()
+        self._add_names()
+
+    def _add_names(self) -> None:
+        names = self.names
+        for name, dtype in _STORAGE_DTYPES.items():
+            names["torch", name] = StorageKind(qualified_name=f"torch.{name}", dtype=dtype)
+        untyped = StorageKind(qualified_name="torch.storage.UntypedStorage", dtype="uint8")
+        names["torch.storage", "UntypedStorage"] = untyped
+        for qualified_name, rebuild in self._rebuilds.items():
+            name = qualified_name.rpartition(".")[2]
+            names["torch._utils", name] = constructor("torch._utils", name, rebuild)
+        for name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
+            names["torch._utils", name] = constructor("torch._utils", name, self._rebuild_parameter)
+        names["torch._tensor", "_rebuild_from_type_v2"] = constructor(
+            "torch._tensor", "_rebuild_from_type_v2", self._rebuild_from_type
+        )
+        for name, kind in _UNSUPPORTED_TENSORS.items():
+            names["torch._utils", name] = constructor("torch._utils", name, _refusing(kind))
+
+    def load_persistent(self, identity: object) -> StorageReference:
+        """Return the storage that a persistent id declares.
+
+        Raises:
+            FormatError: It is malformed, or contradicts an earlier declaration of the same storage.
+            UnsupportedError: It is a storage of a quantized dtype.
+        """
+        if type(identity) is not tuple or len(identity) != _IDENTITY_FIELDS or identity[0] != "storage":
+            raise FormatError("a persistent id that is not a storage's")
+        _, kind, key, location, numel = identity
+        if type(kind) is not StorageKind or type(key) is not str or type(numel) is not int or numel < 0:
+            raise FormatError("a malformed storage", expected="class, key and number of elements")
+        if type(location) is not str or location not in self._locations:
+            self._check_location(location)
+        if kind.dtype is None:
+            raise UnsupportedError("a quantized storage", found=kind.qualified_name)
+        known = self._by_key.get(key)
+        if known is None:
+            known = StorageReference(len(self.storages), key, kind.dtype, numel)
+            self._by_key[key] = known
+            self.storages.append(known)
+        elif known.dtype != kind.dtype or known.numel != numel:
+            if known.numel or numel:
+                raise FormatError(
+                    f"storage {key!r} is declared twice, in different ways",
+                    expected=f"{known.numel} of {known.dtype}",
+                    found=f"{numel} of {kind.dtype}",
+                )
+            # torch.save lets views of one empty storage have different dtypes.
+            known = known._replace(dtype=kind.dtype)
+        return known
+
+    def _check_location(self, location: object) -> None:
+        if type(location) is not str or not _LOCATION.fullmatch(location):
+            raise FormatError("a storage on a device that torch does not have")
+        self._locations.add(location)
+
+    def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
+        storage, offset, size, stride = _expect(arguments, 4, 4)
+        return self._tensor(storage, None, offset, size, stride, requires_grad=False)
+
+    def _rebuild_tensor_v2(self, arguments: tuple[Any, ...]) -> Entry:
+        storage, offset, size, stride, requires_grad, hooks, *metadata = _expect(arguments, 6, 7)
+        _check_extras(hooks, metadata)
+        return self._tensor(storage, None, offset, size, stride, requires_grad=requires_grad)
+
+    def _rebuild_tensor_v3(self, arguments: tuple[Any, ...]) -> Entry:
+        storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = _expect(arguments, 7, 8)
+        _check_extras(hooks, metadata)
+        if type(dtype) is not str or not dtype.startswith(DTYPE_PREFIX):
+            raise FormatError("a tensor's dtype is no torch.dtype")
+        return self._tensor(storage, dtype[len(DTYPE_PREFIX) :], offset, size, stride, requires_grad=requires_grad)
+
+    def _tensor(
+        self, storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, *, requires_grad: Any
+    ) -> Entry:
+        if type(storage) is not StorageReference:
+            raise FormatError("a tensor that is no view of a storage")
+        dtype = dtype or storage.dtype
+        item_bytes = ITEM_BYTES.get(dtype)
+        if item_bytes is None:
+            raise UnsupportedError(f"a tensor of dtype {dtype}")
+        self._check_view(storage, item_bytes, offset, size, stride)
+        _check_requires_grad(dtype, requires_grad)
+        self._tensors += 1
+        if self._tensors > self._limits.entries:
+            raise LimitError(f"the checkpoint has more than {self._limits.entries} tensors")
+        return Entry(
+            dtype=dtype,
+            shape=size,
+            stride=stride,
+            storage=storage.position,
+            storage_offset=offset,
+            requires_grad=requires_grad,
+        )
+
+    def _check_view(self, storage: StorageReference, item_bytes: int, offset: Any, size: Any, stride: Any) -> None:
+        if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
+            raise FormatError("a tensor's size and stride are not tuples of the same length")
+        if len(size) > self._limits.dimensions:
+            raise FormatError(f"a tensor has more than {self._limits.dimensions} dimensions", found=len(size))
+        if type(offset) is not int or not 0 <= offset <= _MAX_SIGNED:
+            raise FormatError("a tensor's storage offset is no valid integer")
+        last, elements, empty = offset, 1, False
+        for count, step in zip(size, stride, strict=True):
+            if type(count) is not int or type(step) is not int or count < 0 or not 0 <= step <= _MAX_SIGNED:
+                raise FormatError("a tensor's size or stride is no valid integer")
+            if count:
+                elements *= count
+                last += (count - 1) * step
+            else:
+                empty = True
+        if elements * item_bytes > _MAX_SIGNED:
+            raise FormatError("a tensor has more bytes than torch can count", expected=_MAX_SIGNED)
+        needed = (last + 1) * item_bytes
+        if not empty and needed > storage.nbytes:
+            raise FormatError(
+                f"a tensor reaches past the end of its storage {storage.key!r}",
+                expected=f"at most {storage.nbytes} bytes",
+                found=f"{needed} bytes",
+            )
+
+    def _rebuild_parameter(self, arguments: tuple[Any, ...]) -> Entry:
+        data, requires_grad, hooks, *state = _expect(arguments, 3, 4)
+        if type(data) is not Entry:
+            raise FormatError("a parameter that is no tensor")
+        _check_extras(hooks, [])
+        _check_requires_grad(data.dtype, requires_grad)
+        self._drop_attributes(state)
+        return replace(data, parameter=True, requires_grad=requires_grad)
+
+    def _rebuild_from_type(self, arguments: tuple[Any, ...]) -> Entry:
+        function, kind, inner, state = _expect(arguments, 4, 4)
+        # Only the three plain rebuilds: another call of this one inside would recurse as deep as the file likes.
+        rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
+        if rebuild is None or not isinstance(kind, Opaque) or type(inner) is not tuple:
+            raise UnsupportedError("a tensor that is rebuilt in a way of its own")
+        if kind.qualified_name != "torch.Tensor":
+            raise UnsupportedError("a tensor subclass", found=kind.qualified_name)
+        self._drop_attributes([state])
+        return rebuild(inner)
+
+    def _drop_attributes(self, state: list[object]) -> None:
+        self.attributes_dropped += any(state)
+
+
+def _expect(arguments: tuple[Any, ...], fewest: int, most: int) -> tuple[Any, ...]:
+    if not fewest <= len(arguments) <= most:
+        raise FormatError("a tensor with the wrong number of arguments", expected=fewest, found=len(arguments))
+    return arguments
+
+
+def _check_extras(hooks: object, metadata: list[object]) -> None:
+    if type(hooks) is not OrderedDict or hooks:
+        raise FormatError("a tensor with hooks")
+    for flags in metadata:
+        if type(flags) is not dict or not flags.keys() <= {"conj", "neg"}:
+            raise FormatError("a tensor with unknown metadata")
+        if any(flags.values()):
+            raise UnsupportedError("a conjugated or negated view")
+
+
+def _check_requires_grad(dtype: str, requires_grad: object) -> None:
+    if type(requires_grad) is not bool or (requires_grad and not dtype.startswith(("float", "bfloat", "complex"))):
+        raise FormatError(f"requires_grad of a tensor of {dtype}", expected="False, or a dtype with gradients")
+
+
+def _refusing(kind: str) -> Callable[[tuple[Any, ...]], Never]:
+    def refuse(arguments: tuple[Any, ...]) -> Never:  # noqa: ARG001 - whatever they are
+        raise UnsupportedError(kind)
+
+    return refuse

@@ -1,0 +1,157 @@
+"""The plain values that torch's pickles name: what each allowlisted global without tensor data becomes.
+
+The list follows ``torch.load(weights_only=True)``, with ``frozenset``, ``bytes`` and ``defaultdict`` added, which are
+as harmless. Left side: what the file names. Right side: what becomes of it.
+
+- dtypes, layouts, quantization schemes: text, ``"torch.float32"``, ``"torch.strided"``
+- ``torch.device``: text, ``"cuda:0"``
+- ``torch.Size``: a tuple
+- ``OrderedDict``, ``Counter``: themselves; ``defaultdict``: a dict, its factory dropped
+- ``set``, ``frozenset``, ``bytes``, ``bytearray``, ``complex``, ``_codecs.encode``: the value
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import FormatError, LimitError
+from sluice.formats._pickle import Constructor, KeyGuard
+
+__all__ = ["DTYPE_PREFIX", "PlainValues", "constructor"]
+
+#: Before the name of a dtype, as ``str(torch.float32)`` writes it.
+DTYPE_PREFIX = "torch."
+
+#: Dtypes of ``torch`` that no plain strided tensor has.
+_OTHER_DTYPES = (
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+)
+
+_QUANTIZATION_SCHEMES = (
+    "per_tensor_affine",
+    "per_tensor_symmetric",
+    "per_channel_affine",
+    "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+)
+
+
+def constructor(module: str, name: str, build: Callable[[tuple[Any, ...]], object]) -> Constructor:
+    """Return the constructor that stands for a global."""
+    return Constructor(qualified_name=f"{module}.{name}", build=build)
+
+
+class PlainValues:
+    """Builds the plain values of one pickle."""
+
+    def __init__(self, keys: KeyGuard, pickle_bytes: int) -> None:
+        """Prepare for one pickle.
+
+        Args:
+            keys: Checks the elements of sets.
+            pickle_bytes: Its size: an honest pickle copies each of its bytes at most twice (text, bytes, bytearray), a
+                hostile one the same megabyte a million times.
+        """
+        self._keys = keys
+        self._copies_left = 2 * pickle_bytes
+
+    def names(self) -> dict[tuple[str, str], object]:
+        """Return what each global stands for, by module and name."""
+        builders: dict[tuple[str, str], Callable[[tuple[Any, ...]], object]] = {
+            ("collections", "OrderedDict"): _ordered_dict,
+            ("collections", "defaultdict"): _default_dict,
+            ("collections", "Counter"): self._counter,
+            ("_codecs", "encode"): self._encode,
+            ("torch", "Size"): self._size,
+            ("torch", "device"): _device,
+            ("torch.serialization", "_get_layout"): _layout,
+        }
+        for module in ("builtins", "__builtin__"):  # protocol 2 keeps the name of Python 2
+            builders[module, "set"] = self._set
+            builders[module, "frozenset"] = lambda arguments: frozenset(self._set(arguments))
+            builders[module, "bytes"] = lambda arguments: bytes(self._bytes(arguments))
+            builders[module, "bytearray"] = lambda arguments: bytearray(self._bytes(arguments))
+            builders[module, "complex"] = _complex
+        names: dict[tuple[str, str], object] = {
+            (module, name): constructor(module, name, build) for (module, name), build in builders.items()
+        }
+        for name in (*ITEM_BYTES, *_OTHER_DTYPES, *_QUANTIZATION_SCHEMES):
+            names["torch", name] = DTYPE_PREFIX + name
+        return names
+
+    def _copy(self, size: int) -> None:
+        self._copies_left -= size
+        if self._copies_left < 0:
+            raise LimitError("the calls of the pickle copy more than it holds")
+
+    def _one(self, arguments: tuple[Any, ...], kinds: type | tuple[type, ...]) -> Any:
+        value: Any = arguments[0] if len(arguments) == 1 else None
+        if not isinstance(value, kinds):
+            raise FormatError("a plain value is built from the wrong arguments")
+        self._copy(len(value))  # type: ignore[arg-type]  # every kind has a length
+        return value
+
+    def _set(self, arguments: tuple[Any, ...]) -> set[Any]:
+        items = self._one(arguments, list) if arguments else []
+        for item in items:
+            self._keys.check(item)
+        return set(items)
+
+    def _bytes(self, arguments: tuple[Any, ...]) -> bytes:
+        data: bytes = self._one(arguments, bytes) if arguments else b""
+        return data
+
+    def _encode(self, arguments: tuple[Any, ...]) -> bytes:
+        # How protocol 2 writes bytes: as text of the same code points.
+        if len(arguments) != 2 or arguments[1] != "latin1":
+            raise FormatError("bytes in an encoding other than latin1")
+        text: str = self._one(arguments[:1], str)
+        try:
+            return text.encode("latin1")
+        except UnicodeEncodeError as error:
+            raise FormatError("bytes above 255") from error
+
+    def _size(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        sizes = self._one(arguments, (tuple, list))
+        if any(type(size) is not int for size in sizes):
+            raise FormatError("a torch.Size of something other than integers")
+        return tuple(sizes)
+
+    def _counter(self, arguments: tuple[Any, ...]) -> Counter[Any]:
+        return Counter(self._one(arguments, dict) if arguments else {})
+
+
+def _ordered_dict(arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
+    if arguments:
+        raise FormatError("an OrderedDict that is not filled item by item")
+    return OrderedDict()
+
+
+def _default_dict(arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    if len(arguments) > 1:
+        raise FormatError("a defaultdict that is not filled item by item")
+    return {}
+
+
+def _complex(arguments: tuple[Any, ...]) -> complex:
+    if len(arguments) != 2 or any(type(part) is not float for part in arguments):
+        raise FormatError("a complex number of something other than two floats")
+    return complex(*arguments)
+
+
+def _device(arguments: tuple[Any, ...]) -> str:
+    kind, *index = arguments or (None,)
+    if type(kind) is not str or len(index) > 1 or any(type(number) is not int for number in index):
+        raise FormatError("a torch.device of something other than a type and a number")
+    return ":".join([kind, *map(str, index)])
+
+
+def _layout(arguments: tuple[Any, ...]) -> str:
+    if len(arguments) != 1 or type(arguments[0]) is not str or not arguments[0].startswith(DTYPE_PREFIX):
+        raise FormatError("a layout that is not named by text")
+    return str(arguments[0])

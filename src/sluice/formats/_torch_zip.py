@@ -1,0 +1,204 @@
+"""What ``torch.save`` has written since torch 1.6: a zip archive of stored records below one directory.
+
+Records::
+
+    NAME/data.pkl             the object, pickled; its storages are persistent ids
+    NAME/data/KEY             the bytes of the storage KEY
+    NAME/version              version of the format, 1 to 10
+    NAME/byteorder            "little" or "big"; absent in old files, which are little-endian
+    NAME/.storage_alignment   alignment of the data, in bytes
+    NAME/.format_version, NAME/.data/serialization_id   not used
+
+Indexing reads the directory, the small records and data.pkl. Where the data of a storage starts only its local header
+says, next to the data: ``locate`` reads those of the storages that are needed. ``read_index`` itself checks the headers
+that ``locate`` could not judge, since the index does not hold what follows them in the file.
+
+Limits: those of the directory (``_zip``) and the pickle (``_pickle``); data.pkl is bounded by ``Limits.header_bytes``.
+
+Refused: TorchScript archives, big-endian files, a storage whose record is missing or has another size than the pickle
+declares, a pickle followed by more bytes, and a whole object where a state dict should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+
+from sluice._columns import records_from_columns
+from sluice._errors import FormatError, UnsafeContentError, UnsupportedError
+from sluice._options import Limits
+from sluice._records import FileRecord, Index, Opaque, Storage
+from sluice.formats._pickle import Unpickler
+from sluice.formats._pickle_tree import check_tree
+from sluice.formats._torch_objects import StorageReference, TorchObjects
+from sluice.formats._zip import Directory, Record, read_directory
+from sluice.formats._zip_records import locate_records, read_record
+from sluice.sources import Source
+
+__all__ = ["TorchZip"]
+
+#: Versions of the format that torch reads.
+_VERSIONS = range(1, 11)
+
+#: Bytes of a record that holds one word or number.
+_SMALL_RECORD_BYTES = 64
+
+#: Largest padding that an extra field can hold.
+_MAX_ALIGNMENT = 1 << 16
+
+#: Names of objects that a note lists.
+_NAMES_IN_NOTE = 5
+
+
+class TorchZip:
+    """One file of ``torch.save``; see ``Format``."""
+
+    name = "torch-zip"
+
+    def matches(self, head: bytes) -> bool:
+        return head.startswith(b"PK\3\4")
+
+    def read_index(self, source: Source, limits: Limits) -> Index:
+        directory = read_directory(source, limits)
+        metadata = _read_metadata(source, directory)
+        tree, objects, notes = _unpickle(source, directory, limits)
+        positions = _positions(objects.storages, directory, source.path)
+        _check_unjudged(source, objects.storages, positions, directory)
+        return Index(
+            format=self.name,
+            files=(FileRecord(path=source.path, identity=source.identity),),
+            storages=tuple(_storages(objects.storages, positions, directory)),
+            tree=tree,
+            metadata=metadata,
+            notes=notes,
+        )
+
+    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
+        wanted = [position for position in storages if not index.storages[position].located]
+        if not wanted:
+            return {}
+        limits = _limits(index, source.identity.nbytes)
+        archive = index.metadata["archive"]
+        records = [
+            Record(
+                name=f"{archive}/data/{storage.key}",
+                header=storage.offset,
+                nbytes=storage.nbytes,
+                limit=limits[storage.offset],
+            )
+            for storage in map(index.storages.__getitem__, wanted)
+        ]
+        return dict(zip(wanted, locate_records(source, records), strict=True))
+
+
+def _limits(index: Index, file_bytes: int) -> dict[int, int]:
+    """Return what follows each local header of the index: the next one, or the end of the file."""
+    headers = sorted(storage.offset for storage in index.storages)
+    return dict(zip(headers, [*headers[1:], file_bytes], strict=True))
+
+
+def _read_metadata(source: Source, directory: Directory) -> dict[str, str]:
+    if "constants.pkl" in directory:
+        raise UnsupportedError(
+            "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint", file=source.path
+        )
+    if "data.pkl" not in directory:
+        raise FormatError("this zip archive was not written by torch.save: it has no data.pkl", file=source.path)
+    version = _version(source, directory)
+    alignment = _word(source, directory, ".storage_alignment", default="64")
+    if not alignment.isascii() or not alignment.isdigit() or not 0 < int(alignment) <= _MAX_ALIGNMENT:
+        raise FormatError("impossible storage alignment", file=source.path, found=repr(alignment))
+    byte_order = _word(source, directory, "byteorder", default="little")
+    if byte_order == "big":
+        raise UnsupportedError("the file was written on a big-endian machine", file=source.path)
+    if byte_order != "little":
+        raise FormatError("unknown byte order", file=source.path, expected="little or big", found=repr(byte_order))
+    return {"version": version, "byteorder": byte_order, "archive": directory.archive}
+
+
+def _version(source: Source, directory: Directory) -> str:
+    name = ".data/version" if ".data/version" in directory else "version"
+    version = _word(source, directory, name, default="").removesuffix("\n")
+    if not version.isascii() or not version.isdigit() or int(version) not in _VERSIONS:
+        raise FormatError("unknown version of the format", file=source.path, expected="1 to 10", found=repr(version))
+    return version
+
+
+def _word(source: Source, directory: Directory, name: str, *, default: str) -> str:
+    record = directory.record(name)
+    if record is None:
+        return default
+    return read_record(source, record, _SMALL_RECORD_BYTES)[1].decode("latin1")
+
+
+def _unpickle(source: Source, directory: Directory, limits: Limits) -> tuple[object, TorchObjects, tuple[str, ...]]:
+    record = directory.record("data.pkl")
+    assert record is not None  # looked up before
+    offset, data = read_record(source, record, limits.header_bytes)
+    objects = TorchObjects(limits, len(data))
+    unpickler = Unpickler(data, objects, limits=limits, file=source.path, offset=offset)
+    tree = unpickler.load()
+    if unpickler.end != len(data):
+        raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
+    check_tree(tree, limits, source.path)
+    if unpickler.refusal is not None:  # of a value that did not reach the tree
+        raise unpickler.refusal.error
+    if isinstance(tree, Opaque):
+        raise UnsafeContentError(
+            f"the file holds a whole {tree.qualified_name} object, not a state dict", file=source.path
+        )
+    return tree, objects, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], objects)
+
+
+def _notes(opaque: list[str], objects: TorchObjects) -> tuple[str, ...]:
+    notes = []
+    if opaque:
+        names = ", ".join(opaque[:_NAMES_IN_NOTE]) + (", ..." if len(opaque) > _NAMES_IN_NOTE else "")
+        notes.append(f"The file names {names}: sluice neither imports nor builds them.")
+    if objects.attributes_dropped:
+        notes.append(f"The Python attributes of {objects.attributes_dropped} tensors are not kept.")
+    return tuple(notes)
+
+
+def _positions(references: Sequence[StorageReference], directory: Directory, file: str) -> list[int]:
+    """Return the position of each storage's record in the directory."""
+    positions = []
+    for reference in references:
+        position = directory.positions.get(f"data/{reference.key}".lower())
+        if position is None:
+            raise FormatError(f"the archive has no record for storage {reference.key!r}", file=file)
+        if directory.sizes[position] != reference.nbytes:
+            raise FormatError(
+                f"the record of storage {reference.key!r} has another size than the pickle declares",
+                file=file,
+                offset=directory.headers[position],
+                expected=f"{reference.nbytes} bytes",
+                found=f"{directory.sizes[position]} bytes",
+            )
+        positions.append(position)
+    return positions
+
+
+def _storages(references: Sequence[StorageReference], positions: list[int], directory: Directory) -> list[Storage]:
+    return records_from_columns(
+        Storage,
+        len(positions),
+        file=repeat(0),
+        offset=map(directory.headers.__getitem__, positions),
+        nbytes=map(directory.sizes.__getitem__, positions),
+        key=(reference.key for reference in references),
+        located=repeat(False),
+    )
+
+
+def _check_unjudged(
+    source: Source, references: Sequence[StorageReference], positions: list[int], directory: Directory
+) -> None:
+    """Check the local headers of storages that are followed by a record which is no storage of the index."""
+    used = set(positions)
+    records = [
+        directory.record(f"data/{reference.key}")
+        for reference, position in zip(references, positions, strict=True)
+        if position + 1 not in used
+    ]
+    locate_records(source, [record for record in records if record is not None])

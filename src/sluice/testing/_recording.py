@@ -1,0 +1,136 @@
+"""Sources for tests: one that records what is read, one that fails on purpose. Both wrap any other source."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+from sluice._errors import ReadError, TruncatedError
+from sluice._records import FileIdentity
+from sluice.sources import Source
+
+__all__ = ["FaultySource", "RecordedRead", "RecordingSource"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRead:
+    """One read that was asked of a source."""
+
+    #: First byte.
+    offset: int
+    #: Bytes asked for.
+    nbytes: int
+    #: Whether it was to bypass the page cache.
+    direct: bool = False
+
+
+class _WrappedSource:
+    """Passes on to another source whatever is not a read."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def path(self) -> str:
+        return self._source.path
+
+    @property
+    def identity(self) -> FileIdentity:
+        return self._source.identity
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        self._source.forget(offset, nbytes)
+
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class RecordingSource(_WrappedSource):
+    """A source that keeps a list of its reads, in the order in which they began.
+
+    Attributes:
+        reads: What was read so far; safe to look at while other threads read.
+
+    Example:
+        >>> source = RecordingSource(LocalFile("model.safetensors"))
+        >>> index = Safetensors().read_index(source, Limits())
+        >>> source.reads[0]
+        RecordedRead(offset=0, nbytes=8, direct=False)
+    """
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.reads: list[RecordedRead] = []
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes asked for so far."""
+        return sum(read.nbytes for read in self.reads)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        self.reads.append(RecordedRead(offset=offset, nbytes=nbytes))
+        return self._source.read_at(offset, nbytes)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        self.reads.append(RecordedRead(offset=offset, nbytes=len(buffer), direct=direct))
+        return self._source.read_into(offset, buffer, direct=direct)
+
+
+class FaultySource(_WrappedSource):
+    """A source whose ``at``-th read goes wrong, counted from 1 over all threads.
+
+    Args:
+        source: The source that is read otherwise.
+        at: Which read goes wrong.
+        error: Number of the operating system's error, as ``errno.EIO``; it becomes a ``ReadError``.
+            None: the read ends early instead, as if the file had been cut.
+        found_bytes: Without ``error``: bytes that the read still gets.
+
+    Attributes:
+        failed: Whether it has gone wrong already; a test that never sees True has tested nothing.
+
+    Example:
+        >>> source = FaultySource(LocalFile("model.safetensors"), at=2, error=errno.EIO)
+    """
+
+    def __init__(self, source: Source, *, at: int, error: int | None = None, found_bytes: int = 0) -> None:
+        super().__init__(source)
+        self._at = at
+        self._error = error
+        self._found_bytes = found_bytes
+        self._count = 0
+        self._lock = threading.Lock()
+        self.failed = False
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        if not self._is_due(offset):
+            return self._source.read_at(offset, nbytes)
+        raise TruncatedError(
+            "the file ends too early",
+            file=self.path,
+            offset=offset,
+            expected=f"{nbytes} bytes",
+            found=f"{min(nbytes, self._found_bytes)} bytes",
+        )
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if not self._is_due(offset):
+            return self._source.read_into(offset, buffer, direct=direct)
+        found = self._source.read_into(offset, buffer, direct=direct)
+        return min(found, self._found_bytes)
+
+    def _is_due(self, offset: int) -> bool:
+        """Count a read; return whether it ends early, or raise the error that it meets."""
+        with self._lock:
+            self._count += 1
+            if self._count != self._at:
+                return False
+            self.failed = True
+        if self._error is None:
+            return True
+        problem = f"reading failed: {os.strerror(self._error)}"
+        raise ReadError(problem, file=self.path, offset=offset) from OSError(self._error, os.strerror(self._error))

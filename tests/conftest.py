@@ -1,0 +1,45 @@
+"""What every test gets: Hypothesis profiles, a check for leaks, and the reason why GPU tests are skipped."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from leaks import Holdings
+
+# The same examples in every CI run; new ones, and more of them, in the long run. Shared machines make deadlines lie.
+settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True)
+settings.register_profile("long", deadline=None, max_examples=2000)
+settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give this process a temporary directory of its own, so that whatever appears in it comes from its tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = str(tmp_path_factory.mktemp("temporary"))
+        patch.setenv("TMPDIR", directory)
+        patch.setattr(tempfile, "tempdir", directory)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Fail a test that leaves descriptors, threads or temporary files behind."""
+    before = Holdings.now()
+    yield
+    left = before.left_behind()
+    assert not left, "the test left behind:\n" + "\n".join(left)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip GPU tests where there is no accelerator, and say so."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.accelerator.is_available():
+        pytest.skip(f"torch {torch.__version__} finds no accelerator on this machine")

@@ -1,0 +1,59 @@
+"""What a process holds, compared before and after a test."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+#: A thread that was told to stop gets this long to do so, in seconds.
+_THREAD_GRACE = 2.0
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a process holds and must give back."""
+
+    descriptors: Counter[str]
+    threads: frozenset[threading.Thread]
+    temporary: frozenset[str]
+
+    @classmethod
+    def now(cls) -> Holdings:
+        return cls(
+            descriptors=_open_files(),
+            threads=frozenset(threading.enumerate()),
+            temporary=frozenset(os.listdir(tempfile.gettempdir())),
+        )
+
+    def left_behind(self) -> list[str]:
+        """Return what is held now beyond this, a line each."""
+        _wait_for_threads(self.threads)
+        now = Holdings.now()
+        return [
+            *(f"open descriptor: {target}" for target in (now.descriptors - self.descriptors).elements()),
+            *(f"running thread: {thread.name}" for thread in now.threads - self.threads),
+            *(f"temporary file: {name}" for name in sorted(now.temporary - self.temporary)),
+        ]
+
+
+def _open_files() -> Counter[str]:
+    targets: Counter[str] = Counter()
+    for descriptor in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.exists() else ():
+        try:
+            targets[os.readlink(_DESCRIPTORS / descriptor)] += 1
+        except FileNotFoundError:
+            continue  # the descriptor by which the directory itself was listed
+    return targets
+
+
+def _wait_for_threads(known: frozenset[threading.Thread]) -> None:
+    deadline = time.monotonic() + _THREAD_GRACE
+    for thread in set(threading.enumerate()) - known:
+        thread.join(max(0.0, deadline - time.monotonic()))

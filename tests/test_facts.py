@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from sluice import _facts
+from sluice._facts import cgroup_headroom, file_facts, host_headroom, machine_facts
+from sluice.sources._local import LocalFile
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[LocalFile]:
+    (tmp_path / "f").write_bytes(b"x" * 300_000)
+    source = LocalFile(tmp_path / "f")
+    yield source
+    source.close()
+
+
+def make(root: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_tightest_ancestor_of_cgroup_v2_counts_and_reclaimable_pages_are_free(tmp_path: Path) -> None:
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/container\n",
+            "sys/fs/cgroup/pod/container/memory.max": "max\n",
+            "sys/fs/cgroup/pod/container/memory.current": f"{100 * MIB}\n",
+            "sys/fs/cgroup/pod/memory.max": f"{500 * MIB}\n",
+            "sys/fs/cgroup/pod/memory.current": f"{300 * MIB}\n",
+            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {50 * MIB}\n",
+        },
+    )
+    assert cgroup_headroom(root) == 250 * MIB
+
+
+def test_cgroup_v1_and_its_unlimited_value(tmp_path: Path) -> None:
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/job\n0::/\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{64 * MIB}\n",
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{60 * MIB}\n",
+            "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {MIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+        },
+    )
+    assert cgroup_headroom(root) == 5 * MIB
+
+
+def test_a_group_hidden_by_a_namespace_is_skipped(tmp_path: Path) -> None:
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/not/visible/here\n",
+            "sys/fs/cgroup/memory.max": f"{10 * MIB}\n",
+            "sys/fs/cgroup/memory.current": f"{4 * MIB}\n",
+        },
+    )
+    assert cgroup_headroom(root) == 6 * MIB
+
+
+def test_no_limit_and_no_cgroups(tmp_path: Path) -> None:
+    assert cgroup_headroom(tmp_path) is None
+
+
+def test_headroom_names_its_origin(file: LocalFile) -> None:
+    facts = machine_facts([file])
+    assert facts.cores >= 1
+    nbytes, origin = host_headroom(facts)
+    assert 0 < nbytes <= facts.memory_available_bytes
+    assert origin in {"free memory", "left in the control group"}
+
+
+def test_small_files_are_not_probed(file: LocalFile) -> None:
+    known = file_facts(file)
+    assert not known.direct_io
+    assert known.cached == ()
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([1, BlockingIOError(), 1], (True, False, True)),
+        ([OSError(errno.ENOTSUP, "not supported")], ()),
+        ([1, OSError(errno.EINVAL, "old kernel")], ()),
+    ],
+)
+def test_probes_ask_one_byte_each_and_give_up_where_the_kernel_does_not_tell(
+    file: LocalFile,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[int | OSError],
+    expected: tuple[bool, ...],
+) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def preadv(_: int, buffers: list[bytearray], offset: int, flags: int = 0) -> int:
+        asked.append((offset, len(buffers[0]), flags))
+        answer = answers[len(asked) - 1]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
+    monkeypatch.setattr(_facts, "_filesystem", lambda _: "ext4")
+    monkeypatch.setattr(_facts, "_opens_direct", lambda _: True)
+    monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
+    monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
+    assert file_facts(file).cached == expected
+    assert asked == [(i * 102_400, 1, 8) for i in range(len(asked))]
+
+
+def test_network_file_systems_are_read_buffered(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_facts, "_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
+    assert not file_facts(file).direct_io
+
+
+def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice._options.PROBES_PER_FILE", 4)
+    monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 4096)
+    step = file_facts(file).probe_step_bytes
+    assert step % 4096 == 0
+    assert -(-300_000 // step) <= 4
