@@ -13,8 +13,8 @@ from torch import nn
 
 __all__ = ["Job", "Loaded", "Method", "Outcome", "Precision", "Run", "Scenario", "Start", "State", "Status", "Verdict"]
 
-#: ``cold``: nothing of the checkpoint is in the page cache. ``warm``: all of it is. ``first``, ``second``, ``third``: loads
-#: of the same file one after another, the first of them cold.
+#: ``cold``: nothing of the checkpoint is in the page cache. ``warm``: all of it is.
+#: ``first``, ``second``, ``third``: loads of the same file one after another, the first of them cold.
 State = Literal["cold", "warm", "first", "second", "third"]
 
 #: Dtype of a finished model.

@@ -168,7 +168,7 @@ PEERS = (
     _filling("runai-streamer", runai_stream, reads=_SAFETENSORS, imports=("runai_model_streamer:SafetensorsStreamer",)),
     _filling("fastsafetensors", fastsafetensors_load, reads=_SAFETENSORS, imports=("fastsafetensors:fastsafe_open",)),
     _filling(
-        "sluice-fill",
+        "sluice-load-into",
         with_sluice,
         reads=_BOTH,
         skeleton=_emptied_by_sluice,

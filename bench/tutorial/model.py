@@ -26,12 +26,14 @@ __all__ = [
     "GPTModel",
     "build",
     "config",
+    "final_bytes",
     "gpt2",
     "make_checkpoint",
     "random_weight",
 ]
 
-#: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``per-parameter``: a directory of files ``NAME.pt``.
+#: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file.
+#: ``per-parameter``: a directory with a file ``NAME.pt`` for every entry of the state dict.
 CheckpointFormat = Literal["torch", "safetensors", "per-parameter"]
 
 
@@ -198,6 +200,13 @@ def gpt2(size: str = "small") -> GPTModel:
 def build(name: str) -> nn.Module:
     """Return the model of this name, one of ``SIZES`` or ``ONE_TENSOR``, as its constructor makes it."""
     return nn.Embedding(512 << 10, 1024) if name == ONE_TENSOR else gpt2(name)
+
+
+def final_bytes(name: str, dtype: torch.dtype) -> int:
+    """Return F of a model: the bytes of its parameters and persistent buffers in this dtype."""
+    with torch.device("meta"):
+        elements = sum(tensor.numel() for tensor in build(name).state_dict().values())
+    return int(elements * dtype.itemsize)
 
 
 def random_weight(name: str, shape: torch.Size) -> torch.Tensor:

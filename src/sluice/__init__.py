@@ -93,12 +93,14 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module 'sluice' has no attribute {name!r}")
-    value = getattr(import_module(f"sluice.{_HOMES.get(name, '_errors')}"), name)
-    globals()[name] = value  # the next access does not come here
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would accept every name
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'sluice' has no attribute {name!r}")
+        value = getattr(import_module(f"sluice.{_HOMES.get(name, '_errors')}"), name)
+        globals()[name] = value  # the next access does not come here
+        return value
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,8 @@ that are inside:
 
 Assignment (``module.weight = parameter``, ``nn.Buffer``) ends in the same two methods. One parameter at a time is real,
 from its creation to its registration; ``torch.empty`` does not touch its pages, and initialisers that run after the
-registration, as those of torch's own layers do, work on the meta device, where they cost nothing.
+registration, as those of torch's own layers do, are skipped on the meta device: some of torch's meta kernels import its
+compiler, which takes a second and 100 MB.
 
 **Why not something else.** ``torch.device("meta")`` and the torch function and dispatch modes see the creation of
 tensors, not their registration: they put non-persistent buffers, which no checkpoint holds, on meta as well. Making
@@ -27,6 +28,8 @@ it is registered), and parameters of subclasses with memory of their own, stay r
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sluice._swap import is_plain, swap_data
@@ -49,9 +53,53 @@ class _Scope(threading.local):
     created: WeakTensorKeyDictionary | None = None
     #: Buffers registered inside: the meta tensor that took their place, or None where the real one was kept.
     buffers: WeakTensorKeyDictionary | None = None
+    #: Bytes emptied since free memory was last returned to the system.
+    emptied_bytes: int = 0
 
 
 _scope = _Scope()
+
+#: Bytes that are emptied between two returns of free memory. Small allocations land in the space that one layer's
+#: tensors leave, the next layer's do not fit there any more, and the heap grows although nearly all of it is free.
+_RETURN_AFTER_BYTES = 32 << 20
+
+#: What initialisers do to a tensor: its values change and nothing else.
+_INITIALISERS = frozenset(
+    {
+        nn.init.constant_,
+        nn.init.kaiming_uniform_,
+        nn.init.normal_,
+        nn.init.uniform_,
+        torch.Tensor.bernoulli_,
+        torch.Tensor.cauchy_,
+        torch.Tensor.clamp_,
+        torch.Tensor.erfinv_,
+        torch.Tensor.exponential_,
+        torch.Tensor.geometric_,
+        torch.Tensor.log_normal_,
+        torch.Tensor.normal_,
+        torch.Tensor.random_,
+        torch.Tensor.uniform_,
+    }
+)
+
+
+class _SkipInitialisers(TorchFunctionMode):
+    """Initialisers leave meta tensors alone, in this thread."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        if func in _INITIALISERS:
+            tensor = args[0] if args else options.get("tensor")  # functions of nn.init come with keywords only
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **options)
 
 
 @contextmanager
@@ -73,10 +121,12 @@ def empty_init() -> Iterator[None]:
     _install()
     _scope.created, _scope.buffers = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
     try:
-        yield
+        with _SkipInitialisers():
+            yield
     finally:
         _scope.created = _scope.buffers = None
         _uninstall()
+        _return_free_memory()
 
 
 def _note_created(original: Callable[..., Any]) -> Any:
@@ -98,6 +148,7 @@ def _empty_registered(original: Callable[..., Any]) -> Any:
             return
         del created[registered]  # before the swap, which refuses tensors with weak references
         if not registered.is_meta:
+            _count_emptied(registered.nbytes)
             swap_data(registered, torch.empty_like(registered, device="meta", requires_grad=False))
 
     return register_parameter
@@ -118,11 +169,27 @@ def _empty_buffer(known: WeakTensorKeyDictionary, buffer: torch.Tensor, *, persi
     if buffer not in known:
         empty = None
         if persistent and is_plain(buffer) and not buffer.is_meta:
+            _count_emptied(buffer.nbytes)
             empty = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
             empty.__dict__.update(buffer.__dict__)  # marks of nn.Buffer
         known[buffer] = empty
     found: torch.Tensor | None = known[buffer]
     return buffer if found is None else found
+
+
+def _count_emptied(nbytes: int) -> None:
+    _scope.emptied_bytes += nbytes
+    if _scope.emptied_bytes >= _RETURN_AFTER_BYTES:
+        _return_free_memory()
+
+
+def _return_free_memory() -> None:
+    """Return free memory inside the C library's heap to the system, where the library is one that can (glibc)."""
+    _scope.emptied_bytes = 0
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 @dataclass(slots=True)

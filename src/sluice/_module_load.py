@@ -191,7 +191,7 @@ def _rows(request: Request, start: int, count: int) -> Request:
 def _report_partial(job: Job, targets: Targets, finished: set[int], error: BaseException) -> None:
     """Say which live tensors changed, when any did; an interrupt stays an interrupt and carries it as a note."""
     names = [job.state.outline.slots[slot].names[0] for slot in job.match.slots]
-    live = [i for i, slot in enumerate(job.match.slots) if not job.state.tensors[slot].is_meta or i in finished]
+    live = [i for i, slot in enumerate(job.match.slots) if not job.state.tensors[slot].is_meta]
     done = tuple(names[i] for i in live if i in finished)
     torn = tuple(
         names[i] for i in live if i not in finished and i in targets.touched and job.match.requests[i].existing

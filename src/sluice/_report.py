@@ -100,7 +100,7 @@ class LoadReport:
         )
 
     def _speed(self) -> str:
-        methods = "".join(f", {format_bytes(nbytes)} {method}" for method, nbytes in self.reads.items())
+        methods = "".join(f", {format_bytes(nbytes)} {method}" for method, nbytes in self.reads.items() if nbytes)
         stepped = f", {self.stepped_down} reads stepped down" if self.stepped_down else ""
         read = f"read {format_bytes(self.read_bytes)} in {self.seconds:.2f} s, {self.gb_per_second:.2f} GB/s"
         return read + methods + stepped

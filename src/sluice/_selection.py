@@ -16,7 +16,8 @@ With ``key`` there is one mapping, the one that it names, and it fits as a whole
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -135,13 +136,8 @@ def select(
     """
     bounds = limits or Limits()
     candidates = state_dict_candidates(tree) if key is None else (key,)
-    views = [
-        view
-        for found in candidates
-        for form in _forms(_mapping(tree, found, rename, bounds), outline)
-        for view in _views(form, outline)
-    ]
-    if key is None and "" not in candidates:
+    views = [view for found in candidates for view in _views(_mapping(tree, found, rename, bounds), outline)]
+    if key is None and "" not in candidates and not any(view.is_whole for view in views):
         views += _nested(tree, outline, rename, bounds)
     if not views:
         raise MismatchError("the checkpoint holds no tensors that a module could load")
@@ -168,16 +164,31 @@ def _nested(tree: object, outline: Outline, rename: Rename | None, limits: Limit
         mapping = _mapping(tree, "", rename, limits)
     except FormatError:  # two tensors have the same dotted name: fine in a tree, but not a state dict
         return []
-    return [view for form in _forms(mapping, outline) for view in _views(form, outline) if view.is_whole]
+    return [view for view in _views(mapping, outline) if view.is_whole]
+
+
+def _views(mapping: _Mapping, outline: Outline) -> list[_View]:
+    """Return the view that fits as a whole; without one, all: as the mapping is, and behind every prefix that helps."""
+    views: list[_View] = []
+    for form in _forms(mapping, outline):
+        for find in (_names_as_they_are, _names_behind_prefixes):
+            views += _views_of(form, find(form), outline)
+            whole = [view for view in views if view.is_whole]
+            if whole:
+                return whole[:1]
+    return views
 
 
 def _forms(mapping: _Mapping, outline: Outline) -> Iterator[_Form]:
-    own = [*(name for slot in outline.slots for name in slot.names), *outline.extra_state, *outline.refused]
+    own = {
+        name: name
+        for name in (*(name for slot in outline.slots for name in slot.names), *outline.extra_state, *outline.refused)
+    }
     entries = mapping.entries
-    yield _Form(mapping=mapping, unwrapped=False, found={name: name for name in entries}, own={n: n for n in own})
+    yield _Form(mapping=mapping, unwrapped=False, found={name: name for name in entries}, own=own)
     found, bare = ({_unwrap(name): name for name in names} for names in (entries, own))
-    changed = found.keys() != entries.keys() or bare.keys() != set(own)
-    if changed and len(found) == len(entries) and len(bare) == len(set(own)):
+    changed = found.keys() != entries.keys() or bare.keys() != own.keys()
+    if changed and len(found) == len(entries) and len(bare) == len(own):
         yield _Form(mapping=mapping, unwrapped=True, found=found, own=bare)
 
 
@@ -185,37 +196,41 @@ def _unwrap(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _views(form: _Form, outline: Outline) -> Iterator[_View]:
-    """Yield the form behind every prefix that leads to names of the module, and as it is."""
+def _names_as_they_are(form: _Form) -> dict[str, dict[str, str]]:
+    own = form.own
+    return {"": {original: own[seen] for seen, original in form.found.items() if seen in own}}
+
+
+def _names_behind_prefixes(form: _Form) -> dict[str, dict[str, str]]:
+    """Return the name in the module for each name of the mapping, by the prefix that is between them."""
+    names: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    own = form.own
+    for seen, original in form.found.items():
+        start = seen.find(".") + 1
+        while start:
+            if (rest := seen[start:]) in own:
+                names[seen[:start]][original] = own[rest]
+            start = seen.find(".", start) + 1
+    return names
+
+
+def _views_of(form: _Form, names: Mapping[str, Mapping[str, str]], outline: Outline) -> Iterator[_View]:
     slot_of = {name: i for i, slot in enumerate(outline.slots) for name in slot.names}
     required = {i for i, slot in enumerate(outline.slots) if slot.added_in is None}
-    behind: Counter[str] = Counter({"": 0})
-    names: defaultdict[str, dict[str, str]] = defaultdict(dict, {"": {}})
-    for seen, original in form.found.items():
-        for prefix in _prefixes(seen):
-            behind[prefix] += 1
-            own = form.own.get(seen[len(prefix) :])
-            if own is not None:
-                names[prefix][original] = own
+    ordered = sorted(form.found) if any(names) else []
     for prefix, matching in names.items():
         covered = {slot_of.get(own) for own in matching.values()}
+        behind = len(form.found)
+        if prefix:  # its last character is a dot: what starts with it lies before the character after the dot
+            behind = bisect_left(ordered, f"{prefix[:-1]}/") - bisect_left(ordered, prefix)
         yield _View(
             form=form,
             prefix=prefix,
             names=matching,
             missing=len(required) - len(required & covered),
-            unexpected=behind[prefix] - len(matching),
-            outside=len(form.found) - behind[prefix],
+            unexpected=behind - len(matching),
+            outside=len(form.found) - behind,
         )
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    end = 0
-    while True:
-        yield name[:end]
-        end = name.find(".", end) + 1
-        if not end:
-            return
 
 
 def _fitting(views: Sequence[_View], *, parts: bool) -> _View | None:
@@ -248,6 +263,8 @@ def _is_rival(view: _View, best: _View) -> bool:
 
 def _distinct(views: Sequence[_View]) -> list[_View]:
     """Return the first view of each content."""
+    if len(views) < 2:
+        return list(views)
     kept: dict[object, _View] = {}
     for view in views:
         kept.setdefault(view.content, view)

@@ -7,13 +7,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
 import sluice
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
-from sluice._options import MemoryLimits
+from sluice._options import MemoryLimits, PageCache
 from sluice._units import parse_bytes
 from sluice.cli._failures import Failure, describe
 
@@ -53,7 +53,7 @@ class _Size(click.ParamType[int]):
 @click.option("--no-strict", is_flag=True, help="Allow names that are missing in the file or in the model.")
 @click.option(
     "--page-cache",
-    type=click.Choice(["auto", "keep", "bypass"]),
+    type=click.Choice(get_args(PageCache)),
     default="auto",
     show_default=True,
     help="keep: leave the file cached. bypass: leave the cache alone.",
@@ -71,7 +71,7 @@ def load_command(
     memory: int | None,
     staging: int,
     no_strict: bool,
-    page_cache: str,
+    page_cache: PageCache,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -88,6 +88,8 @@ def load_command(
     """
     arguments, named = _parse_arguments(model_args)
     build = _find_factory(factory)
+    if device is not None:
+        _check_device(device)
     model = _build_model(build, factory, arguments, named)
     report = sluice.load_into(
         model,
@@ -122,14 +124,29 @@ def _parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
     raise click.BadParameter("must be a JSON object or array", param_hint="--model-args")
 
 
-def _parse_dtype(name: str | None) -> torch.dtype | str | None:
-    if name is None or name == "auto":
-        return name
+def _parse_dtype(name: str | None) -> torch.dtype | Literal["auto"] | None:
+    if name is None:
+        return None
+    if name == "auto":
+        return "auto"
     try:
         dtype: torch.dtype = torch_dtype(name)
     except AttributeError as error:
         raise click.BadParameter(f"the installed torch has no {name}", param_hint="--dtype") from error
     return dtype
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that torch does not know or cannot use, before anything is built."""
+    import torch
+
+    try:
+        useless = torch.empty(0, device=device).is_meta
+    # A torch without CUDA says so with an AssertionError.
+    except (RuntimeError, AssertionError) as error:
+        raise click.BadParameter(f"{device!r} cannot be used: {error}", param_hint="--device") from error
+    if useless:
+        raise click.BadParameter("the meta device holds no weights", param_hint="--device")
 
 
 def _find_factory(spec: str) -> Callable[..., Any]:

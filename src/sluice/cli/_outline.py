@@ -5,10 +5,9 @@ Lines are made as they are printed: a file of a kilobyte can describe a tree wit
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from itertools import islice
-
-import click
+from itertools import chain, islice
 
 from sluice._records import Entry, Opaque
 from sluice._units import format_bytes
@@ -23,17 +22,16 @@ _LINES_SHOWN = 2000
 
 def print_outline(heading: str, tree: object, *, everything: bool) -> None:
     """Print a tree under a heading; without ``everything`` long containers and long outlines are cut."""
-    click.echo(f"{heading}: {_describe(tree)}")
     lines = outline(tree, None if everything else _CHILDREN_SHOWN)
-    for line in islice(lines, None if everything else _LINES_SHOWN):
-        click.echo(line)
+    shown = islice(lines, None if everything else _LINES_SHOWN)
+    sys.stdout.writelines(f"{line}\n" for line in chain([f"{heading}: {_describe(tree)}"], shown))
     if next(lines, None) is not None:
-        click.echo("... the outline goes on; --all shows it")
+        sys.stdout.write("... the outline goes on; --all shows it\n")
 
 
 def outline(tree: object, shown: int | None, indent: str = "") -> Iterator[str]:
     """Yield a line for everything in a container, of each container at most ``shown`` children."""
-    if not isinstance(tree, (Mapping, list, tuple)):
+    if not isinstance(tree, (Mapping, list, tuple)) or (shown is not None and _is_plain_list(tree)):
         return
     last = len(tree) - 1 if shown is None else min(len(tree) - 1, shown)
     for number, (label, child) in enumerate(_children(tree)):
@@ -60,5 +58,13 @@ def _describe(value: object) -> str:
     if isinstance(value, Opaque):
         return f"{printable(value.qualified_name)} (not loaded)"
     if isinstance(value, (Mapping, list, tuple)):
-        return f"{type(value).__name__} of {len(value):,}"
+        values = f": {printable_value(value)}" if _is_plain_list(value) else ""
+        return f"{type(value).__name__} of {len(value):,}{values}"
     return printable_value(value)
+
+
+def _is_plain_list(value: object) -> bool:
+    """Return whether one line says enough: parameter numbers of an optimizer, betas, a shape."""
+    return isinstance(value, (list, tuple)) and not any(
+        isinstance(child, (Entry, Opaque, Mapping, list, tuple)) for child in value
+    )

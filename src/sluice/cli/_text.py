@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from reprlib import Repr
 
-__all__ = ["path_and_key", "printable", "printable_paragraph", "printable_value"]
+__all__ = ["path_and_key", "printable", "printable_paragraph", "printable_value", "shorten"]
 
 #: Integers beyond this are shown in hexadecimal: Python refuses to write very long ones in decimal.
 _DECIMAL_BITS = 256
@@ -34,6 +34,11 @@ def printable_paragraph(text: str) -> str:
 def path_and_key(path: str, key: str | None) -> str:
     """Return the heading of what is shown: a path, and the part of it that was asked for."""
     return printable(f"{path}, {key}" if key else path)
+
+
+def shorten(text: str, limit: int) -> str:
+    """Return at most ``limit`` characters of ``text``, and how many there are when that cuts it."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 class _ShortRepr(Repr):

@@ -64,4 +64,4 @@ class Unpickler(Machine):
             return self.error(FormatError, "text in the pickle is not UTF-8", position)
         if isinstance(error, struct.error) or position + 1 >= len(self.data):
             return self.error(TruncatedError, "the pickle ends before its STOP", position)
-        return self.error(FormatError, "an opcode takes more than the stack holds", position)
+        return self.error(FormatError, "an opcode takes more than the stack or the memo holds", position)

@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import Opaque
+from sluice._records import Entry, Opaque
 from sluice.formats._pickle_keys import KeyGuard
 
-__all__ = ["Allowlist", "Constructor", "Machine", "Refusal"]
+__all__ = ["Allowlist", "Constructor", "Consumed", "Machine", "Refusal"]
 
 AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
 
@@ -21,7 +21,12 @@ _MARKS_PER_LEVEL = 4
 
 _DICT_KINDS = frozenset({dict, OrderedDict, Counter})
 
-_FORGOTTEN = object()
+
+class Consumed:
+    """Stands in the memo for an object that a tensor consumed; see ``Machine.call``."""
+
+
+_ARGUMENTS, _EMPTY_HOOKS = Consumed(), Consumed()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +149,12 @@ class Machine:
 
     def fetch(self, index: int, position: int) -> object:
         """Return what the memo holds at ``index``."""
-        if index >= len(self.memo):
-            raise self.error(FormatError, f"the pickle refers to memo {index}, which it never stored", position)
         value: object = self.memo[index]
-        if value is _FORGOTTEN:
-            raise self.error(FormatError, f"the pickle refers to memo {index}, arguments of a finished call", position)
+        if type(value) is Consumed:
+            if value is _ARGUMENTS:
+                problem = f"the pickle refers to memo {index}, the arguments of a finished call"
+                raise self.error(FormatError, problem, position)
+            value = self.memo[index] = OrderedDict()
         return value
 
     def find(self, module: str, name: str) -> object:
@@ -164,39 +170,50 @@ class Machine:
         """Return what calling ``function`` gives; for what is no constructor, the thing itself: it stays inert."""
         if type(arguments) is not tuple:
             raise self.error(FormatError, "the arguments of a call are not a tuple", position)
-        if type(function) is Constructor:
-            return self._attempt(function.build, arguments, position)
-        if isinstance(function, (Opaque, Refusal)):
+        if type(function) is not Constructor:
+            self.check_inert(function, "arguments", position)
             return function
-        raise self.error(FormatError, "the pickle calls a value", position, found=type(function).__name__)
+        try:
+            value = function.build(arguments)
+        except CheckpointError as error:
+            value = self._refuse(error, position)
+        if type(value) is Entry:
+            self._forget(arguments)
+        return value
 
     def resolve(self, identity: object, position: int) -> object:
         """Return the object of a persistent id."""
-        return self._attempt(self.allowlist.load_persistent, identity, position)
-
-    def _attempt(self, build: Callable[[Any], object], argument: object, position: int) -> object:
         try:
-            value = build(argument)
-        except (FormatError, UnsupportedError) as error:
-            # The first refusal also causes those that follow: they were given its stand-in.
-            if self.refusal is None:
-                self.refusal = Refusal(error=self._located(error, position))
-            value = self.refusal
-        except LimitError as error:
-            raise self._located(error, position) from None
-        self._forget(argument)
+            value = self.allowlist.load_persistent(identity)
+        except CheckpointError as error:
+            value = self._refuse(error, position)
+        if self.memo and self.memo[-1] is identity:
+            # The object stands for its id from here on, should anything refer to the id again.
+            self.memo[-1] = value
         return value
+
+    def _refuse(self, error: CheckpointError, position: int) -> Refusal:
+        if isinstance(error, LimitError):
+            raise self._located(error, position)
+        # The first refusal also causes those that follow: they were given its stand-in.
+        if self.refusal is None:
+            self.refusal = Refusal(error=self._located(error, position))
+        return self.refusal
 
     def _located(self, error: AnyCheckpointError, position: int) -> AnyCheckpointError:
         error.file, error.offset = self._file, self._offset + position
         return error
 
-    def _forget(self, arguments: object) -> None:
-        # Picklers store every object in the memo. Arguments are made for one call, so nothing refers to them again;
-        # kept, those of 100,000 tensors would take more memory than the tensors' own records.
+    def _forget(self, arguments: tuple[Any, ...]) -> None:
+        # Picklers store every object in the memo. What is made for one call is not referred to again; kept, the
+        # arguments of 100,000 tensors would take more memory than the tensors' own records. The hooks of a tensor are
+        # an empty dict that picklers could share, so that it is made anew when they do.
         memo = self.memo
-        if memo and memo[-1] is arguments:
-            memo[-1] = _FORGOTTEN
+        if len(memo) > 1 and memo[-1] is arguments:
+            memo[-1] = _ARGUMENTS
+            last = arguments[-1]
+            if type(last) is OrderedDict and not last and memo[-2] is last:
+                memo[-2] = _EMPTY_HOOKS
 
     def fill(self, target: object, items: list[Any], position: int) -> None:
         """Set keys and values, which alternate in ``items``, in a dict."""

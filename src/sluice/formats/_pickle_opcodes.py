@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError, UnsupportedError
-from sluice.formats._pickle_machine import Machine
+from sluice.formats._pickle_machine import Consumed, Machine
 
 __all__ = ["HANDLERS", "STOPPED"]
 
@@ -150,7 +150,9 @@ def _get(layout: struct.Struct) -> Handler:
     unpack, size = layout.unpack_from, layout.size
 
     def get(machine: Machine, position: int) -> int:
-        machine.stack.append(machine.fetch(unpack(machine.data, position)[0], position))
+        index = unpack(machine.data, position)[0]
+        value = machine.memo[index]
+        machine.stack.append(machine.fetch(index, position) if type(value) is Consumed else value)
         return position + size
 
     return get

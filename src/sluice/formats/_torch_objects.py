@@ -152,6 +152,8 @@ class TorchObjects:
             FormatError: It is malformed, or contradicts an earlier declaration of the same storage.
             UnsupportedError: It is a storage of a quantized dtype.
         """
+        if type(identity) is StorageReference:  # what stands for its id in the memo
+            return identity
         if type(identity) is not tuple or len(identity) != _IDENTITY_FIELDS or identity[0] != "storage":
             raise FormatError("a persistent id that is not a storage's")
         _, kind, key, location, numel = identity

@@ -1,0 +1,107 @@
+"""Runs scenarios: every method in its own process, the methods interleaved, the page cache prepared before each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from bench._cache import make_cold, make_warm
+from bench._process import run_job
+from bench._records import Job, Outcome, Run, Scenario, State
+
+__all__ = ["REFERENCE", "run_scenarios", "run_with_progress"]
+
+#: The method whose verdict is the truth.
+REFERENCE = "reference"
+
+#: What to do to a checkpoint before a load; nothing before the second load in a row.
+_PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "first": make_cold, "warm": make_warm}
+
+
+def _order(scenario: Scenario) -> list[tuple[str, State]]:
+    """Return what one repetition runs; loads in a row belong together, other states are worked off one by one."""
+    if "first" in scenario.states:
+        return [(method, state) for method in scenario.checkpoints for state in scenario.states]
+    return [(method, state) for state in scenario.states for method in scenario.checkpoints]
+
+
+def run_scenarios(
+    scenarios: Sequence[Scenario], *, repetitions: int, starting: Callable[[Scenario, str, State], None]
+) -> Iterator[Run]:
+    """Run everything and yield each run as it ends; the reference comes first, once for each scenario.
+
+    Args:
+        scenarios: What to run; every repetition goes through all of them.
+        repetitions: How often.
+        starting: Called before each run.
+    """
+    for scenario in scenarios:
+        starting(scenario, REFERENCE, scenario.states[0])
+        yield _run(scenario, REFERENCE, scenario.states[0], repetition=0)
+    for repetition in range(repetitions):
+        for scenario in scenarios:
+            for method, state in _order(scenario):
+                starting(scenario, method, state)
+                yield _run(scenario, method, state, repetition=repetition)
+
+
+def _run(scenario: Scenario, method: str, state: State, *, repetition: int) -> Run:
+    if method == REFERENCE:
+        outcome = run_job(_job(scenario, method, "", verify=True))
+    elif (prepare := _PREPARATIONS.get(state)) and not prepare(scenario.checkpoints[method]):
+        outcome = Outcome(status="failed", reason=f"the page cache could not be made {state}")
+    else:
+        # The digests take longer than a load, and a method that is right once is right the next time.
+        checkpoint = str(scenario.checkpoints[method])
+        outcome = run_job(_job(scenario, method, checkpoint, verify=repetition == 0))
+    return Run(scenario=scenario.title, method=method, state=state, repetition=repetition, outcome=outcome)
+
+
+def _job(scenario: Scenario, method: str, checkpoint: str, *, verify: bool) -> Job:
+    return Job(
+        method=method,
+        model=scenario.model,
+        checkpoint=checkpoint,
+        dtype=scenario.dtype,
+        device=scenario.device,
+        verify=verify,
+    )
+
+
+def run_with_progress(console: Console, scenarios: Sequence[Scenario], *, repetitions: int) -> list[Run]:
+    """Run everything behind a progress line; where there is no terminal, print a line for each run instead."""
+    total = sum(1 + repetitions * len(_order(scenario)) for scenario in scenarios)
+    bar = Progress(
+        SpinnerColumn(),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        TextColumn("[dim]{task.fields[last]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("starting", total=total, last="")
+
+        def starting(scenario: Scenario, method: str, state: State) -> None:
+            bar.update(task, description=f"[bold]{method}[/] {scenario.dtype} {state}")
+
+        runs = []
+        for run in run_scenarios(scenarios, repetitions=repetitions, starting=starting):
+            runs.append(run)
+            last = _one_line(run)
+            bar.update(task, advance=1, last=last)
+            if not console.is_terminal:
+                console.print(f"{len(runs):>4}/{total}  {last}", highlight=False, soft_wrap=True)
+    return runs
+
+
+def _one_line(run: Run) -> str:
+    outcome = run.outcome
+    result = f"{outcome.seconds:.2f} s" if outcome.status == "ok" else outcome.status
+    return f"{run.method} {run.state}: {result}"

@@ -1,0 +1,31 @@
+"""A check that a block keeps its memory promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from sluice._measure import PeakMeter
+from sluice._units import format_bytes
+
+__all__ = ["assert_peak"]
+
+
+@contextmanager
+def assert_peak(limit_bytes: int) -> Iterator[PeakMeter]:
+    """Fail when this process's resident memory, all kinds together, grows by more than ``limit_bytes`` in the block.
+
+    The peak is the kernel's own record (``VmHWM``), so no short peak is missed. Memory that other threads take counts.
+
+    Raises:
+        AssertionError: It grew by more.
+
+    Example:
+        >>> with assert_peak(64 << 20):
+        ...     data = bytes(1 << 20)
+    """
+    with PeakMeter() as meter:
+        yield meter
+    grown = meter.peaks.total_bytes
+    if grown > limit_bytes:
+        raise AssertionError(f"memory grew by {format_bytes(grown)}, more than the {format_bytes(limit_bytes)} allowed")

@@ -1,0 +1,280 @@
+"""Names, parts and candidates of nested checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice._errors import FormatError, LimitError, MismatchError
+from sluice._options import Limits
+from sluice._records import Entry, Opaque
+from sluice._tree import flatten, map_leaves, opaques, state_dict_candidates, subtree, walk
+
+
+def tensor(size: int = 1, storage: int = 0) -> Entry:
+    return Entry(dtype="float32", shape=(size,), stride=(1,), storage=storage)
+
+
+def names(tree: object) -> list[str]:
+    return list(flatten(tree, Limits()))
+
+
+A, B, C = tensor(1, 0), tensor(2, 1), tensor(3, 2)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"b": A, "a.x": B, "n": 3, "none": None}, ["b", "a.x"]),
+        ({"model": OrderedDict(w=A), "list": [1, (A, {"deep": B})]}, ["model.w", "list.1.0", "list.1.1.deep"]),
+        ({0: A, 1: {"x": B}, -1: C}, ["0", "1.x", "-1"]),
+        ({(1, 2): A, None: B, b"k": C}, ["(1, 2)", "None", "b'k'"]),
+        ({"": A, "x": {"": B}}, ["", "x."]),
+        (A, [""]),
+        ([A, B], ["0", "1"]),
+        ({}, []),
+        ("text", []),
+    ],
+)
+def test_flatten(tree: object, expected: list[str]) -> None:
+    assert names(tree) == expected
+    assert [name for name, _ in walk(tree)] == expected
+
+
+@pytest.mark.parametrize(
+    ("tree", "name", "places"),
+    [
+        ({"a.b": A, "a": {"b": B}}, "a.b", "['a.b'] and ['a']['b']"),
+        ({0: A, "0": B}, "0", "[0] and ['0']"),
+        ({"x": [A], "x.0": A}, "x.0", "['x'][0] and ['x.0']"),
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(tree: object, name: str, places: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        names(tree)
+    assert (caught.value.tensor, caught.value.found) == (name, places)
+    assert [seen for seen, _ in walk(tree)] == [name, name]
+
+
+def nested(depth: int) -> object:
+    tree: object = A
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+def test_flatten_is_bounded_in_depth_and_count() -> None:
+    assert len(flatten(nested(64), Limits())) == 1
+    with pytest.raises(LimitError, match="depth"):
+        flatten(nested(65), Limits())
+    assert len(flatten([A] * 3, Limits(entries=3))) == 3
+    with pytest.raises(LimitError, match="entries"):
+        flatten([A] * 4, Limits(entries=3))
+
+
+def test_depth_costs_no_stack() -> None:
+    deep = nested(100_000)
+    assert len(list(walk(deep))) == 1
+    assert state_dict_candidates(deep) == ()
+    copy = map_leaves(deep, lambda entry: entry.storage)
+    while isinstance(copy, list):
+        (copy,) = copy
+    assert copy == 0
+
+
+def test_opaques() -> None:
+    args = Opaque(qualified_name="argparse.Namespace")
+    assert opaques({"w": A, "args": args, "more": [args]}) == {"args": args, "more.0": args}
+
+
+def test_map_leaves_keeps_types_and_identity() -> None:
+    model = OrderedDict(w=A, tied=A, n=1)
+    model._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    shared = [B]
+    seen: list[Entry] = []
+
+    def number(entry: Entry) -> object:
+        seen.append(entry)
+        return ("read", entry.storage)
+
+    copy = map_leaves({"model": model, "pair": (shared, shared), "plain": {"x": None}}, number)
+    assert copy["model"] == OrderedDict(w=("read", 0), tied=("read", 0), n=1)
+    assert type(copy["model"]) is OrderedDict
+    assert copy["model"]._metadata == {"": {"version": 2}}
+    assert copy["pair"][0] is copy["pair"][1]
+    assert copy["pair"][0] is not shared
+    assert seen == [A, B]
+    assert map_leaves(A, number) == ("read", 0)
+
+
+def test_map_leaves_takes_a_doubling_tree_once() -> None:
+    tree: object = [A]
+    for _ in range(60):
+        tree = [tree, tree]
+    assert map_leaves(tree, lambda entry: entry) == tree
+    assert state_dict_candidates(tree) == ()
+
+
+FLAT = {"model": OrderedDict({"blocks.0.w": A, "blocks.0.attn.w": B, "blocks.10.w": C}), "epoch": 3}
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "expected"),
+    [
+        ({"ema": {"model": {"w": A}}}, "ema.model", {"w": A}),
+        ({"ema.model": {"w": A}, "ema": {"model": {"w": B}}}, "ema.model", {"w": A}),
+        ({"ema": {"w": A}, "ema.x": B}, "ema", {"w": A}),
+        ({"models": [{"w": A}, {"w": B}]}, "models.1", {"w": B}),
+        ({"models": ({"w": A},)}, "models.0.w", A),
+        ({0: {"w": A}}, "0", {"w": A}),
+        ({0: {"w": A}, "0": {"w": B}}, "0", {"w": B}),
+        (FLAT, "model.blocks.0", {"w": A, "attn.w": B}),
+        (FLAT, "model.blocks.0.attn", {"w": B}),
+        (FLAT, "model.blocks.10", {"w": C}),
+        (FLAT, "epoch", 3),
+        (FLAT, "", FLAT),
+        ({"a.b": {"x": A}, "a": {"b": {"c": {"w": B}}}}, "a.b.c", {"w": B}),
+        ({"blocks.0.attn": {"w": A}}, "blocks.0", {"attn": {"w": A}}),
+    ],
+)
+def test_subtree(tree: object, key: str, expected: object) -> None:
+    assert subtree(tree, key) == expected
+
+
+def test_a_prefix_takes_the_versions_of_its_modules_along() -> None:
+    model = OrderedDict({"blocks.0.bn.w": A, "head.w": B})
+    model._metadata = OrderedDict(  # type: ignore[attr-defined]
+        {"": {"version": 1}, "blocks.0": {"version": 3}, "blocks.0.bn": {"version": 2}, "blocks.01": {"version": 4}}
+    )
+    part = subtree({"model": model}, "model.blocks.0")
+    assert type(part) is OrderedDict
+    assert dict(part._metadata) == {"": {"version": 3}, "bn": {"version": 2}}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("key", ["modle", "model.blocks.1", "model.blocks.0.w.x", "models.0", ".", "model.", "epoch.x"])
+def test_a_key_that_leads_nowhere_names_what_there_is(key: str) -> None:
+    with pytest.raises(MismatchError, match="nothing at key") as caught:
+        subtree(FLAT, key)
+    assert caught.value.expected == "one of 'model', 'epoch'"
+
+
+def test_close_names_are_suggested() -> None:
+    with pytest.raises(MismatchError) as caught:
+        subtree(FLAT, "modle.blocks.0")
+    assert "'model.blocks.0'" in str(caught.value.found)
+    with pytest.raises(MismatchError) as caught:
+        subtree(A, "model")
+    assert caught.value.expected is None
+
+
+def test_a_key_is_found_in_bounded_time() -> None:
+    tree: dict[str, Any] = {"end": A}
+    for _ in range(60):
+        tree = {"a": tree, "a.a": tree, "a.a.a": tree}
+    started = time.perf_counter()
+    with pytest.raises(MismatchError):
+        subtree(tree, "a." * 150 + "b")
+    assert time.perf_counter() - started < 5
+
+
+OPTIMIZER = {"state": {0: {"exp_avg": tensor(100), "step": A}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        ({"a.w": A, "b.w": B}, ("",)),
+        ({"model": {"w": A}, "epoch": 3}, ("model",)),
+        ({"model": {"w": A}, "ema": {"w": B}}, ("ema", "model")),
+        ({"model": {"w": A}, "ema": {"w": A}}, ("model", "ema")),
+        ({"nested": {"ema": {"w": A}}, "models": [{"w": B}]}, ("models.0", "nested.ema")),
+        ({"model": {"w": A}, "optimizer": OPTIMIZER, "optimizers": [OPTIMIZER]}, ("model",)),
+        (OPTIMIZER, ()),
+        ({"model": {"w": C}, "loss": A}, ("model",)),
+        ({"w": C, "layer._extra_state": {"scale": A}}, ("",)),
+        ({"rng": [A, B], "step": 1}, ()),
+        ({"state": {0: {0: A}}}, ()),
+        ({0: {"w": A}}, ("0",)),
+        ({"a": {"w": A}, "b": [{"w": tensor(0)}]}, ("a", "b.0")),
+        ({"": {"w": A}}, ()),
+        (A, ()),
+        ([], ()),
+        ({}, ()),
+    ],
+)
+def test_state_dict_candidates(tree: object, expected: tuple[str, ...]) -> None:
+    assert state_dict_candidates(tree) == expected
+
+
+def test_one_state_dict_at_two_places_is_one_candidate() -> None:
+    model = {"w": A}
+    assert state_dict_candidates({"model": model, "again": model}) == ("model",)
+
+
+keys = st.one_of(st.text("ab.", max_size=3), st.integers(-1, 3))
+leaves = st.one_of(st.builds(tensor, st.integers(0, 3), st.integers(0, 9)), st.none(), st.integers())
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.dictionaries(keys, inner, max_size=4), st.lists(inner, max_size=3), st.lists(inner, max_size=3).map(tuple)
+    ),
+    max_leaves=12,
+)
+
+
+def recursive_names(tree: object, name: str = "", first: bool = True) -> list[tuple[str, Entry]]:
+    """The definition of dotted names, by recursion."""
+    if isinstance(tree, Entry):
+        return [(name, tree)]
+    items: list[Any] = list(tree.items()) if isinstance(tree, dict) else []
+    if isinstance(tree, (list, tuple)):
+        items = list(enumerate(tree))
+    return [
+        found
+        for key, child in items
+        for found in recursive_names(child, str(key) if first else f"{name}.{key}", first=False)
+    ]
+
+
+@given(trees)
+def test_names_are_those_of_the_definition(tree: object) -> None:
+    expected = recursive_names(tree)
+    assert list(walk(tree)) == expected
+    if len(dict(expected)) == len(expected):
+        assert list(flatten(tree, Limits()).items()) == expected
+    else:
+        with pytest.raises(FormatError):
+            flatten(tree, Limits())
+
+
+@given(trees)
+def test_mapping_leaves_changes_nothing_else(tree: object) -> None:
+    assert map_leaves(tree, lambda entry: entry) == tree
+    marked = map_leaves(tree, lambda entry: Opaque(qualified_name=str(entry.storage)))
+    assert list(walk(marked)) == []
+    assert opaques(marked).keys() == dict(walk(tree)).keys()
+
+
+@given(trees)
+def test_every_candidate_is_a_dict_of_named_tensors(tree: object) -> None:
+    candidates = state_dict_candidates(tree)
+    assert len(set(candidates)) == len(candidates)
+    for key in candidates:
+        part = subtree(tree, key)
+        assert isinstance(part, (dict, Entry, list, tuple))  # another place can have the same dotted path
+        if len(dict(recursive_names(tree))) == len(recursive_names(tree)) and isinstance(part, dict):
+            assert any(isinstance(value, Entry) for value in part.values())
+
+
+@given(trees)
+def test_every_name_leads_to_its_tensor(tree: object) -> None:
+    listed = recursive_names(tree)
+    for name, entry in listed:
+        if [seen for seen, _ in listed].count(name) == 1 and name:
+            found = subtree(tree, name)
+            assert found is entry or not isinstance(found, Entry)
