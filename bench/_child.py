@@ -31,12 +31,6 @@ _PAGE_BYTES = 4096
 #: How many logits a verdict holds, about.
 _SAMPLED_LOGITS = 500
 
-#: Elements of a tensor that are summed at once: the sum needs a temporary of eight bytes for each.
-_SUMMED_ELEMENTS = 1 << 20
-
-#: Integers of the same width, to add up bit patterns.
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-
 
 def main() -> None:
     """Do one job and report it."""
@@ -140,9 +134,10 @@ def verdict(model: nn.Module) -> Verdict:
 
 
 def _sum_of_bits(weight: torch.Tensor) -> int:
-    bits = weight.detach().flatten().view(_INTEGERS[weight.element_size()])
-    pieces = (bits[start : start + _SUMMED_ELEMENTS] for start in range(0, len(bits), _SUMMED_ELEMENTS))
-    return sum(int(piece.sum(dtype=torch.int64).item()) for piece in pieces)
+    # Eight bytes at a time, as wrapping integers: no temporary, and the order of adding does not matter.
+    raw = weight.detach().flatten().view(torch.uint8)
+    whole = len(raw) // 8 * 8
+    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
 
 
 if __name__ == "__main__":

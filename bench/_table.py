@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,31 +18,43 @@ from bench._records import Run, Scenario, State
 from bench._summary import Row, summarise
 from sluice._units import format_bytes
 
-__all__ = ["print_tables", "write_results"]
+__all__ = ["console_for_tables", "print_tables", "write_results"]
 
 _GIB = 1 << 30
 
 #: Width of the bar of the method that needs the most, in characters.
 _BAR = 18
 
+#: A shorter one says nothing.
+_NARROWEST_BAR = 8
+
+#: Columns of the terminal that the table needs beside the bar.
+_COLUMNS_BESIDE_BAR = 82
+
+#: Width where the output is no terminal.
+_UNBOUNDED_COLUMNS = 160
+
+#: Heading of the column that the colours judge.
+_RATIO = "peak\n/ F"
+
+#: What stands for a figure that was not measured.
+_NOTHING = "-"
+
 #: Shares of F up to which a peak is drawn green and yellow.
 _LEAN, _FAIR = 1.1, 1.6
 
-_STATE_HEADINGS: dict[State, str] = {"cold": "cold", "warm": "cached", "first": "1st", "second": "2nd", "third": "3rd"}
-
 
 def _headings(scenario: Scenario) -> list[str]:
-    """Return the column headings, without that of the method; each has its unit."""
-    peaks = ["peak GiB", "anon", "file"]
+    """Return the column headings, without that of the method: name and unit, each a line."""
+    peaks = ["host\nGiB", "anon\nGiB", "file\nGiB"]
     if scenario.device == "cuda":
-        peaks = ["host GiB", "anon", "file", "GPU alloc", "GPU resv"]
+        peaks += ["GPU\nalloc", "GPU\nresv"]
     seconds = [heading for state in scenario.states for heading in _state_headings(scenario, state)]
-    return [*peaks, "peak / F", *seconds, "same logits"]
+    return [*peaks, _RATIO, *seconds, "same\nlogits"]
 
 
 def _state_headings(scenario: Scenario, state: State) -> list[str]:
-    heading = f"{_STATE_HEADINGS[state]} s"
-    return [heading, "/ raw"] if _has_raw(scenario) else [heading]
+    return [f"{state}\ns", f"{state}\n/ raw"] if _has_raw(scenario) else [f"{state}\ns"]
 
 
 def _has_raw(scenario: Scenario) -> bool:
@@ -54,18 +67,18 @@ def _cells(scenario: Scenario, row: Row) -> list[str]:
     if scenario.device == "cuda":
         peaks += [row.device_allocated_bytes, row.device_reserved_bytes]
     measured = row.total_bytes > 0
-    texts = [f"{peak / _GIB:.2f}" if measured else "–" for peak in peaks]
-    texts.append(f"{row.over_final:.2f}" if measured and row.over_final is not None else "–")
+    texts = [f"{peak / _GIB:.2f}" if measured else _NOTHING for peak in peaks]
+    texts.append(f"{row.over_final:.2f}" if measured and row.over_final is not None else _NOTHING)
     for state in scenario.states:
         texts.append(f"{row.seconds[state]:.2f}" if state in row.seconds else _casualty(row))
         if _has_raw(scenario):
-            texts.append(f"{row.over_raw[state]:.2f}" if state in row.over_raw else "–")
-    texts.append({True: "yes", False: "NO", None: "–"}[row.right])
+            texts.append(f"{row.over_raw[state]:.2f}" if state in row.over_raw else _NOTHING)
+    texts.append({True: "yes", False: "NO", None: _NOTHING}[row.right])
     return texts
 
 
 def _casualty(row: Row) -> str:
-    return "–" if row.status == "ok" else row.status
+    return _NOTHING if row.status == "ok" else row.status
 
 
 def _notes(scenario: Scenario, rows: Sequence[Row]) -> Iterator[str]:
@@ -76,41 +89,52 @@ def _notes(scenario: Scenario, rows: Sequence[Row]) -> Iterator[str]:
             yield f"{row.method}: {reason}"
 
 
+def console_for_tables() -> Console:
+    """Return a console as wide as the terminal; where there is none, wide enough for every table."""
+    return Console(width=None if sys.stdout.isatty() else _UNBOUNDED_COLUMNS)
+
+
 def print_tables(console: Console, scenarios: Sequence[Scenario], runs: Sequence[Run]) -> None:
     """Print a table for each scenario."""
     for scenario in scenarios:
         rows = summarise(scenario, runs)
-        console.print(_rich_table(scenario, rows))
+        console.print(_rich_table(scenario, rows, bar=min(_BAR, console.width - _COLUMNS_BESIDE_BAR)))
         for note in _notes(scenario, rows):
             console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
         console.print()
 
 
-def _rich_table(scenario: Scenario, rows: Sequence[Row]) -> Table:
+def _rich_table(scenario: Scenario, rows: Sequence[Row], *, bar: int) -> Table:
+    """Return the table, with a bar of this many characters for the largest peak if that is enough to see anything."""
     table = Table(title=scenario.title, title_style="bold", title_justify="left", box=ROUNDED, header_style="bold")
     table.add_column("method", no_wrap=True)
-    table.add_column("anon █ file ░", no_wrap=True, min_width=_BAR)
-    for heading in _headings(scenario):
+    drawn = bar >= _NARROWEST_BAR
+    if drawn:
+        table.add_column("peak\n█ anon ░ file", no_wrap=True, min_width=bar)
+    headings = _headings(scenario)
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     largest = max([row.total_bytes for row in rows] + [1])
     for row in rows:
-        ours = row.method.startswith("sluice")
-        cells = [
-            _styled(heading, cell, row)
-            for heading, cell in zip(_headings(scenario), _cells(scenario, row), strict=True)
-        ]
-        table.add_row(
-            Text(row.method, "bold cyan" if ours else ""), _bar(row, largest), *cells, style="bold" if ours else ""
-        )
+        name = Text(row.method, "bold cyan" if _is_ours(row) else "")
+        cells = [_styled(heading, cell, row) for heading, cell in zip(headings, _cells(scenario, row), strict=True)]
+        bars = [_bar(row, bar / largest)] if drawn else []
+        table.add_row(name, *bars, *cells, style="bold" if _is_ours(row) else "")
     return table
+
+
+def _is_ours(row: Row) -> bool:
+    return row.method.startswith("sluice")
 
 
 def _styled(heading: str, cell: str, row: Row) -> Text:
     if cell in {"NO", "killed", "failed", "timeout"}:
         return Text(cell, "bold red")
-    if cell == "absent":
+    if cell == "yes":
+        return Text(cell, "green")
+    if cell in {"absent", _NOTHING}:
         return Text(cell, "dim")
-    return Text(cell, _colour(row) if heading == "peak / F" else "")
+    return Text(cell, _colour(row) if heading == _RATIO else "")
 
 
 def _colour(row: Row) -> str:
@@ -119,10 +143,10 @@ def _colour(row: Row) -> str:
     return "green" if row.over_final <= _LEAN else "yellow" if row.over_final <= _FAIR else "red"
 
 
-def _bar(row: Row, largest: int) -> Text:
-    """Return the peak as a bar: anonymous memory solid, file pages shaded."""
-    length = round(_BAR * row.total_bytes / largest)
-    shaded = min(length, round(_BAR * row.file_bytes / largest))
+def _bar(row: Row, scale: float) -> Text:
+    """Return the peak as a bar: anonymous memory solid, file pages shaded. ``scale`` is characters for a byte."""
+    length = round(row.total_bytes * scale)
+    shaded = min(length, round(row.file_bytes * scale))
     return Text("█" * (length - shaded) + "░" * shaded, _colour(row))
 
 
@@ -175,7 +199,7 @@ def _run_as_json(run: Run) -> dict[str, Any]:
 
 
 def _markdown(scenario: Scenario, rows: Sequence[Row]) -> list[str]:
-    headings = ["method", *_headings(scenario)]
+    headings = ["method", *(heading.replace("\n", " ") for heading in _headings(scenario))]
     lines = [f"### {scenario.title}", "", f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
     lines += [f"| {' | '.join([row.method, *_cells(scenario, row)])} |" for row in rows]
     return [*lines, "", *(f"- {note}" for note in _notes(scenario, rows))]

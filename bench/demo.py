@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import click
 import torch
-from rich.console import Console
 from rich.panel import Panel
 
 from bench import _machine
@@ -19,7 +17,7 @@ from bench._cache import make_cold
 from bench._records import Precision, Run, Scenario
 from bench._runner import run_with_progress
 from bench._summary import summarise
-from bench._table import print_tables, write_results
+from bench._table import console_for_tables, print_tables, write_results
 from bench.tutorial.model import SIZES, final_bytes, make_checkpoint
 from bench.tutorial.strategies import STRATEGIES
 from sluice._units import format_bytes
@@ -136,7 +134,7 @@ def _verdict(scenarios: list[Scenario], runs: list[Run]) -> str:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("demo-out"), show_default=True, help="Results.")
 def main(size: str | None, runs: int, directory: Path | None, keep: bool, out: Path) -> None:
     """Load one GPT-2 checkpoint in every way that the tutorial knows, and with sluice."""
-    console = Console()
+    console = console_for_tables()
     folder = Path(tempfile.mkdtemp(prefix="sluice-demo-", dir=directory))
     try:
         with console.status("looking at memory and disk"):
@@ -150,14 +148,14 @@ def main(size: str | None, runs: int, directory: Path | None, keep: bool, out: P
         done = run_with_progress(console, scenarios, repetitions=runs)
     finally:
         if keep:
-            console.print(f"the checkpoints are in {folder}")
+            console.print(f"the checkpoints are in {folder}", highlight=False, soft_wrap=True)
         else:
             shutil.rmtree(folder)
     print_tables(console, scenarios, done)
-    console.print(_verdict(scenarios, done))
+    console.print(_verdict(scenarios, done), highlight=False)
     command = f"make demo SIZE={size}" if runs == 1 else f"python -m bench.demo --size {size} --runs {runs}"
     write_results(out, "results", machine=machine, command=command, scenarios=scenarios, runs=done)
-    console.print(f"written: {out / 'results.md'}, {out / 'results.json'}")
+    console.print(f"written: {out}/results.md, {out}/results.json", highlight=False, soft_wrap=True)
     wrong = [row.method for scenario in scenarios for row in summarise(scenario, done) if row.right is False]
     if wrong:
         raise click.ClickException(f"wrong weights or logits: {', '.join(wrong)}")

@@ -30,8 +30,9 @@ class Held:
             self.storages[entry.storage], entry.storage_offset, entry.shape, entry.stride
         )
         stride = contiguous_stride(entry.shape) if request.stride is None else request.stride
-        finished = torch.empty_strided(entry.shape, stride, dtype=torch_dtype(request.dtype), device=request.device)
-        return finished.copy_(found)
+        with torch.inference_mode(mode=False):  # as the engine does
+            finished = torch.empty_strided(entry.shape, stride, dtype=torch_dtype(request.dtype), device=request.device)
+            return finished.copy_(found)
 
 
 def hold(state_dict: Mapping[str, torch.Tensor]) -> Held:

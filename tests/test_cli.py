@@ -22,9 +22,9 @@ from torch import nn
 import sluice
 from sluice._records import Entry, FileIdentity, FileRecord, Index, Opaque, Storage
 from sluice.cli import main
-from sluice.cli._inspect import Summary, summarise, to_json
 from sluice.cli._outline import outline
 from sluice.cli._render import print_summary
+from sluice.cli._summary import Summary, summarise, to_json
 from sluice.cli._text import printable, printable_paragraph, printable_value
 
 _HOSTILE = "w\x1b[31m[red]:smile:\u202e\nEND"

@@ -177,7 +177,7 @@ def test_budget_names_what_is_needed_allowed_and_would_fit() -> None:
     with pytest.raises(sluice.BudgetError) as caught:
         check_budget(made, 300 * MIB, "MemoryLimits(host=...)")
     text = str(caught.value)
-    assert "400 MiB of weights" in text
+    assert "400 MiB for weights" in text
     assert "at most 300 MiB (MemoryLimits(host=...))" in text
     assert "with a 16-bit dtype it needs 216 MiB" in text
 

@@ -44,7 +44,7 @@ def load(
         plan = plan_load(targets, index.files, facts(cached=cached, direct_io=direct_io), staging_bytes=staging)
         memory = Targets(plan, existing)
         execute(plan, [source], memory)
-        return [memory.tensor(view) for view in views]
+        return memory.tensors(views)
     finally:
         source.close()
 
@@ -163,7 +163,7 @@ def test_direct_reads_step_down_where_the_file_system_refuses(tmp_path: Path, mo
     source.close()
     assert outcome.stepped_down == len(plan.reads)
     assert outcome.read_bytes == {"direct": 0, "buffered": tensor.nbytes}
-    assert torch.equal(memory.tensor(wanted[0]), tensor)
+    assert torch.equal(memory.tensors(wanted)[0], tensor)
 
 
 def test_a_file_that_shrinks_is_a_changed_source(tmp_path: Path) -> None:

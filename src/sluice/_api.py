@@ -256,7 +256,7 @@ def _report(job: Job, done: Done, checkpoint: Checkpoint, *, seconds: float, mea
         seconds=seconds,
         predicted=plan.predicted,
         measured=measured,
-        reads=dict(done.outcome.read_bytes),
+        reads=done.outcome.read_bytes,
         stepped_down=done.outcome.stepped_down,
         missing=match.missing,
         unexpected=match.unexpected,

@@ -12,8 +12,7 @@ that are inside:
 
 Assignment (``module.weight = parameter``, ``nn.Buffer``) ends in the same two methods. One parameter at a time is real,
 from its creation to its registration; ``torch.empty`` does not touch its pages, and initialisers that run after the
-registration, as those of torch's own layers do, are skipped on the meta device: some of torch's meta kernels import its
-compiler, which takes a second and 100 MB.
+registration, as those of torch's own layers do, are skipped.
 
 **Why not something else.** ``torch.device("meta")`` and the torch function and dispatch modes see the creation of
 tensors, not their registration: they put non-persistent buffers, which no checkpoint holds, on meta as well. Making
@@ -38,9 +37,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sluice._initialisers import InitialisersSkipMeta
 from sluice._swap import is_plain, swap_data
 
 __all__ = ["empty_init"]
@@ -63,44 +62,6 @@ _scope = _Scope()
 #: tensors leave, the next layer's do not fit there any more, and the heap grows although nearly all of it is free.
 _RETURN_AFTER_BYTES = 32 << 20
 
-#: What initialisers do to a tensor: its values change and nothing else.
-_INITIALISERS = frozenset(
-    {
-        nn.init.constant_,
-        nn.init.kaiming_uniform_,
-        nn.init.normal_,
-        nn.init.uniform_,
-        torch.Tensor.bernoulli_,
-        torch.Tensor.cauchy_,
-        torch.Tensor.clamp_,
-        torch.Tensor.erfinv_,
-        torch.Tensor.exponential_,
-        torch.Tensor.geometric_,
-        torch.Tensor.log_normal_,
-        torch.Tensor.normal_,
-        torch.Tensor.random_,
-        torch.Tensor.uniform_,
-    }
-)
-
-
-class _SkipInitialisers(TorchFunctionMode):
-    """Initialisers leave meta tensors alone, in this thread."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        options = kwargs or {}
-        if func in _INITIALISERS:
-            tensor = args[0] if args else options.get("tensor")  # functions of nn.init come with keywords only
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                return tensor
-        return func(*args, **options)
-
 
 @contextmanager
 def empty_init() -> Iterator[None]:
@@ -121,7 +82,7 @@ def empty_init() -> Iterator[None]:
     _install()
     _scope.created, _scope.buffers = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
     try:
-        with _SkipInitialisers():
+        with InitialisersSkipMeta():
             yield
     finally:
         _scope.created = _scope.buffers = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Outcome:
     #: Seconds from the first read to the last copy.
     seconds: float
     #: Bytes read by each method.
-    read_bytes: dict[Method, int]
+    read_bytes: Mapping[str, int]
     #: Reads that had to use a later method than the plan preferred.
     stepped_down: int
 
@@ -70,7 +70,7 @@ def execute(
     started = time.perf_counter()
     crew = _Crew(plan, sources, targets)
     pending = _Pending(plan) if completed else None
-    read_bytes: dict[Method, int] = {"direct": 0, "buffered": 0}
+    read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
     stepped_down = total = 0
     with crew.working():
         for done in crew.results(len(plan.reads)):

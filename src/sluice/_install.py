@@ -15,6 +15,7 @@ import torch
 
 from sluice._dtypes import torch_dtype
 from sluice._errors import MismatchError
+from sluice._initialisers import InitialisersSkipMeta
 from sluice._load_hooks import run_post_hooks
 from sluice._matching import Match
 from sluice._modules import ModuleState, Owner, can_reset
@@ -100,7 +101,11 @@ def initial_values(state: ModuleState, match: Match, *, device: str | None = Non
     Raises:
         MismatchError: A ``reset_parameters`` fails, or leaves out a tensor that it should fill.
     """
-    where = device or "cpu"
+    with torch.inference_mode(mode=False):  # parameters made of inference tensors could not be trained
+        return _initial_values(state, match, device or "cpu")
+
+
+def _initial_values(state: ModuleState, match: Match, where: str) -> dict[int, torch.Tensor]:
     values = {
         slot: torch.zeros(state.tensors[slot].shape, dtype=torch_dtype(match.initial_dtypes[slot]), device=where)
         for slot in match.zeroed
@@ -129,7 +134,8 @@ def _reset(state: ModuleState, slots: Sequence[int], device: str) -> dict[int, t
             _hold(state.owners[slot], with_data(own, marked.view(own.dtype).view(own.shape)))
         for module in modules:
             try:
-                module.reset_parameters()  # type: ignore[operator]  # can_reset saw that it can be called
+                with InitialisersSkipMeta():
+                    module.reset_parameters()  # type: ignore[operator]  # can_reset saw that it can be called
             except Exception as error:
                 raise MismatchError(f"reset_parameters() of {type(module).__name__} failed: {error}") from error
         return {slot: _registered(state.owners[slot][0])[state.owners[slot][0].name].data for slot in slots}

@@ -114,7 +114,7 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
         slot = job.match.slots[position]
         if not job.match.requests[position].existing and not job.state.tensors[slot].is_meta:
             # A live tensor in another dtype or on another device: its old memory goes as soon as the new is whole.
-            install_one(job.state, slot, targets.tensor(job.prepared.views[position]))
+            install_one(job.state, slot, *targets.tensors([job.prepared.views[position]]))
         finished.add(position)
 
     try:

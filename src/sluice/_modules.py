@@ -6,7 +6,7 @@ tensors on the meta device that no state dict will ever fill (non-persistent buf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,9 @@ __all__ = ["ModuleState", "Owner", "can_reset", "collect"]
 
 # What nn.Module registers has no other public view that tells names, None and persistence apart.
 # ruff: noqa: SLF001
+
+#: Attributes in which a module keeps what it registers.
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 
 #: Version of BatchNorm that added ``num_batches_tracked``.
 _NUM_BATCHES_TRACKED_VERSION = 2
@@ -78,37 +81,40 @@ def collect(module: nn.Module) -> ModuleState:
     """
     found: dict[int, _Found] = {}
     extra_state: list[str] = []
-    problems: list[str] = []
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         _add_tensors(prefix, part, found)
         extra_state.extend(extra_state_names(prefix, part))
-    for path, part in module.named_modules():
-        problems.extend(unknown_loading(path, part))
-        problems.extend(_attributes_on_meta(f"{path}." if path else "", part, found))
-    saved = [one for one in found.values() if one.names]
-    unsaved = [one for one in found.values() if not one.names]
-    slots = [one for one in saved if one.can_be_loaded]
-    refused = [one for one in saved if not one.can_be_loaded]
-    problems.extend(_describe_refused(one) for one in refused)
-    problems.extend(
-        f"non-persistent buffer {one.path!r} is on the meta device and in no state dict: build the model under "
-        "sluice.empty_init()"
-        for one in unsaved
-        if one.tensor.is_meta
-    )
+    slots: list[_Found] = []
+    refused: list[_Found] = []
+    unsaved: list[_Found] = []
+    for one in found.values():
+        (unsaved if not one.names else slots if one.can_be_loaded else refused).append(one)
     return ModuleState(
         module=module,
         outline=Outline(
-            slots=tuple(_slot(one) for one in slots),
+            slots=tuple(map(_slot, slots)),
             extra_state=tuple(extra_state),
             refused=tuple(name for one in refused for name in one.names),
-            problems=tuple(problems),
+            problems=(*map(_describe_refused, refused), *_leftovers(module, found, unsaved)),
         ),
         tensors=tuple(one.tensor for one in slots),
         owners=tuple(tuple(one.owners.values()) for one in slots),
         unsaved=tuple(one.tensor for one in unsaved),
     )
+
+
+def _leftovers(module: nn.Module, found: dict[int, _Found], unsaved: list[_Found]) -> Iterator[str]:
+    """Yield a sentence for all that a load could not bring into order."""
+    for one in unsaved:
+        if one.tensor.is_meta:
+            yield (
+                f"non-persistent buffer {one.path!r} is on the meta device and in no state dict: build the model "
+                "under sluice.empty_init()"
+            )
+    for path, part in module.named_modules():
+        yield from unknown_loading(path, part)
+        yield from _attributes_on_meta(f"{path}." if path else "", part, found)
 
 
 def _add_tensors(prefix: str, module: nn.Module, found: dict[int, _Found]) -> None:
@@ -147,9 +153,12 @@ def can_reset(module: nn.Module) -> bool:
     """Return whether ``reset_parameters`` exists and cannot harm: everything that it may fill is on meta."""
     if not callable(getattr(module, "reset_parameters", None)):
         return False
-    unsaved = {id(part._buffers[name]) for part in module.modules() for name in part._non_persistent_buffers_set}
-    tensors = (*module.parameters(), *module.buffers())
-    return all(tensor.is_meta for tensor in tensors if id(tensor) not in unsaved)
+    return all(
+        tensor is None or tensor.is_meta or name in part._non_persistent_buffers_set
+        for part in module.modules()
+        for held in (part._parameters, part._buffers)
+        for name, tensor in held.items()
+    )
 
 
 def _can_be_filled(tensor: torch.Tensor) -> bool:
@@ -182,7 +191,7 @@ def _attributes_on_meta(prefix: str, module: nn.Module, found: dict[int, _Found]
     recomputed = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
                   for hook in module._forward_pre_hooks.values()}  # fmt: skip
     for name, value in vars(module).items():
-        if name in {"_parameters", "_buffers", "_modules"} or name in recomputed:
+        if name in _REGISTERED or name in recomputed:
             continue  # weight_norm, spectral_norm and pruning compute their attribute before each forward
         if any(tensor.is_meta and id(tensor) not in found for tensor in _tensors_in(value)):
             yield (
@@ -191,10 +200,11 @@ def _attributes_on_meta(prefix: str, module: nn.Module, found: dict[int, _Found]
             )
 
 
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield a tensor, or the tensors directly in a list, tuple or dict."""
+def _tensors_in(value: object) -> Sequence[torch.Tensor]:
+    """Return a tensor, or the tensors directly in a list, tuple or dict."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        members = value.values() if isinstance(value, dict) else value
-        yield from (member for member in members if isinstance(member, torch.Tensor))
+        return (value,)
+    if not isinstance(value, (list, tuple, dict)) or not value:
+        return ()
+    members = value.values() if isinstance(value, dict) else value
+    return [member for member in members if isinstance(member, torch.Tensor)]

@@ -120,12 +120,13 @@ def check_budget(plan: LoadPlan, limit_bytes: int, origin: str) -> None:
     needed = plan.predicted.total_bytes
     if needed <= limit_bytes:
         return
-    fixed = needed - sum(target.nbytes for target in plan.targets if not target.existing)
-    halved = fixed + sum(_half_bytes(target) for target in plan.targets if not target.existing)
+    allocated = [target for target in plan.targets if target.device == "cpu" and not target.existing]
+    weights = sum(target.nbytes for target in allocated)
+    halved = needed - weights + sum(_half_bytes(target) for target in allocated)
     fits = f"; with a 16-bit dtype it needs {format_bytes(halved)}" if halved < needed else ""
     raise BudgetError(
-        f"the load needs {format_bytes(needed)} of host memory: {format_bytes(plan.final_bytes)} of weights, "
-        f"{format_bytes(plan.staging_buffers * plan.staging_buffer_bytes)} of staging and overhead{fits}",
+        f"the load needs {format_bytes(needed)} of host memory: {format_bytes(weights)} for weights, "
+        f"{format_bytes(needed - weights)} for staging and overhead{fits}",
         expected=f"at most {format_bytes(limit_bytes)} ({origin})",
         found=format_bytes(needed),
     )

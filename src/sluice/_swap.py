@@ -23,8 +23,9 @@ def swap_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
         False, with nothing changed, where torch refuses: someone holds a weak reference to the tensor, a view of it,
         or a graph that runs through it.
     """
+    other = with_data(tensor, data)
     try:
-        torch.utils.swap_tensors(tensor, with_data(tensor, data))  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
     except RuntimeError:
         return False
     return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -81,21 +81,23 @@ class Targets:
         start = flat.storage_offset() + copy.target_start
         _copy_in_pieces(flat.as_strided(copy.shape, copy.target_stride, start), source)
 
-    def tensor(self, view: View) -> torch.Tensor:
-        """Return a finished tensor. It shares its storage with the other views of its target and with nothing else."""
+    def tensors(self, views: Iterable[View]) -> list[torch.Tensor]:
+        """Return finished tensors. Each shares its storage with the other views of its target and with nothing else."""
+        # Parameters made of inference tensors could not be trained, so the caller's modes do not count here.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return [self._tensor(view) for view in views]
+
+    def _tensor(self, view: View) -> torch.Tensor:
         if view.target in self._existing:
             return self._existing[view.target]
         target = self._plan.targets[view.target]
         dtype = torch_dtype(target.dtype)
         if target.nbytes == 0:
-            with torch.inference_mode(mode=False):
-                return torch.empty_strided(view.shape, view.stride, dtype=dtype, device=target.device)
+            return torch.empty_strided(view.shape, view.stride, dtype=dtype, device=target.device)
         flat = self._flat(view.target)
-        # Parameters made of inference tensors could not be trained, so the caller's modes do not count here.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            # set_ makes a tensor of its own; as_strided would make a view that keeps a base.
-            empty = torch.empty(0, dtype=dtype, device=target.device)
-            return empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride)
+        # set_ makes a tensor of its own; as_strided would make a view that keeps a base.
+        empty = torch.empty(0, dtype=dtype, device=target.device)
+        return empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride)
 
     def _flat(self, position: int) -> torch.Tensor:
         """Return the target's memory as one dimension; a live tensor is returned as it is."""

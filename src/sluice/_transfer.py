@@ -90,4 +90,4 @@ def run(
         completed: Called with the position of each target as soon as it is whole.
     """
     outcome = execute(prepared.plan, checkpoint.sources, targets, progress=progress, completed=completed)
-    return [targets.tensor(view) for view in prepared.views], outcome
+    return targets.tensors(prepared.views), outcome

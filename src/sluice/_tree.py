@@ -198,7 +198,7 @@ def _bottom_up(tree: object) -> Iterator[Container]:
         inside.append(_metadata(container))
         waiting = [child for child in inside if isinstance(child, _CONTAINERS) and id(child) not in finished]
         if waiting:
-            stack += waiting
+            stack += reversed(waiting)
             continue
         stack.pop()
         if id(container) not in finished:

@@ -12,7 +12,7 @@ from rich.table import Table
 from sluice._records import Entry, Peaks
 from sluice._report import LoadReport
 from sluice._units import format_bytes
-from sluice.cli._inspect import SharedStorage, Summary
+from sluice.cli._summary import SharedStorage, Summary
 from sluice.cli._text import path_and_key, printable, shorten
 
 __all__ = ["print_report", "print_summary"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import Limits
 from sluice._records import Entry, Opaque
 from sluice.formats._pickle_keys import KeyGuard
@@ -178,7 +178,7 @@ class Machine:
         except CheckpointError as error:
             value = self._refuse(error, position)
         if type(value) is Entry:
-            self._forget(arguments)
+            self._forget(arguments, value)
         return value
 
     def resolve(self, identity: object, position: int) -> object:
@@ -204,16 +204,19 @@ class Machine:
         error.file, error.offset = self._file, self._offset + position
         return error
 
-    def _forget(self, arguments: tuple[Any, ...]) -> None:
-        # Picklers store every object in the memo. What is made for one call is not referred to again; kept, the
-        # arguments of 100,000 tensors would take more memory than the tensors' own records. The hooks of a tensor are
-        # an empty dict that picklers could share, so that it is made anew when they do.
+    def _forget(self, arguments: tuple[Any, ...], entry: Entry) -> None:
+        # Picklers store every object in the memo, and what was made for one tensor only would take more memory than its
+        # own records: its arguments, which nothing refers to again; its hooks, an empty dict, made anew for a pickler
+        # that shares one; its size and stride, where other tensors have equal ones.
         memo = self.memo
-        if len(memo) > 1 and memo[-1] is arguments:
-            memo[-1] = _ARGUMENTS
-            last = arguments[-1]
-            if type(last) is OrderedDict and not last and memo[-2] is last:
-                memo[-2] = _EMPTY_HOOKS
+        if len(memo) < len(arguments) or memo[-1] is not arguments:
+            return
+        memo[-1] = _ARGUMENTS
+        last = arguments[-1]
+        if type(last) is OrderedDict and not last and memo[-2] is last:
+            memo[-2] = _EMPTY_HOOKS
+        if len(arguments) > 3 and memo[-3] is arguments[3] and memo[-4] is arguments[2]:
+            memo[-4:-2] = entry.shape, entry.stride
 
     def fill(self, target: object, items: list[Any], position: int) -> None:
         """Set keys and values, which alternate in ``items``, in a dict."""

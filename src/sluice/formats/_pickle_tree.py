@@ -65,7 +65,8 @@ class _TreeCheck:
         path.append(_Visit(container=None, children=iter([("", tree)])))
         while path:
             visit = path[-1]
-            for visit.key, child in visit.children:
+            for key, child in visit.children:
+                visit.key = key
                 kind = type(child)
                 if kind in _CONTAINERS:
                     if id(child) not in self._finished:

@@ -29,6 +29,9 @@ __all__ = ["StorageReference", "TorchObjects"]
 #: torch's sizes, strides and offsets are signed 64-bit integers.
 _MAX_SIGNED = 2**63 - 1
 
+#: Sizes and strides that are kept to be shared. Hashes of tuples of large numbers could be chosen to collide.
+_MAX_SHARED_TUPLES, _MAX_SHARED_NUMBER = 1_024, 2**31
+
 #: ``("storage", class, key, location, elements)``
 _IDENTITY_FIELDS = 5
 
@@ -119,6 +122,7 @@ class TorchObjects:
         self._by_key: dict[str, StorageReference] = {}
         self._locations: set[str] = set()
         self._tensors = 0
+        self._tuples: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._rebuilds: dict[str, Callable[[tuple[Any, ...]], Entry]] = {
             "torch._utils._rebuild_tensor": self._rebuild_tensor,
             "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
@@ -216,12 +220,21 @@ class TorchObjects:
             raise LimitError(f"the checkpoint has more than {self._limits.entries} tensors")
         return Entry(
             dtype=dtype,
-            shape=size,
-            stride=stride,
+            shape=self._shared(size),
+            stride=self._shared(stride),
             storage=storage.position,
             storage_offset=offset,
             requires_grad=requires_grad,
         )
+
+    def _shared(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the equal tuple of an earlier tensor: models have many tensors of few shapes."""
+        known = self._tuples.get(numbers) if numbers and max(numbers) < _MAX_SHARED_NUMBER else numbers
+        if known is None:
+            known = numbers
+            if len(self._tuples) < _MAX_SHARED_TUPLES:
+                self._tuples[numbers] = numbers
+        return known
 
     def _check_view(self, storage: StorageReference, item_bytes: int, offset: Any, size: Any, stride: Any) -> None:
         if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):

@@ -1,0 +1,124 @@
+"""``python -m bench.load``: how fast and how lean sluice and its peers load GPT-2, beside raw reads of the same file."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+
+from bench import _machine
+from bench._records import Precision, Scenario, State
+from bench._runner import run_with_progress
+from bench._summary import summarise
+from bench._table import console_for_tables, print_tables, write_results
+from bench.peers import PEERS
+from bench.tutorial.model import ONE_TENSOR, SIZES, CheckpointFormat, final_bytes, make_checkpoint
+
+__all__ = ["CASES", "main"]
+
+_PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "runai-model-streamer", "fastsafetensors")
+
+_FORMATS: dict[str, CheckpointFormat] = {".pth": "torch", ".safetensors": "safetensors"}
+
+_COLD_AND_WARM: tuple[State, ...] = ("cold", "warm")
+_IN_A_ROW: tuple[State, ...] = ("first", "second", "third")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One table."""
+
+    #: Ending of the checkpoint.
+    suffix: str
+    #: Dtype of the finished model; the checkpoint is fp32.
+    dtype: Precision
+    #: The columns of seconds.
+    states: tuple[State, ...] = _COLD_AND_WARM
+    #: A model other than the chosen size of GPT-2.
+    model: str | None = None
+
+
+#: Every table by its name on the command line.
+CASES = {
+    "pth-fp32": Case(suffix=".pth", dtype="float32"),
+    "pth-bf16": Case(suffix=".pth", dtype="bfloat16"),
+    "safetensors-fp32": Case(suffix=".safetensors", dtype="float32"),
+    "safetensors-bf16": Case(suffix=".safetensors", dtype="bfloat16"),
+    "one-tensor-bf16": Case(suffix=".pth", dtype="bfloat16", model=ONE_TENSOR),
+    "in-a-row-pth": Case(suffix=".pth", dtype="float32", states=_IN_A_ROW),
+    "in-a-row-safetensors": Case(suffix=".safetensors", dtype="float32", states=_IN_A_ROW),
+}
+
+
+def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> Scenario:
+    case = CASES[name]
+    model = case.model or size
+    subject = "one tensor of 2 GiB" if case.model else f"GPT-2 {size}"
+    after = "fp32" if case.dtype == "float32" else "bf16"
+    chosen = [
+        method.name for method in PEERS if case.suffix in method.reads and (not methods or method.name in methods)
+    ]
+    return Scenario(
+        title=f"{subject}, {case.suffix}, fp32 → {after}"
+        + (", three loads in a row" if "first" in case.states else ""),
+        model=model,
+        dtype=case.dtype,
+        device=_machine.device(),
+        states=case.states,
+        checkpoints=dict.fromkeys(chosen, directory / f"{model}{case.suffix}"),
+        final_bytes=final_bytes(model, torch.bfloat16 if case.dtype == "bfloat16" else torch.float32),
+    )
+
+
+def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
+    """Write every file that the scenarios read, and that is not there yet."""
+    wanted = {path: scenario.model for scenario in scenarios for path in scenario.checkpoints.values()}
+    for path, model in wanted.items():
+        if not path.exists():
+            with console.status(f"making {path.name}"):
+                make_checkpoint(path, model, torch.float32, _FORMATS[path.suffix])
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--size", type=click.Choice(SIZES), default="large", show_default=True, help="Size of the model.")
+@click.option("--case", "cases", type=click.Choice(list(CASES)), multiple=True, help="Only this table; repeatable.")
+@click.option(
+    "--method", "methods", type=click.Choice([peer.name for peer in PEERS]), multiple=True, help="Only this method."
+)
+@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Repetitions; tables show medians.")
+@click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoints here and use those there are.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
+def main(
+    size: str, cases: tuple[str, ...], methods: tuple[str, ...], runs: int, directory: Path | None, out: Path
+) -> None:
+    """Compare loaders: seconds and peak memory, cold and cached, each load in a fresh process."""
+    console = console_for_tables()
+    folder = directory or Path(tempfile.mkdtemp(prefix="sluice-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        machine = _machine.describe(folder, _PACKAGES)
+        every = [_scenario(name, size, methods, folder) for name in cases or CASES]
+        scenarios = [scenario for scenario in every if scenario.checkpoints]
+        _make_checkpoints(console, scenarios)
+        done = run_with_progress(console, scenarios, repetitions=runs)
+    finally:
+        if directory is None:
+            shutil.rmtree(folder)
+    print_tables(console, scenarios, done)
+    command = " ".join(["python -m bench.load", *sys.argv[1:]])
+    write_results(out, "load", machine=machine, command=command, scenarios=scenarios, runs=done)
+    console.print(f"written: {out}/load.md, {out}/load.json", highlight=False, soft_wrap=True)
+    wrong = [row.method for scenario in scenarios for row in summarise(scenario, done) if row.right is False]
+    if wrong:
+        raise click.ClickException(f"wrong weights or logits: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The exception tree: its shape, its messages, and that errors survive process boundaries."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import pytest
+
+from sluice import _errors
+from sluice._errors import CheckpointError, FormatError, PartialLoadError, SluiceError, TruncatedError
+
+CLASSES = [getattr(_errors, name) for name in _errors.__all__]
+
+
+def drawn_parents() -> dict[str, str | None]:
+    """Return the parent of each class in the drawing of the module's docstring."""
+    parents: dict[str, str | None] = {}
+    path: list[str] = []
+    for line in (_errors.__doc__ or "").splitlines():
+        found = re.fullmatch(r"    ([│├└─ ]*)(\w+Error)\b.*", line)
+        if found:
+            depth = len(found[1]) // 4
+            path[depth:] = [found[2]]
+            parents[found[2]] = path[depth - 1] if depth else None
+    return parents
+
+
+def test_the_drawing_is_the_tree() -> None:
+    parents = drawn_parents()
+    assert parents.pop("SluiceError") is None
+    assert sorted(parents) == sorted(set(_errors.__all__) - {"SluiceError"})
+    for name, parent in parents.items():
+        assert getattr(_errors, name).__bases__ == (getattr(_errors, str(parent)),)
+
+
+def test_every_exception_of_the_module_is_public() -> None:
+    defined = {value.__name__ for value in vars(_errors).values() if isinstance(value, type)}
+    assert defined == set(_errors.__all__)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind is not SluiceError])
+def test_every_class_says_once_what_to_do(kind: type[SluiceError]) -> None:
+    assert "advice" in vars(kind)
+    assert re.fullmatch(r"[A-Zs].*\.", kind.advice)
+    assert str(kind("it went wrong")) == f"it went wrong. {kind.advice}"
+
+
+def test_a_message_names_everything_that_is_known() -> None:
+    error = FormatError("sizes differ", file="x.pth", tensor="a.w", offset=17, expected="4 bytes", found=3)
+    assert str(error) == f"x.pth, tensor 'a.w', byte 17: sizes differ; expected 4 bytes; found 3. {FormatError.advice}"
+    assert (error.file, error.tensor, error.offset) == ("x.pth", "a.w", 17)
+    assert (error.problem, error.expected, error.found) == ("sizes differ", "4 bytes", 3)
+
+
+def test_zero_and_empty_are_shown() -> None:
+    text = str(TruncatedError("cut", file="", tensor="", offset=0, expected=0, found=""))
+    assert text.startswith(", tensor '', byte 0: cut; expected 0; found . ")
+
+
+def test_fields_filled_in_later_are_shown() -> None:
+    error = CheckpointError("wrong")
+    error.file = "x.pth"
+    assert str(error).startswith("x.pth: wrong. ")
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("carry", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+def test_errors_survive_pickling_and_copying(kind: type[SluiceError], carry: object) -> None:
+    assert callable(carry)
+    error = kind("wrong", file="x.pth", tensor="w", offset=3)
+    error.expected, error.found = [1], (2,)
+    again = carry(error)
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_a_partial_load_lists_its_tensors() -> None:
+    error = PartialLoadError("a read failed", done=("a",), torn=("b",), untouched=("c", "d"))
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.done, again.torn, again.untouched) == (("a",), ("b",), ("c", "d"))

@@ -1,0 +1,76 @@
+"""Sizes as text."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice._units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("17", 17),
+        ("17B", 17),
+        ("64MiB", 64 << 20),
+        ("2GB", 2_000_000_000),
+        ("2gb", 2_000_000_000),
+        ("1.5 GiB", 3 << 29),
+        (" 4 KiB ", 4096),
+        ("3kb", 3000),
+        ("1TiB", 1 << 40),
+        ("0.5KiB", 512),
+        ("9007199254740993", 9007199254740993),
+        (5, 5),
+    ],
+)
+def test_parse(text: int | str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 2", "1..5KB", "1e3", "1XB", "0x10", "١٢"[:1] + "Q", "nan", "inf"])
+def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+    with pytest.raises(ValueError, match="not a size"):
+        parse_bytes(text)
+
+
+def test_negative_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative: -1"):
+        parse_bytes(-1)
+
+
+@pytest.mark.parametrize("size", [True, 1.5, None, b"1"])
+def test_other_types_are_refused(size: object) -> None:
+    with pytest.raises(TypeError, match=type(size).__name__):
+        parse_bytes(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (10 << 10, "10.0 KiB"),
+        (100 << 20, "100 MiB"),
+        (3 << 29, "1.50 GiB"),
+        (5000 << 40, "5000 TiB"),
+        (-(3 << 20), "-3.00 MiB"),
+    ],
+)
+def test_format(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+@given(st.integers(0, 1 << 50))
+def test_what_is_formatted_parses_to_about_the_same(nbytes: int) -> None:
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.006)
+
+
+@given(st.integers(0, 1 << 70))
+def test_whole_numbers_are_exact(nbytes: int) -> None:
+    assert parse_bytes(str(nbytes)) == parse_bytes(f"{nbytes}B") == nbytes
+    assert parse_bytes(f"{nbytes} KiB") == nbytes << 10
