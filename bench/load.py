@@ -1,9 +1,8 @@
-"""``python -m bench.load``: how fast and how lean sluice and its peers load GPT-2, beside raw reads of the same file."""
+"""``python -m bench.load``: how fast and how lean sluice and its peers load GPT-2, beside raw reads of the file."""
 
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -112,7 +111,8 @@ def main(
         if directory is None:
             shutil.rmtree(folder)
     print_tables(console, scenarios, done)
-    command = " ".join(["python -m bench.load", *sys.argv[1:]])
+    selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods)]
+    command = " ".join(["python -m bench.load", f"--size {size}", f"--runs {runs}", *selection])
     write_results(out, "load", machine=machine, command=command, scenarios=scenarios, runs=done)
     console.print(f"written: {out}/load.md, {out}/load.json", highlight=False, soft_wrap=True)
     wrong = [row.method for scenario in scenarios for row in summarise(scenario, done) if row.right is False]

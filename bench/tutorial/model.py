@@ -57,14 +57,16 @@ class GPTConfig(TypedDict):
 
 
 _SHAPES = {
+    "tiny": (64, 4, 2),
     "small": (768, 12, 12),
     "medium": (1024, 16, 24),
     "large": (1280, 20, 36),
     "xl": (1600, 25, 48),
 }
 
-#: Names of the sizes, the smallest first: 124M, 355M, 774M and 1558M parameters as GPT-2 counts them. The book does
-#: not tie the output head to the token embedding, so its models and files are larger by one such matrix.
+#: Names of the sizes, the smallest first: 124M, 355M, 774M and 1558M parameters as GPT-2 counts them, and before them a
+#: tiny one, to try the benchmarks themselves. The book does not tie the output head to the token embedding, so its
+#: models and files are larger by one such matrix.
 SIZES = tuple(_SHAPES)
 
 #: Name, beside ``SIZES``, of a model that is one matrix of 2 GiB in fp32.

@@ -167,7 +167,7 @@ class MismatchError(SluiceError):
         unexpected: Names of the checkpoint that the model does not have.
     """
 
-    advice = "The model is unchanged."
+    advice = "Nothing was changed."
 
     def __init__(
         self,

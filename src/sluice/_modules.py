@@ -188,8 +188,8 @@ def _describe_refused(one: _Found) -> str:
 
 def _attributes_on_meta(prefix: str, module: nn.Module, found: dict[int, _Found]) -> Iterator[str]:
     """Yield a sentence for each plain attribute of the module that holds a meta tensor which nothing will fill."""
-    recomputed = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None)
-                  for hook in module._forward_pre_hooks.values()}  # fmt: skip
+    hooks = module._forward_pre_hooks.values()
+    recomputed = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) for hook in hooks}
     for name, value in vars(module).items():
         if name in _REGISTERED or name in recomputed:
             continue  # weight_norm, spectral_norm and pruning compute their attribute before each forward
