@@ -27,7 +27,7 @@ class Holdings:
     @classmethod
     def now(cls) -> Holdings:
         return cls(
-            descriptors=_open_files(),
+            descriptors=open_files(),
             threads=frozenset(threading.enumerate()),
             temporary=frozenset(os.listdir(tempfile.gettempdir())),
         )
@@ -43,7 +43,8 @@ class Holdings:
         ]
 
 
-def _open_files() -> Counter[str]:
+def open_files() -> Counter[str]:
+    """Return how often each file is open in this process; empty where the system does not tell."""
     targets: Counter[str] = Counter()
     for descriptor in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.exists() else ():
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -65,12 +66,19 @@ def test_fields_filled_in_later_are_shown() -> None:
     assert str(error).startswith("x.pth: wrong. ")
 
 
+def through_pickle(error: SluiceError) -> SluiceError:
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, SluiceError)
+    return again
+
+
 @pytest.mark.parametrize("kind", CLASSES)
-@pytest.mark.parametrize("carry", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
-def test_errors_survive_pickling_and_copying(kind: type[SluiceError], carry: object) -> None:
-    assert callable(carry)
-    error = kind("wrong", file="x.pth", tensor="w", offset=3)
-    error.expected, error.found = [1], (2,)
+@pytest.mark.parametrize("carry", [through_pickle, copy.copy, copy.deepcopy])
+def test_errors_survive_pickling_and_copying(
+    kind: type[SluiceError], carry: Callable[[SluiceError], SluiceError]
+) -> None:
+    error = kind("wrong", file="x.pth", tensor="w")
+    error.offset, error.expected, error.found = 3, [1], (2,)
     again = carry(error)
     assert type(again) is kind
     assert str(again) == str(error)

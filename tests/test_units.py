@@ -31,7 +31,7 @@ def test_parse(text: int | str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 2", "1..5KB", "1e3", "1XB", "0x10", "١٢"[:1] + "Q", "nan", "inf"])
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1 2", "1..5KB", "1e3", "1XB", "0x10", "5QB", "nan", "inf"])
 def test_what_is_no_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)

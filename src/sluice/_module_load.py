@@ -8,7 +8,6 @@ change while they are read; a failure there says which.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,12 +84,10 @@ def prepare_module(
     state = collect(model)
     tree = checkpoint.index.tree
     selection = select(tree, state.outline, key=key, rename=rename, limits=checkpoint.limits)
-    chosen = _tree.subtree(tree, selection.key or "")
     if strict:
-        _refuse_opaque(chosen, selection.prefix, state.outline.extra_state, checkpoint)
-    versions = _versions(chosen, selection.prefix)
-    entries = apply_pre_hooks(model, selection.entries, versions=versions, strict=strict)
-    found = match(state.outline, entries, device=device, dtype=dtype, strict=strict, versions=versions)
+        _refuse_opaque(_tree.subtree(tree, selection.key or ""), selection.prefix, state.outline.extra_state, checkpoint)
+    entries = apply_pre_hooks(model, selection.entries, versions=selection.versions, strict=strict)
+    found = match(state.outline, entries, device=device, dtype=dtype, strict=strict, versions=selection.versions)
     prepared = _transfer.prepare(checkpoint, found.requests, memory=memory, page_cache=page_cache)
     return Job(state=state, selection=selection, match=found, prepared=prepared, device=device)
 
@@ -136,18 +133,6 @@ def _refuse_opaque(chosen: object, prefix: str, extra_state: tuple[str, ...], ch
                 tensor=name,
                 found=opaque.qualified_name,
             )
-
-
-def _versions(chosen: object, prefix: str) -> dict[str, int]:
-    """Return the version of each module's part of a state dict, as torch keeps it in ``_metadata``."""
-    metadata = getattr(chosen, "_metadata", None)
-    if not isinstance(metadata, Mapping):
-        return {}
-    return {
-        name.removeprefix(prefix): about["version"]
-        for name, about in metadata.items()
-        if isinstance(name, str) and isinstance(about, Mapping) and isinstance(about.get("version"), int)
-    }
 
 
 def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str]:

@@ -96,11 +96,8 @@ class StorageReference(NamedTuple):
     dtype: str
     #: Number of elements.
     numel: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data."""
-        return self.numel * ITEM_BYTES[self.dtype]
+    #: Bytes of data.
+    nbytes: int
 
 
 class TorchObjects:
@@ -169,7 +166,7 @@ class TorchObjects:
             raise UnsupportedError("a quantized storage", found=kind.qualified_name)
         known = self._by_key.get(key)
         if known is None:
-            known = StorageReference(len(self.storages), key, kind.dtype, numel)
+            known = StorageReference(len(self.storages), key, kind.dtype, numel, numel * ITEM_BYTES[kind.dtype])
             self._by_key[key] = known
             self.storages.append(known)
         elif known.dtype != kind.dtype or known.numel != numel:
@@ -189,23 +186,24 @@ class TorchObjects:
         self._locations.add(location)
 
     def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
-        storage, offset, size, stride = _expect(arguments, 4, 4)
-        return self._tensor(storage, None, offset, size, stride, requires_grad=False)
+        _check_number(arguments, (4,))
+        return self._tensor(None, *arguments, False)
 
     def _rebuild_tensor_v2(self, arguments: tuple[Any, ...]) -> Entry:
-        storage, offset, size, stride, requires_grad, hooks, *metadata = _expect(arguments, 6, 7)
-        _check_extras(hooks, metadata)
-        return self._tensor(storage, None, offset, size, stride, requires_grad=requires_grad)
+        _check_number(arguments, (6, 7))
+        _check_extras(arguments[5], arguments[6:])
+        return self._tensor(None, *arguments[:5])
 
     def _rebuild_tensor_v3(self, arguments: tuple[Any, ...]) -> Entry:
-        storage, offset, size, stride, requires_grad, hooks, dtype, *metadata = _expect(arguments, 7, 8)
-        _check_extras(hooks, metadata)
+        _check_number(arguments, (7, 8))
+        _check_extras(arguments[5], arguments[7:])
+        dtype = arguments[6]
         if type(dtype) is not str or not dtype.startswith(DTYPE_PREFIX):
             raise FormatError("a tensor's dtype is no torch.dtype")
-        return self._tensor(storage, dtype[len(DTYPE_PREFIX) :], offset, size, stride, requires_grad=requires_grad)
+        return self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5])
 
     def _tensor(
-        self, storage: Any, dtype: str | None, offset: Any, size: Any, stride: Any, *, requires_grad: Any
+        self, dtype: str | None, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any
     ) -> Entry:
         if type(storage) is not StorageReference:
             raise FormatError("a tensor that is no view of a storage")
@@ -213,8 +211,8 @@ class TorchObjects:
         item_bytes = ITEM_BYTES.get(dtype)
         if item_bytes is None:
             raise UnsupportedError(f"a tensor of dtype {dtype}")
-        self._check_view(storage, item_bytes, offset, size, stride)
         _check_requires_grad(dtype, requires_grad)
+        self._check_view(storage, item_bytes, offset, size, stride)
         self._tensors += 1
         if self._tensors > self._limits.entries:
             raise LimitError(f"the checkpoint has more than {self._limits.entries} tensors")
@@ -229,12 +227,11 @@ class TorchObjects:
 
     def _shared(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Return the equal tuple of an earlier tensor: models have many tensors of few shapes."""
-        known = self._tuples.get(numbers) if numbers and max(numbers) < _MAX_SHARED_NUMBER else numbers
-        if known is None:
-            known = numbers
-            if len(self._tuples) < _MAX_SHARED_TUPLES:
-                self._tuples[numbers] = numbers
-        return known
+        if not numbers or max(numbers) > _MAX_SHARED_NUMBER:
+            return numbers
+        if len(self._tuples) < _MAX_SHARED_TUPLES:
+            return self._tuples.setdefault(numbers, numbers)
+        return self._tuples.get(numbers, numbers)
 
     def _check_view(self, storage: StorageReference, item_bytes: int, offset: Any, size: Any, stride: Any) -> None:
         if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
@@ -254,45 +251,42 @@ class TorchObjects:
                 empty = True
         if elements * item_bytes > _MAX_SIGNED:
             raise FormatError("a tensor has more bytes than torch can count", expected=_MAX_SIGNED)
-        needed = (last + 1) * item_bytes
-        if not empty and needed > storage.nbytes:
+        if not empty and (last + 1) * item_bytes > storage.nbytes:
             raise FormatError(
                 f"a tensor reaches past the end of its storage {storage.key!r}",
                 expected=f"at most {storage.nbytes} bytes",
-                found=f"{needed} bytes",
+                found=f"{(last + 1) * item_bytes} bytes",
             )
 
     def _rebuild_parameter(self, arguments: tuple[Any, ...]) -> Entry:
-        data, requires_grad, hooks, *state = _expect(arguments, 3, 4)
+        _check_number(arguments, (3, 4))
+        data, requires_grad, hooks = arguments[:3]
         if type(data) is not Entry:
             raise FormatError("a parameter that is no tensor")
-        _check_extras(hooks, [])
+        _check_extras(hooks, ())
         _check_requires_grad(data.dtype, requires_grad)
-        self._drop_attributes(state)
+        self.attributes_dropped += any(arguments[3:])
         return replace(data, parameter=True, requires_grad=requires_grad)
 
     def _rebuild_from_type(self, arguments: tuple[Any, ...]) -> Entry:
-        function, kind, inner, state = _expect(arguments, 4, 4)
+        _check_number(arguments, (4,))
+        function, kind, inner, state = arguments
         # Only the three plain rebuilds: another call of this one inside would recurse as deep as the file likes.
         rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
         if rebuild is None or not isinstance(kind, Opaque) or type(inner) is not tuple:
             raise UnsupportedError("a tensor that is rebuilt in a way of its own")
         if kind.qualified_name != "torch.Tensor":
             raise UnsupportedError("a tensor subclass", found=kind.qualified_name)
-        self._drop_attributes([state])
+        self.attributes_dropped += bool(state)
         return rebuild(inner)
 
-    def _drop_attributes(self, state: list[object]) -> None:
-        self.attributes_dropped += any(state)
+
+def _check_number(arguments: tuple[Any, ...], permitted: tuple[int, ...]) -> None:
+    if len(arguments) not in permitted:
+        raise FormatError("a tensor with the wrong number of arguments", expected=permitted[0], found=len(arguments))
 
 
-def _expect(arguments: tuple[Any, ...], fewest: int, most: int) -> tuple[Any, ...]:
-    if not fewest <= len(arguments) <= most:
-        raise FormatError("a tensor with the wrong number of arguments", expected=fewest, found=len(arguments))
-    return arguments
-
-
-def _check_extras(hooks: object, metadata: list[object]) -> None:
+def _check_extras(hooks: object, metadata: tuple[object, ...]) -> None:
     if type(hooks) is not OrderedDict or hooks:
         raise FormatError("a tensor with hooks")
     for flags in metadata:
@@ -303,7 +297,9 @@ def _check_extras(hooks: object, metadata: list[object]) -> None:
 
 
 def _check_requires_grad(dtype: str, requires_grad: object) -> None:
-    if type(requires_grad) is not bool or (requires_grad and not dtype.startswith(("float", "bfloat", "complex"))):
+    if requires_grad is False:
+        return
+    if requires_grad is not True or not dtype.startswith(("float", "bfloat", "complex")):
         raise FormatError(f"requires_grad of a tensor of {dtype}", expected="False, or a dtype with gradients")
 
 

@@ -52,7 +52,7 @@ class LocalFile:
             CheckpointError: It does not exist, is empty, or is no regular file.
             SourceChangedError: It is not the file of ``expected``.
         """
-        self._path = os.fsdecode(path)
+        self._path = os.fspath(path)
         self._lock = threading.Lock()
         self._descriptors: dict[bool, int] = {}
         try:

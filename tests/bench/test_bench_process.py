@@ -1,0 +1,80 @@
+"""Fresh processes, watched from outside."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from bench._process import run_job
+from bench._records import Job, Outcome
+from bench.tutorial.model import final_bytes
+
+
+def _job(method: str, checkpoint: Path, *, verify: bool = False) -> Job:
+    return Job(method=method, model="tiny", checkpoint=str(checkpoint), dtype="float32", device="cpu", verify=verify)
+
+
+def test_a_copying_method_grows_by_anonymous_memory(checkpoints: dict[str, Path]) -> None:
+    final = final_bytes("tiny", torch.float32)
+    outcome = run_job(_job("meta-sequential", checkpoints[".pth"], verify=True))
+    assert (outcome.status, outcome.reason) == ("ok", "")
+    assert outcome.seconds > 0
+    assert 1.9 * final < outcome.anon_bytes < 3 * final
+    assert outcome.total_bytes >= outcome.anon_bytes
+    assert outcome.verdict is not None
+    assert len(outcome.verdict.logits) > 100
+
+
+def test_a_mapping_method_grows_by_file_pages(checkpoints: dict[str, Path]) -> None:
+    final = final_bytes("tiny", torch.float32)
+    outcome = run_job(_job("mmap", checkpoints[".pth"]))
+    assert outcome.status == "ok"
+    assert outcome.file_bytes > 0.9 * final
+    assert outcome.anon_bytes < 0.5 * final
+    assert outcome.verdict is None
+
+
+def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
+    outcome = run_job(_job("naive", tmp_path / "nowhere.pth"))
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("FileNotFoundError: ")
+    assert outcome.total_bytes > 0
+
+
+def test_a_package_that_is_not_there_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "accelerate.py").write_text("raise ImportError('no accelerate here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_job(_job("accelerate", tmp_path)) == Outcome(status="absent", reason="no accelerate here")
+
+
+def test_a_method_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "endless.pth")
+    outcome = run_job(_job("naive", tmp_path / "endless.pth"), timeout_seconds=0.1)
+    assert (outcome.status, outcome.reason) == ("timeout", "stopped after 0 s")
+
+
+def _kill_when_it_waits(fifo: Path) -> None:
+    """Wait until the child opens the FIFO, then end it as the kernel does when memory runs out."""
+    descriptor = os.open(fifo, os.O_WRONLY)
+    try:
+        child = next(process for process in psutil.Process().children() if "bench._child" in process.cmdline())
+        child.kill()
+        time.sleep(0.1)
+    finally:
+        os.close(descriptor)
+
+
+def test_a_killed_process_is_an_outcome(tmp_path: Path) -> None:
+    fifo = tmp_path / "endless"
+    os.mkfifo(fifo)
+    killer = threading.Thread(target=_kill_when_it_waits, args=[fifo])
+    killer.start()
+    outcome = run_job(_job("raw-buffered", fifo))
+    killer.join()
+    assert (outcome.status, outcome.reason) == ("killed", "killed by the system: out of memory")

@@ -1,0 +1,375 @@
+"""Local files: what is refused before opening, how reads fail and recover, and files that change."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from leaks import open_files
+from sluice._errors import (
+    CheckpointError,
+    FormatError,
+    ReadError,
+    SluiceError,
+    SourceChangedError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice.sources import DirectIOUnavailable, Source
+from sluice.sources import _local as local
+from sluice.sources._local import LocalFile
+from sluice.testing import FaultySource, RecordedRead, RecordingSource
+
+CONTENT = bytes(range(251)) * 100
+
+#: Reads for real into a buffer from an offset.
+Reader = Callable[[memoryview, int], int]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "x.pth").write_bytes(CONTENT)
+    os.utime(tmp_path / "x.pth", (1, 1))  # long ago: changes within one tick of the clock are invisible
+    return tmp_path / "x.pth"
+
+
+@pytest.fixture
+def source(path: Path) -> Iterator[LocalFile]:
+    with closing(LocalFile(path)) as file:
+        yield file
+
+
+def patch_preadv(monkeypatch: pytest.MonkeyPatch, replacement: Callable[[Reader, memoryview, int], int]) -> None:
+    """Replace ``os.preadv``; the replacement gets a way to read for real, the buffer and the offset."""
+    real = os.preadv
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return replacement(lambda buffer, start: real(descriptor, [buffer], start), buffers[0], offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+
+
+def refusal(path: Path | str) -> SluiceError:
+    with pytest.raises(SluiceError) as caught:
+        LocalFile(path)
+    assert caught.value.file == str(path)
+    return caught.value
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    assert type(refusal(tmp_path / "none")) is CheckpointError
+
+
+def test_a_path_through_a_file(path: Path) -> None:
+    assert isinstance(refusal(path / "inside"), ReadError)
+
+
+def test_a_broken_and_a_circular_link(tmp_path: Path) -> None:
+    (tmp_path / "broken").symlink_to(tmp_path / "none")
+    assert "not exist" in refusal(tmp_path / "broken").problem
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert isinstance(refusal(tmp_path / "loop"), ReadError)
+
+
+def test_a_path_that_cannot_be_one() -> None:
+    assert "path" in refusal("a\0b").problem
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    assert isinstance(refusal(tmp_path / "x"), TruncatedError)
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    assert isinstance(refusal(tmp_path), UnsupportedError)
+
+
+def test_special_files_are_refused_without_being_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("opening a FIFO would block for ever"))
+    os.mkfifo(tmp_path / "fifo")
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    with socket.socket(socket.AF_UNIX) as unix:
+        unix.bind("socket")
+        found = {name: refusal(name) for name in ("fifo", "socket", os.devnull)}
+    assert {type(error) for error in found.values()} == {FormatError}
+    assert [error.found for error in found.values()] == ["a FIFO", "a socket", "a character device"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
+def test_a_file_that_cannot_be_opened(source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", fail)
+    for direct in (False, True):
+        with pytest.raises(ReadError, match=os.strerror(number)) as caught:
+            source.descriptor(direct=direct)
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may look at every file")
+def test_a_directory_that_may_not_be_searched(path: Path) -> None:
+    path.parent.chmod(0)
+    try:
+        assert isinstance(refusal(path), ReadError)
+    finally:
+        path.parent.chmod(0o700)
+
+
+def test_nothing_is_opened_before_the_first_read(path: Path) -> None:
+    before = open_files()
+    with closing(LocalFile(path)) as source:
+        assert open_files() == before
+        assert source.identity.nbytes == len(CONTENT)
+        assert source.path == str(path)
+        assert source.read_at(0, 4) == CONTENT[:4]
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 0), (0, len(CONTENT)), (17, 4096), (len(CONTENT), 0)])
+def test_read_at(source: LocalFile, offset: int, nbytes: int) -> None:
+    assert source.read_at(offset, nbytes) == CONTENT[offset : offset + nbytes]
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, len(CONTENT) + 1), (len(CONTENT), 1), (1 << 62, 1), (-1, 2), (5, -1)]
+)
+def test_reading_outside_is_truncation_and_allocates_nothing(source: LocalFile, offset: int, nbytes: int) -> None:
+    with pytest.raises(TruncatedError) as caught:
+        source.read_at(offset, nbytes)
+    assert (caught.value.file, caught.value.offset) == (source.path, offset)
+
+
+def test_reading_into_a_buffer_ends_with_the_file(source: LocalFile) -> None:
+    buffer = bytearray(b"?" * 20)
+    assert source.read_into(len(CONTENT) - 7, memoryview(buffer)) == 7
+    assert buffer == CONTENT[-7:] + b"?" * 13
+
+
+@pytest.mark.parametrize("most", [1, 7, 4095, 100_000])
+def test_short_reads_are_continued(source: LocalFile, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    patch_preadv(monkeypatch, lambda read, buffer, offset: read(buffer[:most], offset))
+    assert source.read_at(3, 10_000) == CONTENT[3:10_003]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EINVAL])
+def test_a_failed_read_says_where(source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fail_after_100_bytes(read: Reader, buffer: memoryview, offset: int) -> int:
+        if offset >= 150:
+            raise OSError(number, os.strerror(number))
+        return read(buffer[:100], offset)
+
+    patch_preadv(monkeypatch, fail_after_100_bytes)
+    with pytest.raises(ReadError, match=os.strerror(number)) as caught:
+        source.read_at(50, 1000)
+    assert (caught.value.file, caught.value.offset) == (source.path, 150)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_an_early_end_of_an_unchanged_file_is_truncation(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_preadv(monkeypatch, lambda read, buffer, offset: 0 if offset else read(buffer[:9], offset))
+    with pytest.raises(TruncatedError) as caught:
+        source.read_at(0, 100)
+    assert caught.value.found == "9 bytes"
+
+
+def test_without_preadv(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_HAS_PREADV", False)
+    monkeypatch.delattr(os, "preadv")
+    assert source.read_at(3, 10_000) == CONTENT[3:10_003]
+    assert source.read_into(len(CONTENT) - 1, memoryview(bytearray(5))) == 1
+
+
+def rewrite(path: Path) -> None:
+    path.write_bytes(CONTENT[::-1])
+
+
+def rewrite_and_restore_times(path: Path) -> None:
+    status = path.stat()
+    time.sleep(0.02)  # ctime alone shows this, and it counts in ticks of up to 10 ms
+    path.write_bytes(CONTENT[::-1])
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(CONTENT)
+    other.replace(path)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def extend(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [rewrite, rewrite_and_restore_times, replace, truncate, extend, remove],
+    ids=lambda change: change.__name__,
+)
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "open"])
+def test_a_changed_file_is_noticed(source: LocalFile, path: Path, opened: bool, change: Callable[[Path], None]) -> None:
+    source.check_unchanged()
+    if opened:
+        source.read_at(0, 10)
+    change(path)
+    with pytest.raises(SourceChangedError) as caught:
+        source.check_unchanged()
+    assert caught.value.file == str(path)
+    source.close()
+    with pytest.raises((SourceChangedError, ReadError)):
+        source.read_at(0, 10)
+
+
+def test_a_file_cut_while_it_is_read_has_changed(source: LocalFile, path: Path) -> None:
+    source.read_at(0, 10)
+    truncate(path)
+    with pytest.raises(SourceChangedError):
+        source.read_at(50, 1000)
+
+
+def test_an_expected_identity_is_checked(path: Path) -> None:
+    with closing(LocalFile(path)) as first:
+        identity = first.identity
+    LocalFile(path, expected=identity).close()
+    replace(path)
+    with pytest.raises(SourceChangedError) as caught:
+        LocalFile(path, expected=identity)
+    assert str(identity.inode) in str(caught.value.expected)
+
+
+def test_at_most_two_descriptors_and_none_after_close(source: LocalFile) -> None:
+    before = open_files()
+    source.read_at(0, 10)
+    source.read_at(10, 10)
+    assert (open_files() - before)[source.path] == 1
+    if has_direct(source):
+        source.descriptor(direct=True)
+    assert (open_files() - before)[source.path] <= 2
+    source.close()
+    source.close()
+    assert open_files() == before
+    assert source.read_at(0, 10) == CONTENT[:10]
+
+
+def has_direct(source: LocalFile) -> bool:
+    try:
+        source.descriptor(direct=True)
+    except DirectIOUnavailable:
+        return False
+    return True
+
+
+@pytest.fixture
+def aligned() -> Iterator[memoryview]:
+    with mmap.mmap(-1, 8 * 4096) as mapping, memoryview(mapping) as view:
+        yield view
+
+
+def test_direct_reads_end_with_the_file(source: LocalFile, aligned: memoryview) -> None:
+    if not has_direct(source):
+        pytest.skip("the file system of the temporary directory has no direct I/O")
+    assert source.read_into(4096, aligned, direct=True) == len(CONTENT) - 4096
+    assert aligned[: len(CONTENT) - 4096] == CONTENT[4096:]
+
+
+def test_direct_io_that_is_refused_when_opening(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: str, flags: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DirectIOUnavailable):
+        source.read_into(0, memoryview(bytearray(4096)), direct=True)
+    assert source.read_at(0, 4) == CONTENT[:4]
+
+
+def test_direct_io_that_the_platform_lacks(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+    with pytest.raises(DirectIOUnavailable):
+        source.descriptor(direct=True)
+
+
+@pytest.fixture
+def direct_in_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open for direct I/O without the flag, so that what comes next is the same on every file system."""
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+
+
+@pytest.mark.usefixtures("direct_in_name_only")
+def test_direct_io_that_is_refused_when_reading(
+    source: LocalFile, aligned: memoryview, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(read: Reader, buffer: memoryview, offset: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    patch_preadv(monkeypatch, refuse)
+    with pytest.raises(DirectIOUnavailable):
+        source.read_into(0, aligned, direct=True)
+
+
+@pytest.mark.usefixtures("direct_in_name_only")
+@pytest.mark.parametrize(("most", "usable"), [(4096, True), (8192, True), (4000, False), (1, False)])
+def test_short_direct_reads_continue_on_blocks_only(
+    source: LocalFile, aligned: memoryview, monkeypatch: pytest.MonkeyPatch, most: int, usable: bool
+) -> None:
+    patch_preadv(monkeypatch, lambda read, buffer, offset: read(buffer[:most], offset))
+    if usable:
+        assert source.read_into(0, aligned, direct=True) == len(CONTENT)
+        assert aligned[: len(CONTENT)] == CONTENT
+    else:
+        with pytest.raises(DirectIOUnavailable):
+            source.read_into(0, aligned, direct=True)
+
+
+def test_forgetting_changes_nothing_that_is_read(source: LocalFile) -> None:
+    source.forget(0, len(CONTENT))
+    assert source.read_at(0, 100) == CONTENT[:100]
+
+
+def test_the_recording_source_lists_reads_in_order(source: LocalFile) -> None:
+    recording = RecordingSource(source)
+    wrapped: Source = recording
+    assert wrapped.read_at(3, 4) == CONTENT[3:7]
+    assert wrapped.read_into(8, memoryview(bytearray(2))) == 2
+    wrapped.check_unchanged()
+    assert recording.reads == [RecordedRead(offset=3, nbytes=4), RecordedRead(offset=8, nbytes=2)]
+    assert recording.read_bytes == 6
+    assert (wrapped.path, wrapped.identity) == (source.path, source.identity)
+
+
+def test_the_faulty_source_fails_one_read(source: LocalFile) -> None:
+    faulty = FaultySource(source, at=2, error=errno.EIO)
+    wrapped: Source = faulty
+    assert wrapped.read_at(0, 4) == CONTENT[:4]
+    assert not faulty.failed
+    with pytest.raises(ReadError, match="Input/output error") as caught:
+        wrapped.read_into(8, memoryview(bytearray(4)))
+    assert caught.value.offset == 8
+    assert faulty.failed
+    assert wrapped.read_at(0, 4) == CONTENT[:4]
+
+
+def test_the_faulty_source_ends_one_read_early(source: LocalFile) -> None:
+    assert FaultySource(source, at=1, found_bytes=3).read_into(0, memoryview(bytearray(4))) == 3
+    with pytest.raises(TruncatedError) as caught:
+        FaultySource(source, at=1, found_bytes=3).read_at(5, 4)
+    assert (caught.value.offset, caught.value.found) == (5, "3 bytes")
