@@ -5,7 +5,7 @@ import pytest
 import sluice
 from plans import FILE, MIB, entry, facts, index_of, request
 from sluice._layout import shared_targets, single_targets
-from sluice._planner import check_budget, plan_load
+from sluice._planner import check_host_budget, plan_load
 from sluice._records import Fill, LoadPlan, MachineFacts, Request, Target
 
 
@@ -173,9 +173,9 @@ def test_reads_are_in_file_order() -> None:
 
 def test_budget_names_what_is_needed_allowed_and_would_fit() -> None:
     made = plan([big(mib=400)], [(0, 400 * MIB)], facts(cached=False))
-    check_budget(made, made.predicted.total_bytes, "MemoryLimits(host=...)")
+    check_host_budget(made, made.predicted.total_bytes, "MemoryLimits(host=...)")
     with pytest.raises(sluice.BudgetError) as caught:
-        check_budget(made, 300 * MIB, "MemoryLimits(host=...)")
+        check_host_budget(made, 300 * MIB, "MemoryLimits(host=...)")
     text = str(caught.value)
     assert "400 MiB for weights" in text
     assert "at most 300 MiB (MemoryLimits(host=...))" in text

@@ -166,6 +166,11 @@ def test_a_key_that_leads_nowhere_names_what_there_is(key: str) -> None:
     assert caught.value.expected == "one of 'model', 'epoch'"
 
 
+def test_positions_do_not_count_from_the_end() -> None:
+    with pytest.raises(MismatchError):
+        subtree({"models": [{"w": A}]}, "models.-1")
+
+
 def test_close_names_are_suggested() -> None:
     with pytest.raises(MismatchError) as caught:
         subtree(FLAT, "modle.blocks.0")

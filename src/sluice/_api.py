@@ -171,7 +171,7 @@ def load_state_dict(
         wanted = {id(entry): (name, entry) for name, entry in _tree.walk(chosen)}
         requests = [_state_dict_request(name, entry, where, dtype) for name, entry in wanted.values()]
         prepared = _transfer.prepare(checkpoint, requests, share_storages=True, memory=memory, page_cache=page_cache)
-        with byte_progress(progress, checkpoint.files[0], prepared.plan.read_bytes) as report:
+        with byte_progress(progress, checkpoint.path, prepared.plan.read_bytes) as report:
             tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan), progress=report)
     pairs = zip(wanted.items(), tensors, strict=True)
     finished = {identity: _as_in_file(tensor, entry) for (identity, (_, entry)), tensor in pairs}
@@ -200,14 +200,14 @@ def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, ob
     if not isinstance(chosen, Mapping):
         raise MismatchError(
             "this part of the checkpoint is not a state dict",
-            file=checkpoint.files[0],
+            file=checkpoint.path,
             tensor=key or "",
             found=type(chosen).__name__,
         )
     for name, opaque in _tree.opaques(chosen).items():
         raise UnsafeContentError(
             "the state dict holds an object that only running code could build",
-            file=checkpoint.files[0],
+            file=checkpoint.path,
             tensor=name,
             found=opaque.qualified_name,
         )
@@ -222,7 +222,7 @@ def _only_candidate(checkpoint: Checkpoint) -> str:
         return candidates[0]
     raise MismatchError(
         "the checkpoint holds no single state dict; choose a part of it with key=",
-        file=checkpoint.files[0],
+        file=checkpoint.path,
         expected="one state dict",
         found=", ".join(map(repr, candidates)) or "none",
     )
@@ -244,7 +244,7 @@ def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 def _report(job: Job, done: Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks) -> LoadReport:
     plan, match = job.prepared.plan, job.match
     return LoadReport(
-        source=checkpoint.files[0],
+        source=checkpoint.path,
         format=checkpoint.format,
         files=checkpoint.files,
         key=job.selection.key,
@@ -256,6 +256,7 @@ def _report(job: Job, done: Done, checkpoint: Checkpoint, *, seconds: float, mea
         seconds=seconds,
         predicted=plan.predicted,
         measured=measured,
+        device_memory=done.device_memory,
         reads=done.outcome.read_bytes,
         stepped_down=done.outcome.stepped_down,
         missing=match.missing,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,13 +17,12 @@ from sluice._errors import MismatchError
 from sluice._options import Limits, MemoryLimits
 from sluice._records import Entry, Index, Request
 from sluice._slicing import Key, slice_view
-from sluice.formats import detect
+from sluice.formats._opening import open_path
+from sluice.formats._shards import OpenFile
 from sluice.sources._local import LocalFile
 
 if TYPE_CHECKING:
     import torch
-
-    from sluice.formats._protocol import Format
 
 __all__ = ["Checkpoint", "CheckpointSource", "LazyTensor", "borrow", "open_checkpoint"]
 
@@ -145,23 +145,29 @@ class Checkpoint(Mapping[str, LazyTensor]):
         ...     print(checkpoint.format, len(checkpoint))
     """
 
-    def __init__(self, index: Index, sources: tuple[LocalFile, ...], file_format: Format, limits: Limits) -> None:
+    def __init__(self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits) -> None:
+        #: What was opened: a file or a directory.
+        self.path = path
         #: Every tensor as records that do not need torch.
         self.index = index
-        self._sources = sources
-        self._format = file_format
+        self._files = files
         self.limits = limits
         self._offsets: dict[int, int] = {}
         self._closed = False
 
     @property
     def format(self) -> str:
-        """Name of the format: ``"torch-zip"`` or ``"safetensors"``."""
+        """Name of the format.
+
+        Of a file ``"torch-zip"`` or ``"safetensors"``; of a Hugging Face directory or a shard index
+        ``"huggingface-safetensors"`` or ``"huggingface-bin"``; of parts without an index ``"safetensors-parts"``; of
+        one file for each parameter ``"per-parameter"``.
+        """
         return self.index.format
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Paths of the files that it consists of."""
+        """Paths of the files that hold its data."""
         return tuple(file.path for file in self.index.files)
 
     @property
@@ -171,7 +177,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Text that the file says of itself."""
+        """Text that the file says of itself; of several files, what all of them say."""
         return self.index.metadata
 
     @cached_property
@@ -194,15 +200,19 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         if self._closed:
             raise ValueError("the checkpoint is closed")
-        return self._sources
+        return tuple(file.source for file in self._files)
 
     def locate(self, storages: Iterable[int]) -> dict[int, int]:
         """Return the data offset of each of ``storages``; headers that were checked once are not read again."""
-        wanted = {number for number in storages if number not in self._offsets}
-        for number, source in enumerate(self.sources):
-            of_file = [storage for storage in wanted if self.index.storages[storage].file == number]
-            if of_file:
-                self._offsets.update(self._format.locate(source, self.index, of_file))
+        sources = self.sources
+        wanted: defaultdict[int, list[int]] = defaultdict(list)
+        for number in set(storages) - self._offsets.keys():
+            wanted[self.index.storages[number].file].append(number)
+        for position, numbers in wanted.items():
+            file = self._files[position]
+            first = file.first_storage
+            found = file.format.locate(sources[position], file.index, [number - first for number in numbers])
+            self._offsets.update((number + first, offset) for number, offset in found.items())
         return self._offsets
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -217,8 +227,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def close(self) -> None:
         """Release the files. Tensors that were read stay valid; reading more raises ``ValueError``."""
         self._closed = True
-        for source in self._sources:
-            source.close()
+        for file in self._files:
+            file.source.close()
 
     def __enter__(self) -> Self:
         return self
@@ -229,7 +239,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self.format} {', '.join(self.files)}>"
+        return f"<Checkpoint {self.format} {self.path}>"
 
 
 #: What every ``source`` argument takes.
@@ -242,18 +252,18 @@ def open_checkpoint(source: CheckpointSource, *, key: str | None = None, limits:
         if key is None:
             return source
         index = replace(source.index, tree=_tree.subtree(source.index.tree, key))
-        return Checkpoint(index, source.sources, source._format, source.limits)  # noqa: SLF001  (its own class)
+        return Checkpoint(source.path, index, source._files, source.limits)  # noqa: SLF001  (its own class)
     limits = limits or Limits()
-    file = LocalFile(source)
-    try:
-        file_format = detect(file)
-        index = file_format.read_index(file, limits)
-        if key is not None:
-            index = replace(index, tree=_tree.subtree(index.tree, key))
-    except BaseException:
-        file.close()
-        raise
-    return Checkpoint(index, (file,), file_format, limits)
+    path = os.fsdecode(source)
+    index, files = open_path(path, limits)
+    checkpoint = Checkpoint(path, index, files, limits)
+    if key is not None:
+        try:
+            checkpoint.index = replace(index, tree=_tree.subtree(index.tree, key))
+        except BaseException:
+            checkpoint.close()
+            raise
+    return checkpoint
 
 
 @contextmanager

@@ -131,6 +131,7 @@ class _Crew:
     def working(self) -> Iterator[None]:
         """Start the readers, and join them whatever happens."""
         try:
+            self._targets.begin(self._staging)
             for number in range(self._plan.readers if self._plan.reads else 0):
                 thread = threading.Thread(target=self._work, name=f"sluice-reader-{number}", daemon=True)
                 try:
@@ -145,6 +146,7 @@ class _Crew:
             self._stop.set()
             for thread in self._threads:
                 thread.join()
+            self._targets.finish()
 
     def results(self, count: int) -> Iterator[_Done]:
         """Yield ``count`` finished reads as they come; raise the first failure instead."""
@@ -173,8 +175,7 @@ class _Crew:
         first = read.offset % options.BLOCK_BYTES
         with self._staging.lend() as buffer:
             method = self._fetch(read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
-            for copy in read.copies:
-                self._targets.copy(copy, buffer, first)
+            self._targets.copy_out(read.copies, buffer, first)
         return method
 
     def _run_in_place(self, read: Read, position: int) -> Method:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sluice import _options as options
 from sluice._geometry import round_up
-from sluice._records import FileFacts, MachineFacts
+from sluice._records import DeviceFacts, FileFacts, MachineFacts
 from sluice.sources import DirectIOUnavailable
 from sluice.sources._local import LocalFile
 
@@ -28,8 +28,17 @@ _DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs",
 _UNLIMITED_BYTES = 1 << 62
 
 
-def machine_facts(sources: Sequence[LocalFile]) -> MachineFacts:
-    """Return the facts of this machine and of the files behind ``sources``, in their order."""
+#: Of a file that a plan does not read.
+_NOT_ASKED = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
+
+
+def machine_facts(sources: Sequence[LocalFile | None], devices: tuple[DeviceFacts, ...] = ()) -> MachineFacts:
+    """Return the facts of this machine and of the files behind ``sources``, in their order.
+
+    Args:
+        sources: The files. None stands for one that will not be read: of a thousand shards a slice needs one.
+        devices: What was asked of the accelerators, which takes torch.
+    """
     import psutil
 
     return MachineFacts(
@@ -37,7 +46,8 @@ def machine_facts(sources: Sequence[LocalFile]) -> MachineFacts:
         memory_available_bytes=psutil.virtual_memory().available,
         memory_limit_bytes=cgroup_headroom(),
         huge_pages=_huge_pages(),
-        files=tuple(file_facts(source) for source in sources),
+        files=tuple(file_facts(source) if source else _NOT_ASKED for source in sources),
+        devices=devices,
     )
 
 
@@ -58,7 +68,7 @@ def file_facts(source: LocalFile) -> FileFacts:
         filesystem=filesystem,
         direct_io=large and filesystem in _DIRECT_FILESYSTEMS and _opens_direct(source),
         probe_step_bytes=step,
-        cached=_probe_cache(source.descriptor(), range(0, nbytes, step)) if large else (),
+        cached=_probe_cache(source, range(0, nbytes, step)) if large else (),
     )
 
 
@@ -92,28 +102,29 @@ def _filesystem(path: str) -> str:
 
 def _opens_direct(source: LocalFile) -> bool:
     try:
-        source.descriptor(direct=True)
+        with source.lend(direct=True):
+            return True
     except DirectIOUnavailable:
         return False
-    return True
 
 
-def _probe_cache(descriptor: int, offsets: Iterable[int]) -> tuple[bool, ...]:
+def _probe_cache(source: LocalFile, offsets: Iterable[int]) -> tuple[bool, ...]:
     """Return for each offset whether its page is cached; empty where the kernel does not tell."""
     nowait = getattr(os, "RWF_NOWAIT", None)
     if nowait is None:
         return ()
     found = []
     one = bytearray(1)
-    for offset in offsets:
-        try:
-            found.append(os.preadv(descriptor, [one], offset, nowait) == 1)
-        except BlockingIOError:
-            found.append(False)
-        except OSError as error:
-            if error.errno in {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}:
-                return ()
-            raise
+    with source.lend() as descriptor:
+        for offset in offsets:
+            try:
+                found.append(os.preadv(descriptor, [one], offset, nowait) == 1)
+            except BlockingIOError:
+                found.append(False)
+            except OSError as error:
+                if error.errno in {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}:
+                    return ()
+                raise
     return tuple(found)
 
 

@@ -145,6 +145,7 @@ def _filled(
         device=request.device,
         fills=fills,
         existing=request.existing,
+        replaces=request.replaces,
     )
 
 

@@ -200,7 +200,15 @@ class _Matcher:
         existing = slot.in_place and (dtype, device) == (slot.dtype, slot.device)
         keeps_stride = existing or is_dense(slot.shape, slot.stride)
         stride = slot.stride if keeps_stride else contiguous_stride(slot.shape)
-        return Request(name=name, entry=entry, dtype=dtype, device=device, stride=stride, existing=existing)
+        return Request(
+            name=name,
+            entry=entry,
+            dtype=dtype,
+            device=device,
+            stride=stride,
+            existing=existing,
+            replaces=not (existing or slot.on_meta),
+        )
 
     def _where(self, slot: Slot) -> str:
         return self._device or ("cpu" if slot.on_meta else slot.device)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from sluice import _transfer, _tree
+from sluice._accelerators import allocator_bytes
 from sluice._checkpoint import Checkpoint
 from sluice._engine import Outcome
 from sluice._errors import MismatchError, PartialLoadError, UnsafeContentError
@@ -24,7 +25,7 @@ from sluice._matching import Match, is_extra_state, match
 from sluice._modules import ModuleState, collect
 from sluice._options import MemoryLimits, PageCache
 from sluice._progress import Progress, byte_progress
-from sluice._records import Entry, Request
+from sluice._records import DeviceMemory, DevicePlan, Entry, Request
 from sluice._renaming import Rename
 from sluice._selection import Selection, select
 from sluice._slicing import slice_view
@@ -64,6 +65,8 @@ class Done:
     outcome: Outcome
     #: What installing did.
     installed: Installed
+    #: What became of each accelerator's memory.
+    device_memory: tuple[DeviceMemory, ...]
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...]
 
@@ -85,7 +88,9 @@ def prepare_module(
     tree = checkpoint.index.tree
     selection = select(tree, state.outline, key=key, rename=rename, limits=checkpoint.limits)
     if strict:
-        _refuse_opaque(_tree.subtree(tree, selection.key or ""), selection.prefix, state.outline.extra_state, checkpoint)
+        _refuse_opaque(
+            _tree.subtree(tree, selection.key or ""), selection.prefix, state.outline.extra_state, checkpoint
+        )
     entries = apply_pre_hooks(model, selection.entries, versions=selection.versions, strict=strict)
     found = match(state.outline, entries, device=device, dtype=dtype, strict=strict, versions=selection.versions)
     prepared = _transfer.prepare(checkpoint, found.requests, memory=memory, page_cache=page_cache)
@@ -106,6 +111,7 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
         plan, {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.match.requests[i].existing}
     )
     finished: set[int] = set()
+    before = {device.device: allocator_bytes(device.device) for device in plan.devices}
 
     def completed(position: int) -> None:
         slot = job.match.slots[position]
@@ -115,13 +121,26 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
         finished.add(position)
 
     try:
-        with byte_progress(progress, checkpoint.files[0], plan.read_bytes) as report:
+        with byte_progress(progress, checkpoint.path, plan.read_bytes) as report:
             tensors, outcome = _transfer.run(checkpoint, job.prepared, targets, progress=report, completed=completed)
     except BaseException as error:
         _report_partial(job, targets, finished, error)
         raise
     installed = install(job.state, job.match, tensors, initial, device=job.device)
-    return Done(outcome=outcome, installed=installed, notes=tuple(notes))
+    memory = tuple(_device_memory(device, before[device.device]) for device in plan.devices)
+    return Done(outcome=outcome, installed=installed, device_memory=memory, notes=tuple(notes))
+
+
+def _device_memory(device: DevicePlan, before: tuple[int, int] | None) -> DeviceMemory:
+    after = allocator_bytes(device.device)
+    grown = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
+    return DeviceMemory(
+        device=device.device,
+        requested_bytes=device.reservation.requested_bytes,
+        predicted_bytes=device.predicted_bytes,
+        allocated_bytes=grown and grown[0],
+        reserved_bytes=grown and grown[1],
+    )
 
 
 def _refuse_opaque(chosen: object, prefix: str, extra_state: tuple[str, ...], checkpoint: Checkpoint) -> None:
@@ -129,7 +148,7 @@ def _refuse_opaque(chosen: object, prefix: str, extra_state: tuple[str, ...], ch
         if name.startswith(prefix) and not is_extra_state(name[len(prefix) :], extra_state):
             raise UnsafeContentError(
                 "the state dict holds an object that only running code could build",
-                file=checkpoint.files[0],
+                file=checkpoint.path,
                 tensor=name,
                 found=opaque.qualified_name,
             )
@@ -144,7 +163,7 @@ def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str
             continue
         problem = f"{first.name!r} and {other.name!r} are tied in the model and differ in the checkpoint"
         if strict:
-            raise MismatchError(problem, file=checkpoint.files[0], tensor=first.name)
+            raise MismatchError(problem, file=checkpoint.path, tensor=first.name)
         notes.append(f"{problem}; {first.name!r} was used")
     return notes
 

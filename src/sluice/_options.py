@@ -26,6 +26,8 @@ class Limits:
 
     #: Tensors and zip records in one checkpoint. The largest public models have under 200,000.
     entries: int = 1_000_000
+    #: Files in one checkpoint: a shard or a parameter each. Looking at this many takes about a second.
+    files: int = 100_000
     #: Nested containers. Real training states nest about 10 deep.
     depth: int = 64
     #: Objects that one pickle may build; a training state with 100,000 tensors needs about 3 million.
@@ -102,6 +104,10 @@ PROBES_PER_FILE = 4096
 #: would oversubscribe the machine (at::internal::GRAIN_SIZE is 32768).
 CAST_PIECE_ELEMENTS = 32_767
 
+#: Processors from which casts to a narrower dtype for an accelerator are made on the host: one casts about 3 GB/s, and
+#: with fewer than 8 a bus of 25 GB/s carries the wider dtype sooner.
+HOST_CAST_CORES = 8
+
 #: Interval of the sampler inside a load, in seconds. VmHWM holds the exact total; samples only split it by kind.
 SAMPLE_SECONDS = 0.01
 
@@ -111,5 +117,9 @@ OVERHEAD_BYTES = 16 << 20
 #: Records of the plan for each tensor, in bytes.
 OVERHEAD_PER_TENSOR_BYTES = 2 << 10
 
-#: Descriptors kept open at once.
+#: Descriptors kept open at once, over all checkpoints of the process: eight times what the readers use. Opening one
+#: again costs microseconds on a local disk; the usual limit of a process is 1,024.
 OPEN_FILES = 64
+
+#: Threads that index the files of a directory. They wait for the disk or the network; parsing takes turns anyway.
+INDEXING_THREADS = 8

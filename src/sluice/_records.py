@@ -3,8 +3,8 @@
 source -> format: ``FileIdentity``, ``FileRecord``
 format -> index:  ``Storage``, ``Entry``, ``Opaque``, ``Index``
 index -> targets: ``Request``, ``Fill``, ``Target``
-facts:            ``FileFacts``, ``MachineFacts``
-plan:             ``Copy``, ``Read``, ``Block``, ``Peaks``, ``LoadPlan``
+facts:            ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
+plan:             ``Copy``, ``Read``, ``Block``, ``Peaks``, ``Reservation``, ``DevicePlan``, ``LoadPlan``
 
 No record holds a tensor, and none of them imports torch. Offsets and sizes are bytes unless a name says elements.
 """
@@ -21,6 +21,9 @@ __all__ = [
     "Block",
     "BlockKind",
     "Copy",
+    "DeviceFacts",
+    "DeviceMemory",
+    "DevicePlan",
     "Entry",
     "FileFacts",
     "FileIdentity",
@@ -34,6 +37,7 @@ __all__ = [
     "Peaks",
     "Read",
     "Request",
+    "Reservation",
     "Storage",
     "Target",
 ]
@@ -165,6 +169,8 @@ class Request:
     stride: tuple[int, ...] | None = None
     #: True where the caller supplies the memory (a live tensor filled in place), False where it is allocated.
     existing: bool = False
+    #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +214,8 @@ class Target:
     fills: tuple[Fill, ...]
     #: True where the caller supplies the memory (a live parameter filled in place), False where it is allocated.
     existing: bool = False
+    #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +233,18 @@ class FileFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What was asked of one accelerator."""
+
+    #: Name as torch writes it: ``"cuda:0"``.
+    device: str
+    #: Bytes that the device has free for anybody; None when it does not say.
+    free_bytes: int | None = None
+    #: Bytes that torch's allocator holds of it without using them.
+    cached_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
     """What was asked of the machine before planning."""
 
@@ -238,6 +258,8 @@ class MachineFacts:
     huge_pages: bool
     #: Facts of each file, in the order of ``LoadPlan.files``.
     files: tuple[FileFacts, ...]
+    #: Facts of each accelerator that the load uses.
+    devices: tuple[DeviceFacts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +280,9 @@ class Copy:
     target_stride: tuple[int, ...]
     #: Where element 0 goes, in elements from the start of the target.
     target_start: int
+    #: Where in the staging buffer, in bytes from its start, it is cast before it is sent to an accelerator; None casts
+    #: at the target.
+    cast_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +335,55 @@ class Peaks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """How the memory of one accelerator is taken."""
+
+    #: Bytes that the tensors ask for.
+    requested_bytes: int
+    #: Bytes that the allocator will count as allocated: each tensor rounded up.
+    allocated_bytes: int
+    #: Bytes of the one block that is taken and freed before the tensors; 0 for none.
+    block_bytes: int
+    #: Bytes that the allocator will have reserved from the device.
+    reserved_bytes: int
+    #: The same, were the block refused and each tensor allocated by itself.
+    reserved_apart_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """The memory of one accelerator during a load."""
+
+    #: Name as torch writes it: ``"cuda:0"``.
+    device: str
+    #: How its memory is taken.
+    reservation: Reservation
+    #: Bytes of the scratch in which casts and views are made; 0 when none is needed.
+    scratch_bytes: int = 0
+
+    @property
+    def predicted_bytes(self) -> int:
+        """Growth of what torch's allocator reserves, were nothing cached."""
+        return self.reservation.reserved_bytes + self.scratch_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Growth of one accelerator's memory during a load, in bytes: predicted beside measured."""
+
+    #: Name as torch writes it: ``"cuda:0"``.
+    device: str
+    #: What the tensors asked for.
+    requested_bytes: int
+    #: What the plan predicted that torch's allocator would reserve, were nothing cached.
+    predicted_bytes: int
+    #: What torch's allocator has more allocated than before; None where it does not say.
+    allocated_bytes: int | None = None
+    #: What torch's allocator has more reserved than before; None where it does not say.
+    reserved_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
     """The complete decision of a load: the engine adds nothing to it.
 
@@ -338,6 +412,8 @@ class LoadPlan:
     final_bytes: int
     #: Predicted growth of the host's memory.
     predicted: Peaks
+    #: Memory of each accelerator.
+    devices: tuple[DevicePlan, ...] = ()
     #: Why the plan is as it is, a sentence each.
     reasons: tuple[str, ...] = ()
     #: Whether buffered pages are dropped from the page cache once they were used.

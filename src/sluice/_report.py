@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
-from sluice._records import Peaks
+from sluice._records import DeviceMemory, Peaks
 from sluice._units import format_bytes
 
 __all__ = ["LoadReport"]
@@ -53,6 +53,8 @@ class LoadReport:
     predicted: Peaks
     #: Growth of memory that was measured; None where the platform cannot tell.
     measured: Peaks | None = None
+    #: Predicted and measured growth of each accelerator's memory.
+    device_memory: tuple[DeviceMemory, ...] = ()
     #: Bytes that were read by each method: ``"direct"``, ``"buffered"``.
     reads: Mapping[str, int] = field(default_factory=dict)
     #: Reads that could not be done by their first method and were done by a later one.
@@ -83,7 +85,7 @@ class LoadReport:
         return {**values, "gb_per_second": self.gb_per_second}
 
     def __str__(self) -> str:
-        lines = [self._what(), self._speed(), self._memory()]
+        lines = [self._what(), self._speed(), self._memory(), *map(_device_line, self.device_memory)]
         if self.prefix:
             lines.append(f"prefix stripped: {self.prefix!r}")
         if self.cast:
@@ -123,7 +125,14 @@ class LoadReport:
 def _plain(value: object) -> object:
     if isinstance(value, Peaks):
         return asdict(value)
+    if isinstance(value, tuple) and value and isinstance(value[0], DeviceMemory):
+        return [asdict(member) for member in value]
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def _device_line(memory: DeviceMemory) -> str:
+    measured = "not available here" if memory.reserved_bytes is None else format_bytes(memory.reserved_bytes)
+    return f"growth of {memory.device}: predicted {format_bytes(memory.predicted_bytes)}, reserved {measured}"
 
 
 def _shorten(names: tuple[str, ...]) -> str:

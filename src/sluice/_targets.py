@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from sluice import _options as options
+from sluice._accelerators import Accelerator, Source, accelerator
 from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._geometry import span_elements
 from sluice._hostmemory import HostMemory
 from sluice._layout import View
 from sluice._records import Copy, LoadPlan
-from sluice._staging import StagingBuffer
+from sluice._staging import StagingBuffer, StagingPool
 
 __all__ = ["Targets"]
 
@@ -28,14 +30,24 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 class Targets:
     """The final memory of one plan, allocated target by target when the first bytes for it arrive."""
 
-    def __init__(self, plan: LoadPlan, existing: Mapping[int, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        existing: Mapping[int, torch.Tensor] | None = None,
+        *,
+        accelerators: Mapping[str, Accelerator] | None = None,
+    ) -> None:
         """Allocate nothing yet.
 
         Args:
             plan: The plan; ``Block.kind == "existing"`` targets must all be in ``existing``.
             existing: Live tensors to fill in place, by target position.
+            accelerators: The devices of the plan by name; None takes torch's.
         """
         self._plan = plan
+        if accelerators is None:
+            accelerators = {device.device: accelerator(device.device) for device in plan.devices}
+        self._accelerators = accelerators
         self._existing = {position: tensor.detach() for position, tensor in (existing or {}).items()}
         self._mappings: dict[int, HostMemory] = {}
         self._arenas: dict[int, HostMemory] = {}
@@ -61,25 +73,72 @@ class Targets:
         start = self._plan.blocks[position].lead_bytes + offset
         return memory.view()[start : start + nbytes]
 
-    def copy(self, copy: Copy, buffer: StagingBuffer, first: int) -> None:
-        """Copy one strided box out of a staging buffer into its target, cast where the dtypes differ.
+    def begin(self, staging: StagingPool) -> None:
+        """Prepare accelerators for copies out of ``staging``."""
+        for device in self._plan.devices:
+            link = self._accelerators[device.device]
+            link.begin(staging.memory, self._plan.staging_buffer_bytes)
+            if device.reservation.block_bytes:
+                link.reserve(device.reservation.block_bytes)
+
+    def finish(self) -> None:
+        """Return once every copy is done, whether the load succeeded or not; staging is the host's again."""
+        for link in self._accelerators.values():
+            link.finish()
+
+    def discard(self) -> None:
+        """Give back everything that was allocated: the load failed."""
+        for held in (self._flats, self._mappings, self._arenas):
+            held.clear()
+        for link in self._accelerators.values():
+            link.release()
+
+    def copy_out(self, copies: Sequence[Copy], buffer: StagingBuffer, first: int) -> None:
+        """Copy strided boxes out of a staging buffer into their targets, cast where the dtypes differ.
+
+        Copies to accelerators may go on after the return: the buffer keeps their tickets.
 
         Args:
-            copy: What to copy.
+            copies: What to copy.
             buffer: The buffer that was read into.
             first: Where the read's first byte lies in the buffer.
         """
+        started: set[str] = set()
+        try:
+            for copy in copies:
+                self._copy(copy, buffer, first, started)
+        finally:  # a copy that fails leaves those before it under way
+            tickets = [self._accelerators[device].mark() for device in started]
+            buffer.tickets.extend(ticket for ticket in tickets if ticket is not None)
+
+    def _copy(self, copy: Copy, buffer: StagingBuffer, first: int, started: set[str]) -> None:
+        """Copy one box, or start to; ``started`` gets the device that still reads from the buffer."""
         self.touched.add(copy.target)
-        into = self._plan.targets[copy.target].dtype
+        device = self._plan.targets[copy.target].device
+        target, source = self._sides(copy, buffer, first)
+        if copy.cast_at is not None:
+            source = _cast_in_buffer(source, target.dtype, buffer, copy.cast_at)
+        if device == "cpu":
+            _copy_in_pieces(target, source.on_host())
+        else:
+            started.add(device)
+            self._accelerators[device].copy(target, source)
+
+    def _sides(self, copy: Copy, buffer: StagingBuffer, first: int) -> tuple[torch.Tensor, Source]:
+        """Return the two sides of a copy, as integers where the dtypes are the same."""
         item = ITEM_BYTES[copy.dtype]
-        bits = copy.dtype == into
-        elements = 1 + sum((n - 1) * step for n, step in zip(copy.shape, copy.source_stride, strict=True))
-        source = _source(buffer, first + copy.offset, elements, _BITS[item] if bits else torch_dtype(copy.dtype), item)
-        source = source.as_strided(copy.shape, copy.source_stride)
+        raw = torch.frombuffer(
+            buffer.memory.mapping,
+            dtype=torch.uint8,
+            count=span_elements(copy.shape, copy.source_stride) * item,
+            offset=buffer.start + first + copy.offset,
+        )
         flat = self._flat(copy.target)
+        bits = copy.dtype == self._plan.targets[copy.target].dtype
         flat = flat.view(_BITS[item]) if bits else flat
-        start = flat.storage_offset() + copy.target_start
-        _copy_in_pieces(flat.as_strided(copy.shape, copy.target_stride, start), source)
+        target = flat.as_strided(copy.shape, copy.target_stride, flat.storage_offset() + copy.target_start)
+        dtype = _BITS[item] if bits else torch_dtype(copy.dtype)
+        return target, Source(raw, dtype, copy.shape, copy.source_stride)
 
     def tensors(self, views: Iterable[View]) -> list[torch.Tensor]:
         """Return finished tensors. Each shares its storage with the other views of its target and with nothing else."""
@@ -93,10 +152,10 @@ class Targets:
         target = self._plan.targets[view.target]
         dtype = torch_dtype(target.dtype)
         if target.nbytes == 0:
-            return torch.empty_strided(view.shape, view.stride, dtype=dtype, device=target.device)
+            return self._flat(view.target).new_empty_strided(view.shape, view.stride)
         flat = self._flat(view.target)
         # set_ makes a tensor of its own; as_strided would make a view that keeps a base.
-        empty = torch.empty(0, dtype=dtype, device=target.device)
+        empty = torch.empty(0, dtype=dtype, device=flat.device)
         return empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride)
 
     def _flat(self, position: int) -> torch.Tensor:
@@ -112,8 +171,10 @@ class Targets:
         target, block = self._plan.targets[position], self._plan.blocks[position]
         dtype = torch_dtype(target.dtype)
         count = target.nbytes // ITEM_BYTES[target.dtype]
-        if block.kind == "device":
-            return torch.empty(count, dtype=dtype, device=target.device)
+        if target.device != "cpu":
+            return self._accelerators[target.device].allocate(count, dtype)
+        if block.kind == "empty":
+            return torch.empty(0, dtype=dtype)
         if block.kind == "arena":
             memory = self._arenas.get(block.arena)
             if memory is None:
@@ -136,18 +197,19 @@ class Targets:
         return self._mappings[position]
 
 
-def _source(buffer: StagingBuffer, start: int, count: int, dtype: torch.dtype, item_bytes: int) -> torch.Tensor:
-    """Return elements of a staging buffer; those at an odd address are moved to an even one first."""
-    at = buffer.start + start
-    if at % item_bytes == 0:
-        return torch.frombuffer(buffer.memory.mapping, dtype=dtype, count=count, offset=at)
-    raw = torch.frombuffer(buffer.memory.mapping, dtype=torch.uint8, count=count * item_bytes, offset=at)
-    return raw.clone().view(dtype)
+def _cast_in_buffer(source: Source, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> Source:
+    """Cast a contiguous source into another part of its staging buffer."""
+    count = source.shape[0]
+    raw = torch.frombuffer(
+        buffer.memory.mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=buffer.start + at
+    )
+    _copy_in_pieces(raw.view(dtype), source.on_host())
+    return Source(raw, dtype, source.shape, source.stride)
 
 
 def _copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy in pieces small enough that torch stays in this thread: the readers already use every core."""
-    if target.device.type != "cpu" or target.numel() <= options.CAST_PIECE_ELEMENTS:
+    if target.numel() <= options.CAST_PIECE_ELEMENTS:
         target.copy_(source)
         return
     rows = max(1, options.CAST_PIECE_ELEMENTS // (target.numel() // target.shape[0]))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from sluice._accelerators import device_facts
 from sluice._engine import Outcome, execute
 from sluice._facts import host_headroom, machine_facts
 from sluice._layout import View, shared_targets, single_targets
 from sluice._options import MemoryLimits, PageCache
-from sluice._planner import check_budget, plan_load
+from sluice._planner import check_device_budget, check_host_budget, plan_load
 from sluice._records import LoadPlan, Request
 from sluice._targets import Targets
 from sluice._units import parse_bytes
@@ -58,18 +59,29 @@ def prepare(
     offsets = checkpoint.locate({request.entry.storage for request in requests if request.entry.numel})
     lay_out = shared_targets if share_storages else single_targets
     targets, views = lay_out(requests, checkpoint.index, offsets)
+    read = {fill.file for target in targets for fill in target.fills}
     plan = plan_load(
         targets,
         checkpoint.index.files,
-        machine_facts(checkpoint.sources),
+        machine_facts(
+            [source if i in read else None for i, source in enumerate(checkpoint.sources)],
+            tuple(device_facts(device) for device in sorted({request.device for request in requests} - {"cpu"})),
+        ),
         staging_bytes=parse_bytes(memory.staging),
         page_cache=page_cache,
     )
-    if memory.host is None:
-        check_budget(plan, *host_headroom(plan.facts))
-    else:
-        check_budget(plan, parse_bytes(memory.host), "MemoryLimits(host=...)")
+    _check_budget(plan, memory)
     return Prepared(plan=plan, views=views)
+
+
+def _check_budget(plan: LoadPlan, memory: MemoryLimits) -> None:
+    if memory.host is None:
+        check_host_budget(plan, *host_headroom(plan.facts))
+    else:
+        check_host_budget(plan, parse_bytes(memory.host), "MemoryLimits(host=...)")
+    for device in plan.devices:
+        limit = memory.device.get(device.device) if isinstance(memory.device, Mapping) else memory.device
+        check_device_budget(plan, device, None if limit is None else parse_bytes(limit))
 
 
 def run(
@@ -89,5 +101,9 @@ def run(
         progress: Called with the bytes read so far.
         completed: Called with the position of each target as soon as it is whole.
     """
-    outcome = execute(prepared.plan, checkpoint.sources, targets, progress=progress, completed=completed)
+    try:
+        outcome = execute(prepared.plan, checkpoint.sources, targets, progress=progress, completed=completed)
+    except BaseException:
+        targets.discard()
+        raise
     return targets.tensors(prepared.views), outcome

@@ -1,8 +1,25 @@
-"""Helpers for tests of what is built on sluice: sources that record or fail their reads, and a memory assertion."""
+"""Helpers for tests of what is built on sluice.
+
+Sources that record or fail their reads, an accelerator that needs no hardware, and a memory assertion. Names are
+resolved on first use: only those that hold tensors import torch.
+"""
 
 from __future__ import annotations
 
-from sluice.testing._peak import assert_peak
-from sluice.testing._recording import FaultySource, RecordedRead, RecordingSource
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["FaultySource", "RecordedRead", "RecordingSource", "assert_peak"]
+if TYPE_CHECKING:
+    from sluice.testing._accelerator import FakeAccelerator
+    from sluice.testing._peak import assert_peak
+    from sluice.testing._recording import FaultySource, RecordedRead, RecordingSource
+
+__all__ = ["FakeAccelerator", "FaultySource", "RecordedRead", "RecordingSource", "assert_peak"]
+
+_HOMES = {"FakeAccelerator": "_accelerator", "assert_peak": "_peak"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'sluice.testing' has no attribute {name!r}")
+    return getattr(import_module(f"sluice.testing.{_HOMES.get(name, '_recording')}"), name)

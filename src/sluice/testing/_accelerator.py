@@ -1,0 +1,156 @@
+"""An accelerator for tests on machines without one: it does everything that an asynchronous device may do, and tells.
+
+Its memory is host memory. Copies run on a thread of its own, late and in any order. A copy whose source changed since
+it was started, a byte that arrives twice or never, and a wait that never comes are failures.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from sluice._accelerators import Source
+from sluice._errors import BudgetError
+from sluice._hostmemory import HostMemory
+
+__all__ = ["FakeAccelerator"]
+
+#: What uninitialised memory holds.
+_UNTOUCHED = 0xA5
+
+#: What is left in staging once nobody may read it any more.
+_POISON = 0xDB
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A copy that was started."""
+
+    target: torch.Tensor
+    source: Source
+    checksum: int
+    done: threading.Event
+
+
+class FakeAccelerator:
+    """See the module docstring; ``finish`` raises ``AssertionError`` with what went wrong.
+
+    Args:
+        capacity_bytes: Memory that it has; None for as much as the host.
+        seed: Of the order and the delays of copies.
+
+    Attributes:
+        reserved_bytes: Sizes given to ``reserve``.
+        allocated_bytes: Bytes that were allocated.
+        released: Whether what was cached has been given back.
+
+    Example:
+        >>> targets = Targets(plan, accelerators={"fake:0": FakeAccelerator()})
+    """
+
+    def __init__(self, *, capacity_bytes: int | None = None, seed: int = 0) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._random = random.Random(seed)  # noqa: S311  (an order for tests)
+        self._condition = threading.Condition()
+        self._pending: list[_Pending] = []
+        self._problems: list[str] = []
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._worker: threading.Thread | None = None
+        self._stopping = False
+        self.reserved_bytes: list[int] = []
+        self.allocated_bytes = 0
+        self.released = False
+
+    def begin(self, staging: HostMemory | None, buffer_bytes: int) -> None:  # noqa: ARG002  (nothing to page-lock)
+        self._stopping = False
+        self._worker = threading.Thread(target=self._work, name="fake-accelerator", daemon=True)
+        self._worker.start()
+
+    def reserve(self, nbytes: int) -> None:
+        self.reserved_bytes.append(nbytes)
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = count * dtype.itemsize
+        if self._capacity_bytes is not None and self.allocated_bytes + nbytes > self._capacity_bytes:
+            raise BudgetError("the fake accelerator is out of memory", found=f"{nbytes} bytes")
+        self.allocated_bytes += nbytes
+        memory = torch.full((nbytes,), _UNTOUCHED, dtype=torch.uint8).view(dtype)
+        self._arrived[memory.untyped_storage().data_ptr()] = torch.zeros(count, dtype=torch.int32)
+        return memory
+
+    def copy(self, target: torch.Tensor, source: Source) -> None:
+        pending = _Pending(target, source, _checksum(source), threading.Event())
+        with self._condition:
+            self._pending.append(pending)
+            self._condition.notify()
+
+    def mark(self) -> _Ticket:
+        with self._condition:
+            return _Ticket(list(self._pending))
+
+    def finish(self) -> None:
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if self._worker is not None:
+            self._worker.join()
+            self._worker = None
+        if self._problems:
+            raise AssertionError("\n".join(self._problems))
+
+    def release(self) -> None:
+        self.released = True
+
+    def assert_filled_once(self) -> None:
+        """Fail unless every element that was allocated arrived exactly once.
+
+        Raises:
+            AssertionError: Some did not arrive, or arrived again.
+        """
+        for counts in self._arrived.values():
+            if not bool((counts == 1).all()):
+                raise AssertionError(
+                    f"{int((counts == 0).sum())} elements never arrived, {int((counts > 1).sum())} again"
+                )
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._pending and not self._stopping:
+                    self._condition.wait()
+                if not self._pending:
+                    return
+                pending = self._random.choice(self._pending)
+            time.sleep(self._random.random() / 2000)
+            self._run(pending)
+            with self._condition:
+                self._pending.remove(pending)
+            pending.done.set()
+
+    def _run(self, pending: _Pending) -> None:
+        if _checksum(pending.source) != pending.checksum:
+            self._problems.append("staging was written before the copy that reads it was done")
+        target = pending.target
+        target.copy_(pending.source.on_host())
+        counts = self._arrived.get(target.untyped_storage().data_ptr())
+        if counts is not None:
+            counts.as_strided(target.shape, target.stride(), target.storage_offset()).add_(1)
+
+
+class _Ticket:
+    def __init__(self, copies: list[_Pending]) -> None:
+        self._copies = copies
+
+    def wait(self) -> None:
+        for copy in self._copies:
+            copy.done.wait()
+            copy.source.raw.fill_(_POISON)
+
+
+def _checksum(source: Source) -> int:
+    return zlib.crc32(source.raw.numpy().tobytes())
