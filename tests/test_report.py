@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from types import MappingProxyType
 
-from sluice._records import Peaks
+from sluice._records import DeviceMemory, Peaks
 from sluice._report import LoadReport
 
 _PREDICTED = Peaks(anon_bytes=5 << 20, file_bytes=0, shmem_bytes=0, total_bytes=5 << 20)
@@ -82,3 +82,14 @@ def test_json_holds_every_field() -> None:
     )
     assert value["reads"] == {"direct": 8 << 20}
     assert value["tied"] == [["a", "b"]]
+
+
+def test_accelerators_are_reported_beside_the_host() -> None:
+    memory = DeviceMemory(device="cuda:0", requested_bytes=4 << 20, predicted_bytes=10 << 20, reserved_bytes=8 << 20)
+    report = replace(
+        _REPORT, device_memory=(memory, DeviceMemory(device="mps:0", requested_bytes=1, predicted_bytes=1))
+    )
+    assert "growth of cuda:0: predicted 10.0 MiB, reserved 8.00 MiB" in str(report)
+    assert "growth of mps:0: predicted 1 B, reserved not available here" in str(report)
+    plain = json.loads(json.dumps(report.to_json()))
+    assert plain["device_memory"][0]["reserved_bytes"] == 8 << 20

@@ -153,17 +153,20 @@ def print_report(report: LoadReport) -> None:
 
 
 _KINDS = {
-    "anon_bytes": "anonymous",
-    "file_bytes": "mapped files",
-    "shmem_bytes": "shared",
-    "total_bytes": "total",
+    "anon_bytes": "host, anonymous",
+    "file_bytes": "host, mapped files",
+    "shmem_bytes": "host, shared",
+    "total_bytes": "host, total",
 }
 
 
 def _peaks(report: LoadReport) -> Table:
-    table = _table("growth of host memory", ">predicted", ">measured")
+    table = _table("growth of memory", ">predicted", ">measured")
     for name, label in _KINDS.items():
         table.add_row(label, _peak(report.predicted, name), _peak(report.measured, name))
+    for device in report.device_memory:
+        reserved = "not available" if device.reserved_bytes is None else format_bytes(device.reserved_bytes)
+        table.add_row(f"{device.device}, reserved", format_bytes(device.predicted_bytes), reserved)
     return table
 
 
