@@ -59,7 +59,7 @@ def load(
     module: torch.nn.Module,
     state_dict: Mapping[str, torch.Tensor],
     *,
-    device: str | None = None,
+    placement: Mapping[str, str] | None = None,
     dtype: str | None = None,
     strict: bool = True,
     versions: Mapping[str, int] | None = None,
@@ -68,8 +68,8 @@ def load(
     held = hold(state_dict)
     entries = apply_pre_hooks(module, held.entries, versions=versions, strict=strict)
     state = collect(module)
-    found = match(state.outline, entries, device=device, dtype=dtype, strict=strict, versions=versions)
-    initial = initial_values(state, found, device=device)
+    found = match(state.outline, entries, placement=placement, dtype=dtype, strict=strict, versions=versions)
+    initial = initial_values(state, found, placement=placement)
     finished = []
     for slot, request in zip(found.slots, found.requests, strict=True):
         tensor = held.finish(request)
@@ -77,4 +77,4 @@ def load(
             with torch.no_grad():
                 tensor = state.tensors[slot].detach().copy_(tensor)
         finished.append(tensor)
-    return found, install(state, found, finished, initial, device=device)
+    return found, install(state, found, finished, initial, placement=placement)

@@ -29,6 +29,7 @@ _TENSOR_MODULES = {
     "sluice._swap",
     "sluice._targets",
     "sluice._transfer",
+    "sluice.testing._accelerator",
 }
 
 

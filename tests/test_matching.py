@@ -77,7 +77,7 @@ def test_live_tensors_of_the_same_device_and_dtype_are_filled_in_place_with_thei
     request = match(Outline(slots=(live,)), {"w": entry()}).requests[0]
     assert request.existing
     assert request.stride == (1, 2)
-    assert not match(Outline(slots=(live,)), {"w": entry()}, device="cuda:0").requests[0].existing
+    assert not match(Outline(slots=(live,)), {"w": entry()}, placement={"": "cuda:0"}).requests[0].existing
     assert not match(Outline(slots=(live,)), {"w": entry()}, dtype="bfloat16").requests[0].existing
     assert not match(Outline(slots=(replace(live, in_place=False),)), {"w": entry()}).requests[0].existing
 
@@ -93,7 +93,7 @@ def test_devices() -> None:
     outline = Outline(slots=(slot("a"), slot("b", device="cpu"), slot("c", device="cuda:1")))
     entries = dict.fromkeys("abc", entry())
     assert [r.device for r in match(outline, entries).requests] == ["cpu", "cpu", "cuda:1"]
-    assert [r.device for r in match(outline, entries, device="cuda:0").requests] == ["cuda:0"] * 3
+    assert [r.device for r in match(outline, entries, placement={"": "cuda:0"}).requests] == ["cuda:0"] * 3
 
 
 @given(st.sampled_from(sorted(ITEM_BYTES)), st.sampled_from(sorted(ITEM_BYTES)), st.sampled_from(CASTABLE))

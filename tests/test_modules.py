@@ -117,7 +117,7 @@ def test_collect_describes_each_tensor_once_with_all_its_names() -> None:
     assert {name for group in names for name in group} == set(Net().state_dict())
     assert [tuple(t.shape) for t in state.tensors] == [slot.shape for slot in state.outline.slots]
     assert [len(owners) for owners in state.owners] == [1 + (g == ("embedding.weight", "head.weight")) for g in names]
-    assert [t.dtype for t in state.unsaved] == [torch.float32] * 2
+    assert [t.dtype for t in state.unsaved.values()] == [torch.float32] * 2
     assert state.outline.problems == ()
 
 
@@ -388,7 +388,7 @@ def test_a_device_is_given_to_everything_the_forward_pass_needs() -> None:
     module = Net()
     objects = [*module.parameters(), *module.buffers()]
     partial = {name: t for name, t in trained().state_dict().items() if not name.startswith("layers")}
-    load(module, partial, device="cuda:0", strict=False)
+    load(module, partial, placement={"": "cuda:0"}, strict=False)
     assert all(one is other for one, other in zip(objects, (*module.parameters(), *module.buffers()), strict=True))
     assert {t.device for t in objects} == {torch.device("cuda:0")}
     module(TOKENS.cuda())

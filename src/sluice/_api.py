@@ -13,6 +13,7 @@ from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import MismatchError, UnsafeContentError
 from sluice._measure import PeakMeter
 from sluice._options import Limits, MemoryLimits, PageCache
+from sluice._placement import Placement
 from sluice._progress import Progress, byte_progress
 from sluice._records import Entry, Peaks, Request
 from sluice._report import LoadReport
@@ -56,7 +57,7 @@ def load_into(
     model: torch.nn.Module,
     source: CheckpointSource,
     *,
-    device: str | torch.device | None = None,
+    device: str | torch.device | Mapping[str, str | int | torch.device] | None = None,
     dtype: torch.dtype | Literal["auto"] | None = None,
     key: str | None = None,
     rename: Rename | None = None,
@@ -75,7 +76,8 @@ def load_into(
     Args:
         model: The module. Nothing of it is on the meta device afterwards.
         source: A checkpoint file, or an open checkpoint.
-        device: Where the tensors go; None leaves each where it is, and what is on meta goes to the CPU.
+        device: Where the tensors go; None leaves each where it is, and what is on meta goes to the CPU. A mapping from
+            prefixes of names to devices places parts: ``{"": "cuda:0", "head": "cuda:1"}``; the longest prefix wins.
         dtype: None keeps the module's dtypes, as ``load_state_dict`` does; ``"auto"`` takes the checkpoint's; a dtype
             applies to real floating-point tensors that come from the checkpoint.
         key: Part of the checkpoint: a path into the nested object or a dotted prefix of names
@@ -114,7 +116,7 @@ def load_into(
         job = _module_load.prepare_module(
             model,
             checkpoint,
-            device=None if device is None else _device_name(device),
+            placement=_placement(device),
             dtype=dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype),
             key=key,
             rename=rename,
@@ -181,17 +183,29 @@ def load_state_dict(
     return state_dict
 
 
-def _device_name(device: str | torch.device) -> str:
+def _placement(device: str | torch.device | Mapping[str, str | int | torch.device] | None) -> Placement:
+    if device is None:
+        return {}
+    if isinstance(device, Mapping):
+        return {prefix: _device_name(where) for prefix, where in device.items()}
+    return {"": _device_name(device)}
+
+
+def _device_name(device: str | int | torch.device) -> str:
     """Return a device as torch writes it, with the index that it means now.
 
     Raises:
-        ValueError: It is the meta device, which holds nothing.
+        ValueError: This torch cannot use it here, or it is the meta device, which holds nothing.
     """
     import torch
 
-    if torch.device(device).type == "meta":
+    try:
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA says so with an AssertionError
+        raise ValueError(f"device {device!r} cannot be used: {error}") from error
+    if found.type == "meta":
         raise ValueError("device='meta' cannot hold weights")
-    return str(torch.empty(0, device=device).device)
+    return str(found)
 
 
 def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, object]:

@@ -19,6 +19,7 @@ from sluice._initialisers import InitialisersSkipMeta
 from sluice._load_hooks import run_post_hooks
 from sluice._matching import Match
 from sluice._modules import ModuleState, Owner, can_reset
+from sluice._placement import Placement, device_of
 from sluice._swap import swap_data, with_data
 
 __all__ = ["Installed", "initial_values", "install", "install_one"]
@@ -42,7 +43,7 @@ def install(
     tensors: Sequence[torch.Tensor],
     initial: Mapping[int, torch.Tensor] | None = None,
     *,
-    device: str | None = None,
+    placement: Placement | None = None,
 ) -> Installed:
     """Make finished tensors part of the module; nothing of it is on the meta device afterwards.
 
@@ -51,7 +52,7 @@ def install(
         match: What was wanted.
         tensors: The finished tensor of each request; those of requests that are ``existing`` are filled already.
         initial: What ``initial_values`` returned.
-        device: Where live tensors without an entry, and non-persistent buffers, move to; None leaves them.
+        placement: Where live tensors without an entry, and non-persistent buffers, move to.
     """
     replaced: list[str] = []
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -63,8 +64,10 @@ def install(
         for slot, tensor in (initial or {}).items():
             if not install_one(state, slot, tensor):
                 replaced.append(state.outline.slots[slot].names[0])
-        if device is not None:
-            for tensor in (*state.unsaved, *(state.tensors[slot] for slot in match.kept)):
+        kept = {state.outline.slots[slot].names[0]: state.tensors[slot] for slot in match.kept}
+        for name, tensor in {**state.unsaved, **kept}.items():
+            device = device_of(name, placement or {})
+            if device is not None:
                 tensor.data = tensor.data.to(device)
     run_post_hooks(state.module, match.missing, match.unexpected)
     return Installed(replaced=tuple(replaced))
@@ -90,27 +93,33 @@ def _note_written(tensor: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def initial_values(state: ModuleState, match: Match, *, device: str | None = None) -> dict[int, torch.Tensor]:
+def initial_values(state: ModuleState, match: Match, *, placement: Placement | None = None) -> dict[int, torch.Tensor]:
     """Compute the values of the slots on meta that the checkpoint does not fill; the module is left as it is.
 
     Args:
         state: The module.
         match: Its ``zeroed`` and ``initialised`` slots are computed.
-        device: Where; None is the CPU.
+        placement: Where; the CPU for what it does not name.
 
     Raises:
         MismatchError: A ``reset_parameters`` fails, or leaves out a tensor that it should fill.
     """
     with torch.inference_mode(mode=False):  # parameters made of inference tensors could not be trained
-        return _initial_values(state, match, device or "cpu")
+        return _initial_values(state, match, placement or {})
 
 
-def _initial_values(state: ModuleState, match: Match, where: str) -> dict[int, torch.Tensor]:
+def _initial_values(state: ModuleState, match: Match, placement: Placement) -> dict[int, torch.Tensor]:
+    devices = {
+        slot: device_of(state.outline.slots[slot].names[0], placement) or "cpu"
+        for slot in (*match.zeroed, *match.initialised)
+    }
     values = {
-        slot: torch.zeros(state.tensors[slot].shape, dtype=torch_dtype(match.initial_dtypes[slot]), device=where)
+        slot: torch.zeros(
+            state.tensors[slot].shape, dtype=torch_dtype(match.initial_dtypes[slot]), device=devices[slot]
+        )
         for slot in match.zeroed
     }
-    for slot, tensor in _reset(state, match.initialised, where).items():
+    for slot, tensor in _reset(state, match.initialised, devices).items():
         if tensor.numel() and bool((tensor.reshape(-1).view(torch.uint8) == _UNTOUCHED).all()):
             raise MismatchError(
                 "the checkpoint does not have it, and reset_parameters() left it out",
@@ -120,7 +129,7 @@ def _initial_values(state: ModuleState, match: Match, where: str) -> dict[int, t
     return values
 
 
-def _reset(state: ModuleState, slots: Sequence[int], device: str) -> dict[int, torch.Tensor]:
+def _reset(state: ModuleState, slots: Sequence[int], devices: Mapping[int, str]) -> dict[int, torch.Tensor]:
     """Return what ``reset_parameters`` makes of these tensors, whose places are real memory for as long as it runs."""
     modules = {
         module: None
@@ -130,7 +139,7 @@ def _reset(state: ModuleState, slots: Sequence[int], device: str) -> dict[int, t
     try:
         for slot in slots:
             own = state.tensors[slot]
-            marked = torch.full((own.nbytes,), _UNTOUCHED, dtype=torch.uint8, device=device)
+            marked = torch.full((own.nbytes,), _UNTOUCHED, dtype=torch.uint8, device=devices[slot])
             _hold(state.owners[slot], with_data(own, marked.view(own.dtype).view(own.shape)))
         for module in modules:
             try:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from sluice._dtypes import is_castable
 from sluice._geometry import contiguous_stride, is_dense
 from sluice._mismatch import Findings
+from sluice._placement import Placement, device_of
 from sluice._records import Entry, Request
 
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
@@ -103,7 +104,7 @@ def match(
     outline: Outline,
     entries: Mapping[str, Entry],
     *,
-    device: str | None = None,
+    placement: Placement | None = None,
     dtype: str | None = None,
     strict: bool = True,
     versions: Mapping[str, int] | None = None,
@@ -114,7 +115,7 @@ def match(
     Args:
         outline: The module.
         entries: The state dict, by the names that the module uses.
-        device: Device of every finished tensor, with its index as torch writes it; None leaves each where it is.
+        placement: Devices by prefixes of names; tensors that it does not name stay where they are.
         dtype: None, ``"auto"`` or the name of a real floating-point dtype; see the module docstring.
         strict: Whether missing and unexpected names are problems.
         versions: Version that each module's part of the state dict has, by the module's name, where the file says so.
@@ -123,7 +124,7 @@ def match(
     Raises:
         MismatchError: They do not fit; it lists every reason.
     """
-    matcher = _Matcher(entries, device=device, dtype=dtype, strict=strict, versions=versions or {})
+    matcher = _Matcher(entries, placement=placement or {}, dtype=dtype, strict=strict, versions=versions or {})
     for position, slot in enumerate(outline.slots):
         matcher.add(position, slot)
     matcher.add_unexpected(outline)
@@ -148,14 +149,14 @@ class _Matcher:
         self,
         entries: Mapping[str, Entry],
         *,
-        device: str | None,
+        placement: Placement,
         dtype: str | None,
         strict: bool,
         versions: Mapping[str, int],
     ) -> None:
         self.findings = Findings()
         self._entries = entries
-        self._device = device
+        self._placement = placement
         self._dtype = dtype
         self._strict = strict
         self._versions = versions
@@ -211,7 +212,7 @@ class _Matcher:
         )
 
     def _where(self, slot: Slot) -> str:
-        return self._device or ("cpu" if slot.on_meta else slot.device)
+        return device_of(slot.names[0], self._placement) or ("cpu" if slot.on_meta else slot.device)
 
     def _add_absent(self, position: int, slot: Slot) -> None:
         optional = slot.added_in is not None and self._version_of(slot) < slot.added_in

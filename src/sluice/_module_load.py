@@ -24,6 +24,7 @@ from sluice._load_hooks import apply_pre_hooks
 from sluice._matching import Match, is_extra_state, match
 from sluice._modules import ModuleState, collect
 from sluice._options import MemoryLimits, PageCache
+from sluice._placement import Placement
 from sluice._progress import Progress, byte_progress
 from sluice._records import DeviceMemory, DevicePlan, Entry, Request
 from sluice._renaming import Rename
@@ -47,8 +48,8 @@ class Job:
     match: Match
     #: How.
     prepared: Prepared
-    #: Device that was asked for, as torch writes it with its index, or None.
-    device: str | None
+    #: Devices that were asked for.
+    placement: Placement
 
     @property
     def cast(self) -> dict[str, int]:
@@ -75,7 +76,7 @@ def prepare_module(
     model: nn.Module,
     checkpoint: Checkpoint,
     *,
-    device: str | None,
+    placement: Placement,
     dtype: str | None,
     key: str | None,
     rename: Rename | None,
@@ -92,9 +93,9 @@ def prepare_module(
             _tree.subtree(tree, selection.key or ""), selection.prefix, state.outline.extra_state, checkpoint
         )
     entries = apply_pre_hooks(model, selection.entries, versions=selection.versions, strict=strict)
-    found = match(state.outline, entries, device=device, dtype=dtype, strict=strict, versions=selection.versions)
+    found = match(state.outline, entries, placement=placement, dtype=dtype, strict=strict, versions=selection.versions)
     prepared = _transfer.prepare(checkpoint, found.requests, memory=memory, page_cache=page_cache)
-    return Job(state=state, selection=selection, match=found, prepared=prepared, device=device)
+    return Job(state=state, selection=selection, match=found, prepared=prepared, placement=placement)
 
 
 def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) -> Done:
@@ -105,7 +106,7 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
         PartialLoadError: A failure after live tensors began to change; its cause says what failed.
     """
     notes = _compare_tied(job, checkpoint, strict=strict)
-    initial = initial_values(job.state, job.match, device=job.device)
+    initial = initial_values(job.state, job.match, placement=job.placement)
     plan = job.prepared.plan
     targets = Targets(
         plan, {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.match.requests[i].existing}
@@ -126,7 +127,7 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
     except BaseException as error:
         _report_partial(job, targets, finished, error)
         raise
-    installed = install(job.state, job.match, tensors, initial, device=job.device)
+    installed = install(job.state, job.match, tensors, initial, placement=job.placement)
     memory = tuple(_device_memory(device, before[device.device]) for device in plan.devices)
     return Done(outcome=outcome, installed=installed, device_memory=memory, notes=tuple(notes))
 

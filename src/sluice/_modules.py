@@ -6,7 +6,7 @@ tensors on the meta device that no state dict will ever fill (non-persistent buf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,8 +52,8 @@ class ModuleState:
     tensors: tuple[torch.Tensor, ...]
     #: Every holder of the tensor of each slot.
     owners: tuple[tuple[Owner, ...], ...]
-    #: Non-persistent buffers: computed by constructors, in no state dict.
-    unsaved: tuple[torch.Tensor, ...]
+    #: Non-persistent buffers by name: computed by constructors, in no state dict.
+    unsaved: Mapping[str, torch.Tensor]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -100,7 +100,7 @@ def collect(module: nn.Module) -> ModuleState:
         ),
         tensors=tuple(one.tensor for one in slots),
         owners=tuple(tuple(one.owners.values()) for one in slots),
-        unsaved=tuple(one.tensor for one in unsaved),
+        unsaved={one.path: one.tensor for one in unsaved},
     )
 
 
