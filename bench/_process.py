@@ -99,7 +99,7 @@ def run_job(job: Job, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Outcome:
             timer.cancel()
             process.kill()
         if overdue.is_set():
-            return dataclasses.replace(outcome, status="timeout", reason=f"stopped after {timeout_seconds:.0f} s")
+            return dataclasses.replace(outcome, status="timeout", reason=f"stopped after {timeout_seconds:g} s")
         if outcome.status == "killed":
             return dataclasses.replace(outcome, reason=_last_words(process.returncode, complaints))
         return outcome

@@ -22,12 +22,12 @@ class Row:
 
     #: Name of the method.
     method: str
-    #: ``ok`` when at least one run was, else how the last one ended.
-    status: Status
     #: Why runs did not end well, each reason once.
     reasons: tuple[str, ...]
     #: From the call until every weight was touched, for each state that worked.
     seconds: dict[State, float]
+    #: How the last run ended, for each state in which none worked.
+    failures: dict[State, Status]
     #: ``seconds`` over those of the fastest raw read of the same state; empty where there was none.
     over_raw: dict[State, float]
     #: Peak growth of host memory by kind, in bytes; of a method that died, how far it had come.
@@ -71,9 +71,9 @@ def _row(
     judged = reserved if scenario.device == "cuda" else total
     return Row(
         method=method,
-        status="ok" if seconds else own[-1].outcome.status,
         reasons=tuple(dict.fromkeys(run.outcome.reason for run in own if run.outcome.reason)),
         seconds=seconds,
+        failures={run.state: run.outcome.status for run in own if run.state not in seconds},
         over_raw={} if _is_raw(method) else over_raw,
         anon_bytes=_peak(own, lambda outcome: outcome.anon_bytes),
         file_bytes=_peak(own, lambda outcome: outcome.file_bytes),

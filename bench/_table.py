@@ -70,15 +70,11 @@ def _cells(scenario: Scenario, row: Row) -> list[str]:
     texts = [f"{peak / _GIB:.2f}" if measured else _NOTHING for peak in peaks]
     texts.append(f"{row.over_final:.2f}" if measured and row.over_final is not None else _NOTHING)
     for state in scenario.states:
-        texts.append(f"{row.seconds[state]:.2f}" if state in row.seconds else _casualty(row))
+        texts.append(f"{row.seconds[state]:.2f}" if state in row.seconds else row.failures[state])
         if _has_raw(scenario):
             texts.append(f"{row.over_raw[state]:.2f}" if state in row.over_raw else _NOTHING)
     texts.append({True: "yes", False: "NO", None: _NOTHING}[row.right])
     return texts
-
-
-def _casualty(row: Row) -> str:
-    return _NOTHING if row.status == "ok" else row.status
 
 
 def _notes(scenario: Scenario, rows: Sequence[Row]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,8 +13,10 @@ from rich.panel import Panel
 
 from bench import _machine
 from bench._cache import make_cold
-from bench._records import Precision, Run, Scenario
-from bench._runner import run_with_progress
+from bench._folder import temporary_folder
+from bench._process import run_job
+from bench._records import Job, Precision, Run, Scenario
+from bench._runner import REFERENCE, run_with_progress
 from bench._summary import summarise
 from bench._table import console_for_tables, print_tables, write_results
 from bench.tutorial.model import SIZES, final_bytes, make_checkpoint
@@ -24,17 +25,17 @@ from sluice._units import format_bytes
 
 __all__ = ["choose_size", "main"]
 
-#: The demo should be over in about this time.
-_BUDGET_SECONDS = 120.0
+#: Sizes to choose from: the tiny one only tries the benchmark itself.
+_CHOICE = SIZES[1:]
+
+#: The demo should be over in about two minutes; the estimate is rough and the table better the larger the model.
+_BUDGET_SECONDS = 150.0
 
 #: Processes of one round: six strategies in two precisions, cold and cached, and the two references.
 _PROCESSES = 4 * len(STRATEGIES) + 2
 
-#: What a process costs beside its load: importing torch and computing the digests.
-_SECONDS_PER_PROCESS = 2.8
-
-#: How often all processes of a round together handle the bytes of the checkpoint, counted in probes; measured.
-_HANDLINGS = 16
+#: How often all processes of a round together initialise, write and read the bytes of the checkpoint; measured.
+_HANDLINGS = 21
 
 #: The hungriest strategy holds 2 F (fp32), and the cached rows need the file in the page cache beside it.
 _MEMORY_IN_FINALS = 3.2
@@ -48,7 +49,13 @@ _PROBE_BYTES = 128 << 20
 
 
 def choose_size(
-    finals: Mapping[str, int], *, memory_bytes: int, disk_bytes: int, device_bytes: int | None, seconds_per_byte: float
+    finals: Mapping[str, int],
+    *,
+    memory_bytes: int,
+    disk_bytes: int,
+    device_bytes: int | None,
+    seconds_per_process: float,
+    seconds_per_byte: float,
 ) -> str:
     """Return the largest size that memory, disk and patience allow; the smallest when none does.
 
@@ -57,11 +64,12 @@ def choose_size(
         memory_bytes: Free host memory.
         disk_bytes: Free disk space.
         device_bytes: Free memory of the accelerator; None without one.
+        seconds_per_process: What a process costs beside its load, from a probe.
         seconds_per_byte: What initialising, writing and reading a byte takes, from a probe.
     """
     chosen = next(iter(finals))
     for size, final in finals.items():
-        seconds = _PROCESSES * _SECONDS_PER_PROCESS + _HANDLINGS * seconds_per_byte * final
+        seconds = _PROCESSES * seconds_per_process + _HANDLINGS * seconds_per_byte * final
         fits = (
             _MEMORY_IN_FINALS * final + _MEMORY_BESIDE_BYTES <= memory_bytes
             and _DISK_IN_FINALS * final <= disk_bytes
@@ -84,12 +92,21 @@ def _probe_seconds_per_byte(directory: Path) -> float:
     return (time.perf_counter() - begin) / _PROBE_BYTES
 
 
+def _probe_seconds_per_process() -> float:
+    """Return what a process takes that hardly loads anything: torch's import, a context and the digests."""
+    begin = time.perf_counter()
+    device = _machine.device()
+    run_job(Job(method=REFERENCE, model="tiny", checkpoint="", dtype="float32", device=device, verify=True))
+    return time.perf_counter() - begin
+
+
 def _largest_size(directory: Path) -> str:
     return choose_size(
-        {size: final_bytes(size, torch.float32) for size in SIZES},
+        {size: final_bytes(size, torch.float32) for size in _CHOICE},
         memory_bytes=_machine.free_memory_bytes(),
         disk_bytes=shutil.disk_usage(directory).free,
         device_bytes=torch.cuda.mem_get_info()[0] if _machine.device() == "cuda" else None,
+        seconds_per_process=_probe_seconds_per_process(),
         seconds_per_byte=_probe_seconds_per_byte(directory),
     )
 
@@ -113,7 +130,7 @@ def _verdict(scenarios: list[Scenario], runs: list[Run]) -> str:
     """Return one sentence for each scenario: what sluice needed and what the others did."""
     sentences = []
     for scenario in scenarios:
-        rows = [row for row in summarise(scenario, runs) if row.status == "ok" and row.over_final is not None]
+        rows = [row for row in summarise(scenario, runs) if row.seconds and row.over_final is not None]
         ours = next((row for row in rows if row.method == "sluice"), None)
         others = [row.over_final or 0.0 for row in rows if row.method != "sluice"]
         if ours and others:
@@ -135,8 +152,7 @@ def _verdict(scenarios: list[Scenario], runs: list[Run]) -> str:
 def main(size: str | None, runs: int, directory: Path | None, keep: bool, out: Path) -> None:
     """Load one GPT-2 checkpoint in every way that the tutorial knows, and with sluice."""
     console = console_for_tables()
-    folder = Path(tempfile.mkdtemp(prefix="sluice-demo-", dir=directory))
-    try:
+    with temporary_folder(directory, keep=keep) as folder:
         with console.status("looking at memory and disk"):
             size = size or _largest_size(folder)
         machine = _machine.describe(folder, ["torch", "sluice"])
@@ -146,11 +162,8 @@ def main(size: str | None, runs: int, directory: Path | None, keep: bool, out: P
             make_checkpoint(folder / "parameters", size, torch.float32, "per-parameter")
         scenarios = [_scenario(size, dtype, folder) for dtype in ("float32", "bfloat16")]
         done = run_with_progress(console, scenarios, repetitions=runs)
-    finally:
-        if keep:
-            console.print(f"the checkpoints are in {folder}", highlight=False, soft_wrap=True)
-        else:
-            shutil.rmtree(folder)
+    if keep:
+        console.print(f"the checkpoints are in {folder}", highlight=False, soft_wrap=True)
     print_tables(console, scenarios, done)
     console.print(_verdict(scenarios, done), highlight=False)
     command = f"make demo SIZE={size}" if runs == 1 else f"python -m bench.demo --size {size} --runs {runs}"

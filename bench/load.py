@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from rich.console import Console
 
 from bench import _machine
+from bench._folder import temporary_folder
 from bench._records import Precision, Scenario, State
 from bench._runner import run_with_progress
 from bench._summary import summarise
@@ -99,17 +99,14 @@ def main(
 ) -> None:
     """Compare loaders: seconds and peak memory, cold and cached, each load in a fresh process."""
     console = console_for_tables()
-    folder = directory or Path(tempfile.mkdtemp(prefix="sluice-bench-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    with nullcontext(directory) if directory else temporary_folder() as folder:
         machine = _machine.describe(folder, _PACKAGES)
         every = [_scenario(name, size, methods, folder) for name in cases or CASES]
         scenarios = [scenario for scenario in every if scenario.checkpoints]
         _make_checkpoints(console, scenarios)
         done = run_with_progress(console, scenarios, repetitions=runs)
-    finally:
-        if directory is None:
-            shutil.rmtree(folder)
     print_tables(console, scenarios, done)
     selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods)]
     command = " ".join(["python -m bench.load", f"--size {size}", f"--runs {runs}", *selection])

@@ -33,7 +33,8 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     """Open a checkpoint without reading tensor data or importing torch.
 
     Args:
-        source: A file written by ``torch.save`` or safetensors, or an open checkpoint.
+        source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one file for each
+            parameter, or safetensors parts; the index file of a sharded model; or an open checkpoint.
         key: Show only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
         limits: Bounds for hostile files; None for the defaults.
 
@@ -75,7 +76,7 @@ def load_into(
 
     Args:
         model: The module. Nothing of it is on the meta device afterwards.
-        source: A checkpoint file, or an open checkpoint.
+        source: A checkpoint file or directory, a shard index, or an open checkpoint; see ``open``.
         device: Where the tensors go; None leaves each where it is, and what is on meta goes to the CPU. A mapping from
             prefixes of names to devices places parts: ``{"": "cuda:0", "head": "cuda:1"}``; the longest prefix wins.
         dtype: None keeps the module's dtypes, as ``load_state_dict`` does; ``"auto"`` takes the checkpoint's; a dtype
@@ -145,7 +146,7 @@ def load_state_dict(
     are kept, and so is ``_metadata``. Of each storage only the bytes that its tensors need are read and held.
 
     Args:
-        source: A checkpoint file, or an open checkpoint.
+        source: A checkpoint file or directory, a shard index, or an open checkpoint; see ``open``.
         device: Where the tensors go.
         dtype: Cast real floating-point tensors to this; None keeps the file's dtypes.
         key: Part of the checkpoint. None takes a flat state dict as it is, else the only candidate inside.

@@ -24,14 +24,14 @@ class Limits:
         5000000
     """
 
-    #: Tensors and zip records in one checkpoint. The largest public models have under 200,000.
-    entries: int = 1_000_000
+    #: Tensors and zip records in one checkpoint. The largest models have under 200,000; a million takes 10 s.
+    entries: int = 500_000
     #: Files in one checkpoint: a shard or a parameter each. Looking at this many takes about a second.
     files: int = 100_000
     #: Nested containers. Real training states nest about 10 deep.
     depth: int = 64
-    #: Objects that one pickle may build; a training state with 100,000 tensors needs about 3 million.
-    nodes: int = 20_000_000
+    #: Opcodes of one pickle, each of which builds at most one object; a tensor takes about 30.
+    nodes: int = 16_000_000
     #: Bytes of one header: a safetensors header, data.pkl or a zip central directory. safetensors stops at 100 MB too.
     header_bytes: int = 100_000_000
     #: Bytes of one tensor or record name.

@@ -139,7 +139,7 @@ class Opaque:
 class Index:
     """Every tensor of a checkpoint, without any tensor data."""
 
-    #: Name of the format: ``"torch-zip"``, ``"safetensors"``.
+    #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``.
     format: str
     #: The files that hold data or described it.
     files: tuple[FileRecord, ...]

@@ -31,7 +31,7 @@ class LoadReport:
 
     #: Path of the checkpoint, as it was given.
     source: str
-    #: Name of its format: ``"torch-zip"``, ``"safetensors"``.
+    #: Name of its format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``.
     format: str
     #: Paths of the files that were read.
     files: tuple[str, ...]

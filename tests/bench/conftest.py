@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from bench.tutorial.model import make_checkpoint
 
 

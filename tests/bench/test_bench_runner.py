@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-from bench import _runner
 from bench._records import Job, Outcome, Run, Scenario, State, Status, Verdict
 from bench._runner import run_with_progress
 from bench._summary import summarise
 from bench._table import print_tables, write_results
+from rich.console import Console
+
+from bench import _runner
 
 _TRUTH = Verdict(weights="abc", logits=(1.0, -2.0))
 
@@ -57,13 +58,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lines.append(f"{job.method} {Path(job.checkpoint).name} {'verify' if job.verify else ''}".strip())
         return Outcome(status="ok", seconds=1.0)
 
-    def prepare(state: State) -> None:
-        monkeypatch.setitem(
-            _runner._PREPARATIONS, state, lambda path: lines.append(f"{path.name} made {state}") is None
-        )
+    def prepare(state: State, path: Path) -> bool:
+        lines.append(f"{path.name} made {state}")
+        return True
 
     for state in list(_runner._PREPARATIONS):
-        prepare(state)
+        monkeypatch.setitem(_runner._PREPARATIONS, state, partial(prepare, state))
     monkeypatch.setattr(_runner, "run_job", run_job)
     return lines
 
@@ -90,7 +90,7 @@ def test_loads_in_a_row_follow_one_another(log: list[str]) -> None:
 
 
 def test_a_cache_that_cannot_be_prepared_fails_the_run(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_runner._PREPARATIONS, "cold", lambda path: False)
+    monkeypatch.setitem(_runner._PREPARATIONS, "cold", lambda _: False)
     runs = _all_runs(_scenario("cold", methods=("naive",)))
     assert runs[1].outcome == Outcome(status="failed", reason="the page cache could not be made cold")
     assert log == ["reference  verify"]
@@ -151,14 +151,14 @@ def test_without_the_truth_nobody_is_right() -> None:
 def test_a_casualty_is_a_row_that_says_how_far_it_came() -> None:
     runs = [_run("naive", status="killed", total_gib=5, reason="out of memory") for _ in range(2)]
     row = summarise(_scenario("cold", methods=("naive",)), runs)[0]
-    assert (row.status, row.reasons, row.seconds) == ("killed", ("out of memory",), {})
+    assert (row.failures, row.reasons, row.seconds) == ({"cold": "killed"}, ("out of memory",), {})
     assert row.total_bytes == 5 << 30
 
 
 def test_a_failure_does_not_spoil_the_figures_of_good_runs() -> None:
     runs = [_run("naive", seconds=1), _run("naive", status="killed", total_gib=50, reason="bad luck")]
     row = summarise(_scenario("cold", methods=("naive",)), runs)[0]
-    assert (row.status, row.seconds, row.total_bytes, row.reasons) == ("ok", {"cold": 1}, 1 << 30, ("bad luck",))
+    assert (row.failures, row.seconds, row.total_bytes, row.reasons) == ({}, {"cold": 1}, 1 << 30, ("bad luck",))
 
 
 def _printed(scenario: Scenario, runs: list[Run], *, width: int = 160) -> str:

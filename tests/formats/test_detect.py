@@ -77,9 +77,16 @@ def test_a_safetensors_file_is_safetensors(tmp_path: Path) -> None:
     assert detect_in(tmp_path / "x") == "safetensors"
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_file_of_torch_before_1_6_is_legacy(tmp_path: Path, protocol: int) -> None:
+    assert detect_in(tmp_path / "x", legacy_bytes(protocol)) == "torch-legacy"
+    # Cut inside its magic number, from where on it is no bare pickle.
+    assert detect_in(tmp_path / "x", legacy_bytes(protocol)[:10]) == "torch-legacy"
+
+
 OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
-    *((legacy_bytes(protocol), UnsupportedError, "legacy torch.save") for protocol in range(6)),
-    (tar_bytes(), UnsupportedError, "tar archive"),
+    *((legacy_bytes(protocol), UnsupportedError, "legacy torch.save file in pickle protocol") for protocol in (0, 1)),
+    (tar_bytes(), UnsupportedError, "tar archive, as torch.save wrote them before 0.2: if you trust it, read it with"),
     (b"\x89HDF\r\n\x1a\n" + bytes(100), UnsupportedError, "HDF5"),
     (b"GGUF\3\0\0\0{\0\0\0\0\0\0\0" + bytes(100), UnsupportedError, "GGUF"),
     (npy_bytes(), UnsupportedError, ".npy"),
@@ -135,7 +142,8 @@ def test_only_the_first_page_is_read(tmp_path: Path) -> None:
 def test_no_start_is_claimed_twice(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(3)}, tmp_path / "safetensors")
     torch.save({"w": torch.zeros(3)}, tmp_path / "torch-zip")
-    for name in ("safetensors", "torch-zip"):
+    (tmp_path / "torch-legacy").write_bytes(legacy_bytes(2))
+    for name in ("safetensors", "torch-zip", "torch-legacy"):
         head = (tmp_path / name).read_bytes()[:4096]
         assert [candidate.name for candidate in FORMATS if candidate.matches(head)] == [name]
 
@@ -153,4 +161,4 @@ def test_any_bytes_give_a_format_or_a_typed_error(tmp_path: Path, start: bytes, 
     try:
         assert detect_in(tmp_path / "x", start + rest) in {known.name for known in FORMATS}
     except SluiceError as error:
-        assert error.file == str(tmp_path / "x")  # noqa: PT017 - most bytes are refused, some are not
+        assert error.file == str(tmp_path / "x")

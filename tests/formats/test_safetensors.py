@@ -233,9 +233,10 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("header", DAMAGED.values(), ids=DAMAGED.keys())
-def test_damaged_headers_are_refused(tmp_path: Path, header: str | bytes) -> None:
+@pytest.mark.parametrize("data", [b"", FOUR], ids=["no data", "four bytes"])
+def test_damaged_headers_are_refused(tmp_path: Path, header: str | bytes, data: bytes) -> None:
     with pytest.raises(FormatError) as caught:
-        index_of(tmp_path / "x", file_bytes(header, FOUR))
+        index_of(tmp_path / "x", file_bytes(header, data))
     assert caught.value.file == str(tmp_path / "x")
 
 

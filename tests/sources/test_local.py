@@ -23,6 +23,7 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
+from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable, Source
 from sluice.sources import _local as local
 from sluice.sources._local import LocalFile
@@ -103,7 +104,7 @@ def test_special_files_are_refused_without_being_opened(tmp_path: Path, monkeypa
     assert [error.found for error in found.values()] == ["a FIFO", "a socket", "a character device"]
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.EIO])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ENOENT])
 def test_a_file_that_cannot_be_opened(source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fail(*_: object) -> int:
         raise OSError(number, os.strerror(number))
@@ -111,7 +112,7 @@ def test_a_file_that_cannot_be_opened(source: LocalFile, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "open", fail)
     for direct in (False, True):
         with pytest.raises(ReadError, match=os.strerror(number)) as caught:
-            source.descriptor(direct=direct)
+            source.read_into(0, memoryview(bytearray(4096)), direct=direct)
         assert isinstance(caught.value.__cause__, OSError)
 
 
@@ -243,6 +244,17 @@ def test_a_file_cut_while_it_is_read_has_changed(source: LocalFile, path: Path) 
         source.read_at(50, 1000)
 
 
+def test_the_identity_is_what_the_system_says(source: LocalFile, path: Path) -> None:
+    status = path.stat()
+    assert source.identity == FileIdentity(
+        device=status.st_dev,
+        inode=status.st_ino,
+        nbytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+    )
+
+
 def test_an_expected_identity_is_checked(path: Path) -> None:
     with closing(LocalFile(path)) as first:
         identity = first.identity
@@ -253,37 +265,35 @@ def test_an_expected_identity_is_checked(path: Path) -> None:
     assert str(identity.inode) in str(caught.value.expected)
 
 
-def test_at_most_two_descriptors_and_none_after_close(source: LocalFile) -> None:
-    before = open_files()
-    source.read_at(0, 10)
-    source.read_at(10, 10)
-    assert (open_files() - before)[source.path] == 1
-    if has_direct(source):
-        source.descriptor(direct=True)
-    assert (open_files() - before)[source.path] <= 2
-    source.close()
-    source.close()
-    assert open_files() == before
-    assert source.read_at(0, 10) == CONTENT[:10]
-
-
-def has_direct(source: LocalFile) -> bool:
-    try:
-        source.descriptor(direct=True)
-    except DirectIOUnavailable:
-        return False
-    return True
-
-
 @pytest.fixture
 def aligned() -> Iterator[memoryview]:
     with mmap.mmap(-1, 8 * 4096) as mapping, memoryview(mapping) as view:
         yield view
 
 
-def test_direct_reads_end_with_the_file(source: LocalFile, aligned: memoryview) -> None:
-    if not has_direct(source):
+def read_directly(source: LocalFile, buffer: memoryview) -> None:
+    try:
+        source.read_into(0, buffer, direct=True)
+    except DirectIOUnavailable:
         pytest.skip("the file system of the temporary directory has no direct I/O")
+
+
+def test_at_most_two_descriptors_and_none_after_close(source: LocalFile, aligned: memoryview) -> None:
+    before = open_files()
+    source.read_at(0, 10)
+    source.read_at(10, 10)
+    assert (open_files() - before)[source.path] == 1
+    read_directly(source, aligned)
+    read_directly(source, aligned)
+    assert (open_files() - before)[source.path] == 2
+    source.close()
+    source.close()
+    assert open_files() == before
+    assert source.read_at(0, 10) == CONTENT[:10]
+
+
+def test_direct_reads_end_with_the_file(source: LocalFile, aligned: memoryview) -> None:
+    read_directly(source, aligned)
     assert source.read_into(4096, aligned, direct=True) == len(CONTENT) - 4096
     assert aligned[: len(CONTENT) - 4096] == CONTENT[4096:]
 
@@ -305,7 +315,7 @@ def test_direct_io_that_is_refused_when_opening(source: LocalFile, monkeypatch: 
 def test_direct_io_that_the_platform_lacks(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_DIRECT")
     with pytest.raises(DirectIOUnavailable):
-        source.descriptor(direct=True)
+        source.read_into(0, memoryview(bytearray(4096)), direct=True)
 
 
 @pytest.fixture

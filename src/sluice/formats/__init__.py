@@ -6,6 +6,7 @@ import re
 from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, TruncatedError, UnsupportedError
+from sluice.formats._legacy import Legacy
 from sluice.formats._protocol import Format
 from sluice.formats._safetensors import Safetensors
 from sluice.formats._torch_zip import TorchZip
@@ -14,7 +15,7 @@ from sluice.sources import Source
 __all__ = ["FORMATS", "Format", "detect"]
 
 #: The formats that sluice reads. Their first bytes exclude each other.
-FORMATS: tuple[Format, ...] = (TorchZip(), Safetensors())
+FORMATS: tuple[Format, ...] = (TorchZip(), Legacy(), Safetensors())
 
 #: Bytes that are looked at: a tar header is 512, a line of JSON that names its kind comes early.
 _HEAD_BYTES = 4096
@@ -44,12 +45,14 @@ _NPZ = _unread(rb"PK\x03\x04.{26}[^/\x00]{1,200}?\.npy", "a numpy .npz archive")
 
 #: Asked in this order after ``FORMATS``: the first two bytes of a pickle or gzip file can be a safetensors length.
 _RECOGNISED = (
-    # The pickled integer 0x1950a86a20f9469cfc6c, in protocols 0 and 1, 2 and 3, and 4 and above (in a frame).
-    _unread(
-        rb"(?:\x80.(?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19|L119547037146038801333356L?\n)\.",
-        "a legacy torch.save file, as torch wrote them before 1.6",
+    # The integer 0x1950a86a20f9469cfc6c.
+    _unread(rb"L119547037146038801333356L?\n\.", "a legacy torch.save file in pickle protocol 0 or 1"),
+    _recognised(
+        rb".{257}ustar",
+        UnsupportedError,
+        "this is a tar archive, as torch.save wrote them before 0.2: if you trust it, read it with "
+        "torch.load(weights_only=False) and write it again with torch.save",
     ),
-    _unread(rb".{257}ustar", "a tar archive, as torch.save wrote them before 0.2"),
     _unread(rb"\x89HDF\r\n\x1a\n", "an HDF5 file"),
     _unread(rb"GGUF", "a GGUF file"),
     _unread(rb"\x93NUMPY", "a numpy .npy file"),
@@ -67,7 +70,11 @@ _RECOGNISED = (
         FormatError,
         "this is a web page in place of the file: its address is wrong or asks for a login",
     ),
-    _unread(rb'\s*\{.*"weight_map"', "the index of a sharded checkpoint"),
+    _recognised(
+        rb'\s*\{.*"weight_map"',
+        UnsupportedError,
+        "this is the index of a sharded checkpoint under a name that does not end in .json",
+    ),
     _unread(rb"\s*[{\[]", "JSON text"),
     _recognised(
         rb"\x00{64}",

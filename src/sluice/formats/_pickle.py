@@ -17,21 +17,47 @@ crash it.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
-from sluice._errors import FormatError, LimitError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
+from sluice._options import Limits
 from sluice.formats._pickle_keys import KeyGuard
-from sluice.formats._pickle_machine import Allowlist, Constructor, Consumed, Machine, Refusal
+from sluice.formats._pickle_machine import Allowlist, Constructor, Machine, Pending, Refusal
 from sluice.formats._pickle_opcodes import HANDLERS, STOPPED
 
-__all__ = ["Allowlist", "Constructor", "KeyGuard", "Refusal", "Unpickler"]
+__all__ = ["Allowlist", "Constructor", "KeyGuard", "Pending", "Refill", "Refusal", "Unpickler"]
 
-_LONG_BINPUT, _BININT1, _TUPLE, _BINGET = ord("r"), ord("K"), ord("t"), ord("h")
-
-_U32 = struct.Struct("<I")
+#: Called with the first byte of the file that is not used yet and the number of bytes known from there on; returns the
+#: file from that byte on, as few bytes as before where there are no more.
+Refill: TypeAlias = Callable[[int, int], bytes]
 
 
 class Unpickler(Machine):
-    """Runs one pickle; see ``Machine`` for its arguments."""
+    """Runs one pickle."""
+
+    def __init__(
+        self,
+        data: bytes,
+        allowlist: Allowlist,
+        *,
+        limits: Limits,
+        file: str,
+        offset: int = 0,
+        refill: Refill | None = None,
+    ) -> None:
+        """Prepare to run one pickle; see ``Machine`` for the other arguments.
+
+        Args:
+            data: The pickle; with ``refill``, its first bytes.
+            allowlist: What it may name.
+            limits: Bounds on what the pickle may declare.
+            file: The file that holds it.
+            offset: Where it starts in that file.
+            refill: Gives more of the file where ``data`` ends, for pickles whose length is not known.
+        """
+        super().__init__(data, allowlist, limits=limits, file=file, offset=offset)
+        self._refill = refill
 
     def load(self) -> object:
         """Run the pickle and return what it holds; ``end`` is then the first byte after it.
@@ -48,43 +74,44 @@ class Unpickler(Machine):
         """
         if self.data[:1] != b"\x80":
             raise self.error(FormatError, "this is not a pickle of protocol 2 to 5", 0)
-        self._run()
+        position, steps = 0, iter(range(self.limits.nodes))
+        while position != STOPPED:
+            position = self._run(position, steps)
         self.memo.clear()
         value: object = self.stack.pop()
         return value
 
-    def _run(self) -> None:
-        # The opcodes of which a tensor has most are spelt out here, where they take half the time.
-        data, memo, frames, stack = self.data, self.memo, self.frames, self.stack
-        unpack = _U32.unpack_from
-        position = 0
+    def _run(self, position: int, steps: Iterator[int]) -> int:
+        """Run opcodes from ``position`` on; return ``STOPPED``, or where to go on in the refilled data."""
+        data, handlers = self.data, HANDLERS
         try:
-            for _ in range(self.limits.nodes):
-                opcode = data[position]
-                if opcode == _LONG_BINPUT and unpack(data, position + 1)[0] == len(memo):
-                    memo.append(stack[-1])
-                    position += 5
-                elif opcode == _BININT1:
-                    stack.append(data[position + 1])
-                    position += 2
-                elif opcode == _TUPLE:
-                    items = tuple(stack)
-                    self.stack = stack = frames.pop()
-                    stack.append(items)
-                    position += 1
-                elif opcode == _BINGET and type(value := memo[data[position + 1]]) is not Consumed:
-                    stack.append(value)
-                    position += 2
-                else:
-                    position = HANDLERS[opcode](self, position + 1)
-                    stack = self.stack
-                    if position == STOPPED:
-                        return
-        except (IndexError, struct.error, UnicodeDecodeError) as error:
-            raise self._mapped(error, position) from error
+            for _ in steps:
+                position = handlers[data[position]](self, position + 1)
+                if position == STOPPED:
+                    return position
+        except (IndexError, struct.error, UnicodeDecodeError, TruncatedError) as error:
+            mapped = self._mapped(error, position)
+            # No handler changes anything before it has all of its bytes, so that it can run again.
+            if isinstance(mapped, TruncatedError) and self._advance(position):
+                return 0
+            raise mapped from (None if mapped is error else error)
         raise self.error(LimitError, f"the pickle has more than {self.limits.nodes} opcodes", position)
 
-    def _mapped(self, error: Exception, position: int) -> FormatError | TruncatedError:
+    def _advance(self, position: int) -> bool:
+        """Replace the data by what the file holds from ``position`` on; return whether that is more than before."""
+        known = len(self.data) - position
+        data = self._refill(self._offset + position, known) if self._refill else b""
+        if len(data) <= known:
+            return False
+        self.data = data
+        self._offset += position
+        self.frame_end -= position
+        self.bound = self.frame_end if self.frame_end > 0 else len(data)
+        return True
+
+    def _mapped(self, error: Exception, position: int) -> CheckpointError:
+        if isinstance(error, CheckpointError):
+            return error
         if isinstance(error, UnicodeDecodeError):
             return self.error(FormatError, "text in the pickle is not UTF-8", position)
         if isinstance(error, struct.error) or position + 1 >= len(self.data):

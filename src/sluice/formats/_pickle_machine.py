@@ -12,7 +12,7 @@ from sluice._options import Limits
 from sluice._records import Entry, Opaque
 from sluice.formats._pickle_keys import KeyGuard
 
-__all__ = ["Allowlist", "Constructor", "Consumed", "Machine", "Refusal"]
+__all__ = ["ARGUMENTS", "HOOKS", "Allowlist", "Constructor", "Consumed", "Machine", "Pending", "Refusal"]
 
 AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
 
@@ -22,11 +22,26 @@ _MARKS_PER_LEVEL = 4
 _DICT_KINDS = frozenset({dict, OrderedDict, Counter})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Consumed:
-    """Stands in the memo for an object that a tensor consumed; see ``Machine.call``."""
+    """Stands in the memo for an object that was consumed; see ``_pickle_tensors``."""
+
+    #: Makes the object again; None where nothing may refer to it.
+    remake: Callable[[], object] | None
 
 
-_ARGUMENTS, _EMPTY_HOOKS = Consumed(), Consumed()
+#: Stand-ins for the arguments of a tensor, which nothing refers to again, and its hooks, which some picklers share.
+ARGUMENTS, HOOKS = Consumed(remake=None), Consumed(remake=OrderedDict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Pending:
+    """Stands for an object that is made of its state (``BUILD``); in a finished tree, for one that never got any."""
+
+    #: Makes the object; refuses a state as ``Constructor.build`` refuses arguments.
+    finish: Callable[[object], object]
+    #: The object, once it is made.
+    value: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +50,8 @@ class Constructor(Opaque):
 
     #: Builds the value from the arguments of the call; raises ``FormatError`` or ``UnsupportedError`` to refuse them.
     build: Callable[[tuple[Any, ...]], object]
+    #: Whether it is a class whose objects may be created without a call (``NEWOBJ``).
+    creates: bool = False
 
 
 class Allowlist(Protocol):
@@ -93,6 +110,10 @@ class Machine:
         self.end = 0
         #: Every global outside the table, once.
         self.opaque: dict[tuple[str, str], Opaque] = {}
+        #: What the hooks of tensors are made by.
+        self.hooks_class = allowlist.names.get(("collections", "OrderedDict"))
+        #: Sizes and strides that tensors share, by their opcodes.
+        self.shared: dict[bytes, tuple[int, ...]] = {}
         #: The first value that was refused.
         self.refusal: Refusal | None = None
         self._file = file
@@ -151,10 +172,12 @@ class Machine:
         """Return what the memo holds at ``index``."""
         value: object = self.memo[index]
         if type(value) is Consumed:
-            if value is _ARGUMENTS:
+            if value.remake is None:
                 problem = f"the pickle refers to memo {index}, the arguments of a finished call"
                 raise self.error(FormatError, problem, position)
-            value = self.memo[index] = OrderedDict()
+            value = self.memo[index] = value.remake()
+        if type(value) is Pending and value.value is not None:
+            value = self.memo[index] = value.value
         return value
 
     def find(self, module: str, name: str) -> object:
@@ -176,21 +199,35 @@ class Machine:
         try:
             value = function.build(arguments)
         except CheckpointError as error:
-            value = self._refuse(error, position)
+            return self._refuse(error, position)
         if type(value) is Entry:
-            self._forget(arguments, value)
+            self._forget(arguments)
         return value
+
+    def _forget(self, arguments: tuple[Any, ...]) -> None:
+        # What only one tensor uses would take more memory in the memo than the tensor's own records.
+        if len(self.memo) > 1 and self.memo[-1] is arguments:
+            self.memo[-1] = ARGUMENTS
+            hooks = arguments[-1]
+            if type(hooks) is OrderedDict and not hooks and self.memo[-2] is hooks:
+                self.memo[-2] = HOOKS
+
+    def finish(self, target: Pending, state: object, position: int) -> object:
+        """Return the object that is made of ``state``."""
+        if target.value is not None:
+            raise self.error(FormatError, "the pickle gives an object its state twice", position)
+        try:
+            target.value = target.finish(state)
+        except CheckpointError as error:
+            target.value = self._refuse(error, position)
+        return target.value
 
     def resolve(self, identity: object, position: int) -> object:
         """Return the object of a persistent id."""
         try:
-            value = self.allowlist.load_persistent(identity)
+            return self.allowlist.load_persistent(identity)
         except CheckpointError as error:
-            value = self._refuse(error, position)
-        if self.memo and self.memo[-1] is identity:
-            # The object stands for its id from here on, should anything refer to the id again.
-            self.memo[-1] = value
-        return value
+            return self._refuse(error, position)
 
     def _refuse(self, error: CheckpointError, position: int) -> Refusal:
         if isinstance(error, LimitError):
@@ -203,20 +240,6 @@ class Machine:
     def _located(self, error: AnyCheckpointError, position: int) -> AnyCheckpointError:
         error.file, error.offset = self._file, self._offset + position
         return error
-
-    def _forget(self, arguments: tuple[Any, ...], entry: Entry) -> None:
-        # Picklers store every object in the memo, and what was made for one tensor only would take more memory than its
-        # own records: its arguments, which nothing refers to again; its hooks, an empty dict, made anew for a pickler
-        # that shares one; its size and stride, where other tensors have equal ones.
-        memo = self.memo
-        if len(memo) < len(arguments) or memo[-1] is not arguments:
-            return
-        memo[-1] = _ARGUMENTS
-        last = arguments[-1]
-        if type(last) is OrderedDict and not last and memo[-2] is last:
-            memo[-2] = _EMPTY_HOOKS
-        if len(arguments) > 3 and memo[-3] is arguments[3] and memo[-4] is arguments[2]:
-            memo[-4:-2] = entry.shape, entry.stride
 
     def fill(self, target: object, items: list[Any], position: int) -> None:
         """Set keys and values, which alternate in ``items``, in a dict."""
@@ -236,7 +259,7 @@ class Machine:
 
     def check_inert(self, target: object, given: str, position: int) -> None:
         """Check that ``target`` is a stand-in, which drops what it is given."""
-        if not isinstance(target, (Opaque, Refusal)):
+        if not isinstance(target, (Opaque, Refusal)) or isinstance(target, Constructor):
             raise self.error(FormatError, f"the pickle gives {given} to a value", position, found=type(target).__name__)
 
     def check_key(self, key: object, position: int) -> None:

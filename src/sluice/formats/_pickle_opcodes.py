@@ -13,7 +13,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError, UnsupportedError
-from sluice.formats._pickle_machine import Consumed, Machine
+from sluice.formats._pickle_machine import Constructor, Consumed, Machine, Pending
+from sluice.formats._pickle_tensors import take_tensor
 
 __all__ = ["HANDLERS", "STOPPED"]
 
@@ -26,6 +27,11 @@ STOPPED = -1
 _MAX_INTEGER_BYTES = 255
 
 _NEWEST_PROTOCOL = 5
+
+_MARK = ord("(")
+
+#: What the memo may hold in the place of the object that a GET is for.
+_STAND_INS = frozenset({Consumed, Pending})
 
 _U8, _U16, _U32, _U64 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
@@ -56,8 +62,12 @@ def _stop(machine: Machine, position: int) -> int:
 
 
 def _push_mark(machine: Machine, position: int) -> int:
-    machine.mark(position - 1)
-    return position
+    start = position - 1
+    after_tensor = take_tensor(machine, start) if machine.data[position] == _MARK else None
+    if after_tensor is None:
+        machine.mark(start)
+        return position
+    return after_tensor
 
 
 def _constant(value: object) -> Handler:
@@ -152,7 +162,7 @@ def _get(layout: struct.Struct) -> Handler:
     def get(machine: Machine, position: int) -> int:
         index = unpack(machine.data, position)[0]
         value = machine.memo[index]
-        machine.stack.append(machine.fetch(index, position) if type(value) is Consumed else value)
+        machine.stack.append(machine.fetch(index, position) if type(value) in _STAND_INS else value)
         return position + size
 
     return get
@@ -167,6 +177,12 @@ def _tuple(count: int) -> Handler:
         return position
 
     return build
+
+
+def _tuple_of_one(machine: Machine, position: int) -> int:
+    stack = machine.stack
+    stack[-1] = (stack[-1],)
+    return position
 
 
 def _marked_tuple(machine: Machine, position: int) -> int:
@@ -257,9 +273,12 @@ def _reduce(machine: Machine, position: int) -> int:
 
 
 def _new_object(machine: Machine, position: int) -> int:
-    machine.stack.pop()
-    # Every class that is permitted is pickled as a call, never as an object to create.
-    machine.check_inert(machine.stack[-1], "a constructor's arguments", position)
+    arguments = machine.stack.pop()
+    kind = machine.stack[-1]
+    if type(kind) is Constructor and kind.creates:
+        machine.stack[-1] = machine.call(kind, arguments, position)
+    else:
+        machine.check_inert(kind, "a constructor's arguments", position)
     return position
 
 
@@ -270,6 +289,8 @@ def _build(machine: Machine, position: int) -> int:
         # Nothing else: an attribute named "items" would hide the method.
         if "_metadata" in state:
             target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own name
+    elif type(target) is Pending:
+        machine.stack[-1] = machine.finish(target, state, position)
     else:
         machine.check_inert(target, "attributes", position)
     return position
@@ -320,7 +341,7 @@ _PERMITTED: dict[bytes, Handler] = {
     b"\x94": _memoize,
     b"h": _get(_U8),
     b"j": _get(_U32),
-    b"\x85": _tuple(1),
+    b"\x85": _tuple_of_one,
     b"\x86": _tuple(2),
     b"\x87": _tuple(3),
     b"t": _marked_tuple,

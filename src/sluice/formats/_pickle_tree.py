@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from sluice._errors import CheckpointError, LimitError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice._records import Entry, Opaque
-from sluice.formats._pickle_machine import Constructor, Refusal
+from sluice.formats._pickle_machine import Pending, Refusal
 
 __all__ = ["check_tree"]
 
 _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple})
 
 #: Sets hold nothing but plain values: they are leaves here.
-_LEAVES = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry, Opaque, Constructor}
-)
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry})
 
 
 @dataclass(slots=True)
@@ -73,7 +71,7 @@ class _TreeCheck:
                         self._enter(child)
                         break
                     self._add(visit, *self._finished[id(child)])
-                elif kind in _LEAVES:
+                elif kind in _LEAVES or issubclass(kind, Opaque):
                     visit.leaves += 1
                 else:
                     raise self._leaf_error(child)
@@ -109,6 +107,8 @@ class _TreeCheck:
         if isinstance(leaf, Refusal):
             leaf.error.tensor = self._name() or None
             return leaf.error
+        if isinstance(leaf, Pending):
+            return FormatError("an object without its state", file=self._file, tensor=self._name() or None)
         return UnsupportedError("a storage that no tensor views", file=self._file, tensor=self._name() or None)
 
     def _name(self) -> str:

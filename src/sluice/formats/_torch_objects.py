@@ -29,9 +29,6 @@ __all__ = ["StorageReference", "TorchObjects"]
 #: torch's sizes, strides and offsets are signed 64-bit integers.
 _MAX_SIGNED = 2**63 - 1
 
-#: Sizes and strides that are kept to be shared. Hashes of tuples of large numbers could be chosen to collide.
-_MAX_SHARED_TUPLES, _MAX_SHARED_NUMBER = 1_024, 2**31
-
 #: ``("storage", class, key, location, elements)``
 _IDENTITY_FIELDS = 5
 
@@ -98,6 +95,8 @@ class StorageReference(NamedTuple):
     numel: int
     #: Bytes of data.
     nbytes: int
+    #: First byte in the storage of that position: not 0 for views of storages, which legacy files have.
+    start: int = 0
 
 
 class TorchObjects:
@@ -119,7 +118,6 @@ class TorchObjects:
         self._by_key: dict[str, StorageReference] = {}
         self._locations: set[str] = set()
         self._tensors = 0
-        self._tuples: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._rebuilds: dict[str, Callable[[tuple[Any, ...]], Entry]] = {
             "torch._utils._rebuild_tensor": self._rebuild_tensor,
             "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
@@ -133,6 +131,7 @@ class TorchObjects:
         names = self.names
         for name, dtype in _STORAGE_DTYPES.items():
             names["torch", name] = StorageKind(qualified_name=f"torch.{name}", dtype=dtype)
+        names["torch", "Tensor"] = Opaque(qualified_name="torch.Tensor")
         untyped = StorageKind(qualified_name="torch.storage.UntypedStorage", dtype="uint8")
         names["torch.storage", "UntypedStorage"] = untyped
         for qualified_name, rebuild in self._rebuilds.items():
@@ -187,7 +186,8 @@ class TorchObjects:
 
     def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (4,))
-        return self._tensor(None, *arguments, False)
+        storage, offset, size, stride = arguments
+        return self._tensor(None, storage, offset, size, stride, False)
 
     def _rebuild_tensor_v2(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (6, 7))
@@ -213,25 +213,20 @@ class TorchObjects:
             raise UnsupportedError(f"a tensor of dtype {dtype}")
         _check_requires_grad(dtype, requires_grad)
         self._check_view(storage, item_bytes, offset, size, stride)
+        skipped, inside = divmod(storage.start, item_bytes)
+        if inside:
+            raise UnsupportedError("a tensor that starts inside an element of its storage")
         self._tensors += 1
         if self._tensors > self._limits.entries:
             raise LimitError(f"the checkpoint has more than {self._limits.entries} tensors")
         return Entry(
             dtype=dtype,
-            shape=self._shared(size),
-            stride=self._shared(stride),
+            shape=size,
+            stride=stride,
             storage=storage.position,
-            storage_offset=offset,
+            storage_offset=skipped + offset,
             requires_grad=requires_grad,
         )
-
-    def _shared(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the equal tuple of an earlier tensor: models have many tensors of few shapes."""
-        if not numbers or max(numbers) > _MAX_SHARED_NUMBER:
-            return numbers
-        if len(self._tuples) < _MAX_SHARED_TUPLES:
-            return self._tuples.setdefault(numbers, numbers)
-        return self._tuples.get(numbers, numbers)
 
     def _check_view(self, storage: StorageReference, item_bytes: int, offset: Any, size: Any, stride: Any) -> None:
         if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):

@@ -63,7 +63,7 @@ class PlainValues:
     def names(self) -> dict[tuple[str, str], object]:
         """Return what each global stands for, by module and name."""
         builders: dict[tuple[str, str], Callable[[tuple[Any, ...]], object]] = {
-            ("collections", "OrderedDict"): _ordered_dict,
+            ("collections", "OrderedDict"): self._ordered_dict,
             ("collections", "defaultdict"): _default_dict,
             ("collections", "Counter"): self._counter,
             ("_codecs", "encode"): self._encode,
@@ -122,14 +122,17 @@ class PlainValues:
             raise FormatError("a torch.Size of something other than integers")
         return tuple(sizes)
 
+    def _ordered_dict(self, arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
+        # Python 2 wrote the items as a list of lists; since then dicts are filled item by item.
+        items = self._one(arguments, list) if arguments else []
+        for item in items:
+            if type(item) not in (list, tuple) or len(item) != 2:
+                raise FormatError("an OrderedDict of something other than keys and values")
+            self._keys.check(item[0])
+        return OrderedDict(items)
+
     def _counter(self, arguments: tuple[Any, ...]) -> Counter[Any]:
         return Counter(self._one(arguments, dict) if arguments else {})
-
-
-def _ordered_dict(arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
-    if arguments:
-        raise FormatError("an OrderedDict that is not filled item by item")
-    return OrderedDict()
 
 
 def _default_dict(arguments: tuple[Any, ...]) -> dict[Any, Any]:

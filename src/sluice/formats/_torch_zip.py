@@ -25,12 +25,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 
 from sluice._columns import records_from_columns
-from sluice._errors import FormatError, UnsafeContentError, UnsupportedError
+from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import FileRecord, Index, Opaque, Storage
+from sluice._records import FileRecord, Index, Storage
 from sluice.formats._pickle import Unpickler
-from sluice.formats._pickle_tree import check_tree
 from sluice.formats._torch_objects import StorageReference, TorchObjects
+from sluice.formats._torch_pickle import check_object
 from sluice.formats._zip import Directory, Record, read_directory
 from sluice.formats._zip_records import locate_records, read_record
 from sluice.sources import Source
@@ -45,9 +45,6 @@ _SMALL_RECORD_BYTES = 64
 
 #: Largest padding that an extra field can hold.
 _MAX_ALIGNMENT = 1 << 16
-
-#: Names of objects that a note lists.
-_NAMES_IN_NOTE = 5
 
 
 class TorchZip:
@@ -102,6 +99,8 @@ def _read_metadata(source: Source, directory: Directory) -> dict[str, str]:
         raise UnsupportedError(
             "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint", file=source.path
         )
+    if directory.unsupported is not None:
+        raise directory.unsupported
     if "data.pkl" not in directory:
         raise FormatError("this zip archive was not written by torch.save: it has no data.pkl", file=source.path)
     version = _version(source, directory)
@@ -140,24 +139,7 @@ def _unpickle(source: Source, directory: Directory, limits: Limits) -> tuple[obj
     tree = unpickler.load()
     if unpickler.end != len(data):
         raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
-    check_tree(tree, limits, source.path)
-    if unpickler.refusal is not None:  # of a value that did not reach the tree
-        raise unpickler.refusal.error
-    if isinstance(tree, Opaque):
-        raise UnsafeContentError(
-            f"the file holds a whole {tree.qualified_name} object, not a state dict", file=source.path
-        )
-    return tree, objects, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], objects)
-
-
-def _notes(opaque: list[str], objects: TorchObjects) -> tuple[str, ...]:
-    notes = []
-    if opaque:
-        names = ", ".join(opaque[:_NAMES_IN_NOTE]) + (", ..." if len(opaque) > _NAMES_IN_NOTE else "")
-        notes.append(f"The file names {names}: sluice neither imports nor builds them.")
-    if objects.attributes_dropped:
-        notes.append(f"The Python attributes of {objects.attributes_dropped} tensors are not kept.")
-    return tuple(notes)
+    return tree, objects, check_object(tree, unpickler, objects, limits, source.path)
 
 
 def _positions(references: Sequence[StorageReference], directory: Directory, file: str) -> list[int]:

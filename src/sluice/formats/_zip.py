@@ -12,8 +12,8 @@ header is; where the data is, only the local header says (``_zip_records``).
 
 Refused, because torch and other readers disagree on them or no writer needs them: a comment, bytes before the first
 record or after the end record, records that overlap or are out of order, two names that differ at most in case, names
-that are no plain relative path below one common directory, several disks. Compression and encryption are unsupported:
-data could not be read in place.
+that are no plain relative path below one common directory, directories among the records, several disks. Compression
+and encryption are unsupported: data could not be read in place.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ _END = struct.Struct("<4sHHHHIIH")
 _LOCATOR = struct.Struct("<4sIQI")
 # signature, bytes that follow, versions, disk, directory's disk, entries on the disk, entries, bytes, offset
 _END64 = struct.Struct("<4sQ4xIIQQQQ")
-# signature, flags, method, CRC-32, stored bytes, bytes, name bytes, extra bytes, comment bytes, disk, header offset
-_ENTRY = struct.Struct("<4s4xHH4xIIIHHHH6xI")
+# signature, flags, method, CRC-32, stored bytes, bytes, name, extra and comment bytes, disk, attributes, header offset
+_ENTRY = struct.Struct("<4s4xHH4xIIIHHHH2xII")
+
+#: Attribute of a directory. torch reads no bytes for such a record, and gives memory that nobody has written.
+_IS_DIRECTORY = 0x10
 
 #: Between the end of one record's data and the next local header, as the directory sees it: extra field and descriptor.
 _MAX_SLACK_BYTES = 0xFFFF + 24
@@ -88,12 +91,14 @@ class Directory:
     positions: dict[str, int]
     #: First byte of each local header, ascending.
     headers: array[int]
-    #: Bytes of data of each record.
+    #: Stored bytes of each record.
     sizes: array[int]
     #: CRC-32 of each record's data.
     crcs: array[int]
     #: First byte of the central directory.
     start: int
+    #: Why the first compressed or encrypted record cannot be read; raised by callers, who may know a better reason.
+    unsupported: UnsupportedError | None
 
     def __contains__(self, name: str) -> bool:
         return name.lower() in self.positions
@@ -133,7 +138,6 @@ def read_directory(source: Source, limits: Limits) -> Directory:
         TruncatedError: The file ends before its end record.
         FormatError: The archive contradicts itself, or is not as the module describes.
         LimitError: It has more records, or a larger directory, than the limits allow.
-        UnsupportedError: A record is compressed or encrypted.
     """
     end = _read_end(source)
     if end.entries > limits.entries:
@@ -216,6 +220,7 @@ class _Parser:
         self._limits = limits
         self._file = file
         self._prefix = b""
+        self._unsupported: UnsupportedError | None = None
 
     def parse(self) -> Directory:
         positions: dict[str, int] = {}
@@ -236,34 +241,40 @@ class _Parser:
             at = following
         if at != len(self._raw) or not free <= self._end.offset <= free + _MAX_SLACK_BYTES:
             raise self._error("the central directory does not end where the end record says", at)
-        archive = self._prefix[:-1].decode()
         return Directory(
-            archive=archive, positions=positions, headers=headers, sizes=sizes, crcs=crcs, start=self._end.offset
+            archive=self._prefix[:-1].decode(),
+            positions=positions,
+            headers=headers,
+            sizes=sizes,
+            crcs=crcs,
+            start=self._end.offset,
+            unsupported=self._unsupported,
         )
 
     def _entry(self, at: int) -> tuple[int, bytes, int, int, int]:
         try:
-            signature, flags, method, crc, packed, nbytes, name_bytes, extra_bytes, comment_bytes, disk, header = (
-                _ENTRY.unpack_from(self._raw, at)
+            signature, flags, method, crc, packed, nbytes, *lengths, disk, attributes, header = _ENTRY.unpack_from(
+                self._raw, at
             )
         except struct.error:
             raise self._error("the central directory ends inside an entry", at) from None
+        name_bytes, extra_bytes, comment_bytes = lengths
         start = at + _ENTRY.size
         extra = start + name_bytes
         following = extra + extra_bytes + comment_bytes
-        if signature != b"PK\1\2" or following > len(self._raw) or disk:
+        if signature != b"PK\1\2" or following > len(self._raw) or disk or attributes & _IS_DIRECTORY:
             raise self._error("an entry of the central directory is damaged", at)
         name = self._raw[start:extra]
         if flags & ~KNOWN_FLAGS or method:
-            raise self._unsupported(name, flags, method, at)
+            self._refuse(name, flags, method, at)
         if _IN_ZIP64_32 in (packed, nbytes, header):
             fields = zip64_fields(self._raw[extra : extra + extra_bytes], (nbytes, packed, header))
             if fields is None:
                 raise self._error(f"record {_printable(name)} has no zip64 field for its sizes", at)
             nbytes, packed, header = fields
-        if packed != nbytes:
+        if packed != nbytes and not method:
             raise self._error(f"record {_printable(name)} is stored, in two sizes", at, expected=nbytes, found=packed)
-        return following, name, header, nbytes, crc
+        return following, name, header, packed, crc
 
     def _key(self, name: bytes, at: int) -> str:
         if not self._prefix:
@@ -280,9 +291,11 @@ class _Parser:
         except UnicodeDecodeError:
             raise self._error(f"the name of record {_printable(name)} is not UTF-8", at) from None
 
-    def _unsupported(self, name: bytes, flags: int, method: int, at: int) -> UnsupportedError:
-        how = f"compressed (method {method})" if method else f"encrypted or patched (flags {flags:#x})"
-        return UnsupportedError(f"record {_printable(name)} is {how}", file=self._file, offset=self._end.offset + at)
+    def _refuse(self, name: bytes, flags: int, method: int, at: int) -> None:
+        if self._unsupported is None:
+            how = f"compressed (method {method})" if method else f"encrypted or patched (flags {flags:#x})"
+            problem = f"record {_printable(name)} is {how}"
+            self._unsupported = UnsupportedError(problem, file=self._file, offset=self._end.offset + at)
 
     def _error(self, problem: str, at: int, *, expected: object = None, found: object = None) -> FormatError:
         return FormatError(problem, file=self._file, offset=self._end.offset + at, expected=expected, found=found)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from collections.abc import Sequence
 
 from sluice._errors import FormatError, IntegrityError, LimitError
-from sluice._options import COALESCE_GAP_BYTES
+from sluice.formats._coalesced import read_ranges
 from sluice.formats._zip import KNOWN_FLAGS, LOCAL_HEADER_BYTES, Record, zip64_fields
 from sluice.sources import Source
 
@@ -28,15 +26,6 @@ _IN_ZIP64 = 0xFFFFFFFF
 #: Flag bit of records whose sizes follow the data: torch writes zeros in the local header.
 _SIZES_FOLLOW = 0x0008
 
-#: Threads that read headers: each waits for one cold page, so that more than the cores pay.
-_THREADS = 8
-
-#: Most bytes of one read for several headers, 8 MiB over all threads.
-_SPAN_BYTES = 1 << 20
-
-#: Reads from which on threads pay: starting them takes about as long as eight cold pages.
-_READS_FOR_THREADS = 8
-
 
 def locate_records(source: Source, records: Sequence[Record]) -> list[int]:
     """Return the first byte of the data of each record.
@@ -49,8 +38,11 @@ def locate_records(source: Source, records: Sequence[Record]) -> list[int]:
         FormatError: A local header contradicts the central directory, or data reaches into what follows it.
     """
     order = sorted(range(len(records)), key=lambda position: records[position].header)
-    spans = list(_spans([records[position] for position in order]))
-    located = dict(zip(order, _locate_spans(source, spans), strict=True))
+    ordered = [records[position] for position in order]
+    sizes = [LOCAL_HEADER_BYTES + len(record.name.encode()) for record in ordered]
+    headers = read_ranges(source, [record.header for record in ordered], sizes)
+    offsets = [_locate(source, record, header) for record, header in zip(ordered, headers, strict=True)]
+    located = dict(zip(order, offsets, strict=True))
     return [located[position] for position in range(len(records))]
 
 
@@ -80,49 +72,11 @@ def read_record(source: Source, record: Record, max_bytes: int) -> tuple[int, by
     return offset, data
 
 
-def _spans(records: Sequence[Record]) -> Iterator[list[Record]]:
-    """Group records in file order so that the headers of a group are worth one read."""
-    span: list[Record] = []
-    for record in records:
-        if span:
-            gap = record.header - _header_end(span[-1])
-            if gap > COALESCE_GAP_BYTES or _header_end(record) - span[0].header > _SPAN_BYTES:
-                yield span
-                span = []
-        span.append(record)
-    if span:
-        yield span
-
-
-def _header_end(record: Record) -> int:
-    return record.header + LOCAL_HEADER_BYTES + len(record.name.encode())
-
-
-def _locate_spans(source: Source, spans: list[list[Record]]) -> list[int]:
-    def locate(some: list[list[Record]]) -> list[int]:
-        return [offset for span in some for offset in _locate_span(source, span)]
-
-    if len(spans) < _READS_FOR_THREADS:
-        return locate(spans)
-    share = -(-len(spans) // _THREADS)
-    shares = [spans[first : first + share] for first in range(0, len(spans), share)]
-    try:
-        with ThreadPoolExecutor(len(shares), thread_name_prefix="sluice-headers") as pool:
-            return list(chain.from_iterable(pool.map(locate, shares)))
-    except RuntimeError:  # the process may not start another thread
-        return locate(spans)
-
-
-def _locate_span(source: Source, span: list[Record]) -> list[int]:
-    start = span[0].header
-    data = source.read_at(start, _header_end(span[-1]) - start)
-    return [_locate(source, record, data, record.header - start) for record in span]
-
-
-def _locate(source: Source, record: Record, data: bytes, at: int) -> int:
-    signature, flags, method, packed, nbytes, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(data, at)
-    name = data[at + LOCAL_HEADER_BYTES : at + LOCAL_HEADER_BYTES + name_bytes]
-    if signature != b"PK\3\4" or method or flags & ~KNOWN_FLAGS or name != record.name.encode():
+def _locate(source: Source, record: Record, header: bytes) -> int:
+    signature, flags, method, packed, nbytes, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
+    name = header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + name_bytes]
+    known = signature == b"PK\3\4" and not method and not flags & ~KNOWN_FLAGS
+    if not known or name_bytes != len(name) or name != record.name.encode():
         raise FormatError(
             f"the local header of record {record.name!r} does not match the central directory",
             file=source.path,

@@ -1,4 +1,4 @@
-"""Local files, read with ``preadv`` through at most two descriptors: one buffered, one for direct I/O.
+"""Local files, read with ``preadv`` through descriptors of a bounded cache: one buffered, one for direct I/O.
 
 Where ``preadv`` does not exist (macOS before 11, Windows), reads fall back to ``pread`` or to a locked seek and read.
 Paths that are not regular files are refused before they are opened: a FIFO would block for ever.
@@ -10,6 +10,9 @@ import errno
 import os
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from sluice._errors import (
     CheckpointError,
@@ -22,6 +25,7 @@ from sluice._errors import (
 from sluice._options import BLOCK_BYTES
 from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable
+from sluice.sources._descriptors import DESCRIPTORS
 
 __all__ = ["LocalFile"]
 
@@ -54,7 +58,6 @@ class LocalFile:
         """
         self._path = os.fspath(path)
         self._lock = threading.Lock()
-        self._descriptors: dict[bool, int] = {}
         try:
             status = os.stat(self._path)
         except FileNotFoundError as error:
@@ -92,7 +95,10 @@ class LocalFile:
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        descriptor = self.descriptor(direct=direct)
+        with self.lend(direct=direct) as descriptor:
+            return self._read_all(descriptor, offset, buffer, direct=direct)
+
+    def _read_all(self, descriptor: int, offset: int, buffer: memoryview, *, direct: bool) -> int:
         done = 0
         while done < len(buffer):
             try:
@@ -124,18 +130,23 @@ class LocalFile:
         buffer[: len(data)] = data
         return len(data)
 
-    def descriptor(self, *, direct: bool = False) -> int:
-        """Return an open descriptor, checked against the identity when it is opened.
+    @contextmanager
+    def lend(self, *, direct: bool = False) -> Iterator[int]:
+        """Lend an open descriptor for the length of the block, checked against the identity when it was opened.
 
         Raises:
             DirectIOUnavailable: ``direct`` was asked for and the platform or file system has none.
             ReadError: The file cannot be opened.
             SourceChangedError: The path now names another file.
         """
-        with self._lock:
-            if direct not in self._descriptors:
-                self._descriptors[direct] = self._open(direct=direct)
-            return self._descriptors[direct]
+        try:
+            descriptor = DESCRIPTORS.take((self, direct), partial(self._open, direct=direct))
+        except OSError as error:
+            raise ReadError(f"the file cannot be opened: {error.strerror}", file=self._path) from error
+        try:
+            yield descriptor.number
+        finally:
+            DESCRIPTORS.give_back(descriptor)
 
     def _open(self, *, direct: bool) -> int:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -148,7 +159,7 @@ class LocalFile:
         except OSError as error:
             if direct and error.errno == errno.EINVAL:
                 raise DirectIOUnavailable(self._path) from error
-            raise ReadError(f"the file cannot be opened: {error.strerror}", file=self._path) from error
+            raise
         found = _identity(os.fstat(descriptor))
         if found != self._identity:
             os.close(descriptor)
@@ -157,7 +168,8 @@ class LocalFile:
 
     def forget(self, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.descriptor(), offset, nbytes, os.POSIX_FADV_DONTNEED)
+            with self.lend() as descriptor:
+                os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
         try:
@@ -168,9 +180,8 @@ class LocalFile:
             raise self._changed(found)
 
     def close(self) -> None:
-        with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+        for direct in (False, True):
+            DESCRIPTORS.drop((self, direct))
 
     def _too_early(self, offset: int, wanted: int, found: int) -> TruncatedError:
         return TruncatedError(

@@ -175,6 +175,8 @@ class ArchiveRecord:
     stored_nbytes: int | None = None
     #: Header offset in the central directory.
     header: int | None = None
+    #: External attributes.
+    attributes: int = 0
     #: Extra field of the local header.
     local_extra: bytes = b""
     #: Extra field of the entry in the central directory.
@@ -216,9 +218,10 @@ def _entry(record: ArchiveRecord, header: int) -> bytes:
         _or(record.nbytes, len(record.data)),
         len(record.name),
         len(record.extra),
+        record.attributes,
         _or(record.header, header),
     )
-    return struct.pack("<4sHHHH4xIIIHH10xI", b"PK\1\2", 20, 20, *fields) + record.name + record.extra
+    return struct.pack("<4sHHHH4xIIIHH6xII", b"PK\1\2", 20, 20, *fields) + record.name + record.extra
 
 
 def build_archive(

@@ -1,0 +1,148 @@
+"""Opening the files of a checkpoint: one, or those of a directory in a few threads.
+
+The first file that is damaged stops the rest. Missing files do not: they are reported together with all that the
+headers of the others say.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from sluice._columns import collector_paused
+from sluice._errors import CheckpointError, LimitError
+from sluice._options import INDEXING_THREADS, Limits
+from sluice._records import Index
+from sluice.formats import detect
+from sluice.formats._directory import Layout, check_inside, index_layout, survey
+from sluice.formats._shards import OpenFile, incomplete, merge
+from sluice.sources._local import LocalFile
+
+__all__ = ["open_path"]
+
+
+def open_path(path: str, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Open a file, a directory or the index file of a sharded checkpoint; reads no tensor data.
+
+    A path that ends in ``.json`` can only be an index file.
+
+    Returns:
+        The index of the checkpoint, and its files in the order of ``Index.files``.
+
+    Raises:
+        IncompleteCheckpointError: Files are missing.
+        CheckpointError: A file is damaged, unsafe or of an unknown kind, or the files contradict each other.
+        ReadError: Something cannot be read.
+    """
+    if os.path.isdir(path):
+        return _open_layout(survey(path, limits), limits)
+    if path.endswith(".json"):
+        return _open_layout(index_layout(path, limits), limits)
+    file = _open_file(path, limits)
+    return file.index, (file,)
+
+
+def _open_file(path: str, limits: Limits) -> OpenFile:
+    source = LocalFile(path)
+    try:
+        file_format = detect(source)
+        return OpenFile(source=source, format=file_format, index=file_format.read_index(source, limits))
+    except BaseException:
+        source.close()
+        raise
+
+
+def _open_layout(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+    opening = _Opening(layout, limits)
+    try:
+        try:
+            _in_threads(opening.open, len(layout.files))
+        except CheckpointError as error:
+            if opening.missing:
+                raise incomplete(layout, opening.missing, damaged=str(error)) from error
+            raise
+        with collector_paused():
+            return merge(layout, opening.files)
+    except BaseException:
+        opening.close()
+        raise
+
+
+class _Opening:
+    """Opens the files of one layout; ``open`` may be called from any thread.
+
+    Attributes:
+        files: What was opened, at the position of each file.
+        missing: Positions of the files that are not there.
+    """
+
+    def __init__(self, layout: Layout, limits: Limits) -> None:
+        self.files: list[OpenFile | None] = [None] * len(layout.files)
+        self.missing: list[int] = []
+        self._layout = layout
+        self._limits = limits
+        self._storages = 0
+        self._counting = threading.Lock()
+
+    def open(self, position: int) -> None:
+        directory, name = self._layout.directory, self._layout.files[position]
+        check_inside(directory, name, self._limits)
+        try:
+            file = _open_file(os.path.join(directory, name), self._limits)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            self.missing.append(position)
+            return
+        self.files[position] = file
+        with self._counting:
+            self._storages += len(file.index.storages)
+        if self._storages > self._limits.entries:
+            expected = f"at most {self._limits.entries}"
+            raise LimitError("the files together pass the limit 'entries'", file=self._layout.path, expected=expected)
+
+    def close(self) -> None:
+        for file in self.files:
+            if file is not None:
+                file.source.close()
+
+
+def _in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call ``work`` with each number below ``count``, here and in a few threads.
+
+    The first failure stops all of them, which are joined before it is raised; of several the lowest number's is. Where
+    the process may not start more threads, fewer do the same.
+    """
+    waiting = deque(range(count))
+    failures: dict[int, BaseException] = {}
+
+    def run() -> None:
+        while waiting:
+            try:
+                number = waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                work(number)
+            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+                failures[number] = error
+                waiting.clear()
+
+    threads: list[threading.Thread] = []
+    try:
+        for number in range(1, min(INDEXING_THREADS, count)):
+            thread = threading.Thread(target=run, name=f"sluice-index-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                break
+            threads.append(thread)
+        run()
+    finally:
+        waiting.clear()
+        for thread in threads:
+            thread.join()
+    if failures:
+        raise failures[min(failures)]

@@ -1,0 +1,150 @@
+"""The open descriptors of all local files: a bounded number, the least recently used closed first.
+
+A descriptor is taken for the length of one read. One that somebody reads from is never closed: eviction passes it over,
+and what its owner drops meanwhile is closed when the last reader gives it back.
+
+The bound is the smaller of ``OPEN_FILES`` and a quarter of what the process may have open. Where the system still
+refuses another descriptor, half of the cache is given up for good, and if all of it is in use the thread waits for one.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeAlias
+
+from sluice._options import OPEN_FILES
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]  # the one name for both
+
+__all__ = ["DESCRIPTORS", "Descriptor", "DescriptorCache"]
+
+#: A file and whether it was opened for direct I/O. Files compare by identity, so that no two share an entry.
+Key: TypeAlias = "tuple[object, bool]"
+
+_NONE_LEFT = frozenset({errno.EMFILE, errno.ENFILE})
+
+#: The cache takes at most this part of the process's limit: imports, pipes and /proc need descriptors as well.
+_SHARE = 4
+
+#: Seconds to wait for a descriptor when all are in use. One read of 8 MiB takes longer only on a dead network disk.
+_PATIENCE_SECONDS = 60.0
+
+
+class Descriptor:
+    """One open descriptor; belongs to the cache."""
+
+    __slots__ = ("dropped", "number", "users")
+
+    def __init__(self, number: int) -> None:
+        #: What the operating system knows it by.
+        self.number = number
+        #: Readers that hold it now.
+        self.users = 0
+        #: Whether its owner closed it while it was being read from.
+        self.dropped = False
+
+
+class DescriptorCache:
+    """Lends descriptors to the threads that read; every method may be called from any thread."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._open: OrderedDict[Key, Descriptor] = OrderedDict()  # the least recently used first
+        self._returned = threading.Condition()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget_readers)
+
+    def take(self, key: Key, open_file: Callable[[], int]) -> Descriptor:
+        """Return the descriptor of ``key``, opened if need be; it stays open until ``give_back``.
+
+        Args:
+            key: What it belongs to.
+            open_file: Opens it. Called without the lock, as a network disk can take its time.
+
+        Raises:
+            OSError: Whatever ``open_file`` raises; too many open files only when closing others did not help.
+        """
+        while True:
+            with self._returned:
+                found = self._open.get(key)
+                if found is not None:
+                    self._open.move_to_end(key)
+                    found.users += 1
+                    return found
+            try:
+                number = open_file()
+            except OSError as error:
+                if error.errno not in _NONE_LEFT or not self._make_room():
+                    raise
+            else:
+                return self._keep(key, number)
+
+    def give_back(self, descriptor: Descriptor) -> None:
+        """Say that one reader has finished with a descriptor."""
+        with self._returned:
+            descriptor.users -= 1
+            if descriptor.users:
+                return
+            if descriptor.dropped:
+                os.close(descriptor.number)
+            self._returned.notify()
+
+    def drop(self, key: Key) -> None:
+        """Close the descriptor of ``key``, if there is one; while it is read from, when the last reader is done."""
+        with self._returned:
+            found = self._open.pop(key, None)
+            if found is None:
+                return
+            found.dropped = True
+            if not found.users:
+                os.close(found.number)
+
+    def _keep(self, key: Key, number: int) -> Descriptor:
+        with self._returned:
+            found = self._open.get(key)
+            if found is None:
+                found = self._open[key] = Descriptor(number)
+            else:  # another thread was faster
+                os.close(number)
+            found.users += 1
+            self._close_idle(self._bound())
+        return found
+
+    def _bound(self) -> int:
+        if resource is None:
+            return self._limit
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return self._limit if allowed == resource.RLIM_INFINITY else max(1, min(self._limit, allowed // _SHARE))
+
+    def _close_idle(self, most: int) -> None:
+        """Close descriptors that nobody reads from, the least recently used first, until ``most`` are open."""
+        idle = [key for key, descriptor in self._open.items() if not descriptor.users]
+        for key in idle[: max(0, len(self._open) - most)]:
+            os.close(self._open.pop(key).number)
+
+    def _make_room(self) -> bool:
+        """Close half of what is open, or wait for a reader; return False when neither can free a descriptor."""
+        with self._returned:
+            before = len(self._open)
+            self._limit = max(1, before // 2)
+            self._close_idle(before // 2)
+            if len(self._open) < before:
+                return True
+            return bool(self._open) and self._returned.wait(_PATIENCE_SECONDS)
+
+    def _forget_readers(self) -> None:
+        """After a fork: the other threads do not exist here, neither do their reads nor the lock they may hold."""
+        self._returned = threading.Condition()
+        for descriptor in self._open.values():
+            descriptor.users = 0
+
+
+#: The one cache of the process: its limit on open files is one, too.
+DESCRIPTORS = DescriptorCache(OPEN_FILES)

@@ -1,0 +1,50 @@
+"""Small ranges of a file: the right bytes, in few reads, from few threads or many."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memory_source import MemorySource
+from sluice._errors import TruncatedError
+from sluice.formats._coalesced import read_ranges
+from sluice.testing import RecordingSource
+
+CONTENT = random.Random(0).randbytes(100_000)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9_000), st.integers(1, 90)), max_size=30),
+    st.integers(0, 5_000),
+)
+def test_any_ranges(steps: list[tuple[int, int]], gap_bytes: int) -> None:
+    starts, sizes, end = [], [], 0
+    for skipped, size in steps:
+        if end + skipped + size <= len(CONTENT):
+            starts.append(end + skipped)
+            sizes.append(size)
+            end += skipped + size
+    source = RecordingSource(MemorySource(CONTENT))
+    expected = [CONTENT[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    assert read_ranges(source, starts, sizes, gap_bytes=gap_bytes) == expected
+    ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    distant = sum(start - end > gap_bytes for start, end in zip(starts[1:], ends[:-1], strict=True))
+    assert len(source.reads) == (distant + 1 if starts else 0)
+
+
+def test_no_read_is_long() -> None:
+    source = RecordingSource(MemorySource(bytes(5 << 20)))
+    starts = list(range(0, 5 << 20, 1000))
+    assert read_ranges(source, starts, [8] * len(starts)) == [bytes(8)] * len(starts)
+    assert len(source.reads) == 5
+    assert max(read.nbytes for read in source.reads) <= 1 << 20
+
+
+@pytest.mark.parametrize("distance", [10, 3_000])
+def test_the_end_of_the_file(distance: int) -> None:
+    starts = [len(CONTENT) - 7 - distance * number for number in reversed(range(20))]
+    with pytest.raises(TruncatedError):
+        read_ranges(MemorySource(CONTENT), starts, [8] * 20, gap_bytes=100)

@@ -1,0 +1,204 @@
+"""The index file of a sharded checkpoint: what is read from it and all that is refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from sluice._errors import (
+    CheckpointError,
+    FormatError,
+    LimitError,
+    PathEscapeError,
+    SluiceError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice._options import Limits
+from sluice.formats._shard_index import ShardIndex, read_shard_index
+
+
+def read(directory: Path, text: str | bytes, limits: Limits | None = None) -> ShardIndex:
+    path = directory / "model.safetensors.index.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_shard_index(str(path), limits or Limits())
+
+
+def refusal(directory: Path, text: str | bytes, limits: Limits | None = None) -> SluiceError:
+    started = time.perf_counter()
+    with pytest.raises(SluiceError) as caught:
+        read(directory, text, limits)
+    assert time.perf_counter() - started < 2
+    assert caught.value.file == str(directory / "model.safetensors.index.json")
+    return caught.value
+
+
+def test_what_it_says(tmp_path: Path) -> None:
+    text = json.dumps({"metadata": {"total_size": 12, "by": [1.5, None]}, "weight_map": {"a.b": "x", "ü": "s/y"}})
+    index = read(tmp_path, text)
+    assert index.weight_map == {"a.b": "x", "ü": "s/y"}
+    assert index.total_bytes == 12
+
+
+@pytest.mark.parametrize("metadata", ["", '"metadata": {},', '"metadata": null,', '"metadata": {"total_size": true},'])
+def test_a_total_size_may_be_absent(tmp_path: Path, metadata: str) -> None:
+    assert read(tmp_path, "{" + metadata + ' "weight_map": {"a": "x"}}').total_bytes is None
+
+
+def test_a_total_size_may_be_a_float(tmp_path: Path) -> None:
+    assert read(tmp_path, '{"metadata": {"total_size": 8.0}, "weight_map": {"a": "x"}}').total_bytes == 8
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../x",
+        "a/../x",
+        "a/../../x",
+        "..",
+        ".",
+        "./x",
+        "",
+        "a//x",
+        "a/",
+        "/x",
+        "//server/share/x",
+        "C:x",
+        "C:/x",
+        "C:\\x",
+        "\\x",
+        "a\\x",
+        "..\\x",
+        "\\\\server\\share\\x",
+        "\\\\?\\C:\\x",
+        "x:stream",
+        ".. /x",
+        "... /x",
+        "a\0b",
+    ],
+)
+def test_names_that_lead_elsewhere(tmp_path: Path, file: str) -> None:
+    error = refusal(tmp_path, json.dumps({"weight_map": {"fine": "x", "w": file}}))
+    assert isinstance(error, PathEscapeError)
+    assert error.tensor == "w"
+    assert error.found == repr(file)
+
+
+@given(st.text(alphabet="./\\:a \0-C~", max_size=12))
+@example("model-00001-of-00002.safetensors")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_accepted_name_stays_inside_on_every_platform(tmp_path: Path, file: str) -> None:
+    try:
+        read(tmp_path, json.dumps({"weight_map": {"w": file}}))
+    except PathEscapeError:
+        return
+    assert file
+    for flavour in (PurePosixPath(file), PureWindowsPath(file)):
+        assert not flavour.anchor
+        assert flavour.as_posix() == file  # spelled one way
+        assert all(part.rstrip(". ") for part in flavour.parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"weight_map": []}', "no object that names tensors"),
+        ('{"weight_map": {}}', "no object that names tensors"),
+        ('{"weight_map": null}', "no object that names tensors"),
+        ('{"weight_map": {"a": 1}}', "no file name"),
+        ('{"weight_map": {"a": null}}', "no file name"),
+        ('{"weight_map": {"a": ["x"]}}', "no file name"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "'a' is given twice"),
+        ('{"weight_map": {"a": "x"}, "weight_map": {"b": "x"}}', "'weight_map' is given twice"),
+        ('{"weight_map": {"a": "x"}', "strict JSON"),
+        ('{"weight_map": {"a": "x"}} x', "strict JSON"),
+        ('{"weight_map": {"a": "x"}}\0', "strict JSON"),
+        ('{"weight_map": {"a": "x",}}', "strict JSON"),
+        ('{"weight_map": {"a": "x\n"}}', "strict JSON"),
+        ('{"metadata": NaN, "weight_map": {"a": "x"}}', "NaN"),
+        ('{"metadata": -Infinity, "weight_map": {"a": "x"}}', "Infinity"),
+        ('{"metadata": 1e400, "weight_map": {"a": "x"}}', "1e400"),
+        ('{"metadata": ' + "7" * 5000 + ', "weight_map": {"a": "x"}}', "strict JSON"),
+        ('{"metadata": ' + "[" * 400 + ', "weight_map": {"a": "x"}}', "strict JSON"),
+        ('{"weight_map": {"\\ud800": "x"}}', "lone surrogate"),
+        ('{"weight_map": {"a": "\\udfff"}}', "lone surrogate"),
+        ('\ufeff{"weight_map": {"a": "x"}}', "strict JSON"),
+        ('{"weight_map": {"a": "x"}}'.encode("utf-16"), "strict JSON"),
+        (b'{"weight_map": {"\xff": "x"}}', "strict JSON"),
+        ('["weight_map"]', "no JSON object"),
+        ("3", "no JSON object"),
+        (b"\x80\x02}.", "strict JSON"),
+    ],
+)
+def test_what_is_no_index(tmp_path: Path, text: str | bytes, words: str) -> None:
+    error = refusal(tmp_path, text)
+    assert type(error) is FormatError
+    assert words in str(error)
+
+
+def test_json_of_another_kind(tmp_path: Path) -> None:
+    assert isinstance(refusal(tmp_path, '{"architectures": ["X"]}'), UnsupportedError)
+
+
+def test_an_empty_file_is_truncated(tmp_path: Path) -> None:
+    assert isinstance(refusal(tmp_path, b""), TruncatedError)
+
+
+@pytest.mark.parametrize(
+    ("text", "limits", "words"),
+    [
+        ('{"weight_map": {"a": "x"}}', Limits(header_bytes=25), "header_bytes"),
+        ('{"weight_map": {"a": "x", "b": "x", "c": "x"}}', Limits(entries=2), "entries"),
+        ('{"weight_map": {"a": "x", "b": "y", "c": "z"}}', Limits(files=2), "files"),
+        ('{"weight_map": {"' + "a" * 5000 + '": "x"}}', Limits(), "name_bytes"),
+        ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', Limits(), "name_bytes"),
+        ('{"metadata": [' + "1," * 1_500_000 + '1], "weight_map": {"a": "x"}}', Limits(), "entries"),
+        ('{"metadata": ' + "[" * 2_000_000 + ', "weight_map": {"a": "x"}}', Limits(), "brackets"),
+    ],
+    ids=["size", "entries", "files", "long name", "long file name", "values", "nesting"],
+)
+def test_limits(tmp_path: Path, text: str, limits: Limits, words: str) -> None:
+    error = refusal(tmp_path, text, limits)
+    assert isinstance(error, LimitError)
+    assert words in str(error)
+
+
+def test_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(LimitError, match="header_bytes"):
+        read_shard_index(str(path), Limits())
+
+
+def test_brackets_and_commas_in_names_are_no_structure(tmp_path: Path) -> None:
+    names = {f'layers[{number}], {{"w\\": ': "x" for number in range(2000)}
+    assert read(tmp_path, json.dumps({"weight_map": names}), Limits(entries=2000)).weight_map == names
+
+
+@given(st.dictionaries(st.text(), st.text(), max_size=4), st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_text_is_read_as_json_reads_it_or_refused(tmp_path: Path, names: dict[str, str], ascii_only: bool) -> None:
+    text = json.dumps({"weight_map": names}, ensure_ascii=ascii_only)
+    try:
+        assert read(tmp_path, text.encode(errors="surrogatepass")).weight_map == names
+    except CheckpointError as error:
+        assert error.file == str(tmp_path / "model.safetensors.index.json")
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_index_is_refused_or_still_strict(tmp_path: Path, data: st.DataObject) -> None:
+    text = bytearray(b'{"metadata": {"total_size": 8}, "weight_map": {"a": "x-1", "b": "x-2"}}')
+    for _ in range(data.draw(st.integers(1, 3))):
+        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        index = read(tmp_path, bytes(text))
+    except CheckpointError:
+        return
+    assert index.weight_map == json.loads(text.decode())["weight_map"]

@@ -1,0 +1,227 @@
+"""What arrives on a CUDA device: every bit of every dtype, casts, layouts, ties, small and huge tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice import _options as options
+from sluice import _transfer
+from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._options import PageCache
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+#: More elements than one read holds, and no round number.
+COUNT = 3 * MIB + 7
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def random_of(name: str, count: int) -> torch.Tensor:
+    """Return a tensor of any dtype with any bits in it, those of no value too."""
+    if name == "bool":
+        return torch.randint(0, 2, (count,), dtype=torch.uint8).view(torch.bool)
+    raw = torch.randint(0, 256, (count * ITEM_BYTES[name],), dtype=torch.uint8)
+    dtype: torch.dtype = torch_dtype(name)
+    return raw.view(dtype)
+
+
+def meta_parameters(state_dict: dict[str, torch.Tensor]) -> nn.ParameterDict:
+    """Return a module on meta with the names, shapes and dtypes of a state dict."""
+    return nn.ParameterDict(
+        {name: nn.Parameter(torch.empty_like(t, device="meta"), requires_grad=False) for name, t in state_dict.items()}
+    )
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_every_dtype_arrives_bit_by_bit(tmp_path: Path, device: str, name: str) -> None:
+    if not hasattr(torch, name):
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    tensor = random_of(name, COUNT)
+    torch.save({"t": tensor}, tmp_path / "f.pth")
+    loaded = sluice.load_state_dict(tmp_path / "f.pth", device=device)["t"]
+    assert (loaded.dtype, loaded.device) == (torch_dtype(name), torch.device(device))
+    assert torch.equal(bits(loaded), bits(tensor))
+
+
+@pytest.mark.parametrize(("cores", "where"), [(1, "host"), (1 << 20, "accelerator")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+    ids=dtype_name,
+)
+def test_casts_give_what_to_gives(
+    tmp_path: Path,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    old: torch.dtype,
+    new: torch.dtype,
+    cores: int,
+    where: str,
+) -> None:
+    monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
+    special = torch.tensor([0.0, -0.0, 1e-40, 65519.0, 65520.0, 3.4e38, torch.inf, -torch.inf, torch.nan])
+    tensors = {"t": torch.cat([torch.randn(COUNT), special]).to(old)}
+    torch.save(tensors, tmp_path / "f.pth")
+    model = meta_parameters(tensors)
+    report = sluice.load_into(model, tmp_path / "f.pth", device=device, dtype=new)
+    loaded, expected = model["t"].detach().cpu(), tensors["t"].to(new)
+    number = ~expected.isnan()
+    assert torch.equal(loaded.isnan(), expected.isnan())  # which of the many NaNs is the processor's choice
+    assert torch.equal(bits(loaded[number]), bits(expected[number]))
+    assert report.cast == {f"{dtype_name(old)}->{dtype_name(new)}": 1}
+    if new.itemsize < old.itemsize:
+        assert any(f"on the {where}" in note for note in report.notes)
+
+
+def test_views_keep_their_strides_and_share_memory(tmp_path: Path, device: str) -> None:
+    base = torch.randn(1000, 700)
+    tensors = {
+        "base": base,
+        "transposed": base.t(),
+        "rows": base[10:20],
+        "columns": base[:, ::3],
+        "expanded": torch.randn(5, 1).expand(5, 400),
+        "channels_last": torch.randn(64, 3, 5, 5).to(memory_format=torch.channels_last),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+    }
+    torch.save(tensors, tmp_path / "f.pth")
+    ours = sluice.load_state_dict(tmp_path / "f.pth", device=device)
+    theirs = torch.load(tmp_path / "f.pth", map_location=device, weights_only=True)
+    for name, expected in theirs.items():
+        assert torch.equal(ours[name], expected), name
+        if name != "expanded":  # only dense strides are promised
+            assert ours[name].stride() == expected.stride(), name
+    assert ours["transposed"].data_ptr() == ours["base"].data_ptr()
+    assert ours["rows"].data_ptr() == ours["base"].data_ptr() + 10 * 700 * 4
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_the_models_own_layout_is_filled(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
+) -> None:
+    monkeypatch.setattr(options, "HOST_CAST_CORES", 1 << 20)
+    tensors = {"conv": torch.randn(256, 64, 3, 3), "matrix": torch.randn(900, 700).t()}
+    torch.save(tensors, tmp_path / "f.pth")
+    model = meta_parameters(
+        {"conv": tensors["conv"].to(memory_format=torch.channels_last), "matrix": tensors["matrix"].contiguous()}
+    )
+    strides = {name: parameter.stride() for name, parameter in model.items()}
+    sluice.load_into(model, tmp_path / "f.pth", device=device, dtype=dtype)
+    for name, expected in tensors.items():
+        assert model[name].stride() == strides[name]
+        assert torch.equal(model[name].cpu(), expected.to(dtype or expected.dtype))
+
+
+def test_tied_parameters_stay_one_and_are_read_once(tmp_path: Path, device: str) -> None:
+    def build() -> nn.Sequential:
+        model = nn.Sequential(nn.Embedding(5000, 300), nn.Linear(300, 5000, bias=False))
+        model[1].weight = model[0].weight  # as GPT-2 does
+        return model
+
+    expected = build()
+    torch.save(expected.state_dict(), tmp_path / "f.pth")
+    with sluice.empty_init():
+        model = build()
+    report = sluice.load_into(model, tmp_path / "f.pth", device=device)
+    weight, wanted = model.get_parameter("0.weight"), expected.get_parameter("0.weight")
+    assert weight is model.get_parameter("1.weight")
+    assert torch.equal(weight.cpu(), wanted)
+    assert report.tied == (("0.weight", "1.weight"),)
+    assert report.read_bytes == wanted.nbytes
+
+
+def test_thousands_of_small_tensors(tmp_path: Path, device: str) -> None:
+    tensors = {f"t{i}": torch.randn(1 + i % 50, 1 + i % 7) for i in range(3000)}
+    torch.save(tensors, tmp_path / "f.pth")
+    loaded = sluice.load_state_dict(tmp_path / "f.pth", device=device)
+    assert all(torch.equal(loaded[name].cpu(), expected) for name, expected in tensors.items())
+
+
+@pytest.mark.parametrize("cores", [1, 1 << 20], ids=["host", "accelerator"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("page_cache", ["keep", "bypass"])
+def test_a_tensor_larger_than_staging(
+    tmp_path: Path,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    page_cache: PageCache,
+    dtype: torch.dtype | None,
+    cores: int,
+) -> None:
+    monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
+    tensor = torch.randn(48 * MIB)
+    torch.save({"t": tensor}, tmp_path / "f.pth")
+    loaded = sluice.load_state_dict(
+        tmp_path / "f.pth",
+        device=device,
+        dtype=dtype,
+        page_cache=page_cache,
+        memory=sluice.MemoryLimits(staging="8MiB"),
+    )["t"]
+    assert torch.equal(bits(loaded), bits(tensor.to(dtype or tensor.dtype)))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
+def test_bytes_at_odd_offsets_arrive(tmp_path: Path, device: str, dtype: torch.dtype | None) -> None:
+    tensor = torch.randn(COUNT)
+    header = json.dumps({"t": {"dtype": "F32", "shape": [COUNT], "data_offsets": [0, tensor.nbytes]}}).encode()
+    header += b" " * (1 - len(header) % 2)  # foreign writers do not align what follows
+    (tmp_path / "f.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + tensor.numpy().tobytes())
+    loaded = sluice.load_state_dict(tmp_path / "f.safetensors", device=device, dtype=dtype)["t"]
+    assert torch.equal(loaded.cpu(), tensor.to(dtype or tensor.dtype))
+
+
+def test_safetensors_files_arrive_too(tmp_path: Path, device: str) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {"a": torch.randn(2000, 700), "b": torch.arange(1000), "c": torch.randn(33, 5).to(torch.bfloat16)}
+    save_file(tensors, tmp_path / "f.safetensors")
+    loaded = sluice.load_state_dict(tmp_path / "f.safetensors", device=device)
+    assert all(torch.equal(loaded[name].cpu(), expected) for name, expected in tensors.items())
+
+
+def test_a_device_that_is_not_there_is_refused_before_reading(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"t": torch.randn(10)}
+    torch.save(tensors, tmp_path / "f.pth")
+    model = meta_parameters(tensors)
+    monkeypatch.setattr(_transfer, "execute", lambda *_, **__: pytest.fail("data was read"))
+    with pytest.raises(ValueError, match="cuda:99"):
+        sluice.load_into(model, tmp_path / "f.pth", device="cuda:99")
+    assert model["t"].is_meta
+    assert torch.ones(3, device=device).sum().item() == 3  # the failed look left no error behind
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_parts_of_a_module_go_to_several_devices_at_once(tmp_path: Path) -> None:
+    tensors = {"left": torch.randn(2 * COUNT), "right": torch.randn(2 * COUNT)}
+    torch.save(tensors, tmp_path / "f.pth")
+    model = meta_parameters(tensors)
+    report = sluice.load_into(model, tmp_path / "f.pth", device={"left": "cuda:0", "right": "cuda:1"})
+    assert report.devices == ("cuda:0", "cuda:1")
+    for name, number in (("left", 0), ("right", 1)):
+        assert model[name].device.index == number
+        assert torch.equal(model[name].cpu(), tensors[name])
+        # A runtime error that nobody looked at would come up at the next kernel.
+        assert torch.ones(3, device=f"cuda:{number}").sum().item() == 3

@@ -1,0 +1,241 @@
+"""What a load leaves of a CUDA device's memory and of page-locked memory, when it succeeds and when it fails."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice import _accelerators, _transfer
+from sluice import _options as options
+from sluice.sources._local import LocalFile
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+#: Parameters of 8 MiB that the allocator would pack badly one by one, and small ones.
+SHAPES = {**{f"large{i}": (1024, 2048 + i) for i in range(12)}, **{f"small{i}": (300, i + 1) for i in range(40)}}
+
+
+class Weights(nn.Module):
+    """Parameters of the given shapes."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: str = "meta") -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, device=device)))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    torch.save({name: torch.randn(shape) for name, shape in SHAPES.items()}, tmp_path / "f.pth")
+    return tmp_path / "f.pth"
+
+
+def assert_holds(model: nn.Module, file: Path) -> None:
+    expected = torch.load(file, weights_only=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.cpu(), expected[name].to(parameter.dtype)), name
+
+
+def allocated_and_reserved() -> tuple[int, int]:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+class Registrations:
+    """Stands before the CUDA runtime and keeps the addresses that are page-locked."""
+
+    def __init__(self) -> None:
+        self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # of torch
+        self.locked: set[int] = set()
+        self.total = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        code = int(self._runtime.cudaHostRegister(address, nbytes, flags))
+        if code == 0:
+            self.locked.add(address)
+            self.total += 1
+        return code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        code = int(self._runtime.cudaHostUnregister(address))
+        if code == 0:
+            self.locked.remove(address)
+        return code
+
+
+@pytest.fixture
+def registrations(monkeypatch: pytest.MonkeyPatch, device: str) -> Registrations:
+    made = Registrations()
+    monkeypatch.setattr(_accelerators, "_runtime", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize("cores", [1, 1 << 20], ids=["host casts", "device casts"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_reserved_memory_is_the_weights_and_a_constant(
+    file: Path, device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, cores: int
+) -> None:
+    monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
+    _, before = allocated_and_reserved()
+    model = Weights(SHAPES)
+    report = sluice.load_into(model, file, device=device, dtype=dtype)
+    final = sum(parameter.nbytes for parameter in model.parameters())
+    grown = torch.cuda.max_memory_reserved() - before
+    assert final <= grown <= final + 40 * MIB
+    (memory,) = report.device_memory
+    assert memory.requested_bytes == final
+    assert memory.reserved_bytes is not None
+    assert memory.reserved_bytes <= memory.predicted_bytes
+    assert_holds(model, file)
+
+
+@pytest.mark.parametrize("cores", [1, 1 << 20], ids=["host casts", "device casts"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_fifty_loads_take_no_more_than_one(
+    file: Path, device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None, cores: int
+) -> None:
+    monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
+
+    def load() -> None:
+        sluice.load_into(Weights(SHAPES), file, device=device, dtype=dtype)
+
+    load()
+    once = allocated_and_reserved()
+    for _ in range(49):
+        load()
+    assert allocated_and_reserved() == once
+
+
+@pytest.mark.parametrize("fits", [0, 2, 5])
+def test_out_of_memory_at_any_tensor_leaves_everything_as_it_was(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, registrations: Registrations, fits: int
+) -> None:
+    shapes = {f"t{i}": (16 * MIB,) for i in range(6)}
+    torch.save({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "f.pth")
+    before = allocated_and_reserved()
+    room = before[1] + fits * 64 * MIB + 32 * MIB
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info(device)[1], device)
+    # What free memory can tell is another test's matter: here the allocator itself has to refuse.
+    monkeypatch.setattr(_transfer, "check_device_budget", lambda *_: None)
+    model = Weights(shapes)
+    with pytest.raises(sluice.BudgetError, match=r"cuda:0 is out of memory: 64\.0 MiB more were needed"):
+        sluice.load_into(model, tmp_path / "f.pth", device=device)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert allocated_and_reserved() == before
+    assert registrations.total > 0
+    assert not registrations.locked
+
+
+def test_a_limit_that_cannot_be_kept_is_refused_before_reading(
+    file: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_transfer, "execute", lambda *_, **__: pytest.fail("data was read"))
+    model = Weights(SHAPES)
+    with pytest.raises(sluice.BudgetError, match=r"memory of cuda:0.*at most 10\.0 MiB"):
+        sluice.load_into(model, file, device=device, memory=sluice.MemoryLimits(device="10MiB"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_the_device_does_not_have_is_refused_before_reading(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, _ = torch.cuda.mem_get_info(device)
+    count = free // 4 + 64 * MIB
+    header = f'{{"t":{{"dtype":"F32","shape":[{count}],"data_offsets":[0,{count * 4}]}}}}'.encode()
+    with (tmp_path / "f.safetensors").open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + count * 4)  # a hole: nothing of it may be read
+    monkeypatch.setattr(_transfer, "execute", lambda *_, **__: pytest.fail("data was read"))
+    with pytest.raises(sluice.BudgetError, match=r"memory of cuda:0.*free on the device"):
+        sluice.load_into(Weights({"t": (count,)}), tmp_path / "f.safetensors", device=device)
+
+
+def test_a_read_that_fails_midway_leaves_everything_as_it_was(
+    file: Path, device: str, monkeypatch: pytest.MonkeyPatch, registrations: Registrations
+) -> None:
+    read_into = LocalFile.read_into
+    numbers = itertools.count(1)
+
+    def fail_at_the_fifth(self: LocalFile, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if len(buffer) >= MIB and next(numbers) == 5:  # the header is read in smaller pieces
+            raise sluice.ReadError("the disk is gone")
+        return read_into(self, offset, buffer, direct=direct)
+
+    monkeypatch.setattr(LocalFile, "read_into", fail_at_the_fifth)
+    before = allocated_and_reserved()
+    model = Weights(SHAPES)
+    with pytest.raises(sluice.ReadError, match="the disk is gone"):
+        sluice.load_into(model, file, device=device)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert allocated_and_reserved() == before
+    assert registrations.total > 0
+    assert not registrations.locked
+
+
+def test_staging_is_unlocked_after_a_load(file: Path, device: str, registrations: Registrations) -> None:
+    sluice.load_into(Weights(SHAPES), file, device=device)
+    assert registrations.total > 0
+    assert not registrations.locked
+
+
+def test_a_driver_that_refuses_page_locking_costs_speed_and_nothing_else(
+    file: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(Registrations):
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            # Twice the same address: the driver's own refusal, with all that it leaves behind.
+            super().cudaHostRegister(address, nbytes, flags)
+            refused = super().cudaHostRegister(address, nbytes, flags)
+            super().cudaHostUnregister(address)
+            return refused
+
+    refusing = Refusing()
+    monkeypatch.setattr(_accelerators, "_runtime", lambda: refusing)
+    model = Weights(SHAPES)
+    sluice.load_into(model, file, device=device)
+    assert torch.ones(3, device=device).sum().item() == 3  # an error that nobody looked at would come up here
+    assert not refusing.locked
+    assert_holds(model, file)
+
+
+def test_live_parameters_are_filled_in_place(file: Path, device: str) -> None:
+    model = Weights(SHAPES, device)
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    before = allocated_and_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    sluice.load_into(model, file)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
+    assert allocated_and_reserved() == before
+    assert torch.cuda.max_memory_allocated() == before[0]
+    assert_holds(model, file)
+
+
+def test_live_parameters_of_another_dtype_are_replaced_one_by_one(file: Path, device: str) -> None:
+    model = Weights(SHAPES, device)
+    before, _ = allocated_and_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    sluice.load_into(model, file, dtype=torch.bfloat16)
+    final = sum(parameter.nbytes for parameter in model.parameters())
+    assert torch.cuda.max_memory_allocated() <= before + final + 32 * MIB
+    assert allocated_and_reserved()[0] == pytest.approx(before - final, abs=512 * len(SHAPES))
+    assert_holds(model, file)
+
+
+def test_a_model_on_the_host_moves_to_the_device(file: Path, device: str) -> None:
+    model = Weights(SHAPES, "cpu")
+    parameters = list(model.parameters())
+    sluice.load_into(model, file, device=device)
+    assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
+    assert {str(parameter.device) for parameter in model.parameters()} == {device}
+    assert_holds(model, file)

@@ -1,0 +1,193 @@
+"""Order on a CUDA device: what was queued before a load, what runs beside it, and what is started after it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice._accelerators import CudaAccelerator
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+
+#: Cycles of a kernel that does nothing for about a tenth of a second, which is longer than these loads.
+LONG = 200_000_000
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    torch.save({f"t{i}": torch.randn(4 * MIB) for i in range(6)}, tmp_path / "f.pth")
+    return tmp_path / "f.pth"
+
+
+@pytest.fixture
+def expected(file: Path) -> dict[str, torch.Tensor]:
+    state_dict: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
+    return state_dict
+
+
+def new_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # of torch
+
+
+def leave_work_behind(device: str) -> None:
+    """Queue writes to memory that is free again for whoever allocates next, and so must wait for them."""
+    others = [torch.empty(4 * MIB, device=device) for _ in range(6)]
+    torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]  # of torch
+    for other in others:
+        other.fill_(7.0)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "a stream"])
+def test_weights_are_there_for_the_next_kernel_and_only_they(
+    file: Path, device: str, expected: dict[str, torch.Tensor], own_stream: bool, dtype: torch.dtype | None
+) -> None:
+    stream = new_stream() if own_stream else torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        leave_work_behind(device)
+        loaded = sluice.load_state_dict(file, device=device, dtype=dtype)
+        sums = {name: tensor.clone() for name, tensor in loaded.items()}
+    stream.synchronize()
+    for name, tensor in expected.items():
+        wanted = tensor.to(dtype or tensor.dtype)
+        assert torch.equal(sums[name].cpu(), wanted)
+        assert torch.equal(loaded[name].cpu(), wanted)
+
+
+def test_memory_that_another_thread_freed_is_not_written_too_early(
+    file: Path, device: str, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor]
+) -> None:
+    allocate = CudaAccelerator.allocate
+    once = threading.Lock()
+
+    def after_others(self: CudaAccelerator, count: int, dtype: torch.dtype) -> torch.Tensor:
+        # This runs in a reader thread, on the default stream, after the load has begun.
+        if once.acquire(blocking=False):
+            leave_work_behind(device)
+        return allocate(self, count, dtype)
+
+    monkeypatch.setattr(CudaAccelerator, "allocate", after_others)
+    loaded = sluice.load_state_dict(file, device=device)
+    assert once.locked()
+    torch.cuda.synchronize()
+    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_the_callers_stream_and_device_stay_current(file: Path, device: str) -> None:
+    stream = new_stream()
+    with torch.cuda.stream(stream):
+        sluice.load_state_dict(file, device=device)
+        assert torch.cuda.current_stream() == stream
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_loading_onto_the_second_device_keeps_the_first_current(file: Path, expected: dict[str, torch.Tensor]) -> None:
+    loaded = sluice.load_state_dict(file, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+class Busy(threading.Thread):
+    """Computes the same with a model again and again, and keeps every result that differs from the first."""
+
+    def __init__(self, model: nn.Module, tokens: torch.Tensor) -> None:
+        super().__init__(name="busy")
+        self._model = model
+        self._tokens = tokens
+        self.stopped = threading.Event()
+        self.rounds = 0
+        self.wrong = 0
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            with torch.no_grad():
+                first = self._model(self._tokens)
+                while not self.stopped.is_set():
+                    self.wrong += not torch.equal(self._model(self._tokens), first)
+                    self.rounds += 1
+        except Exception as error:  # noqa: BLE001  (the test looks at it)
+            self.error = error
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_a_second_model_is_loaded_while_the_first_computes(
+    tmp_path: Path, device: str, dtype: torch.dtype | None
+) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(1024, 1024), nn.Tanh())))
+
+    first, second = build(), build()
+    torch.save(second.state_dict(), tmp_path / "second.pth")
+    expected = second.state_dict()
+    busy = Busy(first.to(device), torch.randn(512, 1024, device=device))
+    busy.start()
+    try:
+        for _ in range(10):
+            with sluice.empty_init():
+                model = build()
+            sluice.load_into(model, tmp_path / "second.pth", device=device, dtype=dtype)
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor.cpu(), expected[name].to(dtype or tensor.dtype)), name
+    finally:
+        busy.stopped.set()
+        busy.join()
+    assert busy.error is None
+    assert busy.rounds > 0
+    assert busy.wrong == 0
+
+
+def test_two_loads_at_once(file: Path, device: str, expected: dict[str, torch.Tensor]) -> None:
+    results: list[dict[str, torch.Tensor]] = []
+    threads = [
+        threading.Thread(target=lambda: results.append(sluice.load_state_dict(file, device=device))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 3
+    for loaded in results:
+        assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_a_cuda_graph_replays_with_the_weights_that_are_there(tmp_path: Path, device: str) -> None:
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 8)).eval()
+    torch.save(expected.state_dict(), tmp_path / "f.pth")
+    with sluice.empty_init():
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 8)).eval()
+    sluice.load_into(model, tmp_path / "f.pth", device=device)
+    tokens = torch.zeros(4, 256, device=device)
+    with torch.no_grad():
+        side = new_stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # a capture wants its kernels to have run before, on another stream
+            model(tokens)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(tokens)
+        wanted = torch.randn(4, 256)
+        tokens.copy_(wanted)
+        graph.replay()
+        torch.testing.assert_close(out.cpu(), expected(wanted), rtol=1e-2, atol=1e-2)
+
+        # Live parameters are filled in place, so the same graph sees the next checkpoint.
+        with torch.no_grad():
+            for parameter in expected.parameters():
+                parameter.mul_(2.0)
+        torch.save(expected.state_dict(), tmp_path / "f.pth")
+        sluice.load_into(model, tmp_path / "f.pth")
+        graph.replay()
+        torch.testing.assert_close(out.cpu(), expected(wanted), rtol=1e-2, atol=1e-2)

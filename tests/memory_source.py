@@ -1,0 +1,34 @@
+"""A source of bytes in memory, for tests that open thousands of small files."""
+
+from __future__ import annotations
+
+from sluice._errors import TruncatedError
+from sluice._records import FileIdentity
+
+
+class MemorySource:
+    """Bytes as a source; see ``Source``."""
+
+    def __init__(self, content: bytes) -> None:
+        self.path = "memory"
+        self.identity = FileIdentity(device=0, inode=0, nbytes=len(content), mtime_ns=0, ctime_ns=0)
+        self._content = content
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(self._content):
+            raise TruncatedError("the file ends too early", file=self.path, offset=offset)
+        return self._content[offset : offset + nbytes]
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:  # noqa: ARG002 - the protocol's
+        found = self._content[offset : offset + len(buffer)]
+        buffer[: len(found)] = found
+        return len(found)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Nothing is cached."""
+
+    def check_unchanged(self) -> None:
+        """Bytes do not change."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,56 @@
+"""Comparing what sluice loads with what torch loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sluice import _tree
+from sluice._dtypes import torch_dtype
+from sluice._records import Entry, Index
+from sluice.sources import Source
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's elements in the order of its indices."""
+    flat = tensor.detach().flatten().clone(memory_format=torch.contiguous_format)
+    return bytes(flat.view(torch.uint8).tolist())
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two loaded objects are equal in types, keys, values, bits, shapes and flags."""
+    if isinstance(theirs, torch.Tensor):
+        return (
+            type(ours) is type(theirs)
+            and (ours.dtype, ours.shape, ours.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
+            and bits(ours) == bits(theirs)
+        )
+    if isinstance(theirs, dict):
+        return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, (list, tuple)):
+        kind = tuple if isinstance(theirs, torch.Size) else type(theirs)
+        return type(ours) is kind and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(theirs, float):
+        return type(ours) is float and repr(ours) == repr(theirs)  # NaN too
+    if isinstance(theirs, (torch.dtype, torch.device, torch.layout)):
+        return bool(ours == str(theirs))
+    return type(ours) is type(theirs) and bool(ours == theirs)
+
+
+def loaded(source: Source, index: Index) -> Any:
+    """Return the object of an index of one file, its tensors made by torch from the bytes that the index points to."""
+    storages = []
+    for storage in index.storages:
+        data = bytearray(source.read_at(storage.offset, storage.nbytes))
+        storages.append(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+
+    def tensor(entry: Entry) -> torch.Tensor:
+        memory = storages[entry.storage].untyped_storage()
+        made = torch.empty(0, dtype=torch_dtype(entry.dtype))
+        made.set_(memory, entry.storage_offset, entry.shape, entry.stride)
+        if entry.parameter:
+            return torch.nn.Parameter(made, requires_grad=entry.requires_grad)
+        return made.requires_grad_(entry.requires_grad)
+
+    return _tree.map_leaves(index.tree, tensor)
