@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from bench.tutorial.model import make_checkpoint
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from bench._cache import cached_share, make_cold, make_warm
 
 

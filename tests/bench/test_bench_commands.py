@@ -12,13 +12,13 @@ from typing import Any
 
 import click
 import pytest
-from bench._folder import temporary_folder
-from bench._records import Outcome, Run, Scenario, Verdict
-from bench.demo import choose_size
 from click.testing import CliRunner, Result
 from rich.console import Console
 
 from bench import demo, load
+from bench._folder import temporary_folder
+from bench._records import Outcome, Run, Scenario, Verdict
+from bench.demo import choose_size
 
 _FINALS = {"small": 1 << 30, "medium": 2 << 30, "large": 4 << 30}
 _TRUTH = Verdict(weights="abc", logits=(1.0,))

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
+from bench import _raw
 from bench._child import touch, verdict
 from bench._methods import METHODS
 from bench._records import Job, Precision, Verdict
 from bench.peers import PEERS
 from bench.tutorial.strategies import STRATEGIES
-from torch import nn
-
-from bench import _raw
 
 _LOADERS = [
     (method.name, suffix)

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from bench.tutorial.model import (
     SIZES,
     CheckpointFormat,
@@ -19,7 +21,6 @@ from bench.tutorial.model import (
     make_checkpoint,
     random_weight,
 )
-from safetensors.torch import load_file
 
 _BOOK_BLOCK = {
     *(f"att.{layer}.{kind}" for layer in ("W_query", "W_key", "W_value", "out_proj") for kind in ("weight", "bias")),

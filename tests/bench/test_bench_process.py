@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from bench import _process
 from bench._process import run_job
 from bench._records import Job, Outcome
 from bench.tutorial.model import final_bytes
-
-from bench import _process
 
 
 def _job(method: str, checkpoint: Path, *, verify: bool = False) -> Job:

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from bench import _runner
 from bench._records import Job, Outcome, Run, Scenario, State, Status, Verdict
 from bench._runner import run_with_progress
 from bench._summary import summarise
 from bench._table import print_tables, write_results
-from rich.console import Console
-
-from bench import _runner
 
 _TRUTH = Verdict(weights="abc", logits=(1.0, -2.0))
 
