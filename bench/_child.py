@@ -13,6 +13,7 @@ import gc
 import hashlib
 import json
 import math
+import mmap
 import os
 import pkgutil
 import sys
@@ -28,6 +29,7 @@ from bench._records import Job, Verdict
 from bench.tutorial.model import GPTConfig, GPTModel
 
 _PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
 
 #: How many logits a verdict holds, about.
 _SAMPLED_LOGITS = 500
@@ -58,6 +60,8 @@ def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
         say("absent", reason=str(error))
         return
     _make_context(job.device)
+    if job.checkpoint:
+        _claim_memory(2 * _size_on_disk(job.checkpoint))
     gc.collect()
     say("ready", peak_was_reset=_reset_peak())
     answers.readline()
@@ -65,7 +69,7 @@ def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
     begin = time.perf_counter()
     loaded = timed()
     if isinstance(loaded, nn.Module):
-        touch(loaded)
+        _finish(loaded, job.device)
     seconds = time.perf_counter() - begin
     say("loaded", seconds=seconds, **_device_peaks(job.device))
     answers.readline()
@@ -79,6 +83,26 @@ def _volunteer_for_the_memory_killer() -> None:
     """Make this process the first that the kernel ends when memory runs out, so that the comparison goes on."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:  # not in every container
         stream.write("1000")
+
+
+def _size_on_disk(path: str) -> int:
+    if not os.path.isdir(path):
+        return os.path.getsize(path)
+    return sum(entry.stat().st_size for entry in os.scandir(path))
+
+
+def _claim_memory(nbytes: int) -> None:
+    """Touch this much memory and free it again.
+
+    The host of a virtual machine takes back what its guest has freed, and the next touch of such a page takes ten times
+    as long. Without this, a method would pay for the memory that the one before it did not use.
+    """
+    with open("/proc/meminfo") as stream:
+        available = next(int(line.split()[1]) << 10 for line in stream if line.startswith("MemAvailable"))
+    with mmap.mmap(-1, min(nbytes, available * 3 // 4), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
+        room.madvise(mmap.MADV_HUGEPAGE)
+        for page in range(0, len(room), _HUGE_PAGE_BYTES):
+            room[page] = 1
 
 
 def _reset_peak() -> bool:
@@ -110,6 +134,14 @@ def _device_peaks(device: str) -> dict[str, int]:
         "device_allocated_bytes": torch.cuda.max_memory_allocated(),
         "device_reserved_bytes": torch.cuda.max_memory_reserved(),
     }
+
+
+def _finish(model: nn.Module, device: str) -> None:
+    """Return once every weight is where it belongs, which on the host takes a look at every page."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    else:
+        touch(model)
 
 
 def touch(model: nn.Module) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from bench import _raw
 from bench._records import Job, Loaded, Method
 from bench.tutorial.model import build, random_weight
 
-__all__ = ["PEERS"]
+__all__ = ["GPU_PEERS", "PEERS", "REFERENCE"]
 
 _SAFETENSORS = (".safetensors",)
 _BOTH = (".pth", ".safetensors")
@@ -91,7 +92,7 @@ def runai_stream(job: Job, model: nn.Module) -> nn.Module:
     from runai_model_streamer import SafetensorsStreamer
 
     with SafetensorsStreamer() as streamer:
-        streamer.stream_file(job.checkpoint)
+        streamer.stream_file(job.checkpoint, device=job.device)
         arrived = {name: tensor.to(job.torch_dtype) for name, tensor in streamer.get_tensors()}
     model.load_state_dict(arrived, assign=True)
     return model
@@ -104,6 +105,15 @@ def fastsafetensors_load(job: Job, model: nn.Module) -> nn.Module:
     with fastsafe_open(job.checkpoint, device=job.device, nogds=True) as loaded:
         views = {name: loaded.get_tensor(name).to(job.torch_dtype) for name in model.state_dict()}
     model.load_state_dict(views, assign=True)
+    return model
+
+
+def instanttensor_load(job: Job, model: nn.Module) -> nn.Module:
+    """Give each tensor to the model as it arrives, cast; since version 0.2 its tensors belong to the caller."""
+    open_file = import_module("instanttensor").safe_open
+    with open_file(job.checkpoint, framework="pt", device=job.device) as loaded:
+        arrived = {name: tensor.to(job.torch_dtype) for name, tensor in loaded.tensors()}
+    model.load_state_dict(arrived, assign=True)
     return model
 
 
@@ -175,3 +185,6 @@ PEERS = (
         imports=("sluice:empty_init", "sluice:load_into"),
     ),
 )
+
+#: Those that load onto CUDA devices only.
+GPU_PEERS = (_filling("instanttensor", instanttensor_load, reads=_SAFETENSORS, imports=("instanttensor:safe_open",)),)

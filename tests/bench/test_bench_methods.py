@@ -15,7 +15,7 @@ from bench import _raw
 from bench._child import touch, verdict
 from bench._methods import METHODS
 from bench._records import Job, Precision, Verdict
-from bench.peers import PEERS
+from bench.peers import GPU_PEERS, PEERS
 from bench.tutorial.strategies import STRATEGIES
 
 _LOADERS = [
@@ -60,7 +60,7 @@ def test_a_method_makes_the_right_model(
 
 
 def test_names_are_unique() -> None:
-    assert len(METHODS) == len(STRATEGIES) + len(PEERS) + 1
+    assert len(METHODS) == len(STRATEGIES) + len(PEERS) + len(GPU_PEERS) + 1
 
 
 def test_one_changed_bit_changes_the_verdict() -> None:

@@ -1,0 +1,137 @@
+"""What sluice is meant to reach on a GPU, judged beside the figures. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench._records import State
+from bench._summary import Row
+from sluice._units import format_bytes
+
+__all__ = ["Figures", "Goal", "judge"]
+
+MIB = 1 << 20
+
+#: What may be reserved of the device beside the weights, and what the host may grow by.
+_RESERVED_BESIDE_BYTES = 40 * MIB
+_HOST_GROWTH_BYTES = 150 * MIB
+
+#: Shares of the raw speeds that are to be reached.
+_OF_PINNED_COPY, _OF_RAW_READ = 0.8, 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """One goal and whether it was reached."""
+
+    #: What it is about.
+    name: str
+    #: The bound.
+    wanted: str
+    #: The figure.
+    found: str
+    #: Whether the figure keeps the bound; None when one of them was not measured.
+    reached: bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What was measured in one scenario."""
+
+    #: Its title.
+    title: str
+    #: F, in bytes.
+    final_bytes: int
+    #: Its rows.
+    rows: Sequence[Row]
+    #: Largest growth of the whole device's memory for each method, contexts included, in bytes.
+    device_growth_bytes: Mapping[str, int]
+
+
+def judge(
+    figures: Sequence[Figures],
+    *,
+    pinned_copy_seconds: float | None,
+    raw_read_seconds: float | None,
+    puzzle: Mapping[str, Any] | None,
+) -> list[Goal]:
+    """Return every goal.
+
+    Args:
+        figures: What was measured, all from files of the same size.
+        pinned_copy_seconds: A copy of the file's bytes from page-locked memory to the device.
+        raw_read_seconds: The fastest cold read of the file into host memory.
+        puzzle: What the puzzle gave, with ``final_bytes``; None when it was not tried.
+    """
+    goals: list[Goal] = []
+    for one in figures:
+        ours = next((row for row in one.rows if row.method.startswith("sluice")), None)
+        if ours is None:
+            continue
+        goals += _memory_goals(one.title, ours.device_reserved_bytes, one.final_bytes, ours.total_bytes)
+        if ours.method == "sluice-load-into":  # the tutorial's strategies are timed with the model's construction
+            goals.append(_speed_goal(one, ours, "warm", pinned_copy_seconds, _OF_PINNED_COPY, "pinned copy"))
+            goals.append(_speed_goal(one, ours, "cold", raw_read_seconds, _OF_RAW_READ, "raw read"))
+        goals += _peer_goals(one, ours)
+    if puzzle and "seconds" in puzzle:
+        goals += _memory_goals(
+            "the puzzle", puzzle["device_reserved_bytes"], puzzle["final_bytes"], puzzle["host_growth_bytes"]
+        )
+        right = puzzle["wrong_matrices"] == 0 and puzzle["computes"]
+        found = "all right" if right else f"{puzzle['wrong_matrices']} wrong matrices"
+        goals.append(Goal(name="the puzzle: every weight", wanted="all right", found=found, reached=right))
+    return goals
+
+
+def _memory_goals(title: str, reserved_bytes: int, final_bytes: int, host_bytes: int) -> Iterator[Goal]:
+    measured = reserved_bytes > 0
+    beside = reserved_bytes - final_bytes
+    yield Goal(
+        name=f"{title}: reserved on the device",
+        wanted=f"F + {format_bytes(_RESERVED_BESIDE_BYTES)}",
+        found=f"F {'-' if beside < 0 else '+'} {format_bytes(abs(beside))}" if measured else "not measured",
+        reached=beside <= _RESERVED_BESIDE_BYTES if measured else None,
+    )
+    yield Goal(
+        name=f"{title}: growth of the host",
+        wanted=format_bytes(_HOST_GROWTH_BYTES),
+        found=format_bytes(host_bytes) if measured else "not measured",
+        reached=host_bytes <= _HOST_GROWTH_BYTES if measured else None,
+    )
+
+
+def _speed_goal(figures: Figures, ours: Row, state: State, raw: float | None, share: float, of: str) -> Goal:
+    found = ours.seconds.get(state)
+    bound = None if raw is None else raw / share
+    return Goal(
+        name=f"{figures.title}: {state}",
+        wanted=f"{share:g} of the {of}" + ("" if bound is None else f": {bound:.2f} s"),
+        found="not measured" if found is None else f"{found:.2f} s",
+        reached=None if found is None or bound is None else found <= bound,
+    )
+
+
+def _peer_goals(figures: Figures, ours: Row) -> Iterator[Goal]:
+    """Yield a goal for each method that finished: less time in every state, and no more memory, host and device."""
+    for row in figures.rows:
+        if row.method == ours.method or row.over_final is None or not row.seconds:
+            continue
+        both = [state for state in row.seconds if state in ours.seconds]
+        theirs_bytes, ours_bytes = _all_memory(figures, row), _all_memory(figures, ours)
+        faster = all(ours.seconds[state] < row.seconds[state] for state in both)
+        yield Goal(
+            name=f"{figures.title}: ahead of {row.method}",
+            wanted=_time_and_memory(row, both, theirs_bytes),
+            found=_time_and_memory(ours, both, ours_bytes),
+            reached=faster and ours_bytes <= theirs_bytes if both else None,
+        )
+
+
+def _all_memory(figures: Figures, row: Row) -> int:
+    return row.total_bytes + figures.device_growth_bytes.get(row.method, row.device_reserved_bytes)
+
+
+def _time_and_memory(row: Row, states: Sequence[State], nbytes: int) -> str:
+    return ", ".join([*(f"{state} {row.seconds[state]:.2f} s" for state in states), format_bytes(nbytes)])

@@ -1,0 +1,155 @@
+"""Further tables for the results of ``bench.gpu``: on the terminal, in the Markdown and in the JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bench._gpu_goals import Goal
+from bench._records import Run
+from bench.puzzle import Puzzle
+from bench.timeline import Trace
+from sluice._units import format_bytes
+
+__all__ = ["Section", "append", "device_section", "goals_section", "limits_section", "print_sections", "puzzle_section"]
+
+_STYLES = {"reached": "green", "missed": "bold red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A small table."""
+
+    #: Its heading.
+    title: str
+    #: The headings of its columns.
+    headings: tuple[str, ...]
+    #: Its cells; the first of each row is its name.
+    rows: tuple[tuple[str, ...], ...]
+    #: Sentences below it.
+    notes: tuple[str, ...] = ()
+
+
+def limits_section(file_bytes: int, pinned: Mapping[str, Any], runs: Sequence[Run]) -> Section:
+    """Return what the machine can do at best with the bytes of the file."""
+    rows = [_limit("copy from page-locked memory", file_bytes, pinned.get("seconds"), pinned.get("reason", ""))]
+    for run in runs:
+        if run.method.startswith("raw-"):
+            good = run.outcome.status == "ok"
+            seconds = run.outcome.seconds if good else None
+            rows.append(_limit(f"{run.method}, {run.state}", file_bytes, seconds, run.outcome.reason))
+    return Section(
+        title=f"Raw limits: the {format_bytes(file_bytes)} of the fp32 file",
+        headings=("what", "seconds", "GB/s"),
+        rows=tuple(rows),
+    )
+
+
+def _limit(name: str, nbytes: int, seconds: float | None, reason: str) -> tuple[str, ...]:
+    if not seconds:
+        return (name, reason or "not measured", "-")
+    return (name, f"{seconds:.3f}", f"{nbytes / seconds / 1e9:.2f}")
+
+
+def device_section(traces: Sequence[Trace]) -> Section:
+    """Return how far the memory of the whole device grew, which loaders with allocators of their own cannot hide."""
+    return Section(
+        title="Growth of the whole device's memory, the process's CUDA context included",
+        headings=("load", "peak", "over F"),
+        rows=tuple(
+            (
+                trace.title,
+                format_bytes(trace.device_growth_bytes),
+                f"{trace.device_growth_bytes / trace.final_bytes:.2f}",
+            )
+            for trace in traces
+        ),
+        notes=("looked at every 10 ms: shorter peaks can be missed",),
+    )
+
+
+def puzzle_section(puzzle: Puzzle | None, found: Mapping[str, Any]) -> Section:
+    """Return what became of the puzzle; ``found`` has ``reason`` where it was not solved."""
+    size = (
+        ()
+        if puzzle is None
+        else (
+            ("scale", f"{puzzle.share:.2f} of the full puzzle"),
+            ("file, fp32", format_bytes(puzzle.file_bytes)),
+            ("model, bf16 (F)", format_bytes(puzzle.final_bytes)),
+            ("cap of the device", format_bytes(puzzle.device_limit_bytes)),
+        )
+    )
+    if "seconds" not in found:
+        rows = (*size, ("result", str(found.get("reason", "not tried"))))
+    else:
+        rows = (
+            *size,
+            ("reserved on the device", format_bytes(found["device_reserved_bytes"])),
+            ("allocated on the device", format_bytes(found["device_allocated_bytes"])),
+            ("growth of the host", format_bytes(found["host_growth_bytes"])),
+            ("seconds, cold", f"{found['seconds']:.1f}"),
+            ("GB/s", f"{found['read_bytes'] / found['seconds'] / 1e9:.2f}"),
+            ("wrong matrices", str(found["wrong_matrices"])),
+            ("computes", "yes" if found["computes"] else "NO"),
+        )
+    return Section(title="The puzzle of pytorch issue 75242", headings=("what", "figure"), rows=rows)
+
+
+def goals_section(goals: Sequence[Goal]) -> Section:
+    """Return the goals beside what was found."""
+    words = {True: "reached", False: "missed", None: "not measured"}
+    return Section(
+        title="Goals",
+        headings=("goal", "wanted, at most", "found", "verdict"),
+        rows=tuple((goal.name, goal.wanted, goal.found, words[goal.reached]) for goal in goals),
+    )
+
+
+def print_sections(console: Console, sections: Sequence[Section]) -> None:
+    """Print a table for each section."""
+    for section in sections:
+        table = Table(title=section.title, title_style="bold", title_justify="left", box=ROUNDED, header_style="bold")
+        for position, heading in enumerate(section.headings):
+            table.add_column(heading, justify="left" if position == 0 else "right")
+        for row in section.rows:
+            table.add_row(*(Text(cell, _STYLES.get(cell, "")) for cell in row))
+        console.print(table)
+        for note in section.notes:
+            console.print(Text(f"  {note}", style="dim"))
+        console.print()
+
+
+def append(directory: Path, name: str, sections: Sequence[Section], *, notes: Sequence[str] = ()) -> None:
+    """Add sections to the ``NAME.md`` and ``NAME.json`` that ``write_results`` made.
+
+    Args:
+        directory: Where they are.
+        name: Stem of the two files.
+        sections: What to add.
+        notes: Sentences for the end.
+    """
+    lines: list[str] = []
+    for section in sections:
+        lines += [f"### {section.title}", "", f"| {' | '.join(section.headings)} |"]
+        lines += ["|---|" + "---:|" * (len(section.headings) - 1)]
+        lines += [f"| {' | '.join(row)} |" for row in section.rows]
+        lines += ["", *(f"- {note}" for note in section.notes), ""]
+    markdown = directory / f"{name}.md"
+    text = "\n".join([markdown.read_text(encoding="utf-8"), *lines, *(f"- {note}" for note in notes), ""])
+    markdown.write_text(text, encoding="utf-8")
+    document = json.loads((directory / f"{name}.json").read_text(encoding="utf-8"))
+    document["sections"] = [
+        {"title": section.title, "rows": [dict(zip(section.headings, row, strict=True)) for row in section.rows]}
+        for section in sections
+    ]
+    document["notes"] = list(notes)
+    (directory / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

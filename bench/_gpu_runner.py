@@ -1,0 +1,92 @@
+"""Runs scenarios on a device against the clock: what does not fit into the time is a row that says so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from bench._cache import make_cold, make_warm
+from bench._methods import METHODS
+from bench._process import run_job
+from bench._records import Job, Outcome, Precision, Run, Scenario, State
+from bench._runner import REFERENCE
+
+__all__ = ["plan_order", "run_within"]
+
+#: No process is started with less time than this: torch's import and a context take most of it.
+_LEAST_SECONDS = 20.0
+
+_PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "warm": make_warm}
+
+#: Calls what it is given and returns its outcome: the place to watch a process.
+Watch = Callable[[Scenario, str, State, Callable[[], Outcome]], Outcome]
+
+
+def plan_order(scenarios: Sequence[Scenario]) -> Iterator[tuple[Scenario, str, State]]:
+    """Yield what to run, scenario by scenario and in each state by state; the first have the best chance to be run."""
+    for scenario in scenarios:
+        for state in scenario.states:
+            for method in scenario.checkpoints:
+                yield scenario, method, state
+
+
+def run_within(scenarios: Sequence[Scenario], *, deadline: float, watch: Watch) -> Iterator[Run]:
+    """Run every method once in each state and yield the runs; none is under way after the deadline.
+
+    The truth is made once for each dtype, from random numbers, and serves all scenarios of that dtype.
+
+    Args:
+        scenarios: All of the same model.
+        deadline: When to end, on the clock of ``time.monotonic``.
+        watch: Runs a load.
+    """
+    truths: dict[Precision, Outcome] = {}
+    for scenario, method, state in plan_order(scenarios):
+        if scenario.dtype not in truths:
+            truths[scenario.dtype] = _run_job(scenario, REFERENCE, state, verify=True, deadline=deadline)
+            for one in scenarios:
+                if one.dtype == scenario.dtype:
+                    yield _as_run(one, REFERENCE, state, truths[scenario.dtype])
+        yield _as_run(scenario, method, state, _run(scenario, method, state, deadline=deadline, watch=watch))
+
+
+def _run(scenario: Scenario, method: str, state: State, *, deadline: float, watch: Watch) -> Outcome:
+    absent = _missing_package(method)
+    if absent:
+        return Outcome(status="absent", reason=f"{absent} is not installed")
+    if _seconds_left(deadline) >= _LEAST_SECONDS and not _PREPARATIONS[state](scenario.checkpoints[method]):
+        return Outcome(status="failed", reason=f"the page cache could not be made {state}")
+    # The digests take longer than a load, and a method that is right once is right the next time.
+    verify = state == scenario.states[0]
+    return watch(scenario, method, state, lambda: _run_job(scenario, method, state, verify=verify, deadline=deadline))
+
+
+def _run_job(scenario: Scenario, method: str, state: State, *, verify: bool, deadline: float) -> Outcome:
+    left = _seconds_left(deadline)
+    if left < _LEAST_SECONDS:
+        return Outcome(status="timeout", reason=f"{state}: not started, the time was up")
+    job = Job(
+        method=method,
+        model=scenario.model,
+        checkpoint="" if method == REFERENCE else str(scenario.checkpoints[method]),
+        dtype=scenario.dtype,
+        device=scenario.device,
+        verify=verify,
+    )
+    return run_job(job, timeout_seconds=left)
+
+
+def _seconds_left(deadline: float) -> float:
+    return deadline - time.monotonic()
+
+
+def _missing_package(method: str) -> str:
+    """Return a package that the method needs and that is not there, without importing it; empty when all are there."""
+    packages = (name.partition(":")[0].partition(".")[0] for name in METHODS[method].imports)
+    return next((package for package in packages if find_spec(package) is None), "")
+
+
+def _as_run(scenario: Scenario, method: str, state: State, outcome: Outcome) -> Run:
+    return Run(scenario=scenario.title, method=method, state=state, repetition=0, outcome=outcome)
