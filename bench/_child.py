@@ -59,9 +59,8 @@ def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
     except ImportError as error:
         say("absent", reason=str(error))
         return
+    _claim_memory(2 * _size_on_disk(job.checkpoint))
     _make_context(job.device)
-    if job.checkpoint:
-        _claim_memory(2 * _size_on_disk(job.checkpoint))
     gc.collect()
     say("ready", peak_was_reset=_reset_peak())
     answers.readline()
@@ -86,9 +85,10 @@ def _volunteer_for_the_memory_killer() -> None:
 
 
 def _size_on_disk(path: str) -> int:
-    if not os.path.isdir(path):
-        return os.path.getsize(path)
-    return sum(entry.stat().st_size for entry in os.scandir(path))
+    """Return the bytes of a file or of the files in a directory; of nothing, nothing."""
+    if os.path.isdir(path):
+        return sum(entry.stat().st_size for entry in os.scandir(path))
+    return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def _claim_memory(nbytes: int) -> None:
@@ -99,6 +99,8 @@ def _claim_memory(nbytes: int) -> None:
     """
     with open("/proc/meminfo") as stream:
         available = next(int(line.split()[1]) << 10 for line in stream if line.startswith("MemAvailable"))
+    if not nbytes:
+        return
     with mmap.mmap(-1, min(nbytes, available * 3 // 4), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
         room.madvise(mmap.MADV_HUGEPAGE)
         for page in range(0, len(room), _HUGE_PAGE_BYTES):

@@ -13,7 +13,7 @@ from bench._process import run_job
 from bench._records import Job, Outcome, Precision, Run, Scenario, State
 from bench._runner import REFERENCE
 
-__all__ = ["plan_order", "run_within"]
+__all__ = ["run_within"]
 
 #: No process is started with less time than this: torch's import and a context take most of it.
 _LEAST_SECONDS = 20.0
@@ -24,16 +24,8 @@ _PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "warm":
 Watch = Callable[[Scenario, str, State, Callable[[], Outcome]], Outcome]
 
 
-def plan_order(scenarios: Sequence[Scenario]) -> Iterator[tuple[Scenario, str, State]]:
-    """Yield what to run, scenario by scenario and in each state by state; the first have the best chance to be run."""
-    for scenario in scenarios:
-        for state in scenario.states:
-            for method in scenario.checkpoints:
-                yield scenario, method, state
-
-
 def run_within(scenarios: Sequence[Scenario], *, deadline: float, watch: Watch) -> Iterator[Run]:
-    """Run every method once in each state and yield the runs; none is under way after the deadline.
+    """Run every method once in each state and yield the runs, in order; none is under way after the deadline.
 
     The truth is made once for each dtype, from random numbers, and serves all scenarios of that dtype.
 
@@ -43,13 +35,15 @@ def run_within(scenarios: Sequence[Scenario], *, deadline: float, watch: Watch) 
         watch: Runs a load.
     """
     truths: dict[Precision, Outcome] = {}
-    for scenario, method, state in plan_order(scenarios):
+    for scenario in scenarios:
+        first = scenario.states[0]
         if scenario.dtype not in truths:
-            truths[scenario.dtype] = _run_job(scenario, REFERENCE, state, verify=True, deadline=deadline)
-            for one in scenarios:
-                if one.dtype == scenario.dtype:
-                    yield _as_run(one, REFERENCE, state, truths[scenario.dtype])
-        yield _as_run(scenario, method, state, _run(scenario, method, state, deadline=deadline, watch=watch))
+            truths[scenario.dtype] = _run_job(scenario, REFERENCE, first, verify=True, deadline=deadline)
+        yield _as_run(scenario, REFERENCE, first, truths[scenario.dtype])
+        for state in scenario.states:
+            for method in scenario.checkpoints:
+                outcome = _run(scenario, method, state, deadline=deadline, watch=watch)
+                yield _as_run(scenario, method, state, outcome)
 
 
 def _run(scenario: Scenario, method: str, state: State, *, deadline: float, watch: Watch) -> Outcome:

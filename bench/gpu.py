@@ -32,7 +32,7 @@ from bench._gpu_report import (
     print_sections,
     puzzle_section,
 )
-from bench._gpu_runner import plan_order, run_within
+from bench._gpu_runner import run_within
 from bench._records import Outcome, Precision, Run, Scenario, State
 from bench._runner import REFERENCE
 from bench._summary import raw_seconds, summarise
@@ -90,12 +90,12 @@ def scenarios_for(size: str, directory: Path) -> list[Scenario]:
     """Return what is run of GPT-2 in this size, the most important first."""
     pth, safetensors, folder = directory / "model.pth", directory / "model.safetensors", directory / "parameters"
     tutorial = {method.name: pth if ".pth" in method.reads else folder for method in STRATEGIES}
-    ours = dict.fromkeys(("torch-load", "torch-mmap", _OURS), pth)
+    torchs_and_ours = dict.fromkeys(("torch-load", "torch-mmap", _OURS), pth)
     peers = dict.fromkeys((*_SAFETENSORS_PEERS, _OURS), safetensors)
     return [
-        _scenario(".pth, fp32", size, "float32", {**dict.fromkeys(_RAW, pth), **ours}),
-        _scenario(".pth, fp32 → bf16", size, "bfloat16", ours),
+        _scenario(".pth, fp32", size, "float32", {**dict.fromkeys(_RAW, pth), **torchs_and_ours}),
         _scenario("the tutorial's methods, fp32", size, "float32", tutorial),
+        _scenario(".pth, fp32 → bf16", size, "bfloat16", torchs_and_ours),
         _scenario(".safetensors, fp32", size, "float32", peers),
         _scenario(".safetensors, fp32 → bf16", size, "bfloat16", peers),
     ]
@@ -136,34 +136,35 @@ def _make_checkpoints(console: Console, size: str, folder: Path) -> float:
     return nbytes / seconds
 
 
-def _trace_title(scenario: Scenario, method: str, state: State) -> str:
-    return f"{scenario.title}: {method}, {state}"
+def _trace_title(scenario: str, method: str, state: State) -> str:
+    return f"{scenario}: {method}, {state}"
 
 
 def _run_all(console: Console, scenarios: Sequence[Scenario], results: Results, *, deadline: float) -> None:
     """Run the scenarios, a line for each load, and keep what was seen of the device."""
-    total = len(list(plan_order(scenarios)))
-    number = 0
 
     def watch(scenario: Scenario, method: str, state: State, load: Callable[[], Outcome]) -> Outcome:
-        nonlocal number
-        number += 1
         watcher = Watcher(_device_used)
         try:
             outcome = load()
         finally:
-            trace = watcher.stop(_trace_title(scenario, method, state), scenario.final_bytes)
+            trace = watcher.stop(_trace_title(scenario.title, method, state), scenario.final_bytes)
         if outcome.status == "ok" and method not in _RAW:
             results.traces.append(trace)
             grown = results.device_growth_bytes.setdefault(scenario.title, {})
             grown[method] = max(grown.get(method, 0), trace.device_growth_bytes)
-        found = f"{outcome.seconds:.2f} s" if outcome.status == "ok" else outcome.status
-        console.print(f"{number:>4}/{total}  {trace.title}: {found}", highlight=False, soft_wrap=True)
         return outcome
 
+    total = sum(len(scenario.states) * len(scenario.checkpoints) for scenario in scenarios)
+    loads = 0
     for run in run_within(scenarios, deadline=deadline, watch=watch):
         results.runs.append(run)
-        if run.method == REFERENCE and run.outcome.status != "ok":
+        found = f"{run.outcome.seconds:.2f} s" if run.outcome.status == "ok" else run.outcome.status
+        if run.method != REFERENCE:
+            loads += 1
+            title = _trace_title(run.scenario, run.method, run.state)
+            console.print(f"{loads:>4}/{total}  {title}: {found}", highlight=False, soft_wrap=True)
+        elif run.outcome.status != "ok":
             console.print(f"nothing to compare with: {run.outcome.reason}", style="red", highlight=False)
 
 
@@ -211,7 +212,9 @@ def _figures(scenarios: Sequence[Scenario], results: Results) -> list[Figures]:
 def _panels(scenarios: Sequence[Scenario], traces: Sequence[Trace]) -> list[Trace]:
     """Return what is worth a panel: the tutorial's methods from the page cache, and the puzzle."""
     tutorial = next(scenario for scenario in scenarios if "sluice" in scenario.checkpoints)
-    titles = {_trace_title(tutorial, method, "warm"): f"{method}, {tutorial.model}" for method in tutorial.checkpoints}
+    titles = {
+        _trace_title(tutorial.title, method, "warm"): f"{method}, {tutorial.model}" for method in tutorial.checkpoints
+    }
     titles[_PUZZLE_TITLE] = _PUZZLE_TITLE
     return [replace(trace, title=titles[trace.title]) for trace in traces if trace.title in titles]
 

@@ -173,3 +173,13 @@ def test_meta_is_no_place_for_weights(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "f.pth")
     with pytest.raises(ValueError, match="meta"):
         sluice.load_state_dict(tmp_path / "f.pth", device="meta")
+
+
+def test_tensors_hidden_in_the_module_versions_are_loaded_as_torch_does(tmp_path: Path) -> None:
+    state_dict = OrderedDict(w=torch.ones(2))
+    state_dict._metadata = OrderedDict({"": {"version": 1, "extra": torch.arange(3)}})  # type: ignore[attr-defined]
+    torch.save(state_dict, tmp_path / "f.pth")
+    ours = sluice.load_state_dict(tmp_path / "f.pth")
+    assert torch.equal(ours._metadata[""]["extra"], torch.arange(3))  # type: ignore[attr-defined]
+    with sluice.open(tmp_path / "f.pth") as checkpoint:
+        assert checkpoint.tree._metadata[""]["extra"].shape == (3,)

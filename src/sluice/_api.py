@@ -171,13 +171,13 @@ def load_state_dict(
     where = _device_name(device)
     with borrow(source, limits=limits) as checkpoint:
         chosen = _find_state_dict(checkpoint, key)
-        wanted = {id(entry): (name, entry) for name, entry in _tree.walk(chosen)}
-        requests = [_state_dict_request(name, entry, where, dtype) for name, entry in wanted.values()]
+        names = {id(entry): name for name, entry in _tree.walk(chosen)}
+        wanted = list(_tree.every_entry(chosen))
+        requests = [_state_dict_request(names.get(id(entry), "_metadata"), entry, where, dtype) for entry in wanted]
         prepared = _transfer.prepare(checkpoint, requests, share_storages=True, memory=memory, page_cache=page_cache)
         with byte_progress(progress, checkpoint.path, prepared.plan.read_bytes) as report:
             tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan), progress=report)
-    pairs = zip(wanted.items(), tensors, strict=True)
-    finished = {identity: _as_in_file(tensor, entry) for (identity, (_, entry)), tensor in pairs}
+    finished = {id(entry): _as_in_file(tensor, entry) for entry, tensor in zip(wanted, tensors, strict=True)}
     values = _tree.map_leaves(chosen, lambda entry: finished[id(entry)])
     state_dict = OrderedDict(values)
     state_dict.__dict__.update(getattr(values, "__dict__", {}))

@@ -184,7 +184,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def tree(self) -> Any:
         """The nested object of the file, with ``LazyTensor`` for tensors and ``Opaque`` for what is never loaded."""
         names = {id(entry): name for name, entry in _tree.walk(self.index.tree)}
-        return _tree.map_leaves(self.index.tree, lambda entry: LazyTensor(self, names[id(entry)], entry))
+        return _tree.map_leaves(
+            self.index.tree, lambda entry: LazyTensor(self, names.get(id(entry), "_metadata"), entry)
+        )
 
     @cached_property
     def entries(self) -> dict[str, Entry]:

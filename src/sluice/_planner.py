@@ -16,6 +16,7 @@ from sluice._reads import StagedReads, collapse_fills, is_cached, overlapped, re
 from sluice._records import (
     Block,
     DevicePlan,
+    FileFacts,
     FileRecord,
     LoadPlan,
     MachineFacts,
@@ -214,22 +215,28 @@ def _device_plans(targets: Sequence[Target], reads: Iterable[Read], buffer_bytes
 def _reasons(
     reads: Sequence[Read], files: Sequence[FileRecord], facts: MachineFacts, page_cache: PageCache
 ) -> Iterator[str]:
-    direct: defaultdict[int, int] = defaultdict(int)
-    total: defaultdict[int, int] = defaultdict(int)
+    direct: defaultdict[str, int] = defaultdict(int)
+    total: defaultdict[str, int] = defaultdict(int)
+    read_files: defaultdict[str, set[int]] = defaultdict(set)
+    because = [_because(file, known, page_cache) for file, known in zip(files, facts.files, strict=True)]
     for read in reads:
-        total[read.file] += read.nbytes
-        direct[read.file] += read.nbytes if read.methods[0] == "direct" else 0
-    for number, (file, known) in enumerate(zip(files, facts.files, strict=True)):
-        if page_cache != "auto":
-            why = f"page_cache={page_cache!r}"
-        elif known.direct_io:
-            why = f"{sum(known.cached)} of {len(known.cached)} probes were cached"
-        elif file.identity.nbytes < options.DIRECT_FILE_BYTES:
-            why = "small files are read through the page cache"
-        else:
-            why = f"direct reads are not used on file system {known.filesystem or 'unknown'}"
-        share = f"{format_bytes(direct[number])} of {format_bytes(total[number])}"
-        yield f"{file.path}: {share} read directly, because {why}"
+        why = because[read.file]
+        total[why] += read.nbytes
+        direct[why] += read.nbytes if read.methods[0] == "direct" else 0
+        read_files[why].add(read.file)
+    for why, members in read_files.items():
+        where = files[min(members)].path if len(members) == 1 else f"{len(members)} files"
+        yield f"{where}: {format_bytes(direct[why])} of {format_bytes(total[why])} read directly, because {why}"
+
+
+def _because(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str:
+    if page_cache != "auto":
+        return f"page_cache={page_cache!r}"
+    if known.direct_io:
+        return f"{sum(known.cached)} of {len(known.cached)} probes were cached"
+    if file.identity.nbytes < options.DIRECT_FILE_BYTES:
+        return "small files are read through the page cache"
+    return f"direct reads are not used on file system {known.filesystem or 'unknown'}"
 
 
 def _cast_reasons(targets: Sequence[Target], reads: Iterable[Read]) -> Iterator[str]:

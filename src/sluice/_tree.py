@@ -21,7 +21,7 @@ from sluice._errors import FormatError, LimitError, MismatchError
 from sluice._options import Limits
 from sluice._records import Entry, Opaque
 
-__all__ = ["flatten", "leaves", "map_leaves", "opaques", "state_dict_candidates", "subtree", "walk"]
+__all__ = ["every_entry", "flatten", "leaves", "map_leaves", "opaques", "state_dict_candidates", "subtree", "walk"]
 
 Container: TypeAlias = "dict[object, object] | list[object] | tuple[object, ...]"
 
@@ -70,6 +70,18 @@ def flatten(tree: object, limits: Limits) -> dict[str, Entry]:
             raise LimitError("the checkpoint has too many tensors", expected=f"at most {limits.entries} (entries)")
         entries[name] = leaf
     return entries
+
+
+def every_entry(tree: object) -> Iterator[Entry]:
+    """Yield each entry once, also those that a file hides in ``_metadata``, where no dotted name leads."""
+    if isinstance(tree, Entry):
+        yield tree
+    seen: set[int] = set()
+    for container in _bottom_up(tree):
+        for child in (*(child for _, child in _children(container)), _metadata(container)):
+            if isinstance(child, Entry) and id(child) not in seen:
+                seen.add(id(child))
+                yield child
 
 
 def map_leaves(tree: object, function: Callable[[Entry], object]) -> Any:

@@ -241,3 +241,11 @@ def test_a_fork_inherits_no_readers_and_no_lock(files: list[Path]) -> None:
         sys.exit(os.waitstatus_to_exitcode(status))
     """
     subprocess.run([sys.executable, "-c", code, str(files[0])], check=True, timeout=60)
+
+
+def test_descriptors_that_others_hold_do_not_shrink_an_empty_cache(cache: DescriptorCache, files: list[Path]) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        cache.take((files[0], False), refuse)
+    for path in files[:3]:
+        use(cache, path)
+    assert are_open(files[:3]) == [True] * 3

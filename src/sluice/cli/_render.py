@@ -60,7 +60,7 @@ def print_summary(summary: Summary, *, everything: bool) -> None:
     stored = f", {format_bytes(summary.stored_bytes)} stored" if summary.shared else ""
     console.print(f"{_count(len(summary.tensors), 'tensor')}, {format_bytes(summary.tensor_bytes)}{stored}")
     if len(index.files) > 1:
-        console.print(_files(summary))
+        console.print(_files(summary, everything=everything))
     if summary.tensors:
         console.print(_dtypes(summary))
     if everything:
@@ -84,9 +84,12 @@ def _print_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
     sys.stdout.write("\n")
 
 
-def _files(summary: Summary) -> Table:
-    table = _table("file", ">bytes")
-    for file in summary.index.files:
+def _files(summary: Summary, *, everything: bool) -> Table:
+    files = summary.index.files
+    shown = len(files) if everything else _ROWS_SHOWN
+    title = "file" if len(files) <= shown else _cut_title("file", len(files))
+    table = _table(title, ">bytes")
+    for file in files[:shown]:
         table.add_row(printable(file.path), format_bytes(file.identity.nbytes))
     return table
 

@@ -133,11 +133,13 @@ class DescriptorCache:
         """Close half of what is open, or wait for a reader; return False when neither can free a descriptor."""
         with self._returned:
             before = len(self._open)
+            if not before:  # the descriptors are other people's: a smaller cache would help nobody
+                return False
             self._limit = max(1, before // 2)
             self._close_idle(before // 2)
             if len(self._open) < before:
                 return True
-            return bool(self._open) and self._returned.wait(_PATIENCE_SECONDS)
+            return self._returned.wait(_PATIENCE_SECONDS)
 
     def _forget_readers(self) -> None:
         """After a fork: the other threads do not exist here, neither do their reads nor the lock they may hold."""
