@@ -14,32 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sluice
+from oracles import same
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
     pytest.mark.filterwarnings("ignore:Detected pickle protocol"),  # torch's own loader, of its own files
 ]
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().flatten().clone(memory_format=torch.contiguous_format)
-    return bytes(flat.view(torch.uint8).tolist())
-
-
-def same(ours: Any, theirs: Any) -> bool:
-    """Whether two loaded objects are equal in types, values, bits, strides and flags."""
-    if isinstance(theirs, torch.Tensor):
-        return (
-            type(ours) is type(theirs)
-            and (ours.dtype, ours.shape, ours.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
-            and bits(ours) == bits(theirs)
-        )
-    if isinstance(theirs, dict):
-        return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in theirs)
-    if isinstance(theirs, (list, tuple)):
-        return type(ours) is type(theirs) and len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return type(ours) is type(theirs) and bool(ours == theirs)
 
 
 def check(path: Path, state_dict: Any, **how: Any) -> OrderedDict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from sluice._geometry import round_up
 from sluice._records import Reservation
 
-__all__ = ["plan_reservation"]
+__all__ = ["plan_reservation", "scratch_bytes"]
 
 MIB = 1 << 20
 _SMALLEST_BYTES = 512
@@ -52,6 +52,11 @@ def plan_reservation(sizes: Iterable[int], *, one_block: bool = True) -> Reserva
         reserved_bytes=small_bytes + block if block else apart,
         reserved_apart_bytes=apart,
     )
+
+
+def scratch_bytes(buffer_bytes: int) -> int:
+    """Return the size of a scratch that holds one staging buffer and takes a segment of just its own size."""
+    return round_up(max(buffer_bytes, _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES)
 
 
 def _apart(large: Iterable[int]) -> int:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from sluice import _options as options
-from sluice._device_memory import plan_reservation
+from sluice._device_memory import plan_reservation, scratch_bytes
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
 from sluice._geometry import round_down, round_up
@@ -47,7 +47,7 @@ def plan_load(
         page_cache: See ``sluice._options.PageCache``.
     """
     on_devices = any(target.device != "cpu" for target in targets)
-    host_casts = on_devices and facts.cores >= options.HOST_CAST_CORES
+    host_casts = facts.cores >= options.HOST_CAST_CORES and any(map(_narrows_on_device, targets))
     buffer_bytes = _staging_buffer_bytes(staging_bytes, ring=on_devices)
     reads, leads = _plan_reads(targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
     blocks, arenas = lay_out_blocks(targets, leads)
@@ -71,6 +71,11 @@ def plan_load(
         reasons=(*_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
         drop_behind=page_cache == "bypass",
     )
+
+
+def _narrows_on_device(target: Target) -> bool:
+    finished = ITEM_BYTES[target.dtype]
+    return target.device != "cpu" and any(finished < ITEM_BYTES[fill.dtype] for fill in target.fills)
 
 
 def check_host_budget(plan: LoadPlan, limit_bytes: int, origin: str) -> None:
@@ -208,7 +213,7 @@ def _device_plans(targets: Sequence[Target], reads: Iterable[Read], buffer_bytes
         yield DevicePlan(
             device=device,
             reservation=plan_reservation((target.nbytes for target in new), one_block=one_block),
-            scratch_bytes=buffer_bytes if device in unpacked else 0,
+            scratch_bytes=scratch_bytes(buffer_bytes) if device in unpacked else 0,
         )
 
 
@@ -251,4 +256,4 @@ def _cast_reasons(targets: Sequence[Target], reads: Iterable[Read]) -> Iterator[
         saved = sum(copy.shape[0] * (ITEM_BYTES[copy.dtype] - ITEM_BYTES[targets[copy.target].dtype]) for copy in host)
         yield f"{len(host)} of {len(casts)} casts on the host, because that sends {format_bytes(saved)} less"
     elif casts:
-        yield "casts on the accelerator, because the host has too few cores to cast as fast as the bus carries"
+        yield "casts on the accelerator: they widen, or the host has too few cores to cast as fast as the bus carries"

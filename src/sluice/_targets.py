@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 
 from sluice import _options as options
-from sluice._accelerators import Accelerator, Source, accelerator
+from sluice._accelerators import Accelerator, Source, accelerator, page_locked
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import span_elements
 from sluice._hostmemory import HostMemory
@@ -53,6 +54,7 @@ class Targets:
         self._arenas: dict[int, HostMemory] = {}
         self._flats: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
+        self._cleanup = ExitStack()
         #: Positions of targets that bytes were read or copied into.
         self.touched: set[int] = set()
 
@@ -74,17 +76,18 @@ class Targets:
         return memory.view()[start : start + nbytes]
 
     def begin(self, staging: StagingPool) -> None:
-        """Prepare accelerators for copies out of ``staging``."""
+        """Prepare accelerators for copies out of ``staging``; ``finish`` has to follow, whatever happens."""
+        self._cleanup.enter_context(page_locked(staging.memory, self._accelerators))
         for device in self._plan.devices:
             link = self._accelerators[device.device]
-            link.begin(staging.memory, self._plan.staging_buffer_bytes)
+            self._cleanup.callback(link.finish)  # before staging is unlocked, and each whatever another one raises
+            link.begin(self._plan.staging_buffer_bytes)
             if device.reservation.block_bytes:
                 link.reserve(device.reservation.block_bytes)
 
     def finish(self) -> None:
         """Return once every copy is done, whether the load succeeded or not; staging is the host's again."""
-        for link in self._accelerators.values():
-            link.finish()
+        self._cleanup.close()
 
     def discard(self) -> None:
         """Give back everything that was allocated: the load failed."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from bench import _gpu_runner, _machine, gpu, puzzle
+from bench import _child, _gpu_runner, _machine, gpu, puzzle
 from bench._methods import METHODS
 from bench._records import Job, Outcome, Scenario, State, Verdict
 
@@ -39,6 +39,15 @@ def test_without_a_gpu_the_command_says_so_and_exits_with_2(tmp_path: Path, monk
     assert result.exit_code == 2
     assert result.output == f"bench.gpu needs a CUDA device, and torch {torch.__version__} finds none here.\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_a_load_onto_a_device_ends_when_the_device_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(_child, "touch", lambda _: calls.append("touched"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("idle"))
+    for device in ("cuda", "cpu"):
+        _child._finish(torch.nn.Identity(), device)
+    assert calls == ["idle", "touched"]
 
 
 class FakeJobs:

@@ -16,7 +16,6 @@ import torch
 
 from sluice._accelerators import Source
 from sluice._errors import BudgetError
-from sluice._hostmemory import HostMemory
 
 __all__ = ["FakeAccelerator"]
 
@@ -66,7 +65,7 @@ class FakeAccelerator:
         self.allocated_bytes = 0
         self.released = False
 
-    def begin(self, staging: HostMemory | None, buffer_bytes: int) -> None:  # noqa: ARG002  (nothing to page-lock)
+    def begin(self, buffer_bytes: int) -> None:  # noqa: ARG002  (its memory is the host's: no scratch)
         self._stopping = False
         self._worker = threading.Thread(target=self._work, name="fake-accelerator", daemon=True)
         self._worker.start()
