@@ -19,6 +19,7 @@ _SLOW = ("torch", "numpy", "rich", "click", "psutil", "safetensors")
 #: Modules that handle tensors or modules. Nothing else may import torch when it is imported.
 _TENSOR_MODULES = {
     "sluice._accelerators",
+    "sluice._api",
     "sluice._empty_init",
     "sluice._engine",
     "sluice._initialisers",

@@ -15,8 +15,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice._api import load_into, load_state_dict, open  # noqa: A004  the name is the public API
-    from sluice._checkpoint import Checkpoint, LazyTensor
+    from sluice._api import load_into, load_state_dict
+    from sluice._checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
     from sluice._empty_init import empty_init
     from sluice._errors import (
         BudgetError,
@@ -89,7 +89,7 @@ _HOMES = {
     "empty_init": "_empty_init",
     "load_into": "_api",
     "load_state_dict": "_api",
-    "open": "_api",
+    "open": "_checkpoint",
 }
 
 

@@ -1,14 +1,16 @@
-"""The verbs of the package: short bodies, full docstrings."""
+"""The verbs that move tensors: short bodies, full docstrings. ``open``, which needs no torch, is in ``_checkpoint``."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from sluice import _tree
-from sluice._checkpoint import Checkpoint, CheckpointSource, borrow, open_checkpoint
+import torch
+
+from sluice import _module_load, _transfer, _tree
+from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
 from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import MismatchError, UnsafeContentError
 from sluice._measure import PeakMeter
@@ -16,42 +18,11 @@ from sluice._options import Limits, MemoryLimits, PageCache
 from sluice._placement import Placement
 from sluice._progress import Progress, byte_progress
 from sluice._records import Entry, Peaks, Request
+from sluice._renaming import Rename
 from sluice._report import LoadReport
+from sluice._targets import Targets
 
-if TYPE_CHECKING:
-    import torch
-
-    from sluice._module_load import Done, Job
-    from sluice._renaming import Rename
-
-__all__ = ["load_into", "load_state_dict", "open"]
-
-
-def open(  # noqa: A001  (the name says what it does, as in gzip.open)
-    source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None
-) -> Checkpoint:
-    """Open a checkpoint without reading tensor data or importing torch.
-
-    Args:
-        source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one file for each
-            parameter, or safetensors parts; the index file of a sharded model; or an open checkpoint.
-        key: Show only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
-        limits: Bounds for hostile files; None for the defaults.
-
-    Returns:
-        A ``Checkpoint``: a mapping from names to ``LazyTensor``, to be used in a ``with`` block.
-
-    Raises:
-        CheckpointError: The file is damaged, unsafe or of an unknown kind; the subclass says how.
-        MismatchError: ``key`` is not in the checkpoint.
-        ReadError: The file cannot be read.
-
-    Example:
-        >>> with sluice.open("model.safetensors") as checkpoint:
-        ...     for name, tensor in checkpoint.items():
-        ...         print(name, tensor.dtype, tensor.shape)
-    """
-    return open_checkpoint(source, key=key, limits=limits)
+__all__ = ["load_into", "load_state_dict"]
 
 
 def load_into(
@@ -110,8 +81,6 @@ def load_into(
         >>> report = sluice.load_into(model, "model.pth", dtype=torch.bfloat16)
         >>> print(report)
     """
-    from sluice import _module_load
-
     started = time.perf_counter()
     with PeakMeter() as meter, borrow(source, limits=limits) as checkpoint:
         job = _module_load.prepare_module(
@@ -165,9 +134,6 @@ def load_state_dict(
     Example:
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
     """
-    from sluice import _transfer
-    from sluice._targets import Targets
-
     where = _device_name(device)
     with borrow(source, limits=limits) as checkpoint:
         chosen = _find_state_dict(checkpoint, key)
@@ -198,8 +164,6 @@ def _device_name(device: str | int | torch.device) -> str:
     Raises:
         ValueError: This torch cannot use it here, or it is the meta device, which holds nothing.
     """
-    import torch
-
     try:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # a torch without CUDA says so with an AssertionError
@@ -249,14 +213,14 @@ def _state_dict_request(name: str, entry: Entry, device: str, dtype: torch.dtype
 
 
 def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-    import torch
-
     if entry.parameter:
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
     return tensor.requires_grad_(entry.requires_grad)
 
 
-def _report(job: Job, done: Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks) -> LoadReport:
+def _report(
+    job: _module_load.Job, done: _module_load.Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks
+) -> LoadReport:
     plan, match = job.prepared.plan, job.match
     return LoadReport(
         source=checkpoint.path,

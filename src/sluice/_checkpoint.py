@@ -24,7 +24,7 @@ from sluice.sources._local import LocalFile
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "CheckpointSource", "LazyTensor", "borrow", "open_checkpoint"]
+__all__ = ["Checkpoint", "CheckpointSource", "LazyTensor", "borrow", "open"]
 
 
 class LazyTensor:
@@ -248,8 +248,30 @@ class Checkpoint(Mapping[str, LazyTensor]):
 CheckpointSource: TypeAlias = "str | os.PathLike[str] | Checkpoint"
 
 
-def open_checkpoint(source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None) -> Checkpoint:
-    """Index a checkpoint; see ``sluice.open``. An open one gives a second view that shares nothing but its index."""
+def open(  # noqa: A001  (the name says what it does, as in gzip.open)
+    source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None
+) -> Checkpoint:
+    """Open a checkpoint without reading tensor data or importing torch.
+
+    Args:
+        source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one file for each
+            parameter, or safetensors parts; the index file of a sharded model; or an open checkpoint.
+        key: Show only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
+        limits: Bounds for hostile files; None for the defaults.
+
+    Returns:
+        A ``Checkpoint``: a mapping from names to ``LazyTensor``, to be used in a ``with`` block.
+
+    Raises:
+        CheckpointError: The file is damaged, unsafe or of an unknown kind; the subclass says how.
+        MismatchError: ``key`` is not in the checkpoint.
+        ReadError: The file cannot be read.
+
+    Example:
+        >>> with sluice.open("model.safetensors") as checkpoint:
+        ...     for name, tensor in checkpoint.items():
+        ...         print(name, tensor.dtype, tensor.shape)
+    """
     if isinstance(source, Checkpoint):
         if key is None:
             return source
@@ -271,7 +293,7 @@ def open_checkpoint(source: CheckpointSource, *, key: str | None = None, limits:
 @contextmanager
 def borrow(source: CheckpointSource, *, limits: Limits | None = None) -> Iterator[Checkpoint]:
     """Open a checkpoint for the length of the block; one that was open already stays open."""
-    checkpoint = open_checkpoint(source, limits=limits)
+    checkpoint = open(source, limits=limits)
     try:
         yield checkpoint
     finally:

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import psutil
+
 from sluice import _options as options
 from sluice._geometry import round_up
 from sluice._records import DeviceFacts, FileFacts, MachineFacts
@@ -39,8 +41,6 @@ def machine_facts(sources: Sequence[LocalFile | None], devices: tuple[DeviceFact
         sources: The files. None stands for one that will not be read: of a thousand shards a slice needs one.
         devices: What was asked of the accelerators, which takes torch.
     """
-    import psutil
-
     return MachineFacts(
         cores=_cores(),
         memory_available_bytes=psutil.virtual_memory().available,
@@ -88,8 +88,6 @@ def _huge_pages() -> bool:
 
 def _filesystem(path: str) -> str:
     """Return the type of the file system that holds ``path``: that of the longest mount point above it."""
-    import psutil
-
     real = os.path.realpath(path)
     best, kind = "", ""
     for partition in psutil.disk_partitions(all=True):
