@@ -48,9 +48,11 @@ def open_files() -> Counter[str]:
     targets: Counter[str] = Counter()
     for descriptor in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.exists() else ():
         try:
-            targets[os.readlink(_DESCRIPTORS / descriptor)] += 1
+            target = os.readlink(_DESCRIPTORS / descriptor)
         except FileNotFoundError:
             continue  # the descriptor by which the directory itself was listed
+        if not target.endswith(".ttf"):  # matplotlib keeps the fonts open that it has drawn with
+            targets[target] += 1
     return targets
 
 
