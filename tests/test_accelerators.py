@@ -111,15 +111,15 @@ def test_any_sizes_through_any_gate(
 def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(4 * MIB)]
     places = write_storages(tmp_path / "f", tensors)
-    lend = StagingPool.lend
+    borrow = StagingPool.borrow
 
     def forgetful(self: StagingPool) -> object:
         for buffer in [self._free.get() for _ in range(self._free.qsize())]:
             buffer.tickets.clear()
             self._free.put(buffer)
-        return lend(self)
+        return borrow(self)
 
-    monkeypatch.setattr(StagingPool, "lend", forgetful)
+    monkeypatch.setattr(StagingPool, "borrow", forgetful)
     with pytest.raises(AssertionError, match="staging was written before"):
         load(tmp_path / "f", tensors, places)
 

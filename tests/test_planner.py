@@ -75,12 +75,19 @@ def test_one_tensor_larger_than_staging_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("staging", "buffer", "count"), [(MIB, MIB, 1), (16 * MIB, 2 * MIB, 8), (1024 * MIB, 8 * MIB, 8)]
+    ("staging", "buffer", "count"),
+    [(MIB, MIB, 1), (16 * MIB, 2 * MIB, 8), (64 * MIB, 4 * MIB, 16), (1024 * MIB, 8 * MIB, 16)],
 )
-def test_staging_is_divided_among_readers(staging: int, buffer: int, count: int) -> None:
+def test_staging_is_divided_into_two_buffers_for_each_reader(staging: int, buffer: int, count: int) -> None:
     made = plan([big(mib=256, dtype="bfloat16")], [(0, 256 * MIB)], facts(cached=False), staging=staging)
     assert (made.staging_buffer_bytes, made.staging_buffers) == (buffer, count)
     assert all(read.nbytes <= buffer - 2 * 4096 for read in made.reads)
+    assert made.copiers == min(2, count - 1)
+
+
+def test_readers_that_never_wait_for_a_disk_copy_by_themselves() -> None:
+    made = plan([big(mib=256, dtype="bfloat16")], [(0, 256 * MIB)], facts(cached=True, cores=2))
+    assert (made.readers, made.copiers, made.staging_buffers) == (2, 0, 2)
 
 
 def test_staging_below_the_minimum_is_refused() -> None:

@@ -15,7 +15,7 @@ from sluice import _options as options
 from sluice._errors import ReadError, TruncatedError
 from sluice._geometry import round_down, round_up
 from sluice._records import LoadPlan, Method, Read
-from sluice._staging import StagingPool
+from sluice._staging import StagingBuffer, StagingPool
 from sluice._targets import Targets
 from sluice.sources import DirectIOUnavailable, Source
 
@@ -109,8 +109,21 @@ def _positions(read: Read) -> Iterator[int]:
     yield from (copy.target for copy in read.copies)
 
 
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A staging buffer that a reader has filled, for a copier."""
+
+    done: _Done
+    buffer: StagingBuffer
+
+
 class _Crew:
-    """The readers of one plan. Each takes the next read, in file order, until none is left or one has failed."""
+    """The threads of one plan.
+
+    Each reader takes the next read, in file order, until none is left or one has failed. While readers wait for a
+    disk, copiers empty the buffers: one for each core, because more of them would all finish late and together, with
+    no read under way meanwhile.
+    """
 
     def __init__(self, plan: LoadPlan, sources: Sequence[Source], targets: Targets) -> None:
         self._plan = plan
@@ -125,28 +138,39 @@ class _Crew:
         self._take = threading.Lock()
         self._stop = threading.Event()
         self._results: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
+        self._readers: list[threading.Thread] = []
+        self._copiers: list[threading.Thread] = []
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Start the readers, and join them whatever happens."""
+        """Start the threads, and join them whatever happens."""
         try:
             self._targets.begin(self._staging)
-            for number in range(self._plan.readers if self._plan.reads else 0):
-                thread = threading.Thread(target=self._work, name=f"sluice-reader-{number}", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # no more threads allowed: fewer readers do the same work
-                    break
-                self._threads.append(thread)
-            if not self._threads:
-                self._work()
+            self._start(self._copiers, self._plan.copiers, self._copy, "copier")
+            self._start(self._readers, self._plan.readers if self._plan.reads else 0, self._read, "reader")
+            if not self._readers:
+                self._read()
             yield
         finally:
             self._stop.set()
-            for thread in self._threads:
+            for thread in self._readers:
+                thread.join()
+            for _ in self._copiers:
+                self._filled.put(None)
+            for thread in self._copiers:
                 thread.join()
             self._targets.finish()
+
+    @staticmethod
+    def _start(threads: list[threading.Thread], count: int, work: Callable[[], None], name: str) -> None:
+        for number in range(count):
+            thread = threading.Thread(target=work, name=f"sluice-{name}-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads allowed: fewer do the same work
+                return
+            threads.append(thread)
 
     def results(self, count: int) -> Iterator[_Done]:
         """Yield ``count`` finished reads as they come; raise the first failure instead."""
@@ -156,29 +180,56 @@ class _Crew:
                 raise result
             yield result
 
-    def _work(self) -> None:
-        # Grad mode and inference mode belong to each thread: parameters made of inference tensors could not be trained.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            try:
-                while not self._stop.is_set():
-                    with self._take:
-                        read = next(self._reads, None)
-                    if read is None:
-                        return
-                    self._results.put(_Done(read, self._run(read)))
-            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
-                self._results.put(error)
+    def _read(self) -> None:
+        """Read until nothing is left; the work of a reader."""
+        try:
+            while not self._stop.is_set():
+                with self._take:
+                    read = next(self._reads, None)
+                if read is None:
+                    return
+                if read.into is not None:
+                    self._results.put(_Done(read, self._read_in_place(read, read.into)))
+                else:
+                    self._read_staged(read)
+        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+            self._results.put(error)
 
-    def _run(self, read: Read) -> Method:
-        if read.into is not None:
-            return self._run_in_place(read, read.into)
+    def _read_staged(self, read: Read) -> None:
         first = read.offset % options.BLOCK_BYTES
-        with self._staging.lend() as buffer:
+        buffer = self._staging.borrow()
+        try:
             method = self._fetch(read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
-            self._targets.copy_out(read.copies, buffer, first)
-        return method
+        except BaseException:
+            self._staging.give_back(buffer)
+            raise
+        filled = _Filled(_Done(read, method), buffer)
+        if self._copiers:
+            self._filled.put(filled)
+        else:
+            self._empty(filled)
 
-    def _run_in_place(self, read: Read, position: int) -> Method:
+    def _copy(self) -> None:
+        """Empty the buffers that readers have filled; the work of a copier. It ends when the readers have."""
+        while (filled := self._filled.get()) is not None:
+            self._empty(filled)
+
+    def _empty(self, filled: _Filled) -> None:
+        """Copy a buffer's content to its targets and give it back, in any case: a reader may be waiting for it."""
+        read = filled.done.read
+        try:
+            if self._stop.is_set():
+                return
+            # Grad and inference mode belong to each thread: parameters made of inference tensors could not be trained.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._targets.copy_out(read.copies, filled.buffer, read.offset % options.BLOCK_BYTES)
+            self._results.put(filled.done)
+        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+            self._results.put(error)
+        finally:
+            self._staging.give_back(filled.buffer)
+
+    def _read_in_place(self, read: Read, position: int) -> Method:
         return self._fetch(read, lambda start, nbytes: self._targets.window(position, read.into_offset + start, nbytes))
 
     def _fetch(self, read: Read, window: Callable[[int, int], memoryview]) -> Method:

@@ -48,13 +48,16 @@ def plan_load(
     """
     on_devices = any(target.device != "cpu" for target in targets)
     host_casts = facts.cores >= options.HOST_CAST_CORES and any(map(_narrows_on_device, targets))
-    buffer_bytes = _staging_buffer_bytes(staging_bytes, ring=on_devices)
+    buffer_bytes = _staging_buffer_bytes(staging_bytes)
     reads, leads = _plan_reads(targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
     blocks, arenas = lay_out_blocks(targets, leads)
     readers = _readers(reads, facts)
     staged = sum(read.into is None for read in reads)
-    # A copy to an accelerator still reads from its buffer while the next one is filled; elsewhere one a reader will do.
-    buffers = min(max(1, staging_bytes // buffer_bytes), staged, staged if on_devices else readers)
+    # While one buffer is filled, another one is emptied by a copier or still being sent to an accelerator; a reader
+    # that copies by itself needs one.
+    waiting = readers > facts.cores
+    useful = staged if on_devices else readers * 2 if waiting else readers
+    buffers = min(max(1, staging_bytes // buffer_bytes), staged, useful)
     return LoadPlan(
         files=files,
         facts=facts,
@@ -63,6 +66,7 @@ def plan_load(
         arenas=arenas,
         reads=tuple(reads),
         readers=readers,
+        copiers=min(facts.cores, buffers - 1) if waiting and staged else 0,
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(target.nbytes for target in targets),
@@ -129,12 +133,10 @@ def _half_bytes(target: Target) -> int:
     return target.nbytes // 2 if target.dtype == "float32" else target.nbytes
 
 
-def _staging_buffer_bytes(staging_bytes: int, *, ring: bool) -> int:
+def _staging_buffer_bytes(staging_bytes: int) -> int:
     """Return the size of one buffer: a share of the gate, between one huge page and one full read.
 
-    Args:
-        staging_bytes: The whole gate.
-        ring: Whether there should be two buffers for each reader: one to fill, one that is still being sent.
+    There should be two buffers for each reader: one to fill, one to empty.
     """
     if staging_bytes < options.SMALLEST_STAGING_BYTES:
         raise BudgetError(
@@ -144,8 +146,7 @@ def _staging_buffer_bytes(staging_bytes: int, *, ring: bool) -> int:
         )
     if staging_bytes < options.HUGE_PAGE_BYTES:
         return round_down(staging_bytes, options.BLOCK_BYTES)
-    shares = options.WAITING_READERS * (2 if ring else 1)
-    share = round_down(staging_bytes // shares, options.HUGE_PAGE_BYTES)
+    share = round_down(staging_bytes // (2 * options.WAITING_READERS), options.HUGE_PAGE_BYTES)
     return min(max(share, options.HUGE_PAGE_BYTES), options.READ_BYTES)
 
 

@@ -404,6 +404,8 @@ class LoadPlan:
     reads: tuple[Read, ...]
     #: Threads that read.
     readers: int
+    #: Threads that copy out of staging what was read into it; with 0 each reader does it.
+    copiers: int
     #: Bytes of one staging buffer.
     staging_buffer_bytes: int
     #: Number of staging buffers; 0 when every read goes to its final place.

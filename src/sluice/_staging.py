@@ -7,8 +7,6 @@ for them. Buffers are lent oldest first, so that this wait is the shortest there
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 from sluice._hostmemory import HostMemory
@@ -44,7 +42,7 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """``count`` buffers of ``buffer_bytes``, lent to one reader at a time each."""
+    """``count`` buffers of ``buffer_bytes``, lent to one reader at a time each, which may pass them on to a copier."""
 
     def __init__(self, *, buffer_bytes: int, count: int, huge_pages: bool) -> None:
         self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
@@ -54,13 +52,17 @@ class StagingPool:
             for number in range(count):
                 self._free.put(StagingBuffer(self.memory, number * buffer_bytes, buffer_bytes))
 
-    @contextmanager
-    def lend(self) -> Iterator[StagingBuffer]:
-        """Wait for a free buffer and lend it for the length of the block."""
+    def borrow(self) -> StagingBuffer:
+        """Wait for a free buffer, and for the copies that still read from it."""
         buffer = self._free.get()
         try:
             while buffer.tickets:
                 buffer.tickets.pop().wait()
-            yield buffer
-        finally:
+        except BaseException:
             self._free.put(buffer)
+            raise
+        return buffer
+
+    def give_back(self, buffer: StagingBuffer) -> None:
+        """Let the next one borrow a buffer."""
+        self._free.put(buffer)
