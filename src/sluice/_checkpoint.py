@@ -16,7 +16,7 @@ from sluice._dtypes import dtype_name, torch_dtype
 from sluice._errors import MismatchError
 from sluice._options import Limits, MemoryLimits
 from sluice._records import Entry, Index, Request
-from sluice._slicing import Key, slice_view
+from sluice._slicing import Key, slice_entry
 from sluice.formats._opening import open_path
 from sluice.formats._shards import OpenFile
 from sluice.sources._local import LocalFile
@@ -70,8 +70,8 @@ class LazyTensor:
 
     @property
     def storage_key(self) -> str:
-        """Name of its storage; tensors of one file with the same key share bytes."""
-        return self._checkpoint.index.storages[self._entry.storage].key
+        """Name of its storage, or of those that it is assembled from; tensors of one file share what has one key."""
+        return "+".join(self._checkpoint.index.storages[number].key for number in self._entry.storages)
 
     def __getitem__(self, key: Key) -> LazyTensor:
         """Return a view as torch's basic indexing gives it: integers, slices with positive steps, ``...`` and None.
@@ -81,10 +81,7 @@ class LazyTensor:
             TypeError: The key is a tensor, a list or anything else that would select elements one by one.
             ValueError: A step is not positive.
         """
-        entry = self._entry
-        shape, stride, start = slice_view(entry.shape, entry.stride, key)
-        view = replace(entry, shape=shape, stride=stride, storage_offset=entry.storage_offset + start)
-        return LazyTensor(self._checkpoint, self.name, view)
+        return LazyTensor(self._checkpoint, self.name, slice_entry(self._entry, key))
 
     def read(
         self,

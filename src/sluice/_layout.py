@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
-from sluice._records import Block, BlockKind, Entry, Fill, Index, Request, Target
+from sluice._records import Block, BlockKind, Entry, Fill, Index, Part, Request, Target
 
 __all__ = ["View", "lay_out_blocks", "shared_targets", "single_targets"]
 
@@ -124,20 +124,10 @@ def _alone(request: Request, position: int, index: Index, offsets: Mapping[int, 
 def _filled(
     request: Request, entry: Entry, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]
 ) -> Target:
-    """Return a target of the given stride that one fill covers."""
+    """Return a target of the given stride, with one fill or one for each part."""
     elements = entry.numel if request.existing else span_elements(entry.shape, stride)
-    fills: tuple[Fill, ...] = ()
-    if elements:
-        file, offset = _place(entry, index, offsets)
-        fill = Fill(
-            file=file,
-            offset=offset,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            source_stride=entry.stride,
-            target_stride=stride,
-        )
-        fills = (fill,)
+    parts = entry.parts or (Part(entry=entry, start=(0,) * len(entry.shape)),)
+    fills = tuple(_fill(part, stride, index, offsets) for part in parts if part.entry.numel)
     return Target(
         name=request.name,
         dtype=request.dtype,
@@ -149,6 +139,19 @@ def _filled(
     )
 
 
+def _fill(part: Part, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
+    file, offset = _place(part.entry, index, offsets)
+    return Fill(
+        file=file,
+        offset=offset,
+        dtype=part.entry.dtype,
+        shape=part.entry.shape,
+        source_stride=part.entry.stride,
+        target_stride=stride,
+        target_start=sum(start * step for start, step in zip(part.start, stride, strict=True)),
+    )
+
+
 def _place(entry: Entry, index: Index, offsets: Mapping[int, int]) -> tuple[int, int]:
     """Return the file of an entry and the first byte of its element 0."""
     storage = index.storages[entry.storage]
@@ -157,9 +160,10 @@ def _place(entry: Entry, index: Index, offsets: Mapping[int, int]) -> tuple[int,
 
 
 def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
-    groups: dict[tuple[int, str, str, str], list[int]] = defaultdict(list)
+    groups: dict[tuple[object, str, str, str], list[int]] = defaultdict(list)
     for position, request in enumerate(requests):
-        groups[request.entry.storage, request.entry.dtype, request.dtype, request.device].append(position)
+        entry = request.entry  # an assembled one shares memory with its like only
+        groups[entry.parts or entry.storage, entry.dtype, request.dtype, request.device].append(position)
     return groups.values()
 
 

@@ -272,12 +272,13 @@ def is_extra_state(name: str, extra_state: Iterable[str]) -> bool:
 
 
 def _same_bytes(one: Entry, other: Entry) -> bool:
-    return (one.dtype, one.shape, one.stride, one.storage, one.storage_offset) == (
+    return (one.dtype, one.shape, one.stride, one.storage, one.storage_offset, one.parts) == (
         other.dtype,
         other.shape,
         other.stride,
         other.storage,
         other.storage_offset,
+        other.parts,
     )
 
 

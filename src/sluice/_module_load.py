@@ -8,7 +8,7 @@ change while they are read; a failure there says which.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,10 +26,10 @@ from sluice._modules import ModuleState, collect
 from sluice._options import MemoryLimits, PageCache
 from sluice._placement import Placement
 from sluice._progress import Progress, byte_progress
-from sluice._records import DeviceMemory, DevicePlan, Entry, Request
+from sluice._records import DeviceMemory, DevicePlan, Request
 from sluice._renaming import Rename
 from sluice._selection import Selection, select
-from sluice._slicing import slice_view
+from sluice._slicing import slice_entry
 from sluice._targets import Targets
 from sluice._transfer import Prepared
 
@@ -184,10 +184,9 @@ def _same_values(checkpoint: Checkpoint, first: Request, other: Request, limit_b
 
 def _rows(request: Request, start: int, count: int) -> Request:
     """Return a request for some rows of another one, as a tensor of its own on the host."""
-    entry: Entry = request.entry
+    entry = request.entry
     if entry.shape:
-        shape, stride, first = slice_view(entry.shape, entry.stride, slice(start, start + count))
-        entry = replace(entry, shape=shape, stride=stride, storage_offset=entry.storage_offset + first)
+        entry = slice_entry(entry, slice(start, start + count))
     return Request(
         name=request.name, entry=entry, dtype=request.dtype, device="cpu", stride=contiguous_stride(entry.shape)
     )

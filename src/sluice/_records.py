@@ -1,7 +1,7 @@
 """The frozen records that cross layers, in the order in which a load produces them.
 
 source -> format: ``FileIdentity``, ``FileRecord``
-format -> index:  ``Storage``, ``Entry``, ``Opaque``, ``Index``
+format -> index:  ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
 index -> targets: ``Request``, ``Fill``, ``Target``
 facts:            ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
 plan:             ``Copy``, ``Read``, ``Block``, ``Peaks``, ``Reservation``, ``DevicePlan``, ``LoadPlan``
@@ -18,6 +18,7 @@ from typing import Literal
 from sluice._dtypes import ITEM_BYTES
 
 __all__ = [
+    "NO_STORAGE",
     "Block",
     "BlockKind",
     "Copy",
@@ -34,6 +35,7 @@ __all__ = [
     "MachineFacts",
     "Method",
     "Opaque",
+    "Part",
     "Peaks",
     "Read",
     "Request",
@@ -91,9 +93,26 @@ class Storage:
     located: bool = True
 
 
+#: ``Entry.storage`` of an entry that is assembled from others.
+NO_STORAGE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A box of an assembled entry, and the entry whose elements fill it."""
+
+    #: Where they come from; its shape is that of the box. Never assembled itself.
+    entry: Entry
+    #: Position of the box's first element in each dimension of the whole.
+    start: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of an index: a strided view of a storage. Two names of one tensor object share one entry."""
+    """One tensor of an index: a strided view of a storage, or a whole that is assembled from such views.
+
+    Two names of one tensor object share one entry.
+    """
 
     #: Name of its dtype, as torch spells it: ``"float32"``.
     dtype: str
@@ -101,7 +120,7 @@ class Entry:
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
-    #: Position of the storage in ``Index.storages``.
+    #: Position of the storage in ``Index.storages``; ``NO_STORAGE`` for an assembled entry.
     storage: int
     #: First element of the view in its storage, in elements.
     storage_offset: int = 0
@@ -109,6 +128,13 @@ class Entry:
     parameter: bool = False
     #: Whether gradients are recorded for it.
     requires_grad: bool = False
+    #: The boxes that it is assembled from, which cover it without overlap; none for a view of one storage.
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """Positions of the storages that its elements lie in."""
+        return tuple(dict.fromkeys(part.entry.storage for part in self.parts)) if self.parts else (self.storage,)
 
     @property
     def numel(self) -> int:

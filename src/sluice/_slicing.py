@@ -1,14 +1,76 @@
-"""Basic indexing on shapes and strides, as torch does it: pure, without data."""
+"""Basic indexing on entries, shapes and strides, as torch does it: pure, without data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from types import EllipsisType
 from typing import TypeAlias
 
-__all__ = ["Key", "slice_view"]
+from sluice._geometry import contiguous_stride
+from sluice._records import Entry, Part
+
+__all__ = ["Key", "slice_entry", "slice_view"]
 
 Index: TypeAlias = int | slice | EllipsisType | None
 Key: TypeAlias = Index | tuple[Index, ...]
+
+
+def slice_entry(entry: Entry, key: Key) -> Entry:
+    """Return the entry that ``tensor[key]`` is; of an assembled one only the parts that the key touches remain.
+
+    Raises:
+        IndexError: An integer is out of range, or there are more indices than dimensions.
+        TypeError: The key is of another kind.
+        ValueError: A step is not positive.
+    """
+    shape, stride, start = slice_view(entry.shape, entry.stride, key)
+    if not entry.parts:
+        return replace(entry, shape=shape, stride=stride, storage_offset=entry.storage_offset + start)
+    keys = _expand(key if isinstance(key, tuple) else (key,), len(entry.shape))
+    parts = tuple(_slice_parts(entry, keys)) if 0 not in shape else ()
+    if not parts:  # an empty tensor has no elements to assemble, only a shape
+        first = entry.parts[0].entry.storage
+        return replace(entry, shape=shape, stride=contiguous_stride(shape), storage=first, parts=())
+    return replace(entry, shape=shape, stride=contiguous_stride(shape), parts=parts)
+
+
+def _slice_parts(entry: Entry, keys: list[int | slice | None]) -> Iterator[Part]:
+    for part in entry.parts:
+        picked = _pick(part, keys, entry.shape)
+        if picked is not None:
+            inner, start = picked
+            yield Part(entry=slice_entry(part.entry, inner), start=start)
+
+
+def _pick(
+    part: Part, keys: list[int | slice | None], whole: tuple[int, ...]
+) -> tuple[tuple[int | slice | None, ...], tuple[int, ...]] | None:
+    """Return the key that selects a part's share, and where that lands in the selection; None where it has no share."""
+    inner: list[int | slice | None] = []
+    landed: list[int] = []
+    dim = 0
+    for one in keys:
+        if one is None:
+            inner.append(None)
+            landed.append(0)
+            continue
+        first, size = part.start[dim], part.entry.shape[dim]
+        if isinstance(one, slice):
+            wanted = range(*one.indices(whole[dim]))
+            low = max(0, -(-(first - wanted.start) // wanted.step))
+            high = min(len(wanted), -(-(first + size - wanted.start) // wanted.step))
+            if low >= high:
+                return None
+            inner.append(slice(wanted[low] - first, wanted[high - 1] - first + 1, wanted.step))
+            landed.append(low)
+        else:
+            at = _position(one, whole[dim], dim) - first
+            if not 0 <= at < size:
+                return None
+            inner.append(at)
+        dim += 1
+    return tuple(inner), tuple(landed)
 
 
 def slice_view(

@@ -56,7 +56,9 @@ def prepare(
         CheckpointError: A header that belongs to the wanted data is damaged.
     """
     memory = memory or MemoryLimits()
-    offsets = checkpoint.locate({request.entry.storage for request in requests if request.entry.numel})
+    offsets = checkpoint.locate(
+        {storage for request in requests if request.entry.numel for storage in request.entry.storages}
+    )
     lay_out = shared_targets if share_storages else single_targets
     targets, views = lay_out(requests, checkpoint.index, offsets)
     read = {fill.file for target in targets for fill in target.fills}

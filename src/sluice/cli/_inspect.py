@@ -40,9 +40,10 @@ def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool
       tensor_bytes  bytes of all tensors, each name in full
       stored_bytes  bytes of the storages that they view, each once
       dtypes        {dtype: {count, nbytes}}
-      tensors       [{name, dtype, shape, stride, nbytes, storage, storage_offset,
-                      parameter, requires_grad}]; strides and offset in elements
-      storages      [{key, file, nbytes}]; "storage" and "file" count from 0
+      tensors       [{name, dtype, shape, stride, nbytes, storages, storage_offset,
+                      parameter, requires_grad}]; strides and offset in elements;
+                      several storages for a tensor that is assembled from chunks
+      storages      [{key, file, nbytes}]; "storages" and "file" count from 0
       shared        [{storage, names}], storages that several names view
       values        [{name, value}] for other values, {name, text} for those that
                     JSON cannot hold, {name, not_loaded} for objects never built

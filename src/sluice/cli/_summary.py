@@ -54,7 +54,8 @@ class Summary:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the storages that the tensors view, each storage once."""
-        return sum(self.index.storages[number].nbytes for number in {entry.storage for entry in self.tensors.values()})
+        viewed = {number for entry in self.tensors.values() for number in entry.storages}
+        return sum(self.index.storages[number].nbytes for number in viewed)
 
     def largest(self, count: int) -> list[tuple[str, Entry]]:
         """Return the ``count`` largest tensors, the largest first."""
@@ -69,7 +70,8 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
     for name, entry in tensors.items():
         counts[entry.dtype] += 1
         sizes[entry.dtype] += entry.nbytes
-        viewers[entry.storage].append(name)
+        for number in entry.storages:
+            viewers[number].append(name)
     return Summary(
         path=path,
         key=key,
@@ -115,7 +117,7 @@ def _tensor(name: str, entry: Entry) -> dict[str, object]:
         "shape": entry.shape,
         "stride": entry.stride,
         "nbytes": entry.nbytes,
-        "storage": entry.storage,
+        "storages": entry.storages,
         "storage_offset": entry.storage_offset,
         "parameter": entry.parameter,
         "requires_grad": entry.requires_grad,
