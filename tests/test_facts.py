@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sluice import _facts
-from sluice._facts import cgroup_headroom, file_facts, host_headroom, machine_facts
+from sluice._cgroups import cgroup_headroom
+from sluice._facts import file_facts, host_headroom, machine_facts
 from sluice.sources._local import LocalFile
 
 MIB = 1 << 20

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from sluice._progress import ProgressEvent
     from sluice._records import Opaque, Peaks
     from sluice._report import LoadReport
+    from sluice.measuring import MemoryReport, measure
 
 __version__ = "0.1.0"
 
@@ -56,6 +57,7 @@ __all__ = [
     "Limits",
     "LoadReport",
     "MemoryLimits",
+    "MemoryReport",
     "MismatchError",
     "Opaque",
     "PartialLoadError",
@@ -73,6 +75,7 @@ __all__ = [
     "empty_init",
     "load_into",
     "load_state_dict",
+    "measure",
     "open",
 ]
 
@@ -83,12 +86,14 @@ _HOMES = {
     "Limits": "_options",
     "LoadReport": "_report",
     "MemoryLimits": "_options",
+    "MemoryReport": "measuring",
     "Opaque": "_records",
     "Peaks": "_records",
     "ProgressEvent": "_progress",
     "empty_init": "_empty_init",
     "load_into": "_api",
     "load_state_dict": "_api",
+    "measure": "measuring",
     "open": "_checkpoint",
 }
 

@@ -15,20 +15,17 @@ from pathlib import Path
 import psutil
 
 from sluice import _options as options
+from sluice._cgroups import cgroup_headroom
 from sluice._geometry import round_up
 from sluice._records import DeviceFacts, FileFacts, MachineFacts
 from sluice.sources import DirectIOUnavailable
 from sluice.sources._local import LocalFile
 
-__all__ = ["cgroup_headroom", "file_facts", "host_headroom", "machine_facts"]
+__all__ = ["file_facts", "host_headroom", "machine_facts"]
 
 #: Local file systems on which direct reads were found to be at least as fast as buffered ones. Network and FUSE file
 #: systems, and those that only accept the flag, are left out.
 _DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
-
-#: cgroup v1 writes "no limit" as the largest page-aligned int64.
-_UNLIMITED_BYTES = 1 << 62
-
 
 #: Of a file that a plan does not read.
 _NOT_ASKED = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
@@ -124,56 +121,3 @@ def _probe_cache(source: LocalFile, offsets: Iterable[int]) -> tuple[bool, ...]:
                     return ()
                 raise
     return tuple(found)
-
-
-def cgroup_headroom(root: Path = Path("/")) -> int | None:
-    """Return the bytes left under the tightest memory limit of this process's control groups, or None without one.
-
-    Both hierarchies are looked at, every ancestor counts, and file pages that the kernel would reclaim count as free.
-
-    Args:
-        root: Where ``proc`` and ``sys`` are found.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    rooms = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            rooms += _rooms(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file")
-            rooms += _rooms(root / "sys/fs/cgroup/unified", path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            rooms += _rooms(root / "sys/fs/cgroup/memory", path, *names)
-    return min(rooms, default=None)
-
-
-def _rooms(mount: Path, path: str, limit_name: str, usage_name: str, reclaimable_name: str) -> list[int]:
-    """Return the room under each limit from the group up to the mount; groups hidden by a namespace are skipped."""
-    rooms = []
-    group = mount / path.strip("/")
-    while True:
-        limit = _number(group / limit_name)
-        usage = _number(group / usage_name)
-        if limit is not None and usage is not None and limit < _UNLIMITED_BYTES:
-            rooms.append(max(0, limit - usage + _reclaimable(group / "memory.stat", reclaimable_name)))
-        if group == mount or mount not in group.parents:
-            return rooms
-        group = group.parent
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # absent, or "max"
-        return None
-
-
-def _reclaimable(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)

@@ -1,0 +1,59 @@
+"""What torch's allocators hold on accelerators. Asks only a torch that is imported and a device that is in use."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["DeviceMeter"]
+
+#: Modules of torch whose devices have an allocator with these figures.
+_KINDS = ("cuda", "xpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    allocated: int
+    reserved: int
+
+
+class DeviceMeter:
+    """Peak and current memory of each accelerator, from the moment it is made."""
+
+    def __init__(self) -> None:
+        self._start: dict[str, _Held] = {}
+        for device, module, number in _devices():
+            module.reset_peak_memory_stats(number)
+            self._start[device] = _Held(module.memory_allocated(number), module.memory_reserved(number))
+
+    def allocated(self) -> dict[str, int]:
+        """Return the bytes that each allocator has given out now."""
+        return {device: module.memory_allocated(number) for device, module, number in _devices()}
+
+    def growth(self) -> dict[str, tuple[int, int, int]]:
+        """Return for each device its largest growth of allocated and of reserved bytes, and the growth that remains.
+
+        A device that was first used after the start has grown from nothing.
+        """
+        found = {}
+        for device, module, number in _devices():
+            start = self._start.get(device, _Held(0, 0))
+            found[device] = (
+                module.max_memory_allocated(number) - start.allocated,
+                module.max_memory_reserved(number) - start.reserved,
+                module.memory_allocated(number) - start.allocated,
+            )
+        return found
+
+
+def _devices() -> list[tuple[str, Any, int]]:
+    """Return name, module and number of each accelerator that this process uses already."""
+    torch = sys.modules.get("torch")
+    modules = [(kind, getattr(torch, kind, None)) for kind in _KINDS]
+    return [
+        (f"{kind}:{number}", module, number)
+        for kind, module in modules
+        if module is not None and module.is_available() and module.is_initialized()
+        for number in range(module.device_count())
+    ]

@@ -1,0 +1,284 @@
+"""``sluice.measure``: memory of this process during a block, sampled by another process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
+
+from sluice._cgroups import MemoryGroup, memory_groups, tightest
+from sluice._measure import MemorySample, read_memory
+from sluice._records import Peaks
+from sluice.measuring import _sampler
+from sluice.measuring._devices import DeviceMeter
+from sluice.measuring._report import CgroupReport, DeviceReport, Mark, MemoryReport, Timeline
+
+__all__ = ["Measurement", "measure"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Bytes of a 64-bit integer in the helper's answer.
+_ITEM_BYTES = 8
+
+
+def measure(
+    *, interval_seconds: float = 0.001, pss: bool = False, on_report: Callable[[MemoryReport], object] | None = None
+) -> Measurement:
+    """Measure memory during a ``with`` block or a function: host by kind, control group, accelerators.
+
+    The samples are taken by a helper process, so that code which holds the interpreter lock cannot hide a peak. The
+    peak of the total is exact besides: the kernel records it, and the record is restarted when the block begins. What
+    runs inside is not traced or patched; forked children are not counted.
+
+    Args:
+        interval_seconds: Between two samples.
+        pss: Also read the proportional set size, ten times a second: it walks the page tables, which takes the
+            measured process milliseconds each time.
+        on_report: Called with the report when the block ends. A decorated function without it prints its report to
+            standard error.
+
+    Returns:
+        A context manager with ``mark(name)`` and, after the block, ``report``; also a decorator.
+
+    Raises:
+        ValueError: ``interval_seconds`` is not positive.
+
+    Example:
+        >>> import sluice
+        >>> with sluice.measure() as memory:
+        ...     data = bytearray(64 << 20)
+        ...     memory.mark("allocated")
+        >>> memory.report.peaks.total_bytes > 60 << 20
+        True
+    """
+    if not interval_seconds > 0:
+        raise ValueError(f"interval_seconds must be positive, not {interval_seconds}")
+    return Measurement(interval_seconds, pss=pss, on_report=on_report)
+
+
+class Measurement:
+    """One measurement; see ``measure``."""
+
+    def __init__(
+        self, interval_seconds: float, *, pss: bool, on_report: Callable[[MemoryReport], object] | None
+    ) -> None:
+        self._interval = interval_seconds
+        self._pss = pss
+        self._on_report = on_report
+        self._marks: list[Mark] = []
+        self._report: MemoryReport | None = None
+
+    @property
+    def report(self) -> MemoryReport:
+        """What was found.
+
+        Raises:
+            RuntimeError: The block has not ended yet.
+        """
+        if self._report is None:
+            raise RuntimeError("there is no report before the block has ended")
+        return self._report
+
+    def __enter__(self) -> Self:
+        self._marks.clear()
+        self._report = None
+        self._devices = DeviceMeter()
+        self._group = tightest(memory_groups())
+        self._helper = _Helper.start(self._interval, pss=self._pss, group=self._group)
+        with suppress(OSError):  # restarts VmHWM; where that is refused, samples have to do
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        self._begin_ns = time.monotonic_ns()
+        self._start = read_memory()
+        return self
+
+    def mark(self, name: str) -> None:
+        """Note what memory is at this moment under a name."""
+        self._marks.append(
+            Mark(
+                name=name,
+                seconds=(time.monotonic_ns() - self._begin_ns) / 1e9,
+                growth=_growth(read_memory(), self._start),
+                allocated_bytes=self._devices.allocated(),
+            )
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        end, end_ns = read_memory(), time.monotonic_ns()
+        columns = self._helper.stop()
+        self._report = self._assemble(end, end_ns, columns)
+        if self._on_report:
+            self._on_report(self._report)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Measure each call of ``function``."""
+
+        @functools.wraps(function)
+        def measured(*args: P.args, **kwargs: P.kwargs) -> R:
+            report = self._on_report or functools.partial(_print_report, function.__qualname__)
+            with Measurement(self._interval, pss=self._pss, on_report=report):
+                return function(*args, **kwargs)
+
+        return measured
+
+    def _assemble(self, end: MemorySample, end_ns: int, columns: list[array[int]]) -> MemoryReport:
+        times, *readings = columns
+        names = [*_sampler.COLUMNS[1:], *(f"device{n}" for n in range(len(columns) - len(_sampler.COLUMNS)))]
+        known = {name: column for name, column in zip(names, readings, strict=True) if max(column, default=-1) >= 0}
+        start = self._start
+        return MemoryReport(
+            seconds=(end_ns - self._begin_ns) / 1e9,
+            interval_seconds=self._interval,
+            separate_process=self._helper.separate,
+            start=_growth(start, _NOTHING),
+            peaks=_peaks(start, end, known),
+            final=_growth(end, start),
+            pss_bytes=max(known["pss"]) - known["pss"][0] if "pss" in known else None,
+            cgroup=_cgroup(self._group, known),
+            devices=tuple(_device_reports(self._devices, known)),
+            marks=tuple(self._marks),
+            timeline=Timeline(seconds=array("d", ((t - self._begin_ns) / 1e9 for t in times)), columns=known),
+        )
+
+
+_NOTHING = MemorySample(anon_bytes=0, file_bytes=0, shmem_bytes=0, peak_bytes=0)
+
+
+def _growth(now: MemorySample, start: MemorySample) -> Peaks:
+    return Peaks(
+        anon_bytes=now.anon_bytes - start.anon_bytes,
+        file_bytes=now.file_bytes - start.file_bytes,
+        shmem_bytes=now.shmem_bytes - start.shmem_bytes,
+        total_bytes=now.total_bytes - start.total_bytes,
+    )
+
+
+def _peaks(start: MemorySample, end: MemorySample, columns: dict[str, array[int]]) -> Peaks:
+    def highest(kind: str) -> int:
+        first: int = getattr(start, f"{kind}_bytes")
+        last: int = getattr(end, f"{kind}_bytes")
+        return max(first, last, max(columns.get(kind, ()), default=0)) - first
+
+    sums = map(sum, zip(*(columns[kind] for kind in ("anon", "file", "shmem") if kind in columns), strict=True))
+    # The first sample was taken before the kernel's record was restarted.
+    recorded = max(columns.get("peak", array("q"))[1:], default=0)
+    total = max(start.total_bytes, end.total_bytes, end.peak_bytes, recorded, max(sums, default=0))
+    return Peaks(
+        anon_bytes=highest("anon"),
+        file_bytes=highest("file"),
+        shmem_bytes=highest("shmem"),
+        total_bytes=total - start.total_bytes,
+    )
+
+
+def _cgroup(group: MemoryGroup | None, columns: dict[str, array[int]]) -> CgroupReport | None:
+    if group is None:
+        return None
+    return CgroupReport(
+        version=group.version,
+        path=group.path,
+        limit_bytes=group.limit_bytes,
+        start_bytes=group.usage_bytes,
+        peak_bytes=max(group.usage_bytes, max(columns.get("cgroup", ()), default=0)),
+    )
+
+
+def _device_reports(meter: DeviceMeter, columns: dict[str, array[int]]) -> list[DeviceReport]:
+    reports = []
+    for device, (allocated, reserved, final) in meter.growth().items():
+        kind, _, number = device.partition(":")
+        whole = columns.get(f"device{number}") if kind == "cuda" else None
+        reports.append(
+            DeviceReport(
+                device=device,
+                allocated_bytes=allocated,
+                reserved_bytes=reserved,
+                final_bytes=final,
+                whole_device_bytes=max(whole) - whole[0] if whole else None,
+            )
+        )
+    return reports
+
+
+def _print_report(name: str, report: MemoryReport) -> None:
+    sys.stderr.write(f"{name}: {report}\n")
+
+
+class _Helper:
+    """The process that samples; a thread of this one where no process can be had or memory has no ``/proc``."""
+
+    def __init__(self, process: subprocess.Popen[bytes] | None, interval_seconds: float) -> None:
+        self.separate = process is not None
+        self._process = process
+        self._interval = interval_seconds
+        self._stopped = threading.Event()
+        self._samples: list[tuple[int, MemorySample]] = []
+        self._thread = threading.Thread(target=self._watch, name="sluice-sampler", daemon=True)
+        if process is None:
+            with suppress(RuntimeError):  # no thread either: start and end still count
+                self._thread.start()
+
+    @classmethod
+    def start(cls, interval_seconds: float, *, pss: bool, group: MemoryGroup | None) -> _Helper:
+        """Return a helper that has taken its first sample."""
+        settings = {
+            "pid": os.getpid(),
+            "interval_seconds": interval_seconds,
+            "pss": pss,
+            "cgroup": group.usage_file if group else "",
+            "nvml": find_spec("pynvml") is not None,
+        }
+        command = [sys.executable, "-I", _sampler.__file__, json.dumps(settings)]
+        process = None
+        with suppress(OSError):
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+            assert process.stdout is not None
+            if process.stdout.readline() != b"ready\n":
+                process.communicate()
+                process = None
+        return cls(process, interval_seconds)
+
+    def stop(self) -> list[array[int]]:
+        """End the sampling and return the columns."""
+        if self._process is None:
+            return self._stop_thread()
+        answer, _ = self._process.communicate(b"\n")
+        head, _, body = answer.partition(b"\n")
+        if not head:  # the helper was killed: start, end and marks still count
+            return [array("q") for _ in _sampler.COLUMNS]
+        found = json.loads(head)
+        length = found["samples"] * _ITEM_BYTES
+        return [array("q", body[n * length : (n + 1) * length]) for n in range(found["columns"])]
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._interval):
+            self._samples.append((time.monotonic_ns(), read_memory()))
+
+    def _stop_thread(self) -> list[array[int]]:
+        self._stopped.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        absent = array("q", [_sampler.ABSENT]) * len(self._samples)
+        return [
+            array("q", (moment for moment, _ in self._samples)),
+            *(
+                array("q", (getattr(sample, name) for _, sample in self._samples))
+                for name in ("anon_bytes", "file_bytes", "shmem_bytes", "peak_bytes")
+            ),
+            *(absent[:] for _ in _sampler.COLUMNS[5:]),
+        ]

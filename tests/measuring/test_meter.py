@@ -1,0 +1,248 @@
+"""``sluice.measure``: what it sees, also what the interpreter lock would hide, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from pathlib import Path
+
+import pytest
+
+import sluice
+from sluice._measure import PeakMeter
+from sluice.measuring import _sampler
+
+MIB = 1 << 20
+
+#: The kernel keeps resident sizes per processor and adds them up late; the heap reuses pages that it had.
+SLACK = 4 * MIB
+
+
+def touch(nbytes: int) -> None:
+    """Hold ``nbytes`` for some 50 ms, without letting go of the interpreter lock."""
+    held = bytearray(nbytes)
+    for _ in range(5):
+        held.count(b"\1")
+
+
+def test_a_peak_behind_the_interpreter_lock_is_seen() -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100)  # a thread would not get a turn
+    try:
+        with sluice.measure() as memory:
+            touch(256 * MIB)
+    finally:
+        sys.setswitchinterval(before)
+    report = memory.report
+    assert report.separate_process
+    assert report.peaks.total_bytes >= 256 * MIB - SLACK
+    assert report.peaks.anon_bytes >= 256 * MIB - SLACK
+    assert report.final.total_bytes < 16 * MIB
+    assert max(report.timeline.columns["anon"]) >= 256 * MIB - SLACK
+
+
+def test_a_peak_between_two_samples_is_in_the_total() -> None:
+    with sluice.measure(interval_seconds=30) as memory:
+        touch(64 * MIB)
+    assert memory.report.peaks.total_bytes >= 64 * MIB - SLACK
+    assert len(memory.report.timeline) <= 3
+
+
+def test_a_load_inside_that_restarts_the_kernels_record_hides_nothing() -> None:
+    with sluice.measure() as memory:
+        touch(128 * MIB)
+        with PeakMeter():
+            pass
+    assert memory.report.peaks.total_bytes >= 128 * MIB - SLACK
+
+
+def test_kinds_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(32 * MIB))
+    with sluice.measure() as memory, path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        mapped.find(b"\1")
+        memory.mark("mapped")
+        mapped.close()
+        shared = mmap.mmap(-1, 16 * MIB)
+        shared.write(bytes(16 * MIB))
+        memory.mark("shared")
+        shared.close()
+    peaks = memory.report.peaks
+    assert peaks.file_bytes >= 32 * MIB - SLACK
+    assert peaks.shmem_bytes >= 16 * MIB - SLACK
+    first, second = memory.report.marks
+    assert (first.name, second.name) == ("mapped", "shared")
+    assert first.growth.file_bytes >= 32 * MIB - SLACK
+    assert second.growth.file_bytes < 8 * MIB
+    assert 0 < first.seconds < second.seconds < memory.report.seconds
+
+
+def test_the_report_is_plain_data_rows_a_table_and_a_picture() -> None:
+    with sluice.measure(pss=True) as memory:
+        touch(32 * MIB)
+        memory.mark("done")
+    report = memory.report
+    assert json.loads(json.dumps(report.to_json()))["marks"][0]["name"] == "done"
+    rows = list(report.timeline.rows())
+    assert len(rows) == len(report.timeline) > 3
+    assert {"seconds", "anon_bytes", "file_bytes", "shmem_bytes", "peak_bytes", "pss_bytes"} <= rows[0].keys()
+    assert report.pss_bytes is not None
+    assert [row[0] for row in report.lines()][:2] == ["host, total", "  anonymous"]
+    assert report.table().row_count == len(list(report.lines())) + 1
+    assert "host, total" in str(report)
+    pytest.importorskip("matplotlib")
+    assert report.figure().axes[0].get_ylabel() == "growth of host memory, GiB"
+
+
+def test_an_exception_passes_and_the_report_is_there() -> None:
+    memory = sluice.measure()
+    with pytest.raises(ValueError, match="mine"), memory:
+        raise ValueError("mine")
+    assert memory.report.seconds > 0
+
+
+def test_no_report_before_the_end() -> None:
+    with sluice.measure() as memory, pytest.raises(RuntimeError, match="before the block has ended"):
+        _ = memory.report
+
+
+@pytest.mark.parametrize("interval", [0, -1.0, float("nan")])
+def test_intervals_must_be_positive(interval: float) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        sluice.measure(interval_seconds=interval)
+
+
+def test_a_function_is_measured_at_each_call(capsys: pytest.CaptureFixture[str]) -> None:
+    reports: list[sluice.MemoryReport] = []
+
+    @sluice.measure(on_report=reports.append)
+    def work(nbytes: int) -> int:
+        touch(nbytes)
+        return nbytes
+
+    @sluice.measure()
+    def quiet() -> None:
+        pass
+
+    assert work(MIB) == MIB
+    work(48 * MIB)
+    assert len(reports) == 2
+    assert reports[1].peaks.total_bytes >= 48 * MIB - SLACK
+    quiet()
+    assert "quiet: peak growth of memory over" in capsys.readouterr().err
+
+
+def test_where_no_process_can_start_a_thread_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with sluice.measure() as memory:
+        touch(64 * MIB)
+    assert not memory.report.separate_process
+    assert memory.report.peaks.total_bytes >= 64 * MIB - SLACK
+
+
+def test_a_helper_that_was_killed_costs_the_timeline_only() -> None:
+    with sluice.measure() as memory:
+        process = memory._helper._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        touch(64 * MIB)
+    assert memory.report.peaks.total_bytes >= 64 * MIB - SLACK
+    assert len(memory.report.timeline) == 0
+
+
+def test_the_helper_ends_with_the_process_that_started_it() -> None:
+    code = (
+        "import sluice, os; m = sluice.measure(); m.__enter__(); print(m._helper._process.pid, flush=True); os._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    helper = Path(f"/proc/{done.stdout.strip()}/stat")
+    for _ in range(200):
+        if not helper.exists() or helper.read_text(encoding="ascii").rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.02)
+    pytest.fail("the helper lives on")
+
+
+class FakeModule:
+    """A module of torch with one device whose allocator grew."""
+
+    def __init__(self) -> None:
+        self.used = 5 * MIB
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def device_count(self) -> int:
+        return 1
+
+    def reset_peak_memory_stats(self, _: int) -> None:
+        pass
+
+    def memory_allocated(self, _: int) -> int:
+        return self.used
+
+    def memory_reserved(self, _: int) -> int:
+        return self.used + MIB
+
+    def max_memory_allocated(self, _: int) -> int:
+        return 20 * MIB
+
+    def max_memory_reserved(self, _: int) -> int:
+        return 24 * MIB
+
+
+def test_accelerators_that_are_in_use_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Torch:
+        cuda = FakeModule()
+
+    monkeypatch.setitem(sys.modules, "torch", Torch)
+    with sluice.measure() as memory:
+        Torch.cuda.used = 9 * MIB
+        memory.mark("half")
+    [device] = memory.report.devices
+    assert (device.device, device.allocated_bytes, device.reserved_bytes) == ("cuda:0", 15 * MIB, 18 * MIB)
+    assert device.final_bytes == 4 * MIB
+    assert memory.report.marks[0].allocated_bytes == {"cuda:0": 9 * MIB}
+    assert "cuda:0 reserved" in [row[0] for row in memory.report.lines()]
+
+
+def test_neighbours_are_joined_by_their_larger_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sampler, "MOST_SAMPLES", 64)
+    sampler = _sampler.Sampler(os.getpid(), pss=False, cgroup="", devices=list)
+    for _ in range(64):
+        sampler.take()
+    assert len(sampler.columns[0]) == 32
+    sampler.columns[1][0:2] = array("q", [3, 7])
+    sampler.thin()
+    sampler.close()
+    assert sampler.columns[1][0] == 7
+
+
+def test_nvml_tells_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Info:
+        used = 7 * MIB
+
+    class Nvml:
+        nvmlInit = nvmlShutdown = staticmethod(lambda: None)
+        nvmlDeviceGetCount = staticmethod(lambda: 2)
+        nvmlDeviceGetHandleByIndex = staticmethod(lambda number: number)
+        nvmlDeviceGetMemoryInfo = staticmethod(lambda _: Info)
+
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml)
+    with _sampler.device_memory(wanted=True) as devices:
+        assert devices() == [7 * MIB, 7 * MIB]
+    with _sampler.device_memory(wanted=False) as devices:
+        assert devices() == []
