@@ -376,6 +376,13 @@ def test_load_may_leave_names_out(directory: Path) -> None:
     assert "unexpected (1): extra" in allowed.stdout
 
 
+def test_load_can_map_the_file(directory: Path) -> None:
+    torch.save(_state_dict(), "net.pth")
+    result = _run("load", "net.pth", "--model", "cli_model:Net", "--place", "map")
+    assert result.exit_code == 0, result.stderr
+    assert "read 0 B; 96 B mapped" in result.stdout
+
+
 def test_load_can_be_quiet(directory: Path) -> None:
     torch.save(_state_dict(), "net.pth")
     assert _run("load", "net.pth", "--model", "cli_model:Net", "--quiet").output == ""

@@ -14,7 +14,7 @@ from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
 from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import MismatchError, UnsafeContentError
 from sluice._measure import PeakMeter
-from sluice._options import Limits, MemoryLimits, PageCache
+from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._placement import Placement
 from sluice._progress import Progress, byte_progress
 from sluice._records import Entry, Peaks, Request
@@ -34,6 +34,7 @@ def load_into(
     key: str | None = None,
     rename: Rename | None = None,
     strict: bool = True,
+    place: Place = "copy",
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
     progress: Progress = False,
@@ -58,6 +59,9 @@ def load_into(
             function that returns None to drop a name.
         strict: Whether missing and unexpected names are errors. If not, live parameters without an entry keep their
             values, and those on meta are initialised by their module's ``reset_parameters``.
+        place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
+            of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
+            is copied, and the report says why. The file must stay as it is while the model lives.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
@@ -91,8 +95,7 @@ def load_into(
             key=key,
             rename=rename,
             strict=strict,
-            memory=memory,
-            page_cache=page_cache,
+            options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
         )
         done = _module_load.fill(job, checkpoint, strict=strict, progress=progress)
     return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
@@ -140,7 +143,9 @@ def load_state_dict(
         names = {id(entry): name for name, entry in _tree.walk(chosen)}
         wanted = list(_tree.every_entry(chosen))
         requests = [_state_dict_request(names.get(id(entry), "_metadata"), entry, where, dtype) for entry in wanted]
-        prepared = _transfer.prepare(checkpoint, requests, share_storages=True, memory=memory, page_cache=page_cache)
+        prepared = _transfer.prepare(
+            checkpoint, requests, share_storages=True, options=TransferOptions(memory=memory, page_cache=page_cache)
+        )
         with byte_progress(progress, checkpoint.path, prepared.plan.read_bytes) as report:
             tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan), progress=report)
     finished = {id(entry): _as_in_file(tensor, entry) for entry, tensor in zip(wanted, tensors, strict=True)}
@@ -232,6 +237,7 @@ def _report(
         tensors=len(match.requests),
         final_bytes=plan.final_bytes,
         read_bytes=plan.read_bytes,
+        mapped_bytes=plan.mapped_bytes,
         seconds=seconds,
         predicted=plan.predicted,
         measured=measured,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from sluice import _tree
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice._errors import MismatchError
-from sluice._options import Limits, MemoryLimits
+from sluice._options import Limits, MemoryLimits, TransferOptions
 from sluice._records import Entry, Index, Request
 from sluice._slicing import Key, slice_entry
 from sluice.formats._opening import open_path
@@ -113,7 +113,7 @@ class LazyTensor:
             existing = None
         else:
             request, existing = self._request_into(out, device, dtype), {0: out}
-        prepared = _transfer.prepare(self._checkpoint, [request], memory=memory)
+        prepared = _transfer.prepare(self._checkpoint, [request], options=TransferOptions(memory=memory))
         return _transfer.run(self._checkpoint, prepared, Targets(prepared.plan, existing))[0][0]
 
     def _request_into(self, out: torch.Tensor, device: object, dtype: object) -> Request:

@@ -50,7 +50,7 @@ def execute(
     progress: Callable[[int], None] | None = None,
     completed: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Fill every target of the plan.
+    """Fill or map every target of the plan.
 
     The first failure stops all readers, which are joined before it is raised. So are they when the caller is
     interrupted or a callback raises.
@@ -72,6 +72,7 @@ def execute(
     pending = _Pending(plan) if completed else None
     read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
     stepped_down = total = 0
+    targets.map_files(sources)
     with crew.working():
         for done in crew.results(len(plan.reads)):
             read_bytes[done.method] += done.read.nbytes

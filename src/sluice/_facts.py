@@ -16,12 +16,13 @@ import psutil
 
 from sluice import _options as options
 from sluice._cgroups import cgroup_headroom
+from sluice._errors import ReadError
 from sluice._geometry import round_up
 from sluice._records import DeviceFacts, FileFacts, MachineFacts
-from sluice.sources import DirectIOUnavailable
+from sluice.sources import DirectIOUnavailable, MappableSource, Source
 from sluice.sources._local import LocalFile
 
-__all__ = ["file_facts", "host_headroom", "machine_facts"]
+__all__ = ["file_facts", "host_headroom", "machine_facts", "mappable"]
 
 #: Local file systems on which direct reads were found to be at least as fast as buffered ones. Network and FUSE file
 #: systems, and those that only accept the flag, are left out.
@@ -67,6 +68,17 @@ def file_facts(source: LocalFile) -> FileFacts:
         probe_step_bytes=step,
         cached=_probe_cache(source, range(0, nbytes, step)) if large else (),
     )
+
+
+def mappable(source: Source) -> bool:
+    """Return whether the system can map a source: its first byte is mapped, and not touched."""
+    if not isinstance(source, MappableSource):
+        return False
+    try:
+        source.map(0, 1)
+    except ReadError:
+        return False
+    return True
 
 
 def _cores() -> int:

@@ -66,7 +66,9 @@ def shared_targets(
     return tuple(targets), tuple(views[i] for i in range(len(requests)))
 
 
-def lay_out_blocks(targets: Sequence[Target], leads: Mapping[int, int]) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+def lay_out_blocks(
+    targets: Sequence[Target], leads: Mapping[int, int], mapped: Mapping[int, Block]
+) -> tuple[tuple[Block, ...], tuple[int, ...]]:
     """Return how each target is allocated, and the bytes of each arena.
 
     An arena is closed when it is full, and early when another module begins, so that deleting a module gives its
@@ -75,11 +77,15 @@ def lay_out_blocks(targets: Sequence[Target], leads: Mapping[int, int]) -> tuple
     Args:
         targets: Final memory.
         leads: Bytes to leave before a target in its own mapping, by position; absent means 0.
+        mapped: Blocks of the targets that are pages of a file, by position.
     """
     blocks: list[Block] = []
     arenas: list[int] = []
     used, module = 0, ""
     for position, target in enumerate(targets):
+        if position in mapped:
+            blocks.append(mapped[position])
+            continue
         kind = _kind(target)
         if kind != "arena":
             blocks.append(Block(kind=kind, lead_bytes=leads.get(position, 0)))

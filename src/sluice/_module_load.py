@@ -23,7 +23,7 @@ from sluice._install import Installed, initial_values, install, install_one
 from sluice._load_hooks import apply_pre_hooks
 from sluice._matching import Match, is_extra_state, match
 from sluice._modules import ModuleState, collect
-from sluice._options import MemoryLimits, PageCache
+from sluice._options import TransferOptions
 from sluice._placement import Placement
 from sluice._progress import Progress, byte_progress
 from sluice._records import DeviceMemory, DevicePlan, Request
@@ -81,8 +81,7 @@ def prepare_module(
     key: str | None,
     rename: Rename | None,
     strict: bool,
-    memory: MemoryLimits | None,
-    page_cache: PageCache,
+    options: TransferOptions,
 ) -> Job:
     """Decide a load and check all of it; see ``sluice.load_into`` for the arguments and errors."""
     state = collect(model)
@@ -94,7 +93,7 @@ def prepare_module(
         )
     entries = apply_pre_hooks(model, selection.entries, versions=selection.versions, strict=strict)
     found = match(state.outline, entries, placement=placement, dtype=dtype, strict=strict, versions=selection.versions)
-    prepared = _transfer.prepare(checkpoint, found.requests, memory=memory, page_cache=page_cache)
+    prepared = _transfer.prepare(checkpoint, found.requests, options=options)
     return Job(state=state, selection=selection, match=found, prepared=prepared, placement=placement)
 
 

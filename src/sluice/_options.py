@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Limits", "MemoryLimits", "PageCache"]
+__all__ = ["Limits", "MemoryLimits", "PageCache", "Place", "TransferOptions"]
 
 #: ``auto``: direct reads for what is not cached, buffered reads for the rest. ``keep``: buffered reads only, so that
 #: the next load finds the file cached. ``bypass``: direct reads, and what had to be buffered is dropped again.
 PageCache = Literal["auto", "keep", "bypass"]
+
+#: ``copy``: every tensor gets memory of its own. ``map``: tensors on the CPU that need no change are the file's pages.
+Place = Literal["copy", "map"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,18 @@ class MemoryLimits:
     staging: int | str = "64MiB"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferOptions:
+    """How bytes get to where they stay; what the verbs hand down unchanged."""
+
+    #: How much memory may grow; None for the defaults.
+    memory: MemoryLimits | None = None
+    #: How the page cache is used.
+    page_cache: PageCache = "auto"
+    #: Whether tensors may be pages of the files.
+    place: Place = "copy"
+
+
 #: Bytes of one read and of one staging buffer. Below 4 MiB direct reads lose bandwidth, above 16 MiB nothing is gained.
 READ_BYTES = 8 << 20
 
@@ -84,6 +99,12 @@ ARENA_BYTES = 1 << 20
 
 #: An arena that holds at least this much is closed where another module begins: deleting a module frees its own.
 ARENA_MODULE_BYTES = 64 << 10
+
+#: Small neighbours in a file share one mapping up to this span. It lives until its last tensor dies, as an arena does.
+MAPPED_RANGE_BYTES = 1 << 20
+
+#: Mappings of one load, by which neighbours are joined further: Linux allows a process 65,530 of all kinds.
+MAPPED_RANGES = 10_000
 
 #: Staging below this cannot hold a block-aligned read of useful size.
 SMALLEST_STAGING_BYTES = 1 << 20

@@ -11,8 +11,9 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
 from sluice._geometry import round_down, round_up
 from sluice._layout import lay_out_blocks
+from sluice._mapped import NOTHING_MAPPED, Mapped, plan_mapping
 from sluice._options import PageCache
-from sluice._reads import StagedReads, collapse_fills, is_cached, overlapped, read_in_place, takes_bytes
+from sluice._reads import Run, StagedReads, collapse_fills, is_cached, overlapped, read_in_place, takes_bytes
 from sluice._records import (
     Block,
     DevicePlan,
@@ -36,6 +37,7 @@ def plan_load(
     *,
     staging_bytes: int,
     page_cache: PageCache = "auto",
+    mapped: Mapped = NOTHING_MAPPED,
 ) -> LoadPlan:
     """Return the complete plan that fills ``targets``.
 
@@ -45,12 +47,14 @@ def plan_load(
         facts: What was asked of the machine, one ``FileFacts`` for each file.
         staging_bytes: The most that staging buffers may take together.
         page_cache: See ``sluice._options.PageCache``.
+        mapped: The targets that are pages of the files; nothing is read for them.
     """
     on_devices = any(target.device != "cpu" for target in targets)
     host_casts = facts.cores >= options.HOST_CAST_CORES and any(map(_narrows_on_device, targets))
     buffer_bytes = _staging_buffer_bytes(staging_bytes)
-    reads, leads = _plan_reads(targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
-    blocks, arenas = lay_out_blocks(targets, leads)
+    runs = [run for run in collapse_fills(targets) if run.target not in mapped.blocks]
+    reads, leads = _plan_reads(runs, targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
+    blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
     readers = _readers(reads, facts)
     staged = sum(read.into is None for read in reads)
     # While one buffer is filled, another one is emptied by a copier or still being sent to an accelerator; a reader
@@ -72,8 +76,9 @@ def plan_load(
         final_bytes=sum(target.nbytes for target in targets),
         predicted=_predict(targets, blocks, arenas, buffers * buffer_bytes),
         devices=tuple(_device_plans(targets, reads, buffer_bytes)),
-        reasons=(*_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
+        reasons=(*mapped.reasons, *_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
         drop_behind=page_cache == "bypass",
+        mapped_ranges=mapped.ranges,
     )
 
 
@@ -93,9 +98,11 @@ def check_host_budget(plan: LoadPlan, limit_bytes: int, origin: str) -> None:
     needed = plan.predicted.total_bytes
     if needed <= limit_bytes:
         return
-    raise _budget_error(
-        "host memory", needed, limit_bytes, origin, [t for t in plan.targets if t.device == "cpu" and not t.existing]
-    )
+    new = {i: plan.targets[i] for i, block in enumerate(plan.blocks) if block.kind in {"mapping", "arena"}}
+    mappable = plan_mapping(plan.targets, (True,) * len(plan.files)).blocks
+    saved = sum(target.nbytes for position, target in new.items() if position in mappable)
+    hint = f"; load_into(place='map') needs {format_bytes(needed - saved)}" if saved else ""
+    raise _budget_error("host memory", needed, limit_bytes, origin, list(new.values()), hint=hint)
 
 
 def check_device_budget(plan: LoadPlan, device: DevicePlan, limit_bytes: int | None) -> None:
@@ -117,13 +124,15 @@ def check_device_budget(plan: LoadPlan, device: DevicePlan, limit_bytes: int | N
         raise _budget_error(f"memory of {device.device}", needed, limit_bytes, origin, wanted)
 
 
-def _budget_error(what: str, needed: int, limit_bytes: int, origin: str, allocated: Sequence[Target]) -> BudgetError:
+def _budget_error(
+    what: str, needed: int, limit_bytes: int, origin: str, allocated: Sequence[Target], *, hint: str = ""
+) -> BudgetError:
     weights = sum(target.nbytes for target in allocated)
     halved = needed - weights + sum(_half_bytes(target) for target in allocated)
     fits = f"; with a 16-bit dtype it needs {format_bytes(halved)}" if halved < needed else ""
     return BudgetError(
         f"the load needs {format_bytes(needed)} of {what}: {format_bytes(weights)} for weights, "
-        f"{format_bytes(needed - weights)} for staging and overhead{fits}",
+        f"{format_bytes(needed - weights)} for staging and overhead{fits}{hint}",
         expected=f"at most {format_bytes(limit_bytes)} ({origin})",
         found=format_bytes(needed),
     )
@@ -151,10 +160,15 @@ def _staging_buffer_bytes(staging_bytes: int) -> int:
 
 
 def _plan_reads(
-    targets: Sequence[Target], facts: MachineFacts, buffer_bytes: int, page_cache: PageCache, *, host_casts: bool
+    runs: Sequence[Run],
+    targets: Sequence[Target],
+    facts: MachineFacts,
+    buffer_bytes: int,
+    page_cache: PageCache,
+    *,
+    host_casts: bool,
 ) -> tuple[list[Read], dict[int, int]]:
     """Return all reads in file order, and the bytes to leave before each target that is read directly."""
-    runs = collapse_fills(targets)
     shared = overlapped(runs)
     reads: list[Read] = []
     leads: dict[int, int] = {}

@@ -15,7 +15,17 @@ from sluice._geometry import Piece, collapse, cut, round_down, round_up, span_el
 from sluice._options import PageCache
 from sluice._records import Copy, FileFacts, Fill, Method, Read, Target
 
-__all__ = ["Run", "StagedReads", "collapse_fills", "is_cached", "overlapped", "read_in_place", "takes_bytes"]
+__all__ = [
+    "Run",
+    "StagedReads",
+    "as_run",
+    "collapse_fills",
+    "is_cached",
+    "is_verbatim",
+    "overlapped",
+    "read_in_place",
+    "takes_bytes",
+]
 
 #: File systems whose files are memory: they answer no probe, and their reads are copies.
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
@@ -43,10 +53,11 @@ class Run:
 
 def collapse_fills(targets: Sequence[Target]) -> list[Run]:
     """Return every fill of the targets as a run."""
-    return [_collapse(position, fill) for position, target in enumerate(targets) for fill in target.fills]
+    return [as_run(position, fill) for position, target in enumerate(targets) for fill in target.fills]
 
 
-def _collapse(position: int, fill: Fill) -> Run:
+def as_run(position: int, fill: Fill) -> Run:
+    """Return a fill of the target at ``position`` as a run."""
     shape, source, target = collapse(fill.shape, fill.source_stride, fill.target_stride)
     nbytes = span_elements(shape, source) * ITEM_BYTES[fill.dtype]
     return Run(position, fill, Piece(fill.offset, nbytes, shape, source, target, fill.target_start))
@@ -64,16 +75,14 @@ def overlapped(runs: Iterable[Run]) -> set[int]:
     return found
 
 
+def is_verbatim(target: Target, run: Run) -> bool:
+    """Return whether a target is the run's bytes as they are in the file."""
+    return run.contiguous and len(target.fills) == 1 and run.fill.target_start == 0 and target.dtype == run.fill.dtype
+
+
 def takes_bytes(target: Target, run: Run) -> bool:
     """Return whether a target can receive the run's bytes as they are in the file, without staging."""
-    return (
-        run.contiguous
-        and target.device == "cpu"
-        and len(target.fills) == 1
-        and run.fill.target_start == 0
-        and target.dtype == run.fill.dtype
-        and target.nbytes >= options.OWN_MAPPING_BYTES
-    )
+    return is_verbatim(target, run) and target.device == "cpu" and target.nbytes >= options.OWN_MAPPING_BYTES
 
 
 def read_in_place(run: Run, target: Target, facts: FileFacts, page_cache: PageCache) -> tuple[int, list[Read]] | None:

@@ -4,7 +4,8 @@ source -> format: ``FileIdentity``, ``FileRecord``
 format -> index:  ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
 index -> targets: ``Request``, ``Fill``, ``Target``
 facts:            ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
-plan:             ``Copy``, ``Read``, ``Block``, ``Peaks``, ``Reservation``, ``DevicePlan``, ``LoadPlan``
+plan:             ``Copy``, ``Read``, ``Block``, ``MappedRange``, ``Peaks``, ``Reservation``, ``DevicePlan``,
+                  ``LoadPlan``
 
 No record holds a tensor, and none of them imports torch. Offsets and sizes are bytes unless a name says elements.
 """
@@ -33,6 +34,7 @@ __all__ = [
     "Index",
     "LoadPlan",
     "MachineFacts",
+    "MappedRange",
     "Method",
     "Opaque",
     "Part",
@@ -48,7 +50,7 @@ __all__ = [
 Method = Literal["direct", "buffered"]
 
 #: How final memory comes to be; see ``Block.kind``.
-BlockKind = Literal["mapping", "arena", "existing", "device", "empty"]
+BlockKind = Literal["mapping", "arena", "mapped", "existing", "device", "empty"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,8 +337,9 @@ class Read:
 class Block:
     """One allocation of final memory, for the target at the same position of ``LoadPlan.targets``."""
 
-    #: ``mapping``: an anonymous mapping of its own; ``arena``: a part of a small shared mapping; ``existing``: the
-    #: caller's memory; ``device``: memory of an accelerator; ``empty``: no bytes at all.
+    #: ``mapping``: an anonymous mapping of its own; ``arena``: a part of a small shared mapping; ``mapped``: pages of
+    #: the file itself, which nothing reads; ``existing``: the caller's memory; ``device``: memory of an accelerator;
+    #: ``empty``: no bytes at all.
     kind: BlockKind
     #: Bytes before the target in its allocation: they make its address congruent with the file for direct reads.
     lead_bytes: int = 0
@@ -344,6 +347,22 @@ class Block:
     arena: int = 0
     #: For ``arena``: first byte of the target in it.
     arena_offset: int = 0
+    #: For ``mapped``: in which range it lies, in the order of ``LoadPlan.mapped_ranges``.
+    mapped_range: int = 0
+    #: For ``mapped``: first byte of the target in it.
+    mapped_offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedRange:
+    """A range of a file that is mapped privately: shared pages until one is written to."""
+
+    #: Position of the file in ``LoadPlan.files``.
+    file: int
+    #: First byte in the file; whoever maps it begins at the page below.
+    offset: int
+    #: Bytes of the range.
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,8 +465,16 @@ class LoadPlan:
     reasons: tuple[str, ...] = ()
     #: Whether buffered pages are dropped from the page cache once they were used.
     drop_behind: bool = False
+    #: Ranges of the files that stay mapped, for the targets whose block is ``mapped``.
+    mapped_ranges: tuple[MappedRange, ...] = ()
 
     @property
     def read_bytes(self) -> int:
         """Bytes that will be read from files."""
         return sum(read.nbytes for read in self.reads)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the targets that are pages of the files."""
+        pairs = zip(self.targets, self.blocks, strict=True)
+        return sum(target.nbytes for target, block in pairs if block.kind == "mapped")

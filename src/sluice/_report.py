@@ -47,6 +47,8 @@ class LoadReport:
     final_bytes: int
     #: Bytes that were read from files.
     read_bytes: int
+    #: Bytes of finished tensors that are pages of the files: nothing was read for them.
+    mapped_bytes: int = 0
     #: Seconds from the call to the return.
     seconds: float
     #: Growth of memory that the plan predicted.
@@ -105,7 +107,8 @@ class LoadReport:
         methods = "".join(f", {format_bytes(nbytes)} {method}" for method, nbytes in self.reads.items() if nbytes)
         stepped = f", {self.stepped_down} reads stepped down" if self.stepped_down else ""
         read = f"read {format_bytes(self.read_bytes)} in {self.seconds:.2f} s, {self.gb_per_second:.2f} GB/s"
-        return read + methods + stepped
+        mapped = f", {format_bytes(self.mapped_bytes)} mapped" if self.mapped_bytes else ""
+        return read + methods + stepped + mapped
 
     def _memory(self) -> str:
         measured = format_bytes(self.measured.total_bytes) if self.measured else "not available here"

@@ -8,6 +8,7 @@ integers of the same size, so that every bit arrives, also those that no value o
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +23,8 @@ from sluice._hostmemory import HostMemory
 from sluice._layout import View
 from sluice._records import Copy, LoadPlan
 from sluice._staging import StagingBuffer, StagingPool
+from sluice.sources import MappableSource
+from sluice.sources import Source as FileSource
 
 __all__ = ["Targets"]
 
@@ -52,6 +55,7 @@ class Targets:
         self._existing = {position: tensor.detach() for position, tensor in (existing or {}).items()}
         self._mappings: dict[int, HostMemory] = {}
         self._arenas: dict[int, HostMemory] = {}
+        self._ranges: list[tuple[mmap.mmap, int]] = []
         self._flats: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._cleanup = ExitStack()
@@ -75,6 +79,13 @@ class Targets:
         start = self._plan.blocks[position].lead_bytes + offset
         return memory.view()[start : start + nbytes]
 
+    def map_files(self, sources: Sequence[FileSource]) -> None:
+        """Map the ranges of files that the plan wants mapped; their pages are loaded when they are first touched."""
+        for each in self._plan.mapped_ranges:
+            source = sources[each.file]
+            assert isinstance(source, MappableSource)  # the planner was told which are
+            self._ranges.append(source.map(each.offset, each.nbytes))
+
     def begin(self, staging: StagingPool) -> None:
         """Prepare accelerators for copies out of ``staging``; ``finish`` has to follow, whatever happens."""
         self._cleanup.enter_context(page_locked(staging.memory, self._accelerators))
@@ -91,7 +102,7 @@ class Targets:
 
     def discard(self) -> None:
         """Give back everything that was allocated: the load failed."""
-        for held in (self._flats, self._mappings, self._arenas):
+        for held in (self._flats, self._mappings, self._arenas, self._ranges):
             held.clear()
         for link in self._accelerators.values():
             link.release()
@@ -178,6 +189,9 @@ class Targets:
             return self._accelerators[target.device].allocate(count, dtype)
         if block.kind == "empty":
             return torch.empty(0, dtype=dtype)
+        if block.kind == "mapped":
+            mapping, start = self._ranges[block.mapped_range]
+            return torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + block.mapped_offset)
         if block.kind == "arena":
             memory = self._arenas.get(block.arena)
             if memory is None:

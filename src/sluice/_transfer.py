@@ -10,9 +10,10 @@ import torch
 
 from sluice._accelerators import device_facts
 from sluice._engine import Outcome, execute
-from sluice._facts import host_headroom, machine_facts
+from sluice._facts import host_headroom, machine_facts, mappable
 from sluice._layout import View, shared_targets, single_targets
-from sluice._options import MemoryLimits, PageCache
+from sluice._mapped import NOTHING_MAPPED, plan_mapping
+from sluice._options import MemoryLimits, TransferOptions
 from sluice._planner import check_device_budget, check_host_budget, plan_load
 from sluice._records import LoadPlan, Request
 from sluice._targets import Targets
@@ -39,8 +40,7 @@ def prepare(
     requests: Sequence[Request],
     *,
     share_storages: bool = False,
-    memory: MemoryLimits | None = None,
-    page_cache: PageCache = "auto",
+    options: TransferOptions | None = None,
 ) -> Prepared:
     """Plan the transfer of ``requests`` without reading tensor data.
 
@@ -48,20 +48,25 @@ def prepare(
         checkpoint: Where the entries come from.
         requests: What is wanted.
         share_storages: Whether views of the same bytes share memory, as in the file.
-        memory: How much memory may grow; None for the defaults.
-        page_cache: How the page cache is used.
+        options: How; None for the defaults.
 
     Raises:
         BudgetError: The plan cannot keep the limits.
         CheckpointError: A header that belongs to the wanted data is damaged.
     """
-    memory = memory or MemoryLimits()
+    options = options or TransferOptions()
+    memory = options.memory or MemoryLimits()
     offsets = checkpoint.locate(
         {storage for request in requests if request.entry.numel for storage in request.entry.storages}
     )
     lay_out = shared_targets if share_storages else single_targets
     targets, views = lay_out(requests, checkpoint.index, offsets)
-    read = {fill.file for target in targets for fill in target.fills}
+    mapped = NOTHING_MAPPED
+    if options.place == "map":
+        wanted = {fill.file for target in targets for fill in target.fills}
+        can_map = [i in wanted and mappable(source) for i, source in enumerate(checkpoint.sources)]
+        mapped = plan_mapping(targets, can_map)
+    read = {fill.file for i, target in enumerate(targets) if i not in mapped.blocks for fill in target.fills}
     plan = plan_load(
         targets,
         checkpoint.index.files,
@@ -70,7 +75,8 @@ def prepare(
             tuple(device_facts(device) for device in sorted({request.device for request in requests} - {"cpu"})),
         ),
         staging_bytes=parse_bytes(memory.staging),
-        page_cache=page_cache,
+        page_cache=options.page_cache,
+        mapped=mapped,
     )
     _check_budget(plan, memory)
     return Prepared(plan=plan, views=views)

@@ -13,7 +13,7 @@ import click
 
 import sluice
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
-from sluice._options import MemoryLimits, PageCache
+from sluice._options import MemoryLimits, PageCache, Place
 from sluice._units import parse_bytes
 from sluice.cli._failures import Failure, describe
 
@@ -58,6 +58,13 @@ class _Size(click.ParamType[int]):
     show_default=True,
     help="keep: leave the file cached. bypass: leave the cache alone.",
 )
+@click.option(
+    "--place",
+    type=click.Choice(get_args(Place)),
+    default="copy",
+    show_default=True,
+    help="map: tensors on the CPU that need no change are pages of the file.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def load_command(
@@ -72,6 +79,7 @@ def load_command(
     staging: int,
     no_strict: bool,
     page_cache: PageCache,
+    place: Place,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -100,6 +108,7 @@ def load_command(
         strict=not no_strict,
         memory=MemoryLimits(host=memory, staging=staging),
         page_cache=page_cache,
+        place=place,
         progress=sys.stderr.isatty() and not quiet,
     )
     if as_json:

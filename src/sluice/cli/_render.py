@@ -180,4 +180,5 @@ def _peak(peaks: Peaks | None, name: str) -> str:
 def _reads(report: LoadReport) -> str:
     methods = ", ".join(f"{format_bytes(nbytes)} {method}" for method, nbytes in report.reads.items() if nbytes)
     stepped = f"; {_count(report.stepped_down, 'read')} stepped down" if report.stepped_down else ""
-    return f"read {format_bytes(report.read_bytes)}" + (f": {methods}" if methods else "") + stepped
+    mapped = f"; {format_bytes(report.mapped_bytes)} mapped" if report.mapped_bytes else ""
+    return f"read {format_bytes(report.read_bytes)}" + (f": {methods}" if methods else "") + stepped + mapped

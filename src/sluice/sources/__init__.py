@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import mmap
+from typing import Protocol, runtime_checkable
 
 from sluice._records import FileIdentity
 
-__all__ = ["DirectIOUnavailable", "Source"]
+__all__ = ["DirectIOUnavailable", "MappableSource", "Source"]
 
 
 class DirectIOUnavailable(Exception):  # noqa: N818  (a signal between layers, never seen by users)
@@ -56,4 +57,19 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Release descriptors; reading again reopens them."""
+        ...
+
+
+@runtime_checkable
+class MappableSource(Source, Protocol):
+    """A source whose bytes can be pages of this process; only those of files on this machine can."""
+
+    def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
+        """Return a private, writable mapping of a range and where the range begins in it; nothing is read.
+
+        Raises:
+            BudgetError: The system refuses the address space.
+            ReadError: It cannot map this source.
+            SourceChangedError: It is no longer the source that was opened.
+        """
         ...

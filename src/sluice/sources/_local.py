@@ -7,6 +7,7 @@ Paths that are not regular files are refused before they are opened: a FIFO woul
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import stat
 import threading
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from sluice._errors import (
+    BudgetError,
     CheckpointError,
     FormatError,
     ReadError,
@@ -26,6 +28,7 @@ from sluice._options import BLOCK_BYTES
 from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable
 from sluice.sources._descriptors import DESCRIPTORS
+from sluice.sources._mapping import map_privately
 
 __all__ = ["LocalFile"]
 
@@ -165,6 +168,23 @@ class LocalFile:
             os.close(descriptor)
             raise self._changed(found)
         return descriptor
+
+    def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
+        with self.lend() as descriptor:
+            found = _identity(os.fstat(descriptor))
+            if found != self._identity:
+                raise self._changed(found)
+            try:
+                return map_privately(descriptor, offset, nbytes)
+            except OSError as error:
+                problem = f"the system refused to map {nbytes} bytes: {error.strerror}"
+                if error.errno == errno.ENOMEM:
+                    raise BudgetError(
+                        f"{problem} (a limit of the process on address space or mappings, or vm.overcommit_memory=2)",
+                        file=self._path,
+                        offset=offset,
+                    ) from error
+                raise ReadError(problem, file=self._path, offset=offset) from error
 
     def forget(self, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):

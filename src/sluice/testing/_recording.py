@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from dataclasses import dataclass
 
 from sluice._errors import ReadError, TruncatedError
 from sluice._records import FileIdentity
-from sluice.sources import Source
+from sluice.sources import MappableSource, Source
 
 __all__ = ["FaultySource", "RecordedRead", "RecordingSource"]
 
@@ -38,6 +39,11 @@ class _WrappedSource:
     @property
     def identity(self) -> FileIdentity:
         return self._source.identity
+
+    def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
+        if not isinstance(self._source, MappableSource):
+            raise ReadError("this source cannot be mapped", file=self.path, offset=offset)
+        return self._source.map(offset, nbytes)
 
     def forget(self, offset: int, nbytes: int) -> None:
         self._source.forget(offset, nbytes)
