@@ -20,6 +20,8 @@ class MemorySource:
         return self._content[offset : offset + nbytes]
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:  # noqa: ARG002 - the protocol's
+        if offset < 0:
+            raise TruncatedError("the file ends too early", file=self.path, offset=offset)
         found = self._content[offset : offset + len(buffer)]
         buffer[: len(found)] = found
         return len(found)

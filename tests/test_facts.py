@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from memory_source import MemorySource
 from sluice import _facts
 from sluice._cgroups import cgroup_headroom
 from sluice._facts import file_facts, host_headroom, machine_facts
@@ -135,3 +136,8 @@ def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: py
     step = file_facts(file).probe_step_bytes
     assert step % 4096 == 0
     assert -(-300_000 // step) <= 4
+
+
+def test_a_source_that_is_no_local_file_is_read_buffered() -> None:
+    known = file_facts(MemorySource(b"x"))
+    assert (known.filesystem, known.direct_io, known.cached) == ("", False, ())

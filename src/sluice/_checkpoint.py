@@ -19,7 +19,7 @@ from sluice._records import Entry, Index, Request
 from sluice._slicing import Key, slice_entry
 from sluice.formats._opening import open_path
 from sluice.formats._shards import OpenFile
-from sluice.sources._local import LocalFile
+from sluice.sources import Source
 
 if TYPE_CHECKING:
     import torch
@@ -191,7 +191,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return _tree.flatten(self.index.tree, self.limits)
 
     @property
-    def sources(self) -> tuple[LocalFile, ...]:
+    def sources(self) -> tuple[Source, ...]:
         """The files, ready to be read.
 
         Raises:

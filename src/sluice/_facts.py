@@ -28,11 +28,11 @@ __all__ = ["file_facts", "host_headroom", "machine_facts", "mappable"]
 #: systems, and those that only accept the flag, are left out.
 _DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
 
-#: Of a file that a plan does not read.
+#: Of a file that a plan does not read, and of a source that is no local file: buffered reads always work.
 _NOT_ASKED = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
 
 
-def machine_facts(sources: Sequence[LocalFile | None], devices: tuple[DeviceFacts, ...] = ()) -> MachineFacts:
+def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, ...] = ()) -> MachineFacts:
     """Return the facts of this machine and of the files behind ``sources``, in their order.
 
     Args:
@@ -56,8 +56,10 @@ def host_headroom(facts: MachineFacts) -> tuple[int, str]:
     return facts.memory_available_bytes, "free memory"
 
 
-def file_facts(source: LocalFile) -> FileFacts:
-    """Return what the file system says of one file."""
+def file_facts(source: Source) -> FileFacts:
+    """Return what the file system says of one file; of other sources nothing is known."""
+    if not isinstance(source, LocalFile):
+        return _NOT_ASKED
     nbytes = source.identity.nbytes
     filesystem = _filesystem(source.path)
     step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))

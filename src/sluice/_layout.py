@@ -8,8 +8,8 @@ caller wants shared storages (state dicts), and get one each where every tensor 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -115,16 +115,26 @@ def _kind(target: Target) -> BlockKind:
 def _alone(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:
     """Return memory for one tensor: as requested, or with its own stride where that wastes nothing, or row-major."""
     entry, stride = request.entry, request.stride
-    if stride is None:
-        span = span_elements(entry.shape, entry.stride)
-        stride = entry.stride if span <= entry.numel else contiguous_stride(entry.shape)
-        if not is_dense(entry.shape, entry.stride) and span <= entry.numel:
-            # Its elements overlap (an expanded tensor, say): fill what lies under them once.
-            first = entry.storage_offset
-            target = _union(request, first, first + span, index, offsets)
-            return target, View(target=position, start=0, shape=entry.shape, stride=stride)
-    target = _filled(request, entry, stride, index, offsets)
-    return target, View(target=position, start=0, shape=entry.shape, stride=stride)
+    if stride is not None:
+        target = _filled(request, entry, stride, index, offsets)
+        return target, View(target=position, start=0, shape=entry.shape, stride=stride)
+    # Of an expanded tensor each element is read and held once.
+    once = replace(entry, shape=tuple(min(size, 1) if not step else size for size, step in _dimensions(entry)))
+    span = span_elements(once.shape, once.stride)
+    if not is_dense(once.shape, once.stride) and span <= once.numel:
+        # Its elements overlap in another way (sliding windows, say): fill what lies under them.
+        first = entry.storage_offset
+        target = _union(request, first, first + span, index, offsets)
+        return target, View(target=position, start=0, shape=entry.shape, stride=entry.stride)
+    stride = once.stride if span <= once.numel else contiguous_stride(once.shape)
+    target = _filled(request, once, stride, index, offsets)
+    repeated = tuple(0 if step == 0 else new for (_, step), new in zip(_dimensions(entry), stride, strict=True))
+    return target, View(target=position, start=0, shape=entry.shape, stride=repeated)
+
+
+def _dimensions(entry: Entry) -> Iterator[tuple[int, int]]:
+    """Yield size and step of each dimension."""
+    return zip(entry.shape, entry.stride, strict=True)
 
 
 def _filled(

@@ -25,7 +25,7 @@ from sluice._records import Entry, Index, Storage
 from sluice.formats._directory import PARAMETER_SUFFIX, Layout
 from sluice.formats._protocol import Format
 from sluice.formats._shard_index import ShardIndex
-from sluice.sources._local import LocalFile
+from sluice.sources import Source
 
 __all__ = ["OpenFile", "incomplete", "merge"]
 
@@ -45,7 +45,7 @@ class OpenFile:
     """One file of an open checkpoint."""
 
     #: Its bytes.
-    source: LocalFile
+    source: Source
     #: What they mean.
     format: Format
     #: Its own index. That of one file among several has no tree: the merged index has it.

@@ -17,8 +17,9 @@ class DirectIOUnavailable(Exception):  # noqa: N818  (a signal between layers, n
 class Source(Protocol):
     """One object of bytes that can be read at any offset, from any thread.
 
-    Implementations raise ``ReadError`` for what the operating system fails and ``SourceChangedError`` when the
-    identity is no longer that of the first look.
+    Implementations raise ``ReadError`` for what the operating system or a server fails, with the offset and ``from``
+    what they met, and ``SourceChangedError`` when the identity is no longer that of the first look. Nothing is
+    allocated for a range that the source does not have. ``sluice.testing.check_source`` checks all that is said here.
     """
 
     @property
@@ -35,15 +36,20 @@ class Source(Protocol):
         """Return exactly ``nbytes`` bytes from ``offset``.
 
         Raises:
-            TruncatedError: The source ends before ``offset + nbytes``.
+            TruncatedError: The source ends before ``offset + nbytes``, or one of the two is negative.
         """
         ...
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         """Fill ``buffer`` from ``offset``, retrying short reads; return the bytes read, fewer only at the end.
 
+        From the end on that is 0. The buffer is not kept: its owner may free it when this returns.
+
         With ``direct``, offset, address and length are multiples of 4096 and the page cache is bypassed; raises
-        ``DirectIOUnavailable`` where the file system refuses that.
+        ``DirectIOUnavailable`` where the source has no such way.
+
+        Raises:
+            TruncatedError: ``offset`` is negative.
         """
         ...
 
@@ -56,7 +62,7 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Release descriptors; reading again reopens them."""
+        """Release descriptors or connections; reading again reopens them, if the identity is still the same."""
         ...
 
 

@@ -98,6 +98,10 @@ class LocalFile:
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if offset < 0:
+            raise self._too_early(offset, len(buffer), 0)
+        if offset >= self._identity.nbytes or not buffer:  # also: the system takes no offset of 64 bits
+            return 0
         with self.lend(direct=direct) as descriptor:
             return self._read_all(descriptor, offset, buffer, direct=direct)
 

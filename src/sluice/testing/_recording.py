@@ -5,13 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from sluice._errors import ReadError, TruncatedError
 from sluice._records import FileIdentity
 from sluice.sources import MappableSource, Source
 
-__all__ = ["FaultySource", "RecordedRead", "RecordingSource"]
+if TYPE_CHECKING:
+    from sluice._checkpoint import Checkpoint
+
+__all__ = ["FaultySource", "RecordedRead", "RecordingSource", "record_reads"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,27 @@ class RecordingSource(_WrappedSource):
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         self.reads.append(RecordedRead(offset=offset, nbytes=len(buffer), direct=direct))
         return self._source.read_into(offset, buffer, direct=direct)
+
+
+def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
+    """Record what is read of an open checkpoint from now on.
+
+    Returns:
+        A recording source for each of ``checkpoint.files``. The machine is not asked about them, so that every read is
+        a buffered one of exactly the bytes that were planned.
+
+    Example:
+        >>> with sluice.open("model.safetensors") as checkpoint:
+        ...     (recording,) = record_reads(checkpoint)
+        ...     checkpoint["wte.weight"][:10].read()
+        ...     print(recording.read_bytes)
+    """
+    files = checkpoint._files  # noqa: SLF001  (the seam is for tests: users of the library have no sources)
+    recordings = tuple(RecordingSource(file.source) for file in files)
+    checkpoint._files = tuple(  # noqa: SLF001
+        replace(file, source=recording) for file, recording in zip(files, recordings, strict=True)
+    )
+    return recordings
 
 
 class FaultySource(_WrappedSource):
