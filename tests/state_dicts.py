@@ -9,10 +9,12 @@ import torch
 
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice._geometry import contiguous_stride
-from sluice._install import Installed, initial_values, install
-from sluice._load_hooks import apply_pre_hooks
+from sluice._initial_values import initial_values
+from sluice._install import Installed, finish_loading, install
+from sluice._load_hooks import follow_loading
 from sluice._matching import Match, match
-from sluice._modules import collect
+from sluice._modules import ModuleState, collect
+from sluice._placement import device_of
 from sluice._records import Entry, Request
 
 
@@ -66,10 +68,20 @@ def load(
 ) -> tuple[Match, Installed]:
     """Load a state dict into a module with everything but the engine."""
     held = hold(state_dict)
-    entries = apply_pre_hooks(module, held.entries, versions=versions, strict=strict)
+    followed = follow_loading(module, held.entries, versions=versions)
     state = collect(module)
-    found = match(state.outline, entries, placement=placement, dtype=dtype, strict=strict, versions=versions)
-    initial = initial_values(state, found, placement=placement)
+    found = match(
+        state.outline,
+        followed.entries,
+        placement=placement,
+        dtype=dtype,
+        strict=strict,
+        versions=versions,
+        forgiven=followed.forgiven,
+        problems=followed.problems,
+    )
+    initial = memory_for(state, found, placement or {})
+    initial_values(state, found, initial, scratch_bytes=1 << 20)
     finished = []
     for slot, request in zip(found.slots, found.requests, strict=True):
         tensor = held.finish(request)
@@ -77,4 +89,19 @@ def load(
             with torch.no_grad():
                 tensor = state.tensors[slot].detach().copy_(tensor)
         finished.append(tensor)
-    return found, install(state, found, finished, initial, placement=placement)
+    installed = install(state, found, finished, initial, placement=placement)
+    finish_loading(state, found, {}, strict=strict)
+    return found, installed
+
+
+def memory_for(state: ModuleState, found: Match, placement: Mapping[str, str]) -> dict[int, torch.Tensor]:
+    """Return memory for the tensors that are computed, by slot."""
+    with torch.inference_mode(mode=False):
+        return {
+            slot: torch.empty(
+                state.outline.slots[slot].shape,
+                dtype=torch_dtype(found.initial_dtypes[slot]),
+                device=device_of(state.outline.slots[slot].names[0], placement) or "cpu",
+            )
+            for slot in (*found.zeroed, *found.initialised)
+        }

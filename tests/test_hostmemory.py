@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from sluice._errors import BudgetError
 from sluice._hostmemory import HostMemory
 from sluice._measure import read_memory
 from sluice._staging import StagingPool
@@ -54,7 +55,7 @@ def test_memory_goes_back_with_the_last_tensor_on_it() -> None:
 
 
 def test_refused_memory_is_a_memory_error() -> None:
-    with pytest.raises(MemoryError, match="refused"):
+    with pytest.raises(BudgetError, match="refuses memory"):
         HostMemory(1 << 62, huge_pages=False)
 
 

@@ -153,11 +153,24 @@ def test_without_strict_live_tensors_keep_their_values_and_meta_tensors_are_init
     assert "reset_parameters" in message(Outline(slots=(slot("meta"),)), {}, strict=False)
 
 
-def test_extra_state_and_refused_tensors_are_not_unexpected() -> None:
-    outline = Outline(slots=(), extra_state=("a._extra_state",), refused=("b.weight",))
-    found = match(outline, {"a._extra_state": entry(), "a._extra_state.scale": entry(), "b.weight": entry()})
-    assert found.unexpected == ()
-    assert any("a._extra_state" in note for note in found.notes)
+def test_refused_tensors_are_not_unexpected() -> None:
+    assert match(Outline(slots=(), refused=("b.weight",)), {"b.weight": entry()}).unexpected == ()
+
+
+def test_extra_state_is_missing_or_unexpected_like_any_other_name() -> None:
+    outline = Outline(slots=(), extra_state=("a._extra_state",))
+    assert match(outline, {}, extra_state=["a._extra_state"]).missing == ()
+    text = message(outline, {}, extra_state=["b._extra_state"])
+    assert "not in the checkpoint (1):\n    'a._extra_state'\n" in text
+    assert "not in the module (1):\n    'b._extra_state'\n" in text
+    found = match(outline, {}, extra_state=["b._extra_state"], strict=False)
+    assert (found.missing, found.unexpected) == (("a._extra_state",), ("b._extra_state",))
+
+
+def test_what_a_module_forgives_is_not_missing() -> None:
+    outline = Outline(slots=(slot("live", device="cpu", in_place=True), slot("meta", resettable=True)))
+    found = match(outline, {}, forgiven={"live", "meta"})
+    assert (found.missing, found.kept, found.initialised) == ((), (0,), (1,))
 
 
 def test_every_problem_is_in_one_error() -> None:

@@ -173,7 +173,9 @@ def test_tied_and_optional_names_do_not_spoil_a_strict_fit() -> None:
 def test_refused_tensors_and_extra_state_belong_to_the_module() -> None:
     own = Outline(slots=MODULE.slots, extra_state=("norm._extra_state",), refused=("quantized.weight",))
     plain = entries((*NAMES, "norm._extra_state", "quantized.weight"))
-    assert select({"model": prefixed("module.", plain), "ema": {}}, own).entries == plain
+    found = select({"model": prefixed("module.", plain), "ema": {}}, own)
+    assert dict(found.extra_state) == {"norm._extra_state": plain.pop("norm._extra_state")}
+    assert found.entries == plain
 
 
 def test_versions_follow_the_names() -> None:

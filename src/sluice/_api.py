@@ -148,8 +148,7 @@ def load_state_dict(
         )
         with byte_progress(progress, checkpoint.path, prepared.plan.read_bytes) as report:
             tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan), progress=report)
-    finished = {id(entry): _as_in_file(tensor, entry) for entry, tensor in zip(wanted, tensors, strict=True)}
-    values = _tree.map_leaves(chosen, lambda entry: finished[id(entry)])
+    values = _transfer.with_tensors(chosen, wanted, tensors)
     state_dict = OrderedDict(values)
     state_dict.__dict__.update(getattr(values, "__dict__", {}))
     return state_dict
@@ -217,12 +216,6 @@ def _state_dict_request(name: str, entry: Entry, device: str, dtype: torch.dtype
     return Request(name=name, entry=entry, dtype=wanted, device=device)
 
 
-def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-    if entry.parameter:
-        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
-    return tensor.requires_grad_(entry.requires_grad)
-
-
 def _report(
     job: _module_load.Job, done: _module_load.Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks
 ) -> LoadReport:
@@ -233,8 +226,8 @@ def _report(
         files=checkpoint.files,
         key=job.selection.key,
         prefix=job.selection.prefix,
-        devices=tuple(sorted({request.device for request in match.requests})),
-        tensors=len(match.requests),
+        devices=tuple(sorted({target.device for target in plan.targets})),
+        tensors=len(plan.targets),
         final_bytes=plan.final_bytes,
         read_bytes=plan.read_bytes,
         mapped_bytes=plan.mapped_bytes,
@@ -244,11 +237,11 @@ def _report(
         device_memory=done.device_memory,
         reads=done.outcome.read_bytes,
         stepped_down=done.outcome.stepped_down,
-        missing=match.missing,
-        unexpected=match.unexpected,
+        missing=done.installed.missing,
+        unexpected=done.installed.unexpected,
         tied=match.tied,
         cast=job.cast,
         replaced=done.installed.replaced,
         initialised=tuple(name for slot in match.initialised for name in job.state.outline.slots[slot].names),
-        notes=(*checkpoint.index.notes, *job.selection.notes, *match.notes, *done.notes, *plan.reasons),
+        notes=(*checkpoint.index.notes, *job.selection.notes, *done.notes, *plan.reasons),
     )

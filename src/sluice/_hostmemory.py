@@ -11,6 +11,7 @@ import ctypes
 import mmap
 
 from sluice import _options as options
+from sluice._errors import BudgetError
 from sluice._geometry import round_down, round_up
 
 __all__ = ["HostMemory"]
@@ -31,7 +32,7 @@ class HostMemory:
         """Map at least ``nbytes``; only pages that are touched become resident.
 
         Raises:
-            MemoryError: The operating system refuses the mapping.
+            BudgetError: The operating system refuses the mapping.
         """
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
         huge = huge_pages and self.nbytes >= options.HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
@@ -61,7 +62,7 @@ def _map(nbytes: int) -> mmap.mmap:
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mmap.mmap(-1, nbytes)
     except OSError as error:
-        raise MemoryError(f"the operating system refused {nbytes} bytes of anonymous memory: {error}") from error
+        raise BudgetError(f"the operating system refuses memory: {error}", found=f"{nbytes} bytes") from error
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -3,38 +3,42 @@
 A tensor on the meta device gets its memory by a swap, so that it stays the same object for ties, optimizers and
 attributes; where torch refuses that, it is replaced in every module that holds it. A live tensor was filled in place,
 or gets its new memory through ``.data``. Gradients of live parameters are left alone, as ``load_state_dict`` does.
+
+Until every tensor is in place no code of the module runs: what it could raise would leave the module half loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-from sluice._dtypes import torch_dtype
-from sluice._errors import MismatchError
-from sluice._initialisers import InitialisersSkipMeta
-from sluice._load_hooks import run_post_hooks
+from sluice._errors import PartialLoadError
+from sluice._load_hooks import restore_extra_state, run_post_hooks
 from sluice._matching import Match
-from sluice._modules import ModuleState, Owner, can_reset
+from sluice._modules import Holding, ModuleState, Owner
 from sluice._placement import Placement, device_of
 from sluice._swap import swap_data, with_data
 
-__all__ = ["Installed", "initial_values", "install", "install_one"]
-
-#: Byte that fills tensors before ``reset_parameters``: a NaN in every floating-point dtype, so that what it leaves out
-#: shows.
-_UNTOUCHED = 0xFF
+__all__ = ["Installed", "finish_loading", "hold", "install", "install_one", "registered"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What ``install`` did that the caller cannot see otherwise."""
+    """What ``install`` and ``finish_loading`` did that the caller cannot see otherwise."""
 
     #: Names of tensors that became new objects, because torch refused to swap their contents.
     replaced: tuple[str, ...]
+    #: Names of the module that the checkpoint does not have; post-hooks may have changed the list.
+    missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that the module does not have; post-hooks may have changed the list.
+    unexpected: tuple[str, ...] = ()
 
 
 def install(
@@ -51,40 +55,118 @@ def install(
         state: The module.
         match: What was wanted.
         tensors: The finished tensor of each request; those of requests that are ``existing`` are filled already.
-        initial: What ``initial_values`` returned.
+        initial: Finished tensors that come from no entry, by slot.
         placement: Where live tensors without an entry, and non-persistent buffers, move to.
     """
     replaced: list[str] = []
     with torch.inference_mode(mode=False), torch.no_grad():
         for slot, request, tensor in zip(match.slots, match.requests, tensors, strict=True):
             if request.existing:
-                _note_written(state.tensors[slot])
+                for holding in state.holdings(slot):
+                    _note_written(holding.tensor)
             elif not install_one(state, slot, tensor):
                 replaced.append(state.outline.slots[slot].names[0])
         for slot, tensor in (initial or {}).items():
             if not install_one(state, slot, tensor):
                 replaced.append(state.outline.slots[slot].names[0])
-        kept = {state.outline.slots[slot].names[0]: state.tensors[slot] for slot in match.kept}
-        for name, tensor in {**state.unsaved, **kept}.items():
-            device = device_of(name, placement or {})
-            if device is not None:
-                tensor.data = tensor.data.to(device)
-    run_post_hooks(state.module, match.missing, match.unexpected)
+        for slot in match.kept:
+            _move(state.holdings(slot), device_of(state.outline.slots[slot].names[0], placement or {}))
+        for name, tensor in state.unsaved.items():
+            _move((Holding(tensor=tensor, owners=()),), device_of(name, placement or {}))
     return Installed(replaced=tuple(replaced))
 
 
+def finish_loading(
+    state: ModuleState, match: Match, extra_state: Mapping[str, object], *, strict: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Restore extra state and run post-hooks: the module's own code, once every tensor is in place.
+
+    Args:
+        state: The module.
+        match: What was loaded.
+        extra_state: Finished extra state by name.
+        strict: Whether names that hooks report are an error.
+
+    Returns:
+        The missing and the unexpected names, as the hooks leave them.
+
+    Raises:
+        PartialLoadError: The module's code failed, or a post-hook reports names; every tensor is loaded.
+    """
+    missing, unexpected = list(match.missing), list(match.unexpected)
+    doing = "set_extra_state"
+    try:
+        restore_extra_state(state.module, extra_state)
+        doing = "a load_state_dict post-hook"
+        run_post_hooks(state.module, missing, unexpected)
+    except Exception as error:
+        raise _after_loading(f"{doing} failed: {error}", state) from error
+    if strict and (missing or unexpected):
+        raise _after_loading(f"a load_state_dict post-hook reports {missing} missing, {unexpected} unexpected", state)
+    return tuple(missing), tuple(unexpected)
+
+
+def _after_loading(problem: str, state: ModuleState) -> PartialLoadError:
+    done = tuple(slot.names[0] for slot in state.outline.slots)
+    return PartialLoadError(f"every tensor was loaded, and then {problem}", done=done)
+
+
 def install_one(state: ModuleState, slot: int, tensor: torch.Tensor) -> bool:
-    """Give one tensor of the module new memory; return whether it is still the same object."""
-    own = state.tensors[slot]
+    """Give one tensor of the module, and its aliases, new memory; return whether they are still the same objects."""
+    given = [_give(state.module, holding, tensor) for holding in state.holdings(slot)]
+    return all(given)
+
+
+def _give(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bool:
+    own = holding.tensor
+    if is_lazy(own):
+        cast("Any", own).__class__ = cast("Any", own).cls_to_become  # as its materialize() does
     if not own.is_meta:
         own.data = tensor
         return True
-    if swap_data(own, tensor):
-        return True
-    new = with_data(own, tensor)
-    for owner in state.owners[slot]:
-        setattr(owner.module, owner.name, new)  # not through the dicts: RNNs note assignments in their lists of weights
+    with _without_weak_references(holding.owners):
+        if swap_data(own, tensor):
+            return True
+        new = with_data(own, tensor)
+        hold(holding.owners, new)
+        _replace_in_attributes(module, own, new)
     return False
+
+
+@contextmanager
+def _without_weak_references(owners: Sequence[Owner]) -> Iterator[None]:
+    """Let torch's recurrent layers forget for a while that they watch their weights, which forbids to swap them."""
+    layers = {owner.module for owner in owners if isinstance(owner.module, nn.RNNBase)}
+    for layer in layers:
+        layer._flat_weight_refs = []  # noqa: SLF001  nothing public makes or drops them
+    try:
+        yield
+    finally:
+        for layer in layers:
+            weights = layer._flat_weights  # noqa: SLF001  as above
+            layer._flat_weight_refs = [weight if weight is None else weakref.ref(weight) for weight in weights]  # noqa: SLF001
+
+
+def _replace_in_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Replace a tensor in plain attributes, and in lists and dicts there, as recurrent layers keep of their weights."""
+    for part in module.modules():
+        for name, value in vars(part).items():
+            members: Any = value
+            if value is old:
+                vars(part)[name] = new
+            elif isinstance(value, (list, dict)):
+                for key, member in list(members.items() if isinstance(value, dict) else enumerate(value)):
+                    if member is old:
+                        members[key] = new
+
+
+def _move(holdings: Sequence[Holding], device: str | None) -> None:
+    """Move a live tensor; objects over one memory share it afterwards as well."""
+    if device is None:
+        return
+    moved = holdings[0].tensor.data.to(device)
+    for holding in holdings:
+        holding.tensor.data = moved
 
 
 def _note_written(tensor: torch.Tensor) -> None:
@@ -93,73 +175,14 @@ def _note_written(tensor: torch.Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def initial_values(state: ModuleState, match: Match, *, placement: Placement | None = None) -> dict[int, torch.Tensor]:
-    """Compute the values of the slots on meta that the checkpoint does not fill; the module is left as it is.
-
-    Args:
-        state: The module.
-        match: Its ``zeroed`` and ``initialised`` slots are computed.
-        placement: Where; the CPU for what it does not name.
-
-    Raises:
-        MismatchError: A ``reset_parameters`` fails, or leaves out a tensor that it should fill.
-    """
-    with torch.inference_mode(mode=False):  # parameters made of inference tensors could not be trained
-        return _initial_values(state, match, placement or {})
-
-
-def _initial_values(state: ModuleState, match: Match, placement: Placement) -> dict[int, torch.Tensor]:
-    devices = {
-        slot: device_of(state.outline.slots[slot].names[0], placement) or "cpu"
-        for slot in (*match.zeroed, *match.initialised)
-    }
-    values = {
-        slot: torch.zeros(
-            state.tensors[slot].shape, dtype=torch_dtype(match.initial_dtypes[slot]), device=devices[slot]
-        )
-        for slot in match.zeroed
-    }
-    for slot, tensor in _reset(state, match.initialised, devices).items():
-        if tensor.numel() and bool((tensor.reshape(-1).view(torch.uint8) == _UNTOUCHED).all()):
-            raise MismatchError(
-                "the checkpoint does not have it, and reset_parameters() left it out",
-                tensor=state.outline.slots[slot].names[0],
-            )
-        values[slot] = tensor.to(torch_dtype(match.initial_dtypes[slot]))
-    return values
-
-
-def _reset(state: ModuleState, slots: Sequence[int], devices: Mapping[int, str]) -> dict[int, torch.Tensor]:
-    """Return what ``reset_parameters`` makes of these tensors, whose places are real memory for as long as it runs."""
-    modules = {
-        module: None
-        for slot in slots
-        for module in (next(owner.module for owner in state.owners[slot] if can_reset(owner.module)),)
-    }
-    try:
-        for slot in slots:
-            own = state.tensors[slot]
-            marked = torch.full((own.nbytes,), _UNTOUCHED, dtype=torch.uint8, device=devices[slot])
-            _hold(state.owners[slot], with_data(own, marked.view(own.dtype).view(own.shape)))
-        for module in modules:
-            try:
-                with InitialisersSkipMeta():
-                    module.reset_parameters()  # type: ignore[operator]  # can_reset saw that it can be called
-            except Exception as error:
-                raise MismatchError(f"reset_parameters() of {type(module).__name__} failed: {error}") from error
-        return {slot: _registered(state.owners[slot][0])[state.owners[slot][0].name].data for slot in slots}
-    finally:
-        for slot in slots:
-            _hold(state.owners[slot], state.tensors[slot])
-
-
-def _hold(owners: Sequence[Owner], tensor: torch.Tensor) -> None:
+def hold(owners: Sequence[Owner], tensor: torch.Tensor) -> None:
+    """Put a tensor where modules hold another one, without what an assignment sets off."""
     for owner in owners:
-        _registered(owner)[owner.name] = tensor
+        registered(owner)[owner.name] = tensor
 
 
-def _registered(owner: Owner) -> dict[str, torch.Tensor]:
-    """Return the dict in which the module holds the tensor: for a while, without what assignments set off."""
+def registered(owner: Owner) -> dict[str, torch.Tensor]:
+    """Return the dict in which the module holds the tensor."""
     module = owner.module
     held = module._parameters if owner.name in module._parameters else module._buffers  # noqa: SLF001  as above
     return cast("dict[str, torch.Tensor]", held)

@@ -16,7 +16,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
 from sluice._records import Block, BlockKind, Entry, Fill, Index, Part, Request, Target
 
-__all__ = ["View", "lay_out_blocks", "shared_targets", "single_targets"]
+__all__ = ["Computed", "View", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +31,38 @@ class View:
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """A finished tensor whose values come from no file."""
+
+    #: Its name, for messages.
+    name: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements; row-major where these would leave gaps.
+    stride: tuple[int, ...]
+    #: Name of its dtype.
+    dtype: str
+    #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``.
+    device: str
+
+
+def computed_targets(computed: Sequence[Computed], first: int) -> tuple[tuple[Target, ...], tuple[View, ...]]:
+    """Return memory without fills for computed tensors, and one view for each.
+
+    Args:
+        computed: What is wanted.
+        first: Position of the first of these targets in the plan.
+    """
+    targets, views = [], []
+    for position, one in enumerate(computed, first):
+        stride = one.stride if is_dense(one.shape, one.stride) else contiguous_stride(one.shape)
+        nbytes = span_elements(one.shape, stride) * ITEM_BYTES[one.dtype]
+        targets.append(Target(name=one.name, dtype=one.dtype, nbytes=nbytes, device=one.device, fills=()))
+        views.append(View(target=position, start=0, shape=one.shape, stride=stride))
+    return tuple(targets), tuple(views)
 
 
 def single_targets(

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from sluice._dtypes import is_castable
@@ -51,6 +51,8 @@ class Slot:
     resettable: bool = False
     #: Version of its module that added it: older state dicts do not have it. None: every state dict has it.
     added_in: int | None = None
+    #: Whether it has no shape yet and takes that of its entry.
+    lazy: bool = False
 
     @property
     def on_meta(self) -> bool:
@@ -96,8 +98,6 @@ class Match:
     unexpected: tuple[str, ...] = ()
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
-    #: What a reader of the report should know, a sentence each.
-    notes: tuple[str, ...] = ()
 
 
 def match(
@@ -108,6 +108,8 @@ def match(
     dtype: str | None = None,
     strict: bool = True,
     versions: Mapping[str, int] | None = None,
+    extra_state: Collection[str] = (),
+    forgiven: Collection[str] = (),
     problems: Sequence[str] = (),
 ) -> Match:
     """Match entries with the tensors of a module.
@@ -119,6 +121,8 @@ def match(
         dtype: None, ``"auto"`` or the name of a real floating-point dtype; see the module docstring.
         strict: Whether missing and unexpected names are problems.
         versions: Version that each module's part of the state dict has, by the module's name, where the file says so.
+        extra_state: Names of the extra state that the state dict has.
+        forgiven: Names that are not missed, because their module says so.
         problems: What was found before, to be reported together with the rest.
 
     Raises:
@@ -126,7 +130,8 @@ def match(
     """
     matcher = _Matcher(entries, placement=placement or {}, dtype=dtype, strict=strict, versions=versions or {})
     for position, slot in enumerate(outline.slots):
-        matcher.add(position, slot)
+        matcher.add(position, slot, forgiven=any(name in forgiven for name in slot.names))
+    matcher.add_extra_state(outline.extra_state, extra_state)
     matcher.add_unexpected(outline)
     matcher.findings.others.extend((*outline.problems, *problems))
     matcher.findings.raise_if_any()
@@ -168,12 +173,15 @@ class _Matcher:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
 
-    def add(self, position: int, slot: Slot) -> None:
+    def add(self, position: int, slot: Slot, *, forgiven: bool = False) -> None:
         """Match one slot."""
         present = [name for name in slot.names if name in self._entries]
         if not present:
-            self._add_absent(position, slot)
+            self._add_absent(position, slot, forgiven=forgiven)
             return
+        if slot.lazy:
+            shape = self._entries[present[0]].shape
+            slot = replace(slot, shape=shape, stride=contiguous_stride(shape))
         first = self._request(present[0], slot)
         for name in present[1:]:
             if not _same_bytes(self._entries[name], self._entries[present[0]]):
@@ -208,20 +216,20 @@ class _Matcher:
             device=device,
             stride=stride,
             existing=existing,
-            replaces=not (existing or slot.on_meta),
+            replaces=not (existing or slot.on_meta or slot.lazy),
         )
 
     def _where(self, slot: Slot) -> str:
         return device_of(slot.names[0], self._placement) or ("cpu" if slot.on_meta else slot.device)
 
-    def _add_absent(self, position: int, slot: Slot) -> None:
+    def _add_absent(self, position: int, slot: Slot, *, forgiven: bool) -> None:
         optional = slot.added_in is not None and self._version_of(slot) < slot.added_in
-        if not optional:
+        if not optional and not forgiven:
             self._missing.extend(slot.names)
             if self._strict:
-                self.findings.missing.append((slot.names, slot.shape))
+                self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
                 return
-        if not slot.on_meta:
+        if not slot.on_meta or slot.lazy:
             fate = "kept"
         elif optional:
             fate = "zeroed"
@@ -240,11 +248,21 @@ class _Matcher:
     def _version_of(self, slot: Slot) -> int:
         return self._versions.get(slot.names[0].rpartition(".")[0], 0)
 
+    def add_extra_state(self, own: Sequence[str], found: Collection[str]) -> None:
+        """Note extra state of which only the module or only the state dict knows."""
+        missing = [name for name in own if name not in found]
+        self._missing += missing
+        if self._strict:
+            self.findings.missing += [((name,), None) for name in missing]
+        spare = [name for name in found if name not in own]
+        self._unexpected += spare
+        self.findings.spare += [(name, None) for name in spare]
+
     def add_unexpected(self, outline: Outline) -> None:
         """Note the entries that no slot has a name for."""
         known = {name for slot in outline.slots for name in slot.names} | set(outline.refused)
         for name, entry in self._entries.items():
-            if name not in known and not is_extra_state(name, outline.extra_state):
+            if name not in known:
                 self._unexpected.append(name)
                 self.findings.spare.append((name, entry.shape))
         self.findings.report_spare = self._strict
@@ -260,15 +278,7 @@ class _Matcher:
             missing=tuple(self._missing),
             unexpected=tuple(self._unexpected),
             tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),
-            notes=tuple(
-                f"extra state {name!r} was not restored: pass it to set_extra_state" for name in outline.extra_state
-            ),
         )
-
-
-def is_extra_state(name: str, extra_state: Iterable[str]) -> bool:
-    """Return whether a name of a state dict is extra state of the module, or a tensor inside of it."""
-    return any(name == extra or name.startswith(f"{extra}.") for extra in extra_state)
 
 
 def _same_bytes(one: Entry, other: Entry) -> bool:

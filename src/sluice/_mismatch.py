@@ -23,10 +23,10 @@ Shape = tuple[int, ...]
 class Findings:
     """Every reason why a checkpoint does not fit a module."""
 
-    #: Names that one missing tensor has, and its shape.
-    missing: list[tuple[tuple[str, ...], Shape]] = field(default_factory=list)
-    #: Names of the checkpoint that the module does not have, and their shapes.
-    spare: list[tuple[str, Shape]] = field(default_factory=list)
+    #: Names that one missing tensor has, and its shape; None where it has none (extra state, lazy tensors).
+    missing: list[tuple[tuple[str, ...], Shape | None]] = field(default_factory=list)
+    #: Names of the checkpoint that the module does not have, and their shapes; None for extra state.
+    spare: list[tuple[str, Shape | None]] = field(default_factory=list)
     #: Whether names that the module does not have are a problem; they serve as suggestions in any case.
     report_spare: bool = True
     #: Name, shape in the module, shape in the checkpoint.
@@ -56,14 +56,16 @@ class Findings:
             section(
                 "not in the checkpoint", [self._describe_missing(*one) for one in self.missing[:SHOWN]], self.missing
             ),
-            section("not in the module", [f"{name!r} {list(shape)}" for name, shape in spare[:SHOWN]], spare),
+            section("not in the module", [_with_shape(repr(name), shape) for name, shape in spare[:SHOWN]], spare),
             section("of another shape", [_describe_shapes(*one) for one in self.shapes[:SHOWN]], self.shapes),
             section("of a dtype that does not fit", [f"{n!r}: {why}" for n, why in self.dtypes[:SHOWN]], self.dtypes),
             section("cannot be loaded", self.others[:SHOWN], self.others),
         ]
 
-    def _describe_missing(self, names: tuple[str, ...], shape: Shape) -> str:
-        text = " = ".join(map(repr, names)) + f" {list(shape)}"
+    def _describe_missing(self, names: tuple[str, ...], shape: Shape | None) -> str:
+        text = _with_shape(" = ".join(map(repr, names)), shape)
+        if shape is None:
+            return text
         close = _closest(names[0], [name for name, found in self.spare if found == shape])
         return f"{text}; the checkpoint has {close!r} of the same shape" if close else text
 
@@ -74,6 +76,10 @@ def section(title: str, lines: Sequence[str], of: Sequence[object]) -> str:
         return ""
     more = [f"    and {len(of) - len(lines)} more"] if len(of) > len(lines) else []
     return "\n".join([f"  {title} ({len(of)}):", *(f"    {line}" for line in lines), *more])
+
+
+def _with_shape(text: str, shape: Shape | None) -> str:
+    return text if shape is None else f"{text} {list(shape)}"
 
 
 def _describe_shapes(name: str, own: Shape, found: Shape) -> str:

@@ -8,7 +8,8 @@ change while they are read; a failure there says which.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,20 +17,24 @@ from torch import nn
 from sluice import _transfer, _tree
 from sluice._accelerators import allocator_bytes
 from sluice._checkpoint import Checkpoint
+from sluice._device_memory import scratch_bytes
+from sluice._dtypes import ITEM_BYTES
 from sluice._engine import Outcome
 from sluice._errors import MismatchError, PartialLoadError, UnsafeContentError
 from sluice._geometry import contiguous_stride
-from sluice._install import Installed, initial_values, install, install_one
-from sluice._load_hooks import apply_pre_hooks
-from sluice._matching import Match, is_extra_state, match
+from sluice._initial_values import initial_values
+from sluice._install import Installed, finish_loading, install, install_one
+from sluice._layout import Computed
+from sluice._load_hooks import follow_loading
+from sluice._matching import Match, match
 from sluice._modules import ModuleState, collect
 from sluice._options import TransferOptions
-from sluice._placement import Placement
+from sluice._placement import Placement, device_of
 from sluice._progress import Progress, byte_progress
 from sluice._records import DeviceMemory, DevicePlan, Request
 from sluice._renaming import Rename
 from sluice._selection import Selection, select
-from sluice._slicing import slice_entry
+from sluice._slicing import boxes, slice_entry
 from sluice._targets import Targets
 from sluice._transfer import Prepared
 
@@ -50,6 +55,10 @@ class Job:
     prepared: Prepared
     #: Devices that were asked for.
     placement: Placement
+    #: Extra state of the module's parts by name: plain values and containers with ``Entry`` leaves.
+    extra_state: Mapping[str, object]
+    #: What a reader of the report should know, a sentence each.
+    notes: tuple[str, ...] = ()
 
     @property
     def cast(self) -> dict[str, int]:
@@ -88,13 +97,54 @@ def prepare_module(
     tree = checkpoint.index.tree
     selection = select(tree, state.outline, key=key, rename=rename, limits=checkpoint.limits)
     if strict:
-        _refuse_opaque(
-            _tree.subtree(tree, selection.key or ""), selection.prefix, state.outline.extra_state, checkpoint
+        _refuse_opaque(_tree.subtree(tree, selection.key or ""), selection.prefix, checkpoint)
+    followed = follow_loading(model, selection.entries, selection.extra_state, versions=selection.versions)
+    found = match(
+        state.outline,
+        followed.entries,
+        placement=placement,
+        dtype=dtype,
+        strict=strict,
+        versions=selection.versions,
+        extra_state=followed.extra_state,
+        forgiven=followed.forgiven,
+        problems=followed.problems,
+    )
+    extra_state = {
+        name: value
+        for name, value in followed.extra_state.items()
+        if name in state.outline.extra_state and not _tree.opaques(value)
+    }
+    left_out = [name for name in followed.extra_state if name in state.outline.extra_state and name not in extra_state]
+    return Job(
+        state=state,
+        selection=selection,
+        match=found,
+        prepared=_transfer.prepare(
+            checkpoint,
+            found.requests,
+            computed=_computed(state, found, placement),
+            options=options,
+        ),
+        placement=placement,
+        extra_state=extra_state,
+        notes=tuple(f"extra state {name!r} was left out: only running code could build it" for name in left_out),
+    )
+
+
+def _computed(state: ModuleState, found: Match, placement: Placement) -> list[Computed]:
+    """Return the tensors on meta that the checkpoint does not fill, in the order of ``zeroed`` and ``initialised``."""
+    slots = state.outline.slots
+    return [
+        Computed(
+            name=slots[slot].names[0],
+            shape=slots[slot].shape,
+            stride=slots[slot].stride,
+            dtype=found.initial_dtypes[slot],
+            device=device_of(slots[slot].names[0], placement) or "cpu",
         )
-    entries = apply_pre_hooks(model, selection.entries, versions=selection.versions, strict=strict)
-    found = match(state.outline, entries, placement=placement, dtype=dtype, strict=strict, versions=selection.versions)
-    prepared = _transfer.prepare(checkpoint, found.requests, options=options)
-    return Job(state=state, selection=selection, match=found, prepared=prepared, placement=placement)
+        for slot in (*found.zeroed, *found.initialised)
+    ]
 
 
 def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) -> Done:
@@ -104,14 +154,15 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
         MismatchError: Tied names have different bytes; nothing was touched.
         PartialLoadError: A failure after live tensors began to change; its cause says what failed.
     """
-    notes = _compare_tied(job, checkpoint, strict=strict)
-    initial = initial_values(job.state, job.match, placement=job.placement)
+    notes = [*job.notes, *_compare_tied(job, checkpoint, strict=strict)]
+    extra_state = {name: _read_tree(checkpoint, value) for name, value in job.extra_state.items()}
     plan = job.prepared.plan
     targets = Targets(
         plan, {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.match.requests[i].existing}
     )
     finished: set[int] = set()
     before = {device.device: allocator_bytes(device.device) for device in plan.devices}
+    initial = _initial_values(job, targets)
 
     def completed(position: int) -> None:
         slot = job.match.slots[position]
@@ -127,8 +178,37 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
         _report_partial(job, targets, finished, error)
         raise
     installed = install(job.state, job.match, tensors, initial, placement=job.placement)
+    missing, unexpected = finish_loading(job.state, job.match, extra_state, strict=strict)
+    installed = replace(installed, missing=missing, unexpected=unexpected)
     memory = tuple(_device_memory(device, before[device.device]) for device in plan.devices)
     return Done(outcome=outcome, installed=installed, device_memory=memory, notes=tuple(notes))
+
+
+def _initial_values(job: Job, targets: Targets) -> dict[int, torch.Tensor]:
+    """Compute what the checkpoint does not have, in its final memory."""
+    slots = (*job.match.zeroed, *job.match.initialised)
+    if not slots:
+        return {}
+    try:
+        targets.reserve()
+        memory = dict(zip(slots, targets.tensors(job.prepared.computed), strict=True))
+        scratch = scratch_bytes(job.prepared.plan.staging_buffer_bytes)
+        initial_values(job.state, job.match, memory, scratch_bytes=scratch)
+    except BaseException:
+        targets.discard()
+        raise
+    return memory
+
+
+def _read_tree(checkpoint: Checkpoint, tree: object) -> object:
+    """Return a part of the checkpoint with its tensors on the host, as ``torch.load`` gives it."""
+    entries = list(_tree.every_entry(tree))
+    if not entries:
+        return tree
+    requests = [Request(name="extra state", entry=entry, dtype=entry.dtype, device="cpu") for entry in entries]
+    prepared = _transfer.prepare(checkpoint, requests, share_storages=True)
+    tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan))
+    return _transfer.with_tensors(tree, entries, tensors)
 
 
 def _device_memory(device: DevicePlan, before: tuple[int, int] | None) -> DeviceMemory:
@@ -143,9 +223,9 @@ def _device_memory(device: DevicePlan, before: tuple[int, int] | None) -> Device
     )
 
 
-def _refuse_opaque(chosen: object, prefix: str, extra_state: tuple[str, ...], checkpoint: Checkpoint) -> None:
+def _refuse_opaque(chosen: object, prefix: str, checkpoint: Checkpoint) -> None:
     for name, opaque in _tree.opaques(chosen).items():
-        if name.startswith(prefix) and not is_extra_state(name[len(prefix) :], extra_state):
+        if name.startswith(prefix):
             raise UnsafeContentError(
                 "the state dict holds an object that only running code could build",
                 file=checkpoint.path,
@@ -169,10 +249,9 @@ def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str
 
 
 def _same_values(checkpoint: Checkpoint, first: Request, other: Request, limit_bytes: int) -> bool:
-    size = first.entry.shape[0] if first.entry.shape else 1
-    rows = max(1, size * limit_bytes // max(first.entry.nbytes, other.entry.nbytes, 1))
-    for start in range(0, size, rows):
-        requests = [_rows(request, start, rows) for request in (first, other)]
+    largest = max(ITEM_BYTES[dtype] for dtype in (first.entry.dtype, other.entry.dtype, first.dtype))
+    for key in boxes(first.entry.shape, max(1, limit_bytes // largest)):
+        requests = [_part(request, key) for request in (first, other)]
         prepared = _transfer.prepare(checkpoint, requests)
         tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan))
         one, two = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
@@ -181,11 +260,9 @@ def _same_values(checkpoint: Checkpoint, first: Request, other: Request, limit_b
     return True
 
 
-def _rows(request: Request, start: int, count: int) -> Request:
-    """Return a request for some rows of another one, as a tensor of its own on the host."""
-    entry = request.entry
-    if entry.shape:
-        entry = slice_entry(entry, slice(start, start + count))
+def _part(request: Request, key: tuple[slice, ...]) -> Request:
+    """Return a request for a box of another one, as a tensor of its own on the host."""
+    entry = slice_entry(request.entry, key) if key else request.entry
     return Request(
         name=request.name, entry=entry, dtype=request.dtype, device="cpu", stride=contiguous_stride(entry.shape)
     )

@@ -1,24 +1,31 @@
-"""What a module holds: every tensor object once, with all its names and all its holders.
+"""What a module holds: every tensor once, with all its names and all its holders.
 
-``collect`` also finds what cannot be loaded into: tensors of kinds that have no memory of their own to fill, and
-tensors on the meta device that no state dict will ever fill (non-persistent buffers, plain attributes).
+Tensor objects that view the same memory in the same way (``head.weight = nn.Parameter(embedding.weight.data)``) are
+one tensor as well: they are filled once and share their memory afterwards.
+
+``collect`` also finds what cannot be loaded into: tensors of kinds that have no memory of their own to fill, tensors
+that overlap others, and tensors on the meta device that no state dict will ever fill (non-persistent buffers, plain
+attributes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
-from sluice._load_hooks import extra_state_names, unknown_loading
+from sluice._geometry import is_dense
+from sluice._load_hooks import extra_state_names
 from sluice._matching import Outline, Slot
 from sluice._swap import is_plain
 
-__all__ = ["ModuleState", "Owner", "can_reset", "collect"]
+__all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of"]
 
 # What nn.Module registers has no other public view that tells names, None and persistence apart.
 # ruff: noqa: SLF001
@@ -41,6 +48,16 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """A tensor object and who holds it."""
+
+    #: The object.
+    tensor: torch.Tensor
+    #: Every holder.
+    owners: tuple[Owner, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleState:
     """The tensors of a module. ``outline.slots``, ``tensors`` and ``owners`` run in parallel."""
 
@@ -52,8 +69,14 @@ class ModuleState:
     tensors: tuple[torch.Tensor, ...]
     #: Every holder of the tensor of each slot.
     owners: tuple[tuple[Owner, ...], ...]
+    #: Further objects over the memory of a slot's tensor, by slot.
+    aliases: Mapping[int, tuple[Holding, ...]]
     #: Non-persistent buffers by name: computed by constructors, in no state dict.
     unsaved: Mapping[str, torch.Tensor]
+
+    def holdings(self, slot: int) -> tuple[Holding, ...]:
+        """Return every object over the memory of a slot."""
+        return (Holding(tensor=self.tensors[slot], owners=self.owners[slot]), *self.aliases.get(slot, ()))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -68,10 +91,16 @@ class _Found:
     names: list[str] = field(default_factory=list)
     owners: dict[tuple[int, str], Owner] = field(default_factory=dict)
     added_in: int | None = None
+    #: Other objects over the same memory.
+    aliases: list[_Found] = field(default_factory=list)
 
     @property
     def can_be_loaded(self) -> bool:
-        return is_plain(self.tensor) and dtype_name(self.tensor.dtype) in ITEM_BYTES
+        return is_lazy(self.tensor) or (is_plain(self.tensor) and dtype_name(self.tensor.dtype) in ITEM_BYTES)
+
+    @property
+    def holding(self) -> Holding:
+        return Holding(tensor=self.tensor, owners=tuple(self.owners.values()))
 
 
 def collect(module: nn.Module) -> ModuleState:
@@ -88,7 +117,7 @@ def collect(module: nn.Module) -> ModuleState:
     slots: list[_Found] = []
     refused: list[_Found] = []
     unsaved: list[_Found] = []
-    for one in found.values():
+    for one in _join_aliases(found.values()):
         (unsaved if not one.names else slots if one.can_be_loaded else refused).append(one)
     return ModuleState(
         module=module,
@@ -96,24 +125,30 @@ def collect(module: nn.Module) -> ModuleState:
             slots=tuple(map(_slot, slots)),
             extra_state=tuple(extra_state),
             refused=tuple(name for one in refused for name in one.names),
-            problems=(*map(_describe_refused, refused), *_leftovers(module, found, unsaved)),
+            problems=(
+                *map(_describe_refused, refused),
+                *_overlaps(slots),
+                *_leftovers(module, found, unsaved),
+            ),
         ),
         tensors=tuple(one.tensor for one in slots),
-        owners=tuple(tuple(one.owners.values()) for one in slots),
+        owners=tuple(one.holding.owners for one in slots),
+        aliases={slot: tuple(alias.holding for alias in one.aliases) for slot, one in enumerate(slots) if one.aliases},
         unsaved={one.path: one.tensor for one in unsaved},
     )
 
 
 def _leftovers(module: nn.Module, found: dict[int, _Found], unsaved: list[_Found]) -> Iterator[str]:
     """Yield a sentence for all that a load could not bring into order."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module):
+        yield f"the module ({type(module).__name__}) has a load_state_dict of its own, which would not be called"
     for one in unsaved:
         if one.tensor.is_meta:
             yield (
                 f"non-persistent buffer {one.path!r} is on the meta device and in no state dict: build the model "
-                "under sluice.empty_init()"
+                "under sluice.empty_init(), or, if it is computed from parameters, compute it after loading"
             )
     for path, part in module.named_modules():
-        yield from unknown_loading(path, part)
         yield from _attributes_on_meta(f"{path}." if path else "", part, found)
 
 
@@ -133,8 +168,44 @@ def _add_tensors(prefix: str, module: nn.Module, found: dict[int, _Found]) -> No
                 one.added_in = _NUM_BATCHES_TRACKED_VERSION
 
 
+def _join_aliases(found: Iterable[_Found]) -> list[_Found]:
+    """Make one of the objects that view the same memory in the same way: the first, which gets the names of all."""
+    joined: list[_Found] = []
+    first_of: dict[object, _Found] = {}
+    for one in found:
+        tensor = one.tensor
+        if not is_plain(tensor) or tensor.numel() == 0:
+            joined.append(one)
+            continue
+        storage = tensor.untyped_storage()._cdata
+        view = (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        first = first_of.setdefault((view, tensor.dtype, tensor.is_conj(), tensor.is_neg()), one)
+        if first is one:
+            joined.append(one)
+            continue
+        first.aliases.append(one)
+        first.names += one.names
+        first.parameter |= one.parameter
+    return joined
+
+
+def _overlaps(found: Sequence[_Found]) -> Iterator[str]:
+    """Yield a sentence for each dense tensor that shares a part of its memory with another one."""
+    views = [
+        (one.tensor.untyped_storage()._cdata, one.tensor.storage_offset() * one.tensor.itemsize, one)
+        for one in found
+        if is_plain(one.tensor) and one.tensor.numel() and is_dense(tuple(one.tensor.shape), one.tensor.stride())
+    ]
+    views.sort(key=lambda view: view[:2])
+    for (storage, start, one), (other_storage, other_start, other) in pairwise(views):
+        if storage == other_storage and other_start < start + one.tensor.nbytes:
+            yield f"{one.path!r} and {other.path!r} overlap in memory, and are not the same tensor"
+
+
 def _slot(one: _Found) -> Slot:
     tensor = one.tensor
+    if is_lazy(tensor):
+        return _lazy_slot(one)
     return Slot(
         names=tuple(one.names),
         parameter=one.parameter,
@@ -142,23 +213,40 @@ def _slot(one: _Found) -> Slot:
         stride=tensor.stride(),
         dtype=dtype_name(tensor.dtype),
         device=str(tensor.device),
-        requires_grad=tensor.requires_grad,
+        requires_grad=any(holding.tensor.requires_grad for holding in (one, *one.aliases)),
         in_place=_can_be_filled(tensor),
-        resettable=tensor.is_meta and any(can_reset(owner.module) for owner in one.owners.values()),
+        resettable=tensor.is_meta and any(reset_of(owner.module) for owner in one.owners.values()),
         added_in=one.added_in,
     )
 
 
-def can_reset(module: nn.Module) -> bool:
-    """Return whether ``reset_parameters`` exists and cannot harm: everything that it may fill is on meta."""
-    if not callable(getattr(module, "reset_parameters", None)):
-        return False
-    return all(
+def _lazy_slot(one: _Found) -> Slot:
+    """Describe a tensor of a lazy module, which has a dtype and a device but no shape yet."""
+    data = one.tensor.data  # the tensor itself refuses to be asked for some of this
+    return Slot(
+        names=tuple(one.names),
+        parameter=one.parameter,
+        shape=(),
+        stride=(),
+        dtype=dtype_name(data.dtype),
+        device=str(data.device),
+        requires_grad=one.tensor.requires_grad,
+        in_place=False,
+        lazy=True,
+    )
+
+
+def reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """Return the module's ``reset_parameters`` when it cannot harm: everything that it may fill is on meta."""
+    # torch's attention and transformers have theirs under the private name.
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    harmless = callable(reset) and all(
         tensor is None or tensor.is_meta or name in part._non_persistent_buffers_set
         for part in module.modules()
         for held in (part._parameters, part._buffers)
         for name, tensor in held.items()
     )
+    return reset if harmless else None
 
 
 def _can_be_filled(tensor: torch.Tensor) -> bool:

@@ -1,12 +1,12 @@
-"""New names for the entries of a checkpoint, as a user asks for them. Pure; no torch."""
+"""New names for what a checkpoint holds, as a user asks for them. Pure; no torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from sluice._errors import MismatchError
-from sluice._records import Entry
 
 __all__ = ["Rename", "rename_entries"]
 
@@ -14,8 +14,11 @@ __all__ = ["Rename", "rename_entries"]
 Rename = Mapping[str, str | None] | Sequence[tuple[str | re.Pattern[str], str]] | Callable[[str], str | None]
 
 
-def rename_entries(entries: Mapping[str, Entry], rename: Rename | None) -> dict[str, Entry]:
-    """Return the entries by their new names, without those that are dropped.
+_Value = TypeVar("_Value")
+
+
+def rename_entries(entries: Mapping[str, _Value], rename: Rename | None) -> dict[str, _Value]:
+    """Return entries, or extra state, by their new names, without those that are dropped.
 
     Raises:
         MismatchError: Two entries get the same name.
@@ -23,7 +26,7 @@ def rename_entries(entries: Mapping[str, Entry], rename: Rename | None) -> dict[
     """
     if rename is None:
         return dict(entries)
-    renamed: dict[str, Entry] = {}
+    renamed: dict[str, _Value] = {}
     for name, entry in entries.items():
         new = _rename(name, rename)
         if new is None:

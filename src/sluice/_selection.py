@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sluice._errors import FormatError, MismatchError
 from sluice._matching import Outline
@@ -34,6 +34,9 @@ __all__ = ["Selection", "select"]
 #: Components that torch.compile, DistributedDataParallel and DataParallel put into names.
 _WRAPPERS = frozenset({"module", "_orig_mod"})
 
+#: Last component of the name under which a state dict holds what a module's ``get_extra_state`` returned.
+_EXTRA_STATE = "_extra_state"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
@@ -47,6 +50,8 @@ class Selection:
     prefix: str
     #: Version of each module's part of it, by the module's name, where the file says so.
     versions: Mapping[str, int]
+    #: Its extra state, by the names that the module uses: plain values and containers with ``Entry`` leaves.
+    extra_state: Mapping[str, object] = field(default_factory=dict)
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...] = ()
 
@@ -59,6 +64,8 @@ class _Mapping:
     entries: Mapping[str, Entry]
     #: Version of each module's part of it, by the module's name.
     versions: Mapping[str, int]
+    #: Extra state of modules, which is no part of ``entries`` even where it is a tensor.
+    extra_state: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +162,26 @@ def _mapping(tree: object, key: str, rename: Rename | None, limits: Limits) -> _
             version = values.get("version") if isinstance(values, dict) else None
             if isinstance(path, str) and type(version) is int:
                 versions[path] = version
-    return _Mapping(key=key or None, entries=rename_entries(flatten(part, limits), rename), versions=versions)
+    entries = {name: entry for name, entry in flatten(part, limits).items() if _EXTRA_STATE not in name.split(".")}
+    return _Mapping(
+        key=key or None,
+        entries=rename_entries(entries, rename),
+        versions=versions,
+        extra_state=rename_entries(dict(_extra_state(part)), rename),
+    )
+
+
+def _extra_state(part: object) -> Iterator[tuple[str, object]]:
+    """Yield name and value of what modules keep besides tensors, in a flat or nested state dict."""
+    waiting = [("", part)]
+    while waiting:
+        prefix, value = waiting.pop()
+        for name, child in value.items() if isinstance(value, dict) else ():
+            if isinstance(name, str):
+                if name.rpartition(".")[2] == _EXTRA_STATE:
+                    yield prefix + name, child
+                elif isinstance(child, dict):
+                    waiting.append((f"{prefix}{name}.", child))
 
 
 def _nested(tree: object, outline: Outline, rename: Rename | None, limits: Limits) -> list[_View]:
@@ -296,7 +322,20 @@ def _selection(view: _View, *, whole: bool) -> Selection:
         seen = _unwrap(path) if view.form.unwrapped else path
         if f"{seen}.".startswith(view.prefix) and seen[len(view.prefix) :] in module_of:
             versions[module_of[seen[len(view.prefix) :]]] = version
-    return Selection(entries=entries, key=view.key, prefix=view.prefix, versions=versions, notes=tuple(notes))
+    extra_state = {}
+    for path, value in mapping.extra_state.items():
+        seen = _unwrap(path) if view.form.unwrapped else path
+        if seen.startswith(view.prefix):
+            bare = seen[len(view.prefix) :]
+            extra_state[own.get(bare, bare)] = value
+    return Selection(
+        entries=entries,
+        key=view.key,
+        prefix=view.prefix,
+        versions=versions,
+        extra_state=extra_state,
+        notes=tuple(notes),
+    )
 
 
 def _module_of(name: str) -> str:

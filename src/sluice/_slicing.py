@@ -10,10 +10,33 @@ from typing import TypeAlias
 from sluice._geometry import contiguous_stride
 from sluice._records import Entry, Part
 
-__all__ = ["Key", "slice_entry", "slice_view"]
+__all__ = ["Key", "boxes", "slice_entry", "slice_view"]
 
 Index: TypeAlias = int | slice | EllipsisType | None
 Key: TypeAlias = Index | tuple[Index, ...]
+
+
+def boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[slice, ...]]:
+    """Yield keys that cut a tensor into boxes of at most ``most_elements``, in the order of its elements.
+
+    Args:
+        shape: Sizes of the tensor, in elements.
+        most_elements: At least 1.
+    """
+    if not shape or 0 in shape:
+        yield (slice(None),) * len(shape)
+        return
+    row = 1  # elements behind one position of the dimension that is looked at
+    for size in shape[1:]:
+        row *= size
+    if row > most_elements:
+        for position in range(shape[0]):
+            for rest in boxes(shape[1:], most_elements):
+                yield (slice(position, position + 1), *rest)
+        return
+    step = most_elements // row
+    for start in range(0, shape[0], step):
+        yield (slice(start, min(start + step, shape[0])), *(slice(None) for _ in shape[1:]))
 
 
 def slice_entry(entry: Entry, key: Key) -> Entry:

@@ -52,12 +52,13 @@ class Targets:
         if accelerators is None:
             accelerators = {device.device: accelerator(device.device) for device in plan.devices}
         self._accelerators = accelerators
-        self._existing = {position: tensor.detach() for position, tensor in (existing or {}).items()}
+        self._existing = {position: _writable(tensor) for position, tensor in (existing or {}).items()}
         self._mappings: dict[int, HostMemory] = {}
         self._arenas: dict[int, HostMemory] = {}
         self._ranges: list[tuple[mmap.mmap, int]] = []
         self._flats: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
+        self._reserved = False
         self._cleanup = ExitStack()
         #: Positions of targets that bytes were read or copied into.
         self.touched: set[int] = set()
@@ -93,8 +94,14 @@ class Targets:
             link = self._accelerators[device.device]
             self._cleanup.callback(link.finish)  # before staging is unlocked, and each whatever another one raises
             link.begin(self._plan.staging_buffer_bytes)
+        self.reserve()
+
+    def reserve(self) -> None:
+        """Reserve the memory of accelerators, once: before the first tensor of the plan is allocated."""
+        for device in () if self._reserved else self._plan.devices:
             if device.reservation.block_bytes:
-                link.reserve(device.reservation.block_bytes)
+                self._accelerators[device.device].reserve(device.reservation.block_bytes)
+        self._reserved = True
 
     def finish(self) -> None:
         """Return once every copy is done, whether the load succeeded or not; staging is the host's again."""
@@ -212,6 +219,15 @@ class Targets:
             nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
             self._mappings[position] = HostMemory(nbytes, huge_pages=self._plan.facts.huge_pages)
         return self._mappings[position]
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a live tensor without its history; of an inference tensor, which only its mode may change, the memory."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    with torch.inference_mode(mode=False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _cast_in_buffer(source: Source, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> Source:

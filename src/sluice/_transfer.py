@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sluice import _tree
 from sluice._accelerators import device_facts
 from sluice._engine import Outcome, execute
 from sluice._facts import host_headroom, machine_facts, mappable
-from sluice._layout import View, shared_targets, single_targets
+from sluice._layout import Computed, View, computed_targets, shared_targets, single_targets
 from sluice._mapped import NOTHING_MAPPED, plan_mapping
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._planner import check_device_budget, check_host_budget, plan_load
-from sluice._records import LoadPlan, Request
+from sluice._records import Entry, LoadPlan, Request
 from sluice._targets import Targets
 from sluice._units import parse_bytes
 
 if TYPE_CHECKING:
     from sluice._checkpoint import Checkpoint
 
-__all__ = ["Prepared", "prepare", "run"]
+__all__ = ["Prepared", "prepare", "run", "with_tensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Prepared:
     plan: LoadPlan
     #: One finished tensor for each request.
     views: tuple[View, ...]
+    #: Those that the caller computes.
+    computed: tuple[View, ...] = ()
 
 
 def prepare(
@@ -40,6 +43,7 @@ def prepare(
     requests: Sequence[Request],
     *,
     share_storages: bool = False,
+    computed: Sequence[Computed] = (),
     options: TransferOptions | None = None,
 ) -> Prepared:
     """Plan the transfer of ``requests`` without reading tensor data.
@@ -48,6 +52,7 @@ def prepare(
         checkpoint: Where the entries come from.
         requests: What is wanted.
         share_storages: Whether views of the same bytes share memory, as in the file.
+        computed: Further tensors that get memory and no values.
         options: How; None for the defaults.
 
     Raises:
@@ -61,6 +66,8 @@ def prepare(
     )
     lay_out = shared_targets if share_storages else single_targets
     targets, views = lay_out(requests, checkpoint.index, offsets)
+    extra, computed_views = computed_targets(computed, len(targets))
+    targets += extra
     mapped = NOTHING_MAPPED
     if options.place == "map":
         wanted = {fill.file for target in targets for fill in target.fills}
@@ -72,14 +79,14 @@ def prepare(
         checkpoint.index.files,
         machine_facts(
             [source if i in read else None for i, source in enumerate(checkpoint.sources)],
-            tuple(device_facts(device) for device in sorted({request.device for request in requests} - {"cpu"})),
+            tuple(device_facts(device) for device in sorted({target.device for target in targets} - {"cpu"})),
         ),
         staging_bytes=parse_bytes(memory.staging),
         page_cache=options.page_cache,
         mapped=mapped,
     )
     _check_budget(plan, memory)
-    return Prepared(plan=plan, views=views)
+    return Prepared(plan=plan, views=views, computed=computed_views)
 
 
 def _check_budget(plan: LoadPlan, memory: MemoryLimits) -> None:
@@ -115,3 +122,21 @@ def run(
         targets.discard()
         raise
     return targets.tensors(prepared.views), outcome
+
+
+def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> Any:
+    """Return a copy of a tree with tensors in place of its entries: Parameters where the file has them.
+
+    Args:
+        tree: A part of ``Index.tree``.
+        entries: All its entries, as ``_tree.every_entry`` yields them.
+        tensors: The finished tensor of each.
+    """
+    finished = {id(entry): _as_in_file(tensor, entry) for entry, tensor in zip(entries, tensors, strict=True)}
+    return _tree.map_leaves(tree, lambda entry: finished[id(entry)])
+
+
+def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    if entry.parameter:
+        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+    return tensor.requires_grad_(entry.requires_grad)
