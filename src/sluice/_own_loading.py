@@ -31,6 +31,10 @@ _LOADER = "_load_from_state_dict"
 #: Loaders of torch's own that do nothing but ``Slot.added_in``.
 _KNOWN_LOADERS = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
 
+#: What writes to a tensor without a name that says so: setters of properties, and operators
+#: that have no method behind them.
+_WRITES = frozenset({"__set__", "__setitem__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"})
+
 #: What the copy holds as copies of its own.
 _COPIED = ("_parameters", "_buffers", "_modules")
 
@@ -195,8 +199,8 @@ class _Watch(TorchFunctionMode):
             else:
                 self.problems.append("computes what it copies")
             return args[0]
-        if name.endswith("_") and not name.endswith("__"):
-            self.problems.append(f"calls {name}")
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")) or "out" in (kwargs or {}):
+            self.problems.append(f"writes to tensors with {name}")
             return args[0] if args else None
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and args and _is_same(func, args):
