@@ -23,8 +23,9 @@ with torch.device("meta"):
 options["memory"] = sluice.MemoryLimits(staging=options["memory"])
 if "dtype" in options:
     options["dtype"] = getattr(torch, options["dtype"])
+load_into = sluice.load_into  # imports what it needs: time and memory count from the call on
 with assert_peak(limit) as meter:
-    report = sluice.load_into(model, path, **options)
+    report = load_into(model, path, **options)
 print(json.dumps([meter.peaks.total_bytes, report.predicted.total_bytes, report.measured.total_bytes, report.reads]))
 """
 

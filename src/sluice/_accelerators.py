@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from sluice import _options as options
 from sluice._device_memory import scratch_bytes
 from sluice._errors import BudgetError
 from sluice._hostmemory import HostMemory
@@ -35,7 +36,9 @@ __all__ = [
     "Source",
     "accelerator",
     "allocator_bytes",
+    "copy_in_pieces",
     "device_facts",
+    "multiplied",
 ]
 
 #: ``cudaHostRegisterPortable``: page-locked for every device of the process.
@@ -54,15 +57,40 @@ class Source:
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
+    #: What the elements are multiplied by on their way, one number after the other.
+    factors: tuple[float, ...] = ()
 
     def on_host(self) -> torch.Tensor:
-        """Return the view itself; bytes at an address that the dtype cannot have are moved to another one first."""
+        """Return the view itself, not multiplied; bytes at an address that the dtype cannot have are moved first."""
         aligned = self.raw.data_ptr() % self.dtype.itemsize == 0
         return self.seen_in(self.raw if aligned else self.raw.clone())
 
     def seen_in(self, raw: torch.Tensor) -> torch.Tensor:
         """Return the view of a copy of the bytes."""
         return raw.view(self.dtype).as_strided(self.shape, self.stride, raw.storage_offset() // self.dtype.itemsize)
+
+
+def multiplied(tensor: torch.Tensor, factors: Iterable[float]) -> torch.Tensor:
+    """Return ``tensor * factor * ...`` in the tensor's dtype, and the tensor itself without factors."""
+    for factor in factors:
+        tensor = tensor * factor
+    return tensor
+
+
+def copy_in_pieces(target: torch.Tensor, source: Source) -> None:
+    """Copy on the host, in pieces small enough that torch stays in this thread: the readers use every core."""
+    view = source.on_host()
+    if target.numel() <= options.CAST_PIECE_ELEMENTS:
+        target.copy_(multiplied(view, source.factors))
+        return
+    rows = max(1, options.CAST_PIECE_ELEMENTS // (target.numel() // target.shape[0]))
+    pieces = torch.split(target, rows), torch.split(view, rows)
+    if not source.factors:
+        # One call for all pieces: the interpreter lock is released for the whole of it.
+        torch._foreach_copy_(*pieces)
+        return
+    for into, piece in zip(*pieces, strict=True):
+        into.copy_(multiplied(piece, source.factors))
 
 
 class Accelerator(Protocol):
@@ -85,7 +113,7 @@ class Accelerator(Protocol):
         ...
 
     def copy(self, target: torch.Tensor, source: Source) -> None:
-        """Start to copy ``source`` to ``target``, cast where the dtypes differ."""
+        """Start to copy ``source`` to ``target``, multiplied by its factors, then cast where the dtypes differ."""
         ...
 
     def mark(self) -> Ticket | None:
@@ -117,7 +145,10 @@ class BlockingAccelerator:
         return _allocate(self._device, count, dtype)
 
     def copy(self, target: torch.Tensor, source: Source) -> None:
-        target.copy_(source.on_host())
+        if source.factors:
+            copy_in_pieces(target, source)
+        else:
+            target.copy_(source.on_host())
 
     def mark(self) -> None:
         return None
@@ -164,13 +195,16 @@ class CudaAccelerator:
 
     def copy(self, target: torch.Tensor, source: Source) -> None:
         with self._lock, self._on(self._stream):  # one at a time, so that the scratch is used in stream order
-            if (target.dtype, target.stride()) == (source.dtype, source.stride) and target.is_contiguous():
+            same = (target.dtype, target.stride()) == (source.dtype, source.stride)
+            if same and target.is_contiguous() and not source.factors:
                 _bytes_of(target).copy_(source.raw, non_blocking=True)
                 return
             if self._scratch is None:
                 self._scratch = _allocate(self._device, scratch_bytes(self._buffer_bytes), torch.uint8)
             scratch = self._scratch[: source.raw.nbytes]
             scratch.copy_(source.raw, non_blocking=True)
+            for factor in source.factors:  # gaps and all: a view may show an element twice, which in place is refused
+                scratch.view(source.dtype).mul_(factor)
             target.copy_(source.seen_in(scratch))
 
     def mark(self) -> Ticket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from sluice._progress import Progress, byte_progress
 from sluice._records import Entry, Peaks, Request
 from sluice._renaming import Rename
 from sluice._report import LoadReport
+from sluice._rules import Rule, apply_rules
 from sluice._targets import Targets
 
 __all__ = ["load_into", "load_state_dict"]
@@ -33,6 +34,7 @@ def load_into(
     dtype: torch.dtype | Literal["auto"] | None = None,
     key: str | None = None,
     rename: Rename | None = None,
+    rules: Sequence[Rule] = (),
     strict: bool = True,
     place: Place = "copy",
     memory: MemoryLimits | None = None,
@@ -57,6 +59,8 @@ def load_into(
             (``load_into(model.trf_blocks[0], f, key="trf_blocks.0")``). None finds the state dict that fits the module.
         rename: New names for those of the checkpoint: a mapping, ``(regular expression, replacement)`` pairs, or a
             function that returns None to drop a name.
+        rules: What the tensors become before they are matched, by their new names: transposed, split, joined, cast;
+            see ``sluice.rules``.
         strict: Whether missing and unexpected names are errors. If not, live parameters without an entry keep their
             values, and those on meta are initialised by their module's ``reset_parameters``.
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
@@ -94,6 +98,7 @@ def load_into(
             dtype=dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype),
             key=key,
             rename=rename,
+            rules=rules,
             strict=strict,
             options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
         )
@@ -107,6 +112,7 @@ def load_state_dict(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     key: str | None = None,
+    rules: Sequence[Rule] = (),
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
     progress: Progress = False,
@@ -122,6 +128,7 @@ def load_state_dict(
         device: Where the tensors go.
         dtype: Cast real floating-point tensors to this; None keeps the file's dtypes.
         key: Part of the checkpoint. None takes a flat state dict as it is, else the only candidate inside.
+        rules: What the tensors become, see ``sluice.rules``; the result is flat then, and other values stay.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
@@ -140,6 +147,8 @@ def load_state_dict(
     where = _device_name(device)
     with borrow(source, limits=limits) as checkpoint:
         chosen = _find_state_dict(checkpoint, key)
+        if rules:
+            chosen = _ruled(chosen, rules, checkpoint)
         names = {id(entry): name for name, entry in _tree.walk(chosen)}
         wanted = list(_tree.every_entry(chosen))
         requests = [_state_dict_request(names.get(id(entry), "_metadata"), entry, where, dtype) for entry in wanted]
@@ -197,6 +206,20 @@ def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, ob
     return chosen
 
 
+def _ruled(chosen: Mapping[str, object], rules: Sequence[Rule], checkpoint: Checkpoint) -> Mapping[str, object]:
+    """Return a flat state dict of what rules make of the tensors, and of the other values as they are."""
+    made: dict[str, object] = {**apply_rules(_tree.flatten(chosen, checkpoint.limits), rules)}
+    for name, value in _tree.leaves(chosen):
+        if isinstance(value, Entry):
+            continue
+        if name in made:
+            raise MismatchError("rules give a tensor the name of another value", file=checkpoint.path, tensor=name)
+        made[name] = value
+    ruled = OrderedDict(made)
+    ruled.__dict__.update(getattr(chosen, "__dict__", {}))
+    return ruled
+
+
 def _only_candidate(checkpoint: Checkpoint) -> str:
     candidates = _tree.state_dict_candidates(checkpoint.index.tree)
     if "" in candidates:
@@ -213,7 +236,7 @@ def _only_candidate(checkpoint: Checkpoint) -> str:
 
 def _state_dict_request(name: str, entry: Entry, device: str, dtype: torch.dtype | None) -> Request:
     wanted = dtype_name(dtype) if dtype is not None and is_castable(entry.dtype) else entry.dtype
-    return Request(name=name, entry=entry, dtype=wanted, device=device)
+    return Request(name=name, entry=entry, dtype=entry.cast or wanted, device=device)
 
 
 def _report(
@@ -241,6 +264,7 @@ def _report(
         unexpected=done.installed.unexpected,
         tied=match.tied,
         cast=job.cast,
+        origins={request.name: request.entry.origin for request in match.requests if request.entry.origin},
         replaced=done.installed.replaced,
         initialised=tuple(name for slot in match.initialised for name in job.state.outline.slots[slot].names),
         notes=(*checkpoint.index.notes, *job.selection.notes, *done.notes, *plan.reasons),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEM_BYTES", "dtype_name", "is_castable", "torch_dtype"]
+__all__ = ["ITEM_BYTES", "dtype_name", "is_castable", "torch_dtype", "why_no_cast"]
 
 #: Bytes of one element of each dtype that a plain strided tensor can hold.
 ITEM_BYTES: dict[str, int] = {
@@ -48,6 +48,18 @@ _REAL_FLOATS = frozenset(name for name in ITEM_BYTES if name.startswith(("float"
 def is_castable(name: str) -> bool:
     """Return whether ``dtype=`` applies to tensors of this dtype: real floating point, one value an element."""
     return name in _REAL_FLOATS
+
+
+def why_no_cast(source: str, finished: str, *, requires_grad: bool) -> str | None:
+    """Return why a tensor cannot become one of another dtype, or None."""
+    complex_source, complex_finished = source.startswith("complex"), finished.startswith("complex")
+    if complex_source and not complex_finished:
+        return f"{source} cannot become {finished} without losing the imaginary part"
+    if source != finished and "float4_e2m1fn_x2" in {source, finished}:
+        return f"torch has no cast from {source} to {finished}"
+    if requires_grad and not (complex_finished or is_castable(finished)):
+        return f"a parameter that requires gradients cannot be {finished}"
+    return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

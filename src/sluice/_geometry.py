@@ -142,7 +142,9 @@ def cut(whole: Piece, item_bytes: int, *, limit_bytes: int, gap_bytes: int) -> I
             row = _without_first(_rows(whole, index, 1, item_bytes))
             yield from cut(row, item_bytes, limit_bytes=limit_bytes, gap_bytes=gap_bytes)
         return
-    count = size if step_bytes == 0 else (limit_bytes - inner_bytes) // step_bytes + 1
+    # As if each row reached the next one: whoever copies other columns of the same rows is cut at the same rows, and
+    # one read holds them all.
+    count = size if step_bytes == 0 else (limit_bytes - max(inner_bytes, step_bytes)) // step_bytes + 1
     for index in range(0, size, count):
         yield _rows(whole, index, min(count, size - index), item_bytes)
 

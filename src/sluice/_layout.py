@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
-from sluice._records import Block, BlockKind, Entry, Fill, Index, Part, Request, Target
+from sluice._records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target
 
 __all__ = ["Computed", "View", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 
@@ -175,15 +175,18 @@ def _filled(
     """Return a target of the given stride, with one fill or one for each part."""
     elements = entry.numel if request.existing else span_elements(entry.shape, stride)
     parts = entry.parts or (Part(entry=entry, start=(0,) * len(entry.shape)),)
-    fills = tuple(_fill(part, stride, index, offsets) for part in parts if part.entry.numel)
+    held = [part for part in parts if part.entry.numel]
+    fills = tuple(_fill(part, stride, index, offsets) for part in held if part.entry.constant is None)
     return Target(
         name=request.name,
         dtype=request.dtype,
         nbytes=elements * ITEM_BYTES[request.dtype],
         device=request.device,
         fills=fills,
+        constants=tuple(_constants(held, stride)),
         existing=request.existing,
         replaces=request.replaces,
+        origin=entry.origin,
     )
 
 
@@ -196,8 +199,27 @@ def _fill(part: Part, stride: tuple[int, ...], index: Index, offsets: Mapping[in
         shape=part.entry.shape,
         source_stride=part.entry.stride,
         target_stride=stride,
-        target_start=sum(start * step for start, step in zip(part.start, stride, strict=True)),
+        target_start=_first(part, stride),
+        factors=part.entry.factors,
     )
+
+
+def _constants(parts: Iterable[Part], stride: tuple[int, ...]) -> Iterator[Constant]:
+    for part in parts:
+        if part.entry.constant is not None:
+            yield Constant(
+                value=part.entry.constant,
+                dtype=part.entry.dtype,
+                factors=part.entry.factors,
+                shape=part.entry.shape,
+                target_stride=stride,
+                target_start=_first(part, stride),
+            )
+
+
+def _first(part: Part, stride: tuple[int, ...]) -> int:
+    """Return where a part's element 0 goes in a target of this stride, in elements."""
+    return sum(start * step for start, step in zip(part.start, stride, strict=True))
 
 
 def _place(entry: Entry, index: Index, offsets: Mapping[int, int]) -> tuple[int, int]:
@@ -208,10 +230,11 @@ def _place(entry: Entry, index: Index, offsets: Mapping[int, int]) -> tuple[int,
 
 
 def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
-    groups: dict[tuple[object, str, str, str], list[int]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for position, request in enumerate(requests):
         entry = request.entry  # an assembled one shares memory with its like only
-        groups[entry.parts or entry.storage, entry.dtype, request.dtype, request.device].append(position)
+        source = (entry.parts or entry.storage, entry.dtype, entry.factors)
+        groups[*source, request.dtype, request.device].append(position)
     return groups.values()
 
 
@@ -261,11 +284,5 @@ def _lay_out_group(
 
 def _union(request: Request, first: int, end: int, index: Index, offsets: Mapping[int, int]) -> Target:
     """Return one target for all elements of a storage from ``first`` to ``end``."""
-    whole = Entry(
-        dtype=request.entry.dtype,
-        shape=(end - first,),
-        stride=(1,),
-        storage=request.entry.storage,
-        storage_offset=first,
-    )
+    whole = replace(request.entry, shape=(end - first,), stride=(1,), storage_offset=first)
     return _filled(request, whole, (1,), index, offsets)

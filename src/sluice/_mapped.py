@@ -78,9 +78,11 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
         return "filled in place"
     if target.device != "cpu":
         return "on an accelerator"
-    if len(target.fills) != 1:
+    if len(target.fills) != 1 or target.constants:
         return "assembled from parts"
     fill = target.fills[0]
+    if fill.factors:
+        return "multiplied"
     if fill.dtype != target.dtype:
         return "cast"
     run = as_run(0, fill)

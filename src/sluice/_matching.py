@@ -5,7 +5,8 @@
 - **Ties.** One tensor object is one slot, whatever its names. One of them in the checkpoint is enough; where there are
   more, they are one tensor if they view the same bytes, and otherwise the copies have to be compared while loading.
 - **dtype.** None: the module's own, as ``load_state_dict`` casts. ``"auto"``: the checkpoint's. A name: tensors that
-  are real floating point in the checkpoint and in the module become that; all others take the module's dtype.
+  are real floating point in the checkpoint and in the module become that; all others take the module's dtype. What a
+  rule casts has the dtype that the rule says.
 - **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
   module's layout.
 - **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar.
@@ -18,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from sluice._dtypes import is_castable
+from sluice._dtypes import is_castable, why_no_cast
 from sluice._geometry import contiguous_stride, is_dense
 from sluice._mismatch import Findings
 from sluice._placement import Placement, device_of
 from sluice._records import Entry, Request
+from sluice._slicing import slice_entry
 
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
@@ -159,7 +161,7 @@ class _Matcher:
         strict: bool,
         versions: Mapping[str, int],
     ) -> None:
-        self.findings = Findings()
+        self.findings = Findings(origins={name: entry.origin for name, entry in entries.items() if entry.origin})
         self._entries = entries
         self._placement = placement
         self._dtype = dtype
@@ -196,12 +198,12 @@ class _Matcher:
         """Return the request for one name of a slot, or None after noting why there cannot be one."""
         entry = self._entries[name]
         if slot.shape == () and entry.shape == (1,):
-            entry = replace(entry, shape=(), stride=())
-        dtype = finished_dtype(entry.dtype, slot.dtype, self._dtype)
+            entry = slice_entry(entry, 0)
+        dtype = entry.cast or finished_dtype(entry.dtype, slot.dtype, self._dtype)
         if entry.shape != slot.shape:
             self.findings.shapes.append((name, slot.shape, entry.shape))
             return None
-        reason = _why_no_cast(entry.dtype, dtype, requires_grad=slot.requires_grad)
+        reason = why_no_cast(entry.dtype, dtype, requires_grad=slot.requires_grad)
         if reason:
             self.findings.dtypes.append((name, reason))
             return None
@@ -282,23 +284,9 @@ class _Matcher:
 
 
 def _same_bytes(one: Entry, other: Entry) -> bool:
-    return (one.dtype, one.shape, one.stride, one.storage, one.storage_offset, one.parts) == (
-        other.dtype,
-        other.shape,
-        other.stride,
-        other.storage,
-        other.storage_offset,
-        other.parts,
-    )
+    return _bytes_of(one) == _bytes_of(other)
 
 
-def _why_no_cast(source: str, finished: str, *, requires_grad: bool) -> str | None:
-    """Return why a tensor of the checkpoint cannot become one of this dtype, or None."""
-    complex_source, complex_finished = source.startswith("complex"), finished.startswith("complex")
-    if complex_source and not complex_finished:
-        return f"{source} cannot become {finished} without losing the imaginary part"
-    if source != finished and "float4_e2m1fn_x2" in {source, finished}:
-        return f"torch has no cast from {source} to {finished}"
-    if requires_grad and not (complex_finished or is_castable(finished)):
-        return f"a parameter that requires gradients cannot be {finished}"
-    return None
+def _bytes_of(entry: Entry) -> tuple[object, ...]:
+    place = (entry.dtype, entry.shape, entry.stride, entry.storage, entry.storage_offset)
+    return (*place, entry.parts, entry.factors, entry.cast)

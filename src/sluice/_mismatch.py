@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
@@ -35,6 +35,8 @@ class Findings:
     dtypes: list[tuple[str, str]] = field(default_factory=list)
     #: Any other sentence.
     others: list[str] = field(default_factory=list)
+    #: What rules made a tensor of the checkpoint of, by its name.
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     def raise_if_any(self) -> None:
         """Raise when there is a problem.
@@ -56,11 +58,26 @@ class Findings:
             section(
                 "not in the checkpoint", [self._describe_missing(*one) for one in self.missing[:SHOWN]], self.missing
             ),
-            section("not in the module", [_with_shape(repr(name), shape) for name, shape in spare[:SHOWN]], spare),
-            section("of another shape", [_describe_shapes(*one) for one in self.shapes[:SHOWN]], self.shapes),
-            section("of a dtype that does not fit", [f"{n!r}: {why}" for n, why in self.dtypes[:SHOWN]], self.dtypes),
+            section(
+                "not in the module",
+                [f"{_with_shape(repr(name), shape)}{self._made_of(name)}" for name, shape in spare[:SHOWN]],
+                spare,
+            ),
+            section(
+                "of another shape",
+                [f"{_describe_shapes(*one)}{self._made_of(one[0])}" for one in self.shapes[:SHOWN]],
+                self.shapes,
+            ),
+            section(
+                "of a dtype that does not fit",
+                [f"{name!r}: {why}{self._made_of(name)}" for name, why in self.dtypes[:SHOWN]],
+                self.dtypes,
+            ),
             section("cannot be loaded", self.others[:SHOWN], self.others),
         ]
+
+    def _made_of(self, name: str) -> str:
+        return f"; rules made it of {self.origins[name]!r}" if name in self.origins else ""
 
     def _describe_missing(self, names: tuple[str, ...], shape: Shape | None) -> str:
         text = _with_shape(" = ".join(map(repr, names)), shape)

@@ -8,7 +8,7 @@ change while they are read; a failure there says which.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +33,7 @@ from sluice._placement import Placement, device_of
 from sluice._progress import Progress, byte_progress
 from sluice._records import DeviceMemory, DevicePlan, Request
 from sluice._renaming import Rename
+from sluice._rules import Rule
 from sluice._selection import Selection, select
 from sluice._slicing import boxes, slice_entry
 from sluice._targets import Targets
@@ -89,13 +90,14 @@ def prepare_module(
     dtype: str | None,
     key: str | None,
     rename: Rename | None,
+    rules: Sequence[Rule],
     strict: bool,
     options: TransferOptions,
 ) -> Job:
     """Decide a load and check all of it; see ``sluice.load_into`` for the arguments and errors."""
     state = collect(model)
     tree = checkpoint.index.tree
-    selection = select(tree, state.outline, key=key, rename=rename, limits=checkpoint.limits)
+    selection = select(tree, state.outline, key=key, rename=rename, rules=rules, limits=checkpoint.limits)
     if strict:
         _refuse_opaque(_tree.subtree(tree, selection.key or ""), selection.prefix, checkpoint)
     followed = follow_loading(model, selection.entries, selection.extra_state, versions=selection.versions)

@@ -138,6 +138,10 @@ OVERHEAD_BYTES = 16 << 20
 #: Records of the plan for each tensor, in bytes.
 OVERHEAD_PER_TENSOR_BYTES = 2 << 10
 
+#: Boxes that reshaping one tensor may take where strides cannot express it. Each is a copy of its own: more of them
+#: cost more than they move.
+RESHAPE_BOXES = 4096
+
 #: Descriptors kept open at once, over all checkpoints of the process: eight times what the readers use. Opening one
 #: again costs microseconds on a local disk; the usual limit of a process is 1,024.
 OPEN_FILES = 64

@@ -77,7 +77,8 @@ def overlapped(runs: Iterable[Run]) -> set[int]:
 
 def is_verbatim(target: Target, run: Run) -> bool:
     """Return whether a target is the run's bytes as they are in the file."""
-    return run.contiguous and len(target.fills) == 1 and run.fill.target_start == 0 and target.dtype == run.fill.dtype
+    alone = len(target.fills) == 1 and run.fill.target_start == 0 and not target.constants
+    return alone and run.contiguous and target.dtype == run.fill.dtype and not run.fill.factors
 
 
 def takes_bytes(target: Target, run: Run) -> bool:
@@ -214,6 +215,7 @@ class StagedReads:
                     source_stride=piece.source_stride,
                     target_stride=piece.target_stride,
                     target_start=piece.target_start,
+                    factors=run.fill.factors,
                     cast_at=cast_at,
                 )
             )

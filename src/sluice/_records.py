@@ -2,7 +2,7 @@
 
 source -> format: ``FileIdentity``, ``FileRecord``
 format -> index:  ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
-index -> targets: ``Request``, ``Fill``, ``Target``
+index -> targets: ``Request``, ``Fill``, ``Constant``, ``Target``
 facts:            ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
 plan:             ``Copy``, ``Read``, ``Block``, ``MappedRange``, ``Peaks``, ``Reservation``, ``DevicePlan``,
                   ``LoadPlan``
@@ -22,6 +22,7 @@ __all__ = [
     "NO_STORAGE",
     "Block",
     "BlockKind",
+    "Constant",
     "Copy",
     "DeviceFacts",
     "DeviceMemory",
@@ -95,7 +96,7 @@ class Storage:
     located: bool = True
 
 
-#: ``Entry.storage`` of an entry that is assembled from others.
+#: ``Entry.storage`` of an entry that is assembled from others, or constant.
 NO_STORAGE = -1
 
 
@@ -111,9 +112,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of an index: a strided view of a storage, or a whole that is assembled from such views.
+    """One tensor: a strided view of a storage, or a whole that is assembled from such views.
 
-    Two names of one tensor object share one entry.
+    Two names of one tensor object share one entry. The last four fields are what rules ask for; no file has them.
     """
 
     #: Name of its dtype, as torch spells it: ``"float32"``.
@@ -122,7 +123,7 @@ class Entry:
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
-    #: Position of the storage in ``Index.storages``; ``NO_STORAGE`` for an assembled entry.
+    #: Position of the storage in ``Index.storages``; ``NO_STORAGE`` for an entry that is assembled or constant.
     storage: int
     #: First element of the view in its storage, in elements.
     storage_offset: int = 0
@@ -132,11 +133,22 @@ class Entry:
     requires_grad: bool = False
     #: The boxes that it is assembled from, which cover it without overlap; none for a view of one storage.
     parts: tuple[Part, ...] = ()
+    #: What every element is; None for elements of a file. Only parts are constant.
+    constant: float | None = None
+    #: What elements are multiplied by, one number after the other, in ``dtype``; those of an assembled entry are its
+    #: parts'.
+    factors: tuple[float, ...] = ()
+    #: Dtype that the finished tensor has, whatever else is asked for; None where no rule says.
+    cast: str | None = None
+    #: What rules made it of, in words; empty for a tensor as the file has it.
+    origin: str = ""
 
     @property
     def storages(self) -> tuple[int, ...]:
         """Positions of the storages that its elements lie in."""
-        return tuple(dict.fromkeys(part.entry.storage for part in self.parts)) if self.parts else (self.storage,)
+        if not self.parts:
+            return (self.storage,)
+        return tuple(dict.fromkeys(part.entry.storage for part in self.parts if part.entry.constant is None))
 
     @property
     def numel(self) -> int:
@@ -206,8 +218,9 @@ class Fill:
     """A rectangular strided copy out of a file: the only way by which bytes reach a target.
 
     Element ``i, j, ...`` of ``shape`` is read at ``offset + item * (i*source_stride[0] + ...)`` in the file and
-    written at ``target_start + i*target_stride[0] + ...`` elements in the target, cast to the target's dtype.
-    Whole tensors, views, slices, transposes, parts of a fused weight and shards are all fills.
+    written at ``target_start + i*target_stride[0] + ...`` elements in the target, multiplied by the factors in its own
+    dtype and then cast to the target's. Whole tensors, views, slices, transposes, parts of a fused weight and shards
+    are all fills.
     """
 
     #: Position of the file in ``LoadPlan.files``.
@@ -224,6 +237,26 @@ class Fill:
     target_stride: tuple[int, ...]
     #: Where element 0 goes, in elements from the start of the target.
     target_start: int = 0
+    #: What each element is multiplied by, one number after the other.
+    factors: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A box of a target that no file fills: the rows that a larger vocabulary adds."""
+
+    #: What every element is.
+    value: float
+    #: Dtype that it is rounded to, and multiplied in, before the cast to the target's.
+    dtype: str
+    #: What it is multiplied by, one number after the other.
+    factors: tuple[float, ...] = ()
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension in the target, in elements.
+    target_stride: tuple[int, ...]
+    #: Where element 0 goes, in elements from the start of the target.
+    target_start: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,12 +271,16 @@ class Target:
     nbytes: int
     #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``.
     device: str
-    #: The copies that fill it. Together they cover what its tensors view.
+    #: The copies that fill it. With the constants they cover what its tensors view.
     fills: tuple[Fill, ...]
+    #: What no file fills; written before the first fill.
+    constants: tuple[Constant, ...] = ()
     #: True where the caller supplies the memory (a live parameter filled in place), False where it is allocated.
     existing: bool = False
     #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
     replaces: bool = False
+    #: What rules made it of, in words; empty for a tensor as the file has it.
+    origin: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +345,8 @@ class Copy:
     target_stride: tuple[int, ...]
     #: Where element 0 goes, in elements from the start of the target.
     target_start: int
+    #: What each element is multiplied by, one number after the other, before it is cast.
+    factors: tuple[float, ...] = ()
     #: Where in the staging buffer, in bytes from its start, it is cast before it is sent to an accelerator; None casts
     #: at the target.
     cast_at: int | None = None

@@ -69,6 +69,8 @@ class LoadReport:
     tied: tuple[tuple[str, ...], ...] = ()
     #: Number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``.
     cast: Mapping[str, int] = field(default_factory=dict)
+    #: What rules made tensors of, by their names in the model: ``"h.0.attn.c_attn.weight transposed, rows 0:768"``.
+    origins: Mapping[str, str] = field(default_factory=dict)
     #: Parameters that became new objects because torch refused to swap their contents.
     replaced: tuple[str, ...] = ()
     #: Missing names that the modules' own ``reset_parameters`` filled.
@@ -120,6 +122,7 @@ class LoadReport:
             "missing": self.missing,
             "unexpected": self.unexpected,
             "tied": tuple(" = ".join(group) for group in self.tied),
+            "made by rules": tuple(f"{name} = {origin}" for name, origin in self.origins.items()),
             "replaced": self.replaced,
             "initialised": self.initialised,
         }

@@ -27,6 +27,7 @@ from sluice._mismatch import SHOWN, section
 from sluice._options import Limits
 from sluice._records import Entry
 from sluice._renaming import Rename, rename_entries
+from sluice._rules import Rule, apply_rules
 from sluice._tree import flatten, state_dict_candidates, subtree
 
 __all__ = ["Selection", "select"]
@@ -126,6 +127,7 @@ def select(
     *,
     key: str | None = None,
     rename: Rename | None = None,
+    rules: Sequence[Rule] = (),
     limits: Limits | None = None,
 ) -> Selection:
     """Find the state dict of a module in a checkpoint.
@@ -135,17 +137,19 @@ def select(
         outline: The module.
         key: Path into the tree or dotted prefix of flat names; None searches.
         rename: Applied to the names of the state dict, relative to ``key``, before anything else.
+        rules: Applied to the tensors by their new names. A part that they do not apply to is no candidate, unless it
+            is the only one.
         limits: Bounds for flattening the tree.
 
     Raises:
-        MismatchError: Nothing or more than one thing fits, ``key`` does not exist, or ``rename`` gives two entries the
-            same name.
+        MismatchError: Nothing or more than one thing fits, ``key`` does not exist, ``rename`` gives two entries the
+            same name, or the rules apply to nothing.
     """
-    bounds = limits or Limits()
+    read = _Reader(tree, rename, tuple(rules), limits or Limits())
     candidates = state_dict_candidates(tree) if key is None else (key,)
-    views = [view for found in candidates for view in _views(_mapping(tree, found, rename, bounds), outline)]
+    views = [view for mapping in read.all(candidates) for view in _views(mapping, outline)]
     if key is None and "" not in candidates and not any(view.is_whole for view in views):
-        views += _nested(tree, outline, rename, bounds)
+        views += _nested(read, outline)
     if not views:
         raise MismatchError("the checkpoint holds no tensors that a module could load")
     views.sort(key=lambda view: (view.form.unwrapped, len(view.prefix)))
@@ -153,22 +157,46 @@ def select(
     return _selection(fitting or _nearest(views), whole=fitting is None)
 
 
-def _mapping(tree: object, key: str, rename: Rename | None, limits: Limits) -> _Mapping:
-    part = subtree(tree, key)
-    versions = {}
-    metadata = getattr(part, "_metadata", None)  # torch's own name for it
-    if isinstance(metadata, dict):
-        for path, values in metadata.items():
-            version = values.get("version") if isinstance(values, dict) else None
-            if isinstance(path, str) and type(version) is int:
-                versions[path] = version
-    entries = {name: entry for name, entry in flatten(part, limits).items() if _EXTRA_STATE not in name.split(".")}
-    return _Mapping(
-        key=key or None,
-        entries=rename_entries(entries, rename),
-        versions=versions,
-        extra_state=rename_entries(dict(_extra_state(part)), rename),
-    )
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Makes mappings of parts of a checkpoint."""
+
+    tree: object
+    rename: Rename | None
+    rules: tuple[Rule, ...]
+    limits: Limits
+
+    def mapping(self, key: str) -> _Mapping:
+        part = subtree(self.tree, key)
+        versions = {}
+        metadata = getattr(part, "_metadata", None)  # torch's own name for it
+        if isinstance(metadata, dict):
+            for path, values in metadata.items():
+                version = values.get("version") if isinstance(values, dict) else None
+                if isinstance(path, str) and type(version) is int:
+                    versions[path] = version
+        flat = flatten(part, self.limits)
+        entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name.split(".")}
+        return _Mapping(
+            key=key or None,
+            entries=apply_rules(rename_entries(entries, self.rename), self.rules),
+            versions=versions,
+            extra_state=rename_entries(dict(_extra_state(part)), self.rename),
+        )
+
+    def all(self, keys: Sequence[str]) -> list[_Mapping]:
+        """Return the mappings that the rules apply to; raise what is wrong with the first where there is none."""
+        made, errors = [], []
+        for key in keys:
+            try:
+                made.append(self.mapping(key))
+            except MismatchError as error:
+                if not self.rules:
+                    raise
+                errors.append(error)
+        if errors and not made:
+            raise errors[0]
+        return made
 
 
 def _extra_state(part: object) -> Iterator[tuple[str, object]]:
@@ -184,11 +212,15 @@ def _extra_state(part: object) -> Iterator[tuple[str, object]]:
                     waiting.append((f"{prefix}{name}.", child))
 
 
-def _nested(tree: object, outline: Outline, rename: Rename | None, limits: Limits) -> list[_View]:
+def _nested(read: _Reader, outline: Outline) -> list[_View]:
     """Return the whole tree as a state dict where its nested dicts spell exactly the names of the module."""
     try:
-        mapping = _mapping(tree, "", rename, limits)
+        mapping = read.mapping("")
     except FormatError:  # two tensors have the same dotted name: fine in a tree, but not a state dict
+        return []
+    except MismatchError:
+        if not read.rules:
+            raise
         return []
     return [view for view in _views(mapping, outline) if view.is_whole]
 

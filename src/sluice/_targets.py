@@ -15,13 +15,12 @@ from contextlib import ExitStack
 
 import torch
 
-from sluice import _options as options
-from sluice._accelerators import Accelerator, Source, accelerator, page_locked
-from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._accelerators import Accelerator, Source, accelerator, copy_in_pieces, page_locked
+from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._geometry import span_elements
 from sluice._hostmemory import HostMemory
 from sluice._layout import View
-from sluice._records import Copy, LoadPlan
+from sluice._records import Constant, Copy, LoadPlan
 from sluice._staging import StagingBuffer, StagingPool
 from sluice.sources import MappableSource
 from sluice.sources import Source as FileSource
@@ -95,6 +94,10 @@ class Targets:
             self._cleanup.callback(link.finish)  # before staging is unlocked, and each whatever another one raises
             link.begin(self._plan.staging_buffer_bytes)
         self.reserve()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for position, target in enumerate(self._plan.targets):
+                if target.constants and not target.fills:
+                    self._flat(position)  # no read will ask for it
 
     def reserve(self) -> None:
         """Reserve the memory of accelerators, once: before the first tensor of the plan is allocated."""
@@ -139,14 +142,19 @@ class Targets:
         target, source = self._sides(copy, buffer, first)
         if copy.cast_at is not None:
             source = _cast_in_buffer(source, target.dtype, buffer, copy.cast_at)
-        if device == "cpu":
-            _copy_in_pieces(target, source.on_host())
-        else:
+        if device != "cpu":
             started.add(device)
+        self._send(device, target, source)
+
+    def _send(self, device: str, target: torch.Tensor, source: Source) -> None:
+        """Copy to a device, or start to."""
+        if device == "cpu":
+            copy_in_pieces(target, source)
+        else:
             self._accelerators[device].copy(target, source)
 
     def _sides(self, copy: Copy, buffer: StagingBuffer, first: int) -> tuple[torch.Tensor, Source]:
-        """Return the two sides of a copy, as integers where the dtypes are the same."""
+        """Return the two sides of a copy, as integers where nothing is computed."""
         item = ITEM_BYTES[copy.dtype]
         raw = torch.frombuffer(
             buffer.memory.mapping,
@@ -155,11 +163,10 @@ class Targets:
             offset=buffer.start + first + copy.offset,
         )
         flat = self._flat(copy.target)
-        bits = copy.dtype == self._plan.targets[copy.target].dtype
+        bits = copy.dtype == self._plan.targets[copy.target].dtype and not copy.factors
         flat = flat.view(_BITS[item]) if bits else flat
-        target = flat.as_strided(copy.shape, copy.target_stride, flat.storage_offset() + copy.target_start)
         dtype = _BITS[item] if bits else torch_dtype(copy.dtype)
-        return target, Source(raw, dtype, copy.shape, copy.source_stride)
+        return _box(flat, copy), Source(raw, dtype, copy.shape, copy.source_stride, copy.factors)
 
     def tensors(self, views: Iterable[View]) -> list[torch.Tensor]:
         """Return finished tensors. Each shares its storage with the other views of its target and with nothing else."""
@@ -180,13 +187,25 @@ class Targets:
         return empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride)
 
     def _flat(self, position: int) -> torch.Tensor:
-        """Return the target's memory as one dimension; a live tensor is returned as it is."""
+        """Return the target's memory as one dimension, its constants written; a live tensor is returned as it is."""
         with self._lock:
-            if position in self._existing:
-                return self._existing[position]
             if position not in self._flats:
-                self._flats[position] = self._allocate(position)
+                known = position in self._existing
+                self._flats[position] = self._existing[position] if known else self._allocate(position)
+                self._write_constants(position)
             return self._flats[position]
+
+    def _write_constants(self, position: int) -> None:
+        """Write the boxes that no file fills, by the way that all bytes take: a device's own queue orders them."""
+        target = self._plan.targets[position]
+        for constant in target.constants:
+            self.touched.add(position)
+            exact = torch.float64 if is_castable(constant.dtype) else torch.int64
+            element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(constant.dtype))
+            source = Source(
+                element.view(torch.uint8), element.dtype, constant.shape, (0,) * len(constant.shape), constant.factors
+            )
+            self._send(target.device, _box(self._flats[position], constant), source)
 
     def _allocate(self, position: int) -> torch.Tensor:
         target, block = self._plan.targets[position], self._plan.blocks[position]
@@ -230,21 +249,16 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
         return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
+def _box(flat: torch.Tensor, box: Copy | Constant) -> torch.Tensor:
+    """Return the elements of a target that a copy or a constant writes."""
+    return flat.as_strided(box.shape, box.target_stride, flat.storage_offset() + box.target_start)
+
+
 def _cast_in_buffer(source: Source, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> Source:
     """Cast a contiguous source into another part of its staging buffer."""
     count = source.shape[0]
     raw = torch.frombuffer(
         buffer.memory.mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=buffer.start + at
     )
-    _copy_in_pieces(raw.view(dtype), source.on_host())
+    copy_in_pieces(raw.view(dtype), source)
     return Source(raw, dtype, source.shape, source.stride)
-
-
-def _copy_in_pieces(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy in pieces small enough that torch stays in this thread: the readers already use every core."""
-    if target.numel() <= options.CAST_PIECE_ELEMENTS:
-        target.copy_(source)
-        return
-    rows = max(1, options.CAST_PIECE_ELEMENTS // (target.numel() // target.shape[0]))
-    # One call for all pieces: the interpreter lock is released for the whole of it.
-    torch._foreach_copy_(torch.split(target, rows), torch.split(source, rows))

@@ -11,7 +11,7 @@ from torch import nn
 
 import sluice
 from sluice import _options as options
-from sluice import _transfer
+from sluice import _transfer, rules
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._options import PageCache
 
@@ -225,3 +225,19 @@ def test_parts_of_a_module_go_to_several_devices_at_once(tmp_path: Path) -> None
         assert torch.equal(model[name].cpu(), tensors[name])
         # A runtime error that nobody looked at would come up at the next kernel.
         assert torch.ones(3, device=f"cuda:{number}").sum().item() == 3
+
+
+def test_what_rules_multiply_and_pad_arrives(tmp_path: Path, device: str) -> None:
+    tensors = {"w": torch.randn(1500, 700), "half": torch.randn(COUNT).half(), "rows": torch.randn(10, 4)}
+    torch.save(tensors, tmp_path / "f.pth")
+    wanted = [
+        rules.transpose("w"),
+        rules.scale("w", 0.1),
+        rules.scale("half", 1.7),
+        rules.cast("half", torch.float32),
+        rules.resize("rows", 12, fill=0.3),
+    ]
+    loaded = sluice.load_state_dict(tmp_path / "f.pth", device=device, rules=wanted)
+    assert torch.equal(loaded["w"].cpu(), (tensors["w"] * 0.1).t())
+    assert torch.equal(loaded["half"].cpu(), (tensors["half"] * 1.7).float())
+    assert torch.equal(loaded["rows"].cpu(), torch.cat([tensors["rows"], torch.full((2, 4), 0.3)]))

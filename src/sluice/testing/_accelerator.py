@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice._accelerators import Source
+from sluice._accelerators import Source, multiplied
 from sluice._errors import BudgetError
 
 __all__ = ["FakeAccelerator"]
@@ -135,7 +135,7 @@ class FakeAccelerator:
         if _checksum(pending.source) != pending.checksum:
             self._problems.append("staging was written before the copy that reads it was done")
         target = pending.target
-        target.copy_(pending.source.on_host())
+        target.copy_(multiplied(pending.source.on_host(), pending.source.factors))
         counts = self._arrived.get(target.untyped_storage().data_ptr())
         if counts is not None:
             counts.as_strided(target.shape, target.stride(), target.storage_offset()).add_(1)

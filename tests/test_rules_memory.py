@@ -1,0 +1,62 @@
+"""Rules inside the memory contract, in fresh processes, and what they read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+MIB = 1 << 20
+WIDTH, BLOCKS, ROWS = 1536, 4, 6000
+
+#: Puts fused weights, transposed in the file, and a vocabulary that grows, into separate parameters in bfloat16.
+LOAD = """
+import sys, torch, sluice
+from sluice import rules
+from sluice.testing import assert_peak
+
+path, width, blocks, rows, limit = sys.argv[1], *map(int, sys.argv[2:])
+names = [f"{i}_{part}" for i in range(blocks) for part in "qkv"]
+with torch.device("meta"):
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(width, width)) for name in names})
+    model["vocabulary"] = torch.nn.Parameter(torch.empty(rows + 100, width))
+applied = [
+    rules.transpose("h.*.c_attn.weight"),
+    rules.split("h.*.c_attn.weight", ("*_q", "*_k", "*_v")),
+    rules.scale("*_q", 0.125),
+    rules.resize("vocabulary", rows + 100),
+]
+load_into = sluice.load_into
+with assert_peak(limit) as meter:
+    report = load_into(model, path, dtype=torch.bfloat16, rules=applied, memory=sluice.MemoryLimits(staging="16MiB"))
+for i in range(blocks):
+    for value, part in enumerate("qkv", 1):
+        wanted = value * 0.125 if part == "q" else value
+        assert bool((model[f"{i}_{part}"] == wanted).all()), (i, part)
+assert bool((model["vocabulary"][:rows] == 7).all()) and not bool(model["vocabulary"][rows:].any())
+print(meter.peaks.total_bytes, report.read_bytes)
+"""
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fused") / "f.pth"
+    weight = torch.arange(1.0, 4.0).repeat_interleave(WIDTH).expand(WIDTH, -1)
+    tensors = {f"h.{i}.c_attn.weight": weight.contiguous() for i in range(BLOCKS)}
+    torch.save({**tensors, "vocabulary": torch.full((ROWS, WIDTH), 7.0)}, path)
+    return path
+
+
+def test_a_fused_split_with_a_cast_stays_within_the_contract_and_reads_once(fused: Path) -> None:
+    tensors = 3 * BLOCKS + 1
+    final = 2 * WIDTH * (3 * BLOCKS * WIDTH + ROWS + 100)
+    contract = final + 16 * MIB + tensors * (2048 + 8192) + 32 * MIB
+    arguments = map(str, (fused, WIDTH, BLOCKS, ROWS, contract))
+    done = subprocess.run([sys.executable, "-c", LOAD, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    grown, read = map(int, done.stdout.split())
+    assert grown >= 0.99 * final
+    assert read <= 1.01 * fused.stat().st_size
