@@ -29,10 +29,16 @@ _TENSOR_MODULES = {
     "sluice._module_load",
     "sluice._modules",
     "sluice._own_loading",
+    "sluice._save",
     "sluice._swap",
     "sluice._targets",
     "sluice._transfer",
     "sluice.testing._accelerator",
+    "sluice.writing._chunks",
+    "sluice.writing._items",
+    "sluice.writing._safetensors",
+    "sluice.writing._shards",
+    "sluice.writing._torch_zip",
 }
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from sluice._progress import ProgressEvent
     from sluice._records import Opaque, Peaks
     from sluice._report import LoadReport
+    from sluice._save import SaveReport, save
     from sluice.measuring import MemoryReport, measure
 
 __version__ = "0.1.0"
@@ -68,6 +69,7 @@ __all__ = [
     "ReadError",
     "RemoteError",
     "SaveError",
+    "SaveReport",
     "SluiceError",
     "SourceChangedError",
     "TruncatedError",
@@ -79,6 +81,7 @@ __all__ = [
     "measure",
     "open",
     "rules",
+    "save",
 ]
 
 #: Where each public name lives; every exception is in ``_errors``.
@@ -92,11 +95,13 @@ _HOMES = {
     "Opaque": "_records",
     "Peaks": "_records",
     "ProgressEvent": "_progress",
+    "SaveReport": "_save",
     "empty_init": "_empty_init",
     "load_into": "_api",
     "load_state_dict": "_api",
     "measure": "measuring",
     "open": "_checkpoint",
+    "save": "_save",
 }
 
 

@@ -148,3 +148,6 @@ OPEN_FILES = 64
 
 #: Threads that index the files of a directory. They wait for the disk or the network; parsing takes turns anyway.
 INDEXING_THREADS = 8
+
+#: Bytes of the buffer that a save uses for what is cast, strided or on an accelerator. Larger ones are no faster.
+SAVE_STAGING_BYTES = 16 << 20

@@ -27,7 +27,7 @@ _TORCH_MAX = 2**63 - 1
 #: Layouts to remember. Models have a few dozen; a header that makes each one different must not double its memory.
 _KNOWN_LAYOUTS = 4096
 
-_DTYPES = {
+DTYPES = {
     b"BOOL": "bool",
     b"U8": "uint8",
     b"I8": "int8",
@@ -164,7 +164,7 @@ class _Parser:
         return after
 
     def _layout(self, dtype: bytes, shape_text: bytes, where: int, name: str) -> Layout:
-        torch_name = _DTYPES.get(dtype)
+        torch_name = DTYPES.get(dtype)
         if torch_name is None:
             found = dtype.decode("utf-8", "backslashreplace")
             raise self._error(UnsupportedError, "torch has no such dtype", where, name, found=found)

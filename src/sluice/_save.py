@@ -1,0 +1,245 @@
+"""``sluice.save``: a module, a state dict or a training state to disk, through a fixed amount of memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES, dtype_name
+from sluice._errors import SaveError
+from sluice._progress import Progress, byte_progress
+from sluice._units import format_bytes, parse_bytes
+from sluice.writing._chunks import Staging
+from sluice.writing._items import finished_dtype, flat_tensors
+from sluice.writing._replacement import Replacement, saving
+from sluice.writing._safetensors import lay_out_safetensors, stored_once, write_safetensors
+from sluice.writing._shards import write_model_directory
+from sluice.writing._torch_zip import lay_out_torch_zip, write_torch_zip
+
+__all__ = ["SaveFormat", "SaveReport", "save"]
+
+#: ``huggingface`` is a directory: one safetensors file, or shards and their index.
+SaveFormat = Literal["safetensors", "torch", "huggingface", "per-parameter"]
+
+_SUFFIXES: dict[str, SaveFormat] = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What a save wrote."""
+
+    #: The file or directory, as it was given.
+    destination: str
+    #: Name of the format; see ``save``.
+    format: str
+    #: Paths of the files that were written; the index of a sharded model is the last.
+    files: tuple[str, ...]
+    #: Number of tensors in the files; several names of one tensor count once.
+    tensors: int
+    #: Bytes of tensor data that were written.
+    nbytes: int
+    #: Seconds from the call until everything was on the disk.
+    seconds: float
+    #: Names that are not stored because another name has the same tensor: ``{name: stored name}``.
+    tied: Mapping[str, str]
+
+    def to_json(self) -> dict[str, object]:
+        """Return every field as plain values that ``json.dumps`` takes."""
+        return {**asdict(self), "files": list(self.files)}
+
+    def __str__(self) -> str:
+        speed = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+        return (
+            f"{self.destination} ({self.format}): {self.tensors} tensors, {format_bytes(self.nbytes)} in "
+            f"{self.seconds:.2f} s, {speed:.2f} GB/s"
+        )
+
+
+def save(
+    obj: nn.Module | torch.optim.Optimizer | Mapping[str, object],
+    path: str | os.PathLike[str],
+    *,
+    format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+    overwrite: bool = False,
+    progress: Progress = False,
+) -> SaveReport:
+    """Write weights to disk, whole or not at all, with a fixed amount of memory beside what is saved.
+
+    What is cast, strided or on an accelerator goes through one buffer; nothing is copied as a whole. The file is
+    written beside its final name, synced and renamed, so that a crash leaves the old file or the new one.
+
+    Args:
+        obj: A module or an optimizer (its ``state_dict()`` is saved), a state dict, or a nested training state.
+        path: A file or a directory. A file may be the very one that the weights were loaded from.
+        format: ``"torch"`` (``torch.load(weights_only=True)`` reads it), ``"safetensors"``, ``"huggingface"`` (a
+            directory with ``model.safetensors``, or shards and an index) or ``"per-parameter"`` (a directory with a
+            file for each tensor). None decides by the suffix: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` and
+            ``.ckpt`` are torch; without a suffix, or with ``max_shard_size``, a Hugging Face directory.
+        dtype: Cast real floating-point tensors to this; None keeps each one's own.
+        max_shard_size: Bytes of tensors in one shard, such as ``"5GB"``; only for ``"huggingface"``.
+        overwrite: Whether what exists may be replaced.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+
+    Raises:
+        SaveError: It cannot be saved so, or the operating system failed; what existed is intact.
+        ValueError: The format is unknown or does not go with the other arguments.
+
+    Example:
+        >>> report = sluice.save(model, "model.safetensors", dtype=torch.bfloat16)
+    """
+    started = time.perf_counter()
+    destination = Path(os.fsdecode(path))
+    chosen = _format(destination, format, max_shard_size)
+    job = _Job(
+        destination=destination,
+        dtype=dtype_name(dtype) if dtype is not None else None,
+        limit_bytes=None if max_shard_size is None else parse_bytes(max_shard_size),
+        overwrite=overwrite,
+        staging=Staging.make(options.SAVE_STAGING_BYTES),
+    )
+    state = obj.state_dict() if isinstance(obj, (nn.Module, torch.optim.Optimizer)) else obj
+    files, tensors, nbytes, tied = _WRITERS[chosen](job, state, progress)
+    return SaveReport(
+        destination=str(path),
+        format=chosen,
+        files=tuple(map(str, files)),
+        tensors=tensors,
+        nbytes=nbytes,
+        seconds=time.perf_counter() - started,
+        tied=tied,
+    )
+
+
+def _format(path: Path, asked: str | None, max_shard_size: int | str | None) -> str:
+    chosen = asked
+    if chosen is None:
+        sharded = path.suffix == "" or max_shard_size is not None
+        chosen = "huggingface" if sharded else _SUFFIXES.get(path.suffix)
+    if chosen is None:
+        raise ValueError(f"no format for the suffix {path.suffix!r}: name one with format=")
+    if chosen not in _WRITERS:
+        raise ValueError(f"unknown format {asked!r}: one of {', '.join(_WRITERS)}")
+    if max_shard_size is not None and chosen != "huggingface":
+        raise ValueError(f"max_shard_size goes with a directory of shards, not with {chosen!r}")
+    return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    destination: Path
+    dtype: str | None
+    limit_bytes: int | None
+    overwrite: bool
+    staging: Staging
+
+
+#: Files, tensors, bytes of data, and names that were not stored because another name has the tensor.
+_Written = tuple[list[Path], int, int, dict[str, str]]
+
+
+def _save_torch(job: _Job, state: object, progress: Progress) -> _Written:
+    made = lay_out_torch_zip(state, job.dtype)
+    with ExitStack() as stack:
+        out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
+        wrote = stack.enter_context(_counting(progress, job.destination, made.nbytes))
+        out.commit(nbytes=write_torch_zip(made, out, job.staging, wrote))
+    return [job.destination], made.tensors, made.nbytes, {}
+
+
+def _save_safetensors(job: _Job, state: object, progress: Progress) -> _Written:
+    tensors, aliases = stored_once(_flat(state))
+    layout = lay_out_safetensors(tensors, job.dtype, {"format": "pt", **aliases})
+    nbytes = layout.nbytes - len(layout.header)
+    with ExitStack() as stack:
+        out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
+        wrote = stack.enter_context(_counting(progress, job.destination, nbytes))
+        write_safetensors(layout, tensors, out, job.staging, wrote)
+        out.commit(nbytes=layout.nbytes)
+    return [job.destination], len(tensors), nbytes, aliases
+
+
+def _save_directory(job: _Job, state: object, progress: Progress) -> _Written:
+    tensors, aliases = stored_once(_flat(state))
+    nbytes = _data_bytes(tensors, job.dtype)
+    with _counting(progress, job.destination, nbytes) as wrote:
+        files = write_model_directory(
+            job.destination,
+            tensors,
+            dtype=job.dtype,
+            metadata={"format": "pt", **aliases},
+            limit_bytes=job.limit_bytes,
+            overwrite=job.overwrite,
+            staging=job.staging,
+            wrote=wrote,
+        )
+    return files, len(tensors), nbytes, aliases
+
+
+def _save_parameters(job: _Job, state: object, progress: Progress) -> _Written:
+    tensors = _flat(state)
+    nbytes = _data_bytes(tensors, job.dtype)
+    unusable = next((name for name in tensors if os.path.basename(name) != name or name in {"", ".", ".."}), None)
+    if unusable is not None:
+        raise SaveError("no file can have this name", tensor=unusable)
+    with saving(str(job.destination)):
+        job.destination.mkdir(parents=True, exist_ok=True)
+    with _counting(progress, job.destination, nbytes) as wrote:
+        files = [_save_parameter(job, name, tensor, wrote) for name, tensor in tensors.items()]
+    return files, len(tensors), nbytes, {}
+
+
+def _save_parameter(job: _Job, name: str, tensor: torch.Tensor, wrote: Callable[[int], None]) -> Path:
+    made = lay_out_torch_zip(tensor, job.dtype)
+    with Replacement(job.destination / f"{name}.pt", overwrite=job.overwrite) as out:
+        out.commit(nbytes=write_torch_zip(made, out, job.staging, wrote))
+    return job.destination / f"{name}.pt"
+
+
+_WRITERS: dict[str, Callable[[_Job, object, Progress], _Written]] = {
+    "torch": _save_torch,
+    "safetensors": _save_safetensors,
+    "huggingface": _save_directory,
+    "per-parameter": _save_parameters,
+}
+
+
+def _flat(state: object) -> dict[str, torch.Tensor]:
+    if not isinstance(state, Mapping):
+        raise SaveError("this format holds a state dict", found=type(state).__name__)
+    return dict(flat_tensors(state))
+
+
+def _data_bytes(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> int:
+    return sum(tensor.numel() * ITEM_BYTES[finished_dtype(tensor, dtype)] for tensor in tensors.values())
+
+
+@contextmanager
+def _counting(progress: Progress, destination: Path, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that takes the bytes of each piece and feeds ``progress`` with their sum."""
+    with byte_progress(progress, str(destination), total_bytes) as report:
+        done = 0
+
+        def wrote(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if report:
+                report(done)
+
+        yield wrote

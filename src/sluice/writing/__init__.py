@@ -1,0 +1,1 @@
+"""Checkpoints written through a fixed amount of memory, and never half."""

@@ -1,0 +1,93 @@
+"""What a save writes: storages with a name, and the tensors of a state dict over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from sluice._dtypes import dtype_name, is_castable
+from sluice._errors import SaveError
+
+__all__ = ["Span", "collect_spans", "finished_dtype", "flat_tensors", "refuse_unsupported"]
+
+
+@dataclass(slots=True)
+class Span:
+    """The part of one storage that the saved tensors need."""
+
+    #: One of them: device and dtype are those of all.
+    tensor: torch.Tensor
+    #: First element needed, in elements from the start of the storage.
+    start: int
+    #: First element behind what is needed.
+    end: int
+
+    def flat(self) -> torch.Tensor:
+        """Return the needed elements, in one dimension."""
+        return self.tensor.as_strided((self.end - self.start,), (1,), self.start)
+
+
+def refuse_unsupported(tensor: torch.Tensor, name: str) -> None:
+    """Raise ``SaveError`` for a tensor that has no plain strided bytes."""
+    problem = ""
+    if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+        problem = f"a tensor of class {type(tensor).__qualname__} has no plain bytes to save"
+    elif tensor.layout != torch.strided:
+        problem = f"a tensor of layout {tensor.layout} cannot be saved yet"
+    elif tensor.is_quantized:
+        problem = "a quantized tensor cannot be saved yet"
+    elif tensor.is_meta:
+        problem = "a tensor on the meta device has no values"
+    if problem:
+        raise SaveError(problem, tensor=name)
+
+
+def finished_dtype(tensor: torch.Tensor, dtype: str | None) -> str:
+    """Return the dtype that a tensor has in the file: real floating point is cast, nothing else."""
+    own = dtype_name(tensor.dtype)
+    return dtype if dtype is not None and is_castable(own) else own
+
+
+def collect_spans(tensors: Mapping[str, torch.Tensor]) -> dict[int, Span]:
+    """Return what the tensors need of each storage, by the storage's identity.
+
+    Raises:
+        SaveError: Tensors of different dtypes view one storage.
+    """
+    spans: dict[int, Span] = {}
+    for name, tensor in tensors.items():
+        start = int(tensor.storage_offset())
+        steps = (max(size - 1, 0) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        end = start + 1 + sum(steps) if tensor.numel() else start
+        key = tensor.untyped_storage()._cdata  # noqa: SLF001  (torch.save tells storages apart by it, too)
+        span = spans.setdefault(key, Span(tensor, start, end))
+        if span.tensor.dtype != tensor.dtype:
+            raise SaveError(
+                "tensors of different dtypes share one storage",
+                tensor=name,
+                expected=span.tensor.dtype,
+                found=tensor.dtype,
+            )
+        span.start, span.end = min(span.start, start), max(span.end, end)
+    return spans
+
+
+def flat_tensors(state: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a flat state dict.
+
+    Raises:
+        SaveError: A name or a value is of another kind.
+    """
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise SaveError(f"names of tensors are texts, not {type(name).__name__}", tensor=repr(name))
+        if not isinstance(value, torch.Tensor):
+            raise SaveError(
+                "this format holds tensors only; a nested training state goes into a .pt file",
+                tensor=name,
+                found=type(value).__name__,
+            )
+        refuse_unsupported(value, name)
+        yield name, value

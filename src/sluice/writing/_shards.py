@@ -1,0 +1,167 @@
+"""Writes a model directory as Hugging Face libraries read it: one safetensors file, or shards and their index.
+
+A crash at any moment leaves a directory that reads as the old model or as the new one. Shards come first, under names
+that nothing refers to yet; one step then makes them the model: the index is replaced or, where a single file was
+or becomes the model, that file is replaced or removed, because readers prefer it to an index. What only the old model
+needs goes last. Where old shards have the usual names, new ones get a token in theirs. The directory is locked
+meanwhile: shards with a token that no index names, and hidden files, are then known to be leftovers and are removed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import SaveError
+from sluice.writing._chunks import Staging
+from sluice.writing._items import finished_dtype
+from sluice.writing._replacement import Replacement, is_leftover, locked_directory, saving, sync_directory
+from sluice.writing._safetensors import lay_out_safetensors, write_safetensors
+
+__all__ = ["split_shards", "write_model_directory"]
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+#: Shards under their usual names, and under those that are taken when the usual ones are in use.
+_USUAL = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_TOKEN = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+
+
+def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list[str]]:
+    """Return the names of each shard, in order; a tensor above the limit is alone in its shard.
+
+    Example:
+        >>> split_shards({"a": 3, "b": 4, "c": 9}, 7)
+        [['a', 'b'], ['c']]
+    """
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, nbytes in sizes.items():
+        if shards[-1] and limit_bytes is not None and used + nbytes > limit_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += nbytes
+    return shards
+
+
+def write_model_directory(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    dtype: str | None,
+    metadata: Mapping[str, str],
+    limit_bytes: int | None,
+    overwrite: bool,
+    staging: Staging,
+    wrote: Callable[[int], None],
+) -> list[Path]:
+    """Write the tensors and return the files of the model.
+
+    Args:
+        directory: Made when it does not exist.
+        tensors: Without further names of the same tensor.
+        dtype: What real floating-point tensors are cast to; None for none.
+        metadata: Text for the header of each file.
+        limit_bytes: Bytes of tensors in one shard; None for one file.
+        overwrite: Whether a model that is there may be replaced.
+        staging: For what is cast, strided or on an accelerator.
+        wrote: Called with the bytes of each piece.
+
+    Raises:
+        SaveError: Nothing was changed that the old model needs.
+    """
+    with saving(str(directory)):
+        directory.mkdir(parents=True, exist_ok=True)
+    with locked_directory(str(directory)):
+        old = _model_files(directory)
+        if old and not overwrite:
+            problem = "the directory holds a model already; say overwrite=True to replace it"
+            raise SaveError(problem, file=str(directory), found=old[0])
+        _remove(directory, _leftovers(directory, old))
+        names = _write(directory, tensors, dtype, metadata, limit_bytes, old, staging, wrote)
+        _remove(directory, [name for name in old if name not in names])
+    return [directory / name for name in names]
+
+
+def _write(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: str | None,
+    metadata: Mapping[str, str],
+    limit_bytes: int | None,
+    old: Iterable[str],
+    staging: Staging,
+    wrote: Callable[[int], None],
+) -> list[str]:
+    """Write the files of the new model and return their names, the one that makes it the model last."""
+    sizes = {name: tensor.numel() * ITEM_BYTES[finished_dtype(tensor, dtype)] for name, tensor in tensors.items()}
+    shards = split_shards(sizes, limit_bytes)
+    names = _shard_names(len(shards), taken=old)
+    layouts = [lay_out_safetensors({name: tensors[name] for name in shard}, dtype, metadata) for shard in shards]
+    for file, shard, layout in zip(names, shards, layouts, strict=True):
+        with Replacement(directory / file, overwrite=True) as out:
+            write_safetensors(layout, {name: tensors[name] for name in shard}, out, staging, wrote)
+            out.commit(nbytes=layout.nbytes)
+    if len(shards) > 1:
+        _write_index(directory / _INDEX, dict(zip(names, shards, strict=True)), sum(sizes.values()))
+        names = [*names, _INDEX]
+    return names
+
+
+def _shard_names(count: int, *, taken: Iterable[str]) -> list[str]:
+    """Return the usual names, or others where the old model has some of them."""
+    if count == 1:
+        return [_WHOLE]
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if not set(names) & set(taken):
+        return names
+    token = secrets.token_hex(4)
+    return [f"model-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _model_files(directory: Path) -> list[str]:
+    """Return the files of the model that is there, in the order in which they can go: the preferred one first."""
+    found = [name for name in (_WHOLE, _INDEX) if (directory / name).exists()]
+    if _INDEX in found:
+        with suppress(OSError, ValueError, AttributeError, TypeError):  # a damaged index has no shards to remove
+            shards = set(json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            found += sorted(name for name in shards if os.path.basename(name) == name)
+    return [
+        *found,
+        *sorted(path.name for path in directory.iterdir() if _USUAL.fullmatch(path.name) and path.name not in found),
+    ]
+
+
+def _leftovers(directory: Path, model: Iterable[str]) -> list[str]:
+    """Return what killed saves have left: hidden files, and shards with a token that the model does not have."""
+    names = {path.name for path in directory.iterdir()} - set(model)
+    return [name for name in names if _TOKEN.fullmatch(name) or is_leftover(name, "model")]
+
+
+def _write_index(path: Path, shards: Mapping[str, Iterable[str]], total_bytes: int) -> None:
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": {name: file for file, names in shards.items() for name in names},
+    }
+    content = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
+    with Replacement(path, overwrite=True) as out:
+        out.write_at(0, content)
+        out.commit(nbytes=len(content))
+
+
+def _remove(directory: Path, names: Iterable[str]) -> None:
+    with saving(str(directory)):
+        for name in names:
+            with suppress(FileNotFoundError):
+                (directory / name).unlink()
+            sync_directory(str(directory))

@@ -1,0 +1,31 @@
+"""SIGKILL at any moment of a save leaves the old file or the new one, and nothing that the next save does not clean."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory in memory, where there is one: kills need many saves, and each would wait for the disk's sync."""
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as path:
+        yield Path(path)
+
+
+@pytest.mark.parametrize("kills", [50, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["torch", "safetensors", "huggingface", "sharded"])
+def test_a_killed_save_leaves_the_old_model_or_the_new_one(place: Path, mode: str, kills: int) -> None:
+    script = Path(__file__).with_name("kill_loop.py")
+    done = subprocess.run(
+        [sys.executable, str(script), mode, str(kills), str(place)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{kills} kills" in done.stdout
