@@ -158,7 +158,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Of a file ``"torch-zip"`` or ``"safetensors"``; of a Hugging Face directory or a shard index
         ``"huggingface-safetensors"`` or ``"huggingface-bin"``; of parts without an index ``"safetensors-parts"``; of
-        one file for each parameter ``"per-parameter"``.
+        one file for each parameter ``"per-parameter"``; of a torch.distributed.checkpoint directory
+        ``"torch-distributed"``.
         """
         return self.index.format
 
@@ -210,7 +211,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         for position, numbers in wanted.items():
             file = self._files[position]
             first = file.first_storage
-            found = file.format.locate(sources[position], file.index, [number - first for number in numbers])
+            found = file.locator.locate(sources[position], file.index, [number - first for number in numbers])
             self._offsets.update((number + first, offset) for number, offset in found.items())
         return self._offsets
 
@@ -251,8 +252,9 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     """Open a checkpoint without reading tensor data or importing torch.
 
     Args:
-        source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one file for each
-            parameter, or safetensors parts; the index file of a sharded model; or an open checkpoint.
+        source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one that
+            torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file of a
+            sharded model; or an open checkpoint.
         key: Show only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
         limits: Bounds for hostile files; None for the defaults.
 

@@ -380,12 +380,11 @@ def test_what_is_there_is_listed_in_part(tmp_path: Path) -> None:
     assert str(refusal(tmp_path).found).endswith("and 12 more")
 
 
-def test_a_distributed_checkpoint_is_named(tmp_path: Path) -> None:
+def test_a_model_file_comes_before_a_distributed_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"\x80\x02.")
     (tmp_path / "__0_0.distcp").write_bytes(b"x")
-    error = refusal(tmp_path)
-    assert isinstance(error, sluice.UnsupportedError)
-    assert "torch.distributed.checkpoint" in error.problem
+    save(tmp_path / "part.safetensors", tensors("w"))
+    assert refusal(tmp_path).file == str(tmp_path / ".metadata")
     save(tmp_path / "model.safetensors", tensors("w"))
     assert chosen(tmp_path) == ["model.safetensors"]
 

@@ -15,7 +15,7 @@ Asked in this order; the first that is there is taken:
    Of a variant (``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``) only where no file without one is
    there, and only one variant is. What else stands beside them, such as ``optimizer.bin``, is no model.
 2. The only other ``*.index.json``.
-3. ``.metadata``: a torch.distributed.checkpoint directory, which is not read yet.
+3. ``.metadata``: a torch.distributed.checkpoint directory, or what is left of one whose writing never ended.
 4. Parts: every ``*.safetensors``. Where their names count (``-00001-of-00003``), all must be there.
 5. Parameters: every ``*.pt``, each one tensor; its name is that of the file without ``.pt``.
 
@@ -32,13 +32,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeError, ReadError, UnsupportedError
+from sluice._errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteCheckpointError,
+    LimitError,
+    PathEscapeError,
+    ReadError,
+    UnsupportedError,
+)
 from sluice._options import Limits
 from sluice.formats._shard_index import ShardIndex, read_shard_index
 
-__all__ = ["PARAMETER_SUFFIX", "Layout", "check_inside", "index_layout", "survey"]
+__all__ = ["METADATA_FILE", "PARAMETER_SUFFIX", "Layout", "check_inside", "index_layout", "survey"]
 
 PARAMETER_SUFFIX = ".pt"
+
+#: What describes a torch.distributed.checkpoint directory.
+METADATA_FILE = ".metadata"
 
 _PARTS_SUFFIX = ".safetensors"
 
@@ -65,10 +76,14 @@ _MODEL_INDEX = re.compile(rf"(?P<stem>(?:{_STEM})\.(?:safetensors|bin)\.index){_
 _ANY_INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
 _NUMBERED = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>.*\.safetensors)")
 
-_DISTRIBUTED = ".metadata"
+#: How torch.distributed.checkpoint's writer for Hugging Face names the shard of one rank.
+_RANK_SHARD = re.compile(r"shard-\d{5}-.+\.safetensors")
+
+#: Parts of a distributed checkpoint without its metadata: data, and metadata of one rank or being written.
+_DISTRIBUTED_PARTS = (".distcp", METADATA_FILE, f"{METADATA_FILE}.tmp")
 
 #: Names that do not end in one of these play no part.
-_SUFFIXES = (_PARTS_SUFFIX, ".bin", PARAMETER_SUFFIX, ".json", _DISTRIBUTED)
+_SUFFIXES = (_PARTS_SUFFIX, ".bin", PARAMETER_SUFFIX, ".json", *_DISTRIBUTED_PARTS)
 
 #: Names that a message lists.
 _SHOWN = 8
@@ -83,9 +98,9 @@ class Layout:
     #: What ``files`` are relative to.
     directory: str
     #: ``whole``: one model file; ``shards``: parts with an index; ``parts``: state dicts without repetition;
-    #: ``parameters``: one tensor each.
-    kind: Literal["whole", "shards", "parts", "parameters"]
-    #: Names of the files, relative, with forward slashes. Not all of them need be there.
+    #: ``parameters``: one tensor each; ``distributed``: what the metadata file says.
+    kind: Literal["whole", "shards", "parts", "parameters", "distributed"]
+    #: Names of the files, relative, with forward slashes. Not all of them need be there; ``distributed`` has one.
     files: tuple[str, ...]
     #: For ``shards``: what the index says.
     shard_index: ShardIndex | None = None
@@ -112,9 +127,9 @@ def survey(directory: str, limits: Limits) -> Layout:
             check_inside(directory, chosen, limits)
             return index_layout(os.path.join(directory, chosen), limits, notes=notes)
         return Layout(path=directory, directory=directory, kind="whole", files=(chosen,), notes=notes)
-    if _DISTRIBUTED in listing.names:
-        problem = "this is a torch.distributed.checkpoint directory, which sluice does not read"
-        raise UnsupportedError(problem, file=directory, found=_DISTRIBUTED)
+    if METADATA_FILE in listing.names:
+        return Layout(path=directory, directory=directory, kind="distributed", files=(METADATA_FILE,), notes=notes)
+    _check_distributed_parts(directory, listing.names)
     parts = _complete({name for name in listing.names if name.endswith(_PARTS_SUFFIX)}, limits)
     parameters = {name for name in listing.names if name.endswith(PARAMETER_SUFFIX)}
     files = tuple(sorted(parts or parameters))
@@ -188,6 +203,24 @@ def _list(directory: str) -> _Listing:
         raise ReadError(f"the directory cannot be listed: {error.strerror}", file=directory) from error
     notes = (f"Passed over, as they are no regular files: {_joined(sorted(special))}.",) if special else ()
     return _Listing(names, first, total, notes)
+
+
+def _check_distributed_parts(directory: str, names: set[str]) -> None:
+    """Check that nothing is left of a distributed checkpoint that never got its metadata, or got it elsewhere."""
+    left = sorted(name for name in names if name.endswith(_DISTRIBUTED_PARTS))
+    if left:
+        raise IncompleteCheckpointError(
+            f"this is a torch.distributed.checkpoint directory without {METADATA_FILE}, which is written last",
+            file=directory,
+            expected=METADATA_FILE,
+            found=_joined(left),
+        )
+    shards = sorted(filter(_RANK_SHARD.fullmatch, names))
+    if shards:
+        problem = (
+            "these are the shards of a distributed checkpoint as safetensors, each of which holds parts of tensors"
+        )
+        raise UnsupportedError(problem, file=directory, found=_joined(shards))
 
 
 class _Candidate(NamedTuple):

@@ -16,6 +16,7 @@ from sluice._errors import CheckpointError, LimitError
 from sluice._options import INDEXING_THREADS, Limits
 from sluice._records import Index
 from sluice.formats import detect
+from sluice.formats._dcp import open_distributed
 from sluice.formats._directory import Layout, check_inside, index_layout, survey
 from sluice.formats._shards import OpenFile, incomplete, merge
 from sluice.sources._local import LocalFile
@@ -48,13 +49,15 @@ def _open_file(path: str, limits: Limits) -> OpenFile:
     source = LocalFile(path)
     try:
         file_format = detect(source)
-        return OpenFile(source=source, format=file_format, index=file_format.read_index(source, limits))
+        return OpenFile(source=source, locator=file_format, index=file_format.read_index(source, limits))
     except BaseException:
         source.close()
         raise
 
 
 def _open_layout(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+    if layout.kind == "distributed":
+        return open_distributed(layout, limits)
     opening = _Opening(layout, limits)
     try:
         try:

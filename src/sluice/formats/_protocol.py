@@ -9,10 +9,22 @@ from sluice._options import Limits
 from sluice._records import Index
 from sluice.sources import Source
 
-__all__ = ["Format"]
+__all__ = ["Format", "Locator"]
 
 
-class Format(Protocol):
+class Locator(Protocol):
+    """Finds the data of storages of one source."""
+
+    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
+        """Return the data offset of those of ``storages`` that the index has not located.
+
+        Raises:
+            FormatError: What lies at the offset contradicts the index.
+        """
+        ...
+
+
+class Format(Locator, Protocol):
     """The meaning of a source's bytes: headers only, never tensor data."""
 
     #: Name for people and reports: ``"torch-zip"``.
@@ -27,13 +39,5 @@ class Format(Protocol):
 
         Raises:
             CheckpointError: The bytes are not what the format allows; the subclass says how.
-        """
-        ...
-
-    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
-        """Return the data offset of those of ``storages`` that the index has not located.
-
-        Raises:
-            FormatError: What lies at the offset contradicts the index.
         """
         ...

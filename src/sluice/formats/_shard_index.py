@@ -28,7 +28,7 @@ from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeE
 from sluice._options import Limits
 from sluice.sources._local import LocalFile
 
-__all__ = ["ShardIndex", "read_shard_index"]
+__all__ = ["ShardIndex", "is_plain_path", "read_shard_index"]
 
 #: Objects and lists in the whole file. Real ones have three, and metadata may hold more; the parser calls itself for
 #: each that is nested.
@@ -132,7 +132,7 @@ def _check_weight_map(weight_map: dict[str, object], path: str, limits: Limits) 
     for text in (*weight_map, *files):
         _check_text(text, path, limits)
     for file in files:
-        if not _is_plain(file):
+        if not is_plain_path(file):
             raise PathEscapeError(
                 "the index names a file that is no plain path below its own directory",
                 file=path,
@@ -150,7 +150,7 @@ def _check_text(text: str, path: str, limits: Limits) -> None:
         raise _over_limit("name_bytes", path, limits, found=nbytes)
 
 
-def _is_plain(file: str) -> bool:
+def is_plain_path(file: str) -> bool:
     """Return whether a file name means one path below the directory, on every platform.
 
     Windows drops dots and blanks at the end of a component, so that ``".. "`` is ``".."`` there; a colon starts a drive

@@ -1,7 +1,7 @@
 """The files of a directory as one checkpoint: one tree, one list of storages, and every contradiction between them.
 
 The tree of several files is one flat dict: their state dicts one after the other, or the tensor of each by the file's
-name. Storages are numbered through, file by file. Beside the merged index only what ``Format.locate`` needs of each
+name. Storages are numbered through, file by file. Beside the merged index only what ``Locator.locate`` needs of each
 file is kept: its own storages, which are records of the merged index.
 
 Of what an index file says, the place of every tensor must be right. Tensors that it leaves out and a wrong total size
@@ -23,7 +23,7 @@ from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointErr
 from sluice._mismatch import SHOWN, section
 from sluice._records import Entry, Index, Storage
 from sluice.formats._directory import PARAMETER_SUFFIX, Layout
-from sluice.formats._protocol import Format
+from sluice.formats._protocol import Locator
 from sluice.formats._shard_index import ShardIndex
 from sluice.sources import Source
 
@@ -46,8 +46,8 @@ class OpenFile:
 
     #: Its bytes.
     source: Source
-    #: What they mean.
-    format: Format
+    #: Finds the data of its storages.
+    locator: Locator
     #: Its own index. That of one file among several has no tree: the merged index has it.
     index: Index
     #: Position of its first storage in the index of the checkpoint.
@@ -221,7 +221,7 @@ def _format_name(layout: Layout, files: Sequence[OpenFile]) -> str:
         return "safetensors-parts"
     if layout.kind == "parameters":
         return "per-parameter"
-    pickled = any(file.format.name != "safetensors" for file in files)
+    pickled = any(file.index.format != "safetensors" for file in files)
     return "huggingface-bin" if pickled else "huggingface-safetensors"
 
 

@@ -1,0 +1,249 @@
+"""The items of a torch.distributed.checkpoint directory: ``torch.save`` files, one after the other in a few files.
+
+Each item is parsed by the reader of such files (``_torch_zip``) as if it were alone, in a section of its file. That of
+a chunk holds one tensor; that of a value holds any object, which may have tensors inside of it.
+
+To open a checkpoint, values are parsed in full, and of each chunk the first bytes are read, neighbours together: the
+stride of a chunk is written nowhere else. The records before its data, up to the end of data.pkl, are the same bytes
+for all chunks of one dtype, shape and stride, so only the first chunk of each kind is parsed. Whatever is believed here
+is checked again, by a full parse, when ``locate`` looks for the data of a chunk: before any of it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TypeVar
+
+from sluice import _tree
+from sluice._errors import CheckpointError, FormatError, UnsafeContentError, UnsupportedError
+from sluice._options import Limits
+from sluice._records import Entry, Index
+from sluice.formats._coalesced import read_ranges
+from sluice.formats._safetensors import Safetensors
+from sluice.formats._torch_zip import TorchZip
+from sluice.sources import Source
+from sluice.sources._section import Section
+
+__all__ = ["ChunkHeaders", "Item", "ItemFile", "ItemStorage", "check_items", "read_value"]
+
+Anything = TypeVar("Anything")
+
+_TORCH_ZIP = TorchZip()
+
+#: Bytes that are read of each item to tell its dtype, shape and stride. torch's take about 300.
+_HEAD_BYTES = 1024
+
+#: Bytes at the end of an item that hold its directory. torch's take about 900.
+_TAIL_BYTES = 2048
+
+#: Smallest zip archive.
+_SMALLEST_BYTES = 22
+
+#: Bytes of a file that tell its kind.
+_START_BYTES = 64
+
+#: Kinds of chunks that are remembered. Models have many tensors of few shapes.
+_MOST_KINDS = 4096
+
+#: What follows the data of a record whose sizes its local header does not know.
+_DESCRIPTOR = b"PK\7\x08"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One item of a file."""
+
+    #: Its name, with the start of the chunk where the tensor has several; for messages and storages.
+    name: str
+    #: First byte in the file.
+    offset: int
+    #: Bytes of the item.
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemStorage:
+    """A storage of a file: which one of which item."""
+
+    #: The item.
+    item: Item
+    #: The tensor that the item is expected to hold, in its own numbering; None for a value, which was parsed in full.
+    entry: Entry | None
+    #: Its position in the index of the item.
+    storage: int
+
+
+def check_items(source: Source, items: Sequence[Item]) -> None:
+    """Check the places of all items of a file, which are sorted by offset.
+
+    Raises:
+        UnsupportedError: The file was written as safetensors.
+        FormatError: An item reaches past the end of the file or into the next.
+    """
+    size = source.identity.nbytes
+    if Safetensors().matches(source.read_at(0, min(_START_BYTES, size))):
+        problem = "the data of this distributed checkpoint is written as safetensors, which sluice does not read"
+        raise UnsupportedError(problem, file=source.path)
+    end = 0
+    for item in items:
+        if item.offset < end:
+            problem = "an item starts inside another"
+            raise _error(problem, source, item, expected=f"byte {end} or later", found=f"byte {item.offset}")
+        end = item.offset + item.nbytes
+        if end > size:
+            problem = "an item reaches past the end of its file, which is cut short or another file"
+            raise _error(problem, source, item, expected=f"at least {end} bytes", found=f"{size} bytes")
+        if item.nbytes < _SMALLEST_BYTES:
+            raise _error("an item is too short to be a torch.save file", source, item, found=f"{item.nbytes} bytes")
+
+
+def read_value(source: Source, item: Item, limits: Limits) -> Index:
+    """Return the index of an item that holds a value.
+
+    Raises:
+        UnsafeContentError: It names something that only running code could build.
+        CheckpointError: It is no ``torch.save`` file that sluice reads.
+    """
+    _, index = _parse(source, item, limits)
+    for opaque in _tree.opaques(index.tree).values():
+        raise UnsafeContentError(
+            "a value holds an object that only running code could build",
+            file=source.path,
+            tensor=item.name,
+            offset=item.offset,
+            found=opaque.qualified_name,
+        )
+    return index
+
+
+class ChunkHeaders:
+    """Reads what chunks are. One object serves all files of a checkpoint, so that each kind is parsed once."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._known: dict[bytes, tuple[Entry, int]] = {}
+
+    def read(self, source: Source, items: Sequence[Item]) -> list[tuple[Entry, int]]:
+        """Return the tensor of each item, in the item's own numbering, and the bytes of its storage.
+
+        Args:
+            source: Their file.
+            items: Items, sorted by offset.
+
+        Raises:
+            CheckpointError: An item is not a ``torch.save`` file of one tensor.
+        """
+        headers = []
+        for some in _batches(items):
+            sizes = [min(_HEAD_BYTES, item.nbytes) for item in some]
+            heads = read_ranges(source, [item.offset for item in some], sizes)
+            headers += [self._header(source, item, head) for item, head in zip(some, heads, strict=True)]
+        return headers
+
+    def _header(self, source: Source, item: Item, head: bytes) -> tuple[Entry, int]:
+        kind = head[: head.find(_DESCRIPTOR) + 1]
+        header = self._known.get(kind)
+        if header is None:
+            _, index = _parse(source, item, self._limits, [(0, head)])
+            entry = _tensor(index, source, item)
+            header = entry, index.storages[entry.storage].nbytes
+            if kind and len(self._known) < _MOST_KINDS:
+                self._known[kind] = header
+        return header
+
+
+class ItemFile:
+    """Finds the data of the items of one file; see ``Locator``."""
+
+    def __init__(self, storages: Sequence[ItemStorage], limits: Limits) -> None:
+        """Keep what each storage of the file's index is."""
+        self._storages = storages
+        self._limits = limits
+
+    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
+        wanted = [number for number in storages if not index.storages[number].located]
+        wanted.sort(key=lambda number: (self._storages[number].item.offset, number))
+        groups = [
+            (item, list(numbers)) for item, numbers in groupby(wanted, lambda number: self._storages[number].item)
+        ]
+        found: dict[int, int] = {}
+        for some in _batches(groups):
+            ends = _read_ends(source, [item for item, _ in some])
+            for (item, numbers), known in zip(some, ends, strict=True):
+                found.update(self._locate(source, index, item, numbers, known))
+        return found
+
+    def _locate(
+        self, source: Source, index: Index, item: Item, numbers: Sequence[int], known: Iterable[tuple[int, bytes]]
+    ) -> dict[int, int]:
+        section, inner = _parse(source, item, self._limits, known)
+        found = {}
+        for number in numbers:
+            expected = self._storages[number]
+            if expected.entry is not None and _tensor(inner, source, item) != expected.entry:
+                raise _error("an item holds another tensor than its first bytes say", source, item)
+            nbytes = inner.storages[expected.storage].nbytes
+            if nbytes != index.storages[number].nbytes:
+                problem = "an item holds other storages than its first bytes say"
+                raise _error(problem, source, item, expected=index.storages[number].nbytes, found=nbytes)
+            with _placed(section, item):
+                found[number] = section.start + _TORCH_ZIP.locate(section, inner, [expected.storage])[expected.storage]
+        return found
+
+
+def _batches(items: Sequence[Anything]) -> Iterator[Sequence[Anything]]:
+    """Split items such that what is read of one batch takes at most 1 MiB."""
+    count = (1 << 20) // (_HEAD_BYTES + _TAIL_BYTES)
+    return (items[first : first + count] for first in range(0, len(items), count))
+
+
+def _read_ends(source: Source, items: Sequence[Item]) -> list[list[tuple[int, bytes]]]:
+    """Return the first and the last bytes of each item, with their offsets in the item."""
+    starts: list[int] = []
+    sizes: list[int] = []
+    for item in items:
+        head = min(_HEAD_BYTES, item.nbytes)
+        tail = min(_TAIL_BYTES, item.nbytes - head)
+        starts += [item.offset, item.offset + item.nbytes - tail]
+        sizes += [head, tail]
+    read = read_ranges(source, starts, sizes)
+    pieces = [
+        (start - items[number // 2].offset, data) for number, (start, data) in enumerate(zip(starts, read, strict=True))
+    ]
+    return [pieces[first : first + 2] for first in range(0, len(pieces), 2)]
+
+
+def _parse(
+    source: Source, item: Item, limits: Limits, known: Iterable[tuple[int, bytes]] = ()
+) -> tuple[Section, Index]:
+    section = Section(source, item.offset, item.nbytes, known=known)
+    with _placed(section, item):
+        start = section.read_at(0, _SMALLEST_BYTES)
+        if not _TORCH_ZIP.matches(start):
+            raise FormatError("an item is no torch.save file", file=source.path, offset=0, found=start)
+        return section, _TORCH_ZIP.read_index(section, limits)
+
+
+@contextmanager
+def _placed(section: Section, item: Item) -> Iterator[None]:
+    """Let errors about the item name it, and count their offsets from the start of the file."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.offset is not None:
+            error.offset += section.start
+        error.tensor = f"{item.name}.{error.tensor}" if error.tensor else item.name
+        raise
+
+
+def _tensor(index: Index, source: Source, item: Item) -> Entry:
+    if not isinstance(index.tree, Entry):
+        raise _error("the item of a tensor holds something else", source, item, found=type(index.tree).__name__)
+    return replace(index.tree, parameter=False, requires_grad=False)  # torch copies the elements of a chunk, no more
+
+
+def _error(problem: str, source: Source, item: Item, *, expected: object = None, found: object = None) -> FormatError:
+    return FormatError(problem, file=source.path, tensor=item.name, offset=item.offset, expected=expected, found=found)

@@ -1,0 +1,74 @@
+"""Distributed checkpoints for tests, and what torch's own reader makes of them."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+from sluice._dtypes import dtype_name
+from sluice.testing._dcp_directory import StoredChunk, StoredTensor, write_distributed
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def item(value: object) -> bytes:
+    """Return a value as an item of a distributed checkpoint."""
+    out = io.BytesIO()
+    torch.save(value.clone(memory_format=torch.preserve_format) if isinstance(value, torch.Tensor) else value, out)
+    return out.getvalue()
+
+
+def chunks(whole: torch.Tensor, boxes: Iterable[Box], *, files: int = 1) -> StoredTensor:
+    """Return a tensor cut into boxes, which are spread over files."""
+    stored = []
+    for number, (start, shape) in enumerate(boxes):
+        part = whole[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
+        stored.append(StoredChunk(start=start, shape=shape, item=item(part), file=f"__{number % files}_0.distcp"))
+    return StoredTensor(shape=tuple(whole.shape), dtype=dtype_name(whole.dtype), chunks=stored)
+
+
+def rows(whole: torch.Tensor, count: int, *, files: int = 1) -> StoredTensor:
+    """Return a tensor cut into ``count`` chunks of equal rows."""
+    step = whole.shape[0] // count
+    boxes = [((first, *[0] * (whole.dim() - 1)), (step, *whole.shape[1:])) for first in range(0, whole.shape[0], step)]
+    return chunks(whole, boxes, files=files)
+
+
+def write(
+    directory: Path,
+    tensors: Mapping[str, StoredTensor],
+    values: Mapping[str, object] | None = None,
+    *,
+    paths: Mapping[str, tuple[object, ...]] | None = None,
+) -> Path:
+    """Write a directory; values that are no bytes are saved by torch."""
+    items = {name: value if isinstance(value, bytes) else item(value) for name, value in (values or {}).items()}
+    write_distributed(directory, tensors, items, paths=paths)
+    return directory
+
+
+def save(directory: Path, state_dict: dict[str, Any], **options: Any) -> Path:
+    """Save with torch, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_dict_saver.save(state_dict, storage_writer=FileSystemWriter(directory, **options), no_dist=True)
+    return directory
+
+
+def torch_loaded(directory: Path) -> dict[str, Any]:
+    """Return everything in a directory as torch rebuilds it."""
+    state_dict: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+        _load_state_dict(state_dict, FileSystemReader(directory), planner=planner, no_dist=True)
+    return state_dict
