@@ -19,9 +19,9 @@ from distributed import Box, chunks, rows, save, torch_loaded, write
 from oracles import same
 from sluice import _tree
 from sluice._checkpoint import Checkpoint
-from sluice.formats import _dcp, _dcp_items
+from sluice.formats import _dcp
 from sluice.formats._dcp_cover import first_miscount
-from sluice.formats._dcp_items import Item
+from sluice.formats._dcp_items import Item, ItemReader
 from sluice.sources import Source
 from sluice.sources._local import LocalFile
 from sluice.testing import RecordingSource
@@ -205,13 +205,13 @@ def record(checkpoint: Checkpoint) -> list[RecordingSource]:
 
 def test_chunks_of_one_kind_are_parsed_once_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[str] = []
-    parse = _dcp_items._parse
+    parse = ItemReader._parse
 
-    def recording(source: Source, item: Item, *arguments: Any) -> Any:
+    def recording(reader: ItemReader, source: Source, item: Item, *arguments: Any) -> Any:
         parsed.append(item.name)
-        return parse(source, item, *arguments)
+        return parse(reader, source, item, *arguments)
 
-    monkeypatch.setattr(_dcp_items, "_parse", recording)
+    monkeypatch.setattr(ItemReader, "_parse", recording)
     write(tmp_path / "d", {"a": rows(torch.randn(40, 3), 20), "b": rows(torch.randn(40, 3), 20)})
     with sluice.open(tmp_path / "d") as checkpoint:
         assert parsed == ["a[0, 0]"]

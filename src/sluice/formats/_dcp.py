@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sluice import _tree
+from sluice._columns import collector_paused
 from sluice._errors import CheckpointError, FormatError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._mismatch import SHOWN, section
 from sluice._options import Limits
 from sluice._records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage
-from sluice.formats._dcp_items import ChunkHeaders, Item, ItemFile, ItemStorage, check_items, read_value
+from sluice.formats._dcp_items import Item, ItemFile, ItemReader, ItemStorage, check_items
 from sluice.formats._dcp_metadata import Chunk, Contents, Place, TensorItem, read_metadata
 from sluice.formats._dcp_tree import nest
 from sluice.formats._directory import METADATA_FILE, Layout, check_inside
@@ -66,10 +67,11 @@ def open_distributed(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenF
         raise LimitError("the metadata passes the limit 'files'", file=path, expected=expected, found=len(files))
     sources = _open_sources(layout.directory, list(files), limits)
     try:
-        builder = _Builder(path, limits)
-        for source, items in zip(sources, files.values(), strict=True):
-            builder.add_file(source, items)
-        return builder.finish(contents, layout, sources)
+        with collector_paused():
+            builder = _Builder(path, limits)
+            for source, items in zip(sources, files.values(), strict=True):
+                builder.add_file(source, items)
+            return builder.finish(contents, layout, sources)
     except BaseException:
         for source in sources:
             source.close()
@@ -134,7 +136,7 @@ class _Builder:
     def __init__(self, path: str, limits: Limits) -> None:
         self._path = path
         self._limits = limits
-        self._headers = ChunkHeaders(limits)
+        self._reader = ItemReader(limits)
         self._header_bytes_left = limits.header_bytes
         self._files: list[_File] = []
         self._count = 0
@@ -147,7 +149,7 @@ class _Builder:
         check_items(source, [each.item for each in wanted])
         self._files.append(_File(self._count, [], []))
         chunks = [each for each in wanted if each.tensor is not None and 0 not in each.tensor.shape]
-        headers = iter(self._headers.read(source, [each.item for each in chunks]))
+        headers = iter(self._reader.chunks(source, [each.item for each in chunks]))
         for each in wanted:
             if each.tensor is None:
                 self._add_value(source, each.item)
@@ -183,7 +185,7 @@ class _Builder:
         return index, tuple(map(self._open_file, index.files, sources, self._files))
 
     def _add_value(self, source: LocalFile, item: Item) -> None:
-        inner = read_value(source, item, replace(self._limits, header_bytes=self._header_bytes_left))
+        inner = self._reader.value(source, item, replace(self._limits, header_bytes=self._header_bytes_left))
         rest = item.nbytes - sum(storage.nbytes for storage in inner.storages) - _RECORDS_BYTES
         self._header_bytes_left = max(0, self._header_bytes_left - max(0, rest))
         first = self._count
@@ -197,7 +199,7 @@ class _Builder:
         self, item: Item, entry: Entry | None, number: int, nbytes: int, *, offset: int, located: bool = False
     ) -> int:
         file = self._files[-1]
-        file.owned.append(ItemStorage(item=item, entry=entry, storage=number))
+        file.owned.append(ItemStorage(item=item, entry=entry, position=number, nbytes=nbytes))
         key = item.name if entry is not None or located else f"{item.name}/{number}"
         position = len(self._files) - 1
         file.storages.append(Storage(file=position, offset=offset, nbytes=nbytes, key=key, located=located))
@@ -228,7 +230,7 @@ class _Builder:
 
     def _open_file(self, record: FileRecord, source: LocalFile, file: _File) -> OpenFile:
         own = Index(format=_NAME, files=(record,), storages=tuple(file.storages), tree=None)
-        locator = ItemFile(file.owned, self._limits)
+        locator = ItemFile(self._reader, file.owned)
         return OpenFile(source=source, locator=locator, index=own, first_storage=file.first)
 
 

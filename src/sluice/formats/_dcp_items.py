@@ -27,11 +27,10 @@ from sluice.formats._torch_zip import TorchZip
 from sluice.sources import Source
 from sluice.sources._section import Section
 
-__all__ = ["ChunkHeaders", "Item", "ItemFile", "ItemStorage", "check_items", "read_value"]
+__all__ = ["Item", "ItemFile", "ItemReader", "ItemStorage", "check_items"]
 
 Anything = TypeVar("Anything")
 
-_TORCH_ZIP = TorchZip()
 
 #: Bytes that are read of each item to tell its dtype, shape and stride. torch's take about 300.
 _HEAD_BYTES = 1024
@@ -39,14 +38,17 @@ _HEAD_BYTES = 1024
 #: Bytes at the end of an item that hold its directory. torch's take about 900.
 _TAIL_BYTES = 2048
 
+#: Values up to this size are read at once; most take about 1,500.
+_SMALL_BYTES = 16 << 10
+
 #: Smallest zip archive.
 _SMALLEST_BYTES = 22
 
 #: Bytes of a file that tell its kind.
 _START_BYTES = 64
 
-#: Kinds of chunks that are remembered. Models have many tensors of few shapes.
-_MOST_KINDS = 4096
+#: Kinds of chunks, and pickles, that are remembered. Models have many tensors of few shapes.
+_REMEMBERED = 4096
 
 #: What follows the data of a record whose sizes its local header does not know.
 _DESCRIPTOR = b"PK\7\x08"
@@ -73,7 +75,9 @@ class ItemStorage:
     #: The tensor that the item is expected to hold, in its own numbering; None for a value, which was parsed in full.
     entry: Entry | None
     #: Its position in the index of the item.
-    storage: int
+    position: int
+    #: Its bytes of data.
+    nbytes: int
 
 
 def check_items(source: Source, items: Sequence[Item]) -> None:
@@ -100,33 +104,34 @@ def check_items(source: Source, items: Sequence[Item]) -> None:
             raise _error("an item is too short to be a torch.save file", source, item, found=f"{item.nbytes} bytes")
 
 
-def read_value(source: Source, item: Item, limits: Limits) -> Index:
-    """Return the index of an item that holds a value.
-
-    Raises:
-        UnsafeContentError: It names something that only running code could build.
-        CheckpointError: It is no ``torch.save`` file that sluice reads.
-    """
-    _, index = _parse(source, item, limits)
-    for opaque in _tree.opaques(index.tree).values():
-        raise UnsafeContentError(
-            "a value holds an object that only running code could build",
-            file=source.path,
-            tensor=item.name,
-            offset=item.offset,
-            found=opaque.qualified_name,
-        )
-    return index
-
-
-class ChunkHeaders:
-    """Reads what chunks are. One object serves all files of a checkpoint, so that each kind is parsed once."""
+class ItemReader:
+    """Parses the items of one checkpoint, whatever their files: what is the same in many is parsed once."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._known: dict[bytes, tuple[Entry, int]] = {}
+        self._format = TorchZip(remembered=_REMEMBERED)
+        self._chunks: dict[bytes, tuple[Entry, int]] = {}
 
-    def read(self, source: Source, items: Sequence[Item]) -> list[tuple[Entry, int]]:
+    def value(self, source: Source, item: Item, limits: Limits) -> Index:
+        """Return the index of an item that holds a value.
+
+        Raises:
+            UnsafeContentError: It names something that only running code could build.
+            CheckpointError: It is no ``torch.save`` file that sluice reads.
+        """
+        small = [(0, source.read_at(item.offset, item.nbytes))] if item.nbytes <= _SMALL_BYTES else []
+        _, index = self._parse(source, item, limits, small)
+        for opaque in _tree.opaques(index.tree).values():
+            raise UnsafeContentError(
+                "a value holds an object that only running code could build",
+                file=source.path,
+                tensor=item.name,
+                offset=item.offset,
+                found=opaque.qualified_name,
+            )
+        return index
+
+    def chunks(self, source: Source, items: Sequence[Item]) -> list[tuple[Entry, int]]:
         """Return the tensor of each item, in the item's own numbering, and the bytes of its storage.
 
         Args:
@@ -136,32 +141,68 @@ class ChunkHeaders:
         Raises:
             CheckpointError: An item is not a ``torch.save`` file of one tensor.
         """
-        headers = []
+        found = []
         for some in _batches(items):
             sizes = [min(_HEAD_BYTES, item.nbytes) for item in some]
             heads = read_ranges(source, [item.offset for item in some], sizes)
-            headers += [self._header(source, item, head) for item, head in zip(some, heads, strict=True)]
-        return headers
+            found += [self._chunk(source, item, head) for item, head in zip(some, heads, strict=True)]
+        return found
 
-    def _header(self, source: Source, item: Item, head: bytes) -> tuple[Entry, int]:
+    def _chunk(self, source: Source, item: Item, head: bytes) -> tuple[Entry, int]:
         kind = head[: head.find(_DESCRIPTOR) + 1]
-        header = self._known.get(kind)
-        if header is None:
-            _, index = _parse(source, item, self._limits, [(0, head)])
+        chunk = self._chunks.get(kind)
+        if chunk is None:
+            _, index = self._parse(source, item, self._limits, [(0, head)])
             entry = _tensor(index, source, item)
-            header = entry, index.storages[entry.storage].nbytes
-            if kind and len(self._known) < _MOST_KINDS:
-                self._known[kind] = header
-        return header
+            chunk = entry, index.storages[entry.storage].nbytes
+            if kind and len(self._chunks) < _REMEMBERED:
+                self._chunks[kind] = chunk
+        return chunk
+
+    def offsets(
+        self, source: Source, item: Item, known: Iterable[tuple[int, bytes]], expected: Sequence[ItemStorage]
+    ) -> list[int]:
+        """Return where in the file the data of the item's storages starts, after a full check of the item.
+
+        Args:
+            source: Its file.
+            item: The item.
+            known: Ranges of it that were read already, by their offset in the item.
+            expected: What the storages were taken for.
+
+        Raises:
+            CheckpointError: The item is damaged, or holds something else.
+        """
+        section, index = self._parse(source, item, self._limits, known)
+        for storage in expected:
+            if storage.entry is not None and _tensor(index, source, item) != storage.entry:
+                raise _error("an item holds another tensor than its first bytes say", source, item)
+            nbytes = index.storages[storage.position].nbytes if storage.position < len(index.storages) else None
+            if nbytes != storage.nbytes:
+                problem = "an item holds other storages than its first bytes say"
+                raise _error(problem, source, item, expected=f"{storage.nbytes} bytes", found=nbytes)
+        with _placed(section, item):
+            found = self._format.locate(section, index, [storage.position for storage in expected])
+        return [section.start + found[storage.position] for storage in expected]
+
+    def _parse(
+        self, source: Source, item: Item, limits: Limits, known: Iterable[tuple[int, bytes]]
+    ) -> tuple[Section, Index]:
+        section = Section(source, item.offset, item.nbytes, known=known)
+        with _placed(section, item):
+            start = section.read_at(0, _SMALLEST_BYTES)
+            if not self._format.matches(start):
+                raise FormatError("an item is no torch.save file", file=source.path, offset=0, found=start)
+            return section, self._format.read_index(section, limits)
 
 
 class ItemFile:
     """Finds the data of the items of one file; see ``Locator``."""
 
-    def __init__(self, storages: Sequence[ItemStorage], limits: Limits) -> None:
+    def __init__(self, reader: ItemReader, storages: Sequence[ItemStorage]) -> None:
         """Keep what each storage of the file's index is."""
+        self._reader = reader
         self._storages = storages
-        self._limits = limits
 
     def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
         wanted = [number for number in storages if not index.storages[number].located]
@@ -173,24 +214,8 @@ class ItemFile:
         for some in _batches(groups):
             ends = _read_ends(source, [item for item, _ in some])
             for (item, numbers), known in zip(some, ends, strict=True):
-                found.update(self._locate(source, index, item, numbers, known))
-        return found
-
-    def _locate(
-        self, source: Source, index: Index, item: Item, numbers: Sequence[int], known: Iterable[tuple[int, bytes]]
-    ) -> dict[int, int]:
-        section, inner = _parse(source, item, self._limits, known)
-        found = {}
-        for number in numbers:
-            expected = self._storages[number]
-            if expected.entry is not None and _tensor(inner, source, item) != expected.entry:
-                raise _error("an item holds another tensor than its first bytes say", source, item)
-            nbytes = inner.storages[expected.storage].nbytes
-            if nbytes != index.storages[number].nbytes:
-                problem = "an item holds other storages than its first bytes say"
-                raise _error(problem, source, item, expected=index.storages[number].nbytes, found=nbytes)
-            with _placed(section, item):
-                found[number] = section.start + _TORCH_ZIP.locate(section, inner, [expected.storage])[expected.storage]
+                expected = [self._storages[number] for number in numbers]
+                found.update(zip(numbers, self._reader.offsets(source, item, known, expected), strict=True))
         return found
 
 
@@ -214,17 +239,6 @@ def _read_ends(source: Source, items: Sequence[Item]) -> list[list[tuple[int, by
         (start - items[number // 2].offset, data) for number, (start, data) in enumerate(zip(starts, read, strict=True))
     ]
     return [pieces[first : first + 2] for first in range(0, len(pieces), 2)]
-
-
-def _parse(
-    source: Source, item: Item, limits: Limits, known: Iterable[tuple[int, bytes]] = ()
-) -> tuple[Section, Index]:
-    section = Section(source, item.offset, item.nbytes, known=known)
-    with _placed(section, item):
-        start = section.read_at(0, _SMALLEST_BYTES)
-        if not _TORCH_ZIP.matches(start):
-            raise FormatError("an item is no torch.save file", file=source.path, offset=0, found=start)
-        return section, _TORCH_ZIP.read_index(section, limits)
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 from sluice._columns import records_from_columns
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import FileRecord, Index, Storage
+from sluice._records import Entry, FileRecord, Index, Storage
 from sluice.formats._pickle import Unpickler
 from sluice.formats._torch_objects import StorageReference, TorchObjects
 from sluice.formats._torch_pickle import check_object
@@ -46,11 +47,34 @@ _SMALL_RECORD_BYTES = 64
 #: Largest padding that an extra field can hold.
 _MAX_ALIGNMENT = 1 << 16
 
+#: Longest pickle that is remembered. That of a tensor takes about 200 bytes.
+_REMEMBERED_BYTES = 1024
+
+#: What two files can share.
+_IMMUTABLE = frozenset({Entry, bool, int, float, str, type(None)})
+
+
+class _Unpickled(NamedTuple):
+    """What the pickle of one file gave."""
+
+    tree: object
+    references: Sequence[StorageReference]
+    notes: tuple[str, ...]
+
 
 class TorchZip:
     """One file of ``torch.save``; see ``Format``."""
 
     name = "torch-zip"
+
+    def __init__(self, *, remembered: int = 0) -> None:
+        """Prepare to read files.
+
+        Args:
+            remembered: Pickles of one tensor or plain value that are run once for all files that hold the same bytes.
+        """
+        self._remembered = remembered
+        self._known: dict[bytes, _Unpickled] = {}
 
     def matches(self, head: bytes) -> bool:
         return head.startswith(b"PK\3\4")
@@ -58,13 +82,13 @@ class TorchZip:
     def read_index(self, source: Source, limits: Limits) -> Index:
         directory = read_directory(source, limits)
         metadata = _read_metadata(source, directory)
-        tree, objects, notes = _unpickle(source, directory, limits)
-        positions = _positions(objects.storages, directory, source.path)
-        _check_unjudged(source, objects.storages, positions, directory)
+        tree, references, notes = self._unpickle(source, directory, limits)
+        positions = _positions(references, directory, source.path)
+        _check_unjudged(source, references, positions, directory)
         return Index(
             format=self.name,
             files=(FileRecord(path=source.path, identity=source.identity),),
-            storages=tuple(_storages(objects.storages, positions, directory)),
+            storages=tuple(_storages(references, positions, directory)),
             tree=tree,
             metadata=metadata,
             notes=notes,
@@ -86,6 +110,24 @@ class TorchZip:
             for storage in map(index.storages.__getitem__, wanted)
         ]
         return dict(zip(wanted, locate_records(source, records), strict=True))
+
+    def _unpickle(self, source: Source, directory: Directory, limits: Limits) -> _Unpickled:
+        record = directory.record("data.pkl")
+        assert record is not None  # looked up before
+        offset, data = read_record(source, record, limits.header_bytes)
+        known = self._known.get(data) if self._remembered else None
+        if known is not None:
+            return known
+        objects = TorchObjects(limits, len(data))
+        unpickler = Unpickler(data, objects, limits=limits, file=source.path, offset=offset)
+        tree = unpickler.load()
+        if unpickler.end != len(data):
+            raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
+        notes = check_object(tree, unpickler, objects, limits, source.path)
+        made = _Unpickled(tree, objects.storages, notes)
+        if type(tree) in _IMMUTABLE and len(self._known) < self._remembered and len(data) <= _REMEMBERED_BYTES:
+            self._known[data] = made
+        return made
 
 
 def _limits(index: Index, file_bytes: int) -> dict[int, int]:
@@ -128,18 +170,6 @@ def _word(source: Source, directory: Directory, name: str, *, default: str) -> s
     if record is None:
         return default
     return read_record(source, record, _SMALL_RECORD_BYTES)[1].decode("latin1")
-
-
-def _unpickle(source: Source, directory: Directory, limits: Limits) -> tuple[object, TorchObjects, tuple[str, ...]]:
-    record = directory.record("data.pkl")
-    assert record is not None  # looked up before
-    offset, data = read_record(source, record, limits.header_bytes)
-    objects = TorchObjects(limits, len(data))
-    unpickler = Unpickler(data, objects, limits=limits, file=source.path, offset=offset)
-    tree = unpickler.load()
-    if unpickler.end != len(data):
-        raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
-    return tree, objects, check_object(tree, unpickler, objects, limits, source.path)
 
 
 def _positions(references: Sequence[StorageReference], directory: Directory, file: str) -> list[int]:

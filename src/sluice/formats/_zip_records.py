@@ -39,8 +39,7 @@ def locate_records(source: Source, records: Sequence[Record]) -> list[int]:
     """
     order = sorted(range(len(records)), key=lambda position: records[position].header)
     ordered = [records[position] for position in order]
-    sizes = [LOCAL_HEADER_BYTES + len(record.name.encode()) for record in ordered]
-    headers = read_ranges(source, [record.header for record in ordered], sizes)
+    headers = read_ranges(source, [record.header for record in ordered], list(map(_header_bytes, ordered)))
     offsets = [_locate(source, record, header) for record, header in zip(ordered, headers, strict=True)]
     located = dict(zip(order, offsets, strict=True))
     return [located[position] for position in range(len(records))]
@@ -58,7 +57,7 @@ def read_record(source: Source, record: Record, max_bytes: int) -> tuple[int, by
         raise LimitError(
             f"record {record.name!r} has more than {max_bytes} bytes", file=source.path, found=record.nbytes
         )
-    offset = locate_records(source, [record])[0]
+    offset = _locate(source, record, source.read_at(record.header, _header_bytes(record)))
     data = source.read_at(offset, record.nbytes)
     # torch leaves the CRC 0 when it was told not to compute any.
     if record.crc and zlib.crc32(data) != record.crc:
@@ -70,6 +69,10 @@ def read_record(source: Source, record: Record, max_bytes: int) -> tuple[int, by
             found=f"{zlib.crc32(data):#010x}",
         )
     return offset, data
+
+
+def _header_bytes(record: Record) -> int:
+    return LOCAL_HEADER_BYTES + len(record.name.encode())
 
 
 def _locate(source: Source, record: Record, header: bytes) -> int:
