@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from distributed import Box, chunks, write
+
 MIB = 1 << 20
 
 LOAD = """
@@ -80,3 +82,15 @@ def test_many_small_tensors_cost_little_more_than_themselves(tmp_path: Path) -> 
     shapes: list[tuple[int, ...]] = [(64, 16)] * 5000
     torch.save({str(i): torch.ones(shape) for i, shape in enumerate(shapes)}, tmp_path / "f.pth")
     load(tmp_path / "f.pth", shapes, 5000 * (4096 + 2048) + (16 + 32) * MIB, memory="16MiB")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_chunks_of_a_distributed_checkpoint(tmp_path: Path, dtype: str | None) -> None:
+    boxes: list[Box] = [((i, j), (1024, 1024)) for i in (0, 1024) for j in (0, 1024)]
+    stored = {str(i): chunks(torch.full((2048, 2048), 0.25), boxes, files=2) for i in range(8)}
+    write(tmp_path / "d", stored)
+    final = 8 * 2048 * 2048 * (2 if dtype else 4)
+    contract = final + 16 * MIB + 8 * (2048 + 8192) + 32 * MIB
+    options = {"dtype": dtype} if dtype else {}
+    load(tmp_path / "d", [(2048, 2048)] * 8, contract, memory="16MiB", **options)

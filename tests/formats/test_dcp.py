@@ -61,6 +61,8 @@ def train_state() -> dict[str, Any]:
         "view": torch.randn(10, 10)[2:5, 3:6],
         "complex": torch.randn(3, dtype=torch.complex64),
         "bool": torch.tensor([True, False]),
+        "float8": torch.arange(4.0).to(torch.float8_e4m3fn),
+        "uint16": torch.arange(4).to(torch.uint16),
     }
 
 
@@ -111,6 +113,15 @@ def test_names_stay_flat_without_paths(tmp_path: Path) -> None:
         assert list(checkpoint.tree) == ["n.step", "a.b"]
 
 
+def test_the_metadata_stands_for_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"w": rows(torch.arange(6.0), 2)})
+    (tmp_path / "model.safetensors").touch()  # would come first
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / ".metadata", Path(".metadata")):
+        with sluice.open(path) as checkpoint:
+            assert torch.equal(checkpoint["w"].read(), torch.arange(6.0))
+
+
 def test_positions_that_no_item_has_are_none(tmp_path: Path) -> None:
     write(tmp_path / "d", {}, {"l.2": 1, "l.0.x": 2}, paths={"l.2": ("l", 2), "l.0.x": ("l", 0, "x")})
     with sluice.open(tmp_path / "d") as checkpoint:
@@ -126,7 +137,7 @@ def test_chunks_become_one_tensor(tmp_path: Path) -> None:
         assert checkpoint["one"].entry.parts == ()
         assert len(checkpoint["w"].entry.parts) == 4
         assert checkpoint["w"].storage_key == "w[0, 0]+w[2, 0]+w[4, 0]+w[6, 0]"
-        assert checkpoint.index.notes == ("1 tensors are assembled from 4 chunks.",)
+        assert checkpoint.index.notes == ("Tensors that are assembled from chunks: 1, of 4 chunks.",)
         assert torch.equal(checkpoint["w"][1:7:2, 1].read(), tensor[1:7:2, 1])
         assert torch.equal(checkpoint["w"].read(dtype=torch.float16), tensor.half())
 
@@ -138,7 +149,7 @@ def test_chunks_without_elements_are_passed_over(tmp_path: Path) -> None:
     write(tmp_path / "d", {"w": chunks(tensor, boxes, files=4), "none": empty})
     check(tmp_path / "d")
     with sluice.open(tmp_path / "d") as checkpoint:
-        assert checkpoint.index.notes == ("1 tensors are assembled from 2 chunks.",)
+        assert checkpoint.index.notes == ("Tensors that are assembled from chunks: 1, of 2 chunks.",)
 
 
 @st.composite
@@ -219,6 +230,26 @@ def test_chunks_of_one_kind_are_parsed_once_to_open(tmp_path: Path, monkeypatch:
         assert parsed == ["a[0, 0]", "a[2, 0]"]
 
 
+def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
+    write(tmp_path / "d", {"m.w": rows(torch.ones(4, 2), 2)}, {"m.n": 3}, paths={"m.w": ("m", "w"), "m.n": ("m", "n")})
+    code = (
+        "import sys; from sluice.cli import main; main(sys.argv[1:], standalone_mode=False); "
+        "assert 'torch' not in sys.modules"
+    )
+    command = [sys.executable, "-c", code, "inspect", str(tmp_path / "d")]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    for part in (
+        "torch-distributed, 1 file",
+        "1 tensor, 32 B",
+        "m.w",
+        "[4, 2]",
+        "assembled from chunks: 1, of 2 chunks",
+    ):
+        assert part in shown
+    shown = subprocess.run([*command, "--tree"], check=True, capture_output=True, text=True).stdout
+    assert "n: 3" in shown
+
+
 RANKS = """
 import os, sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
@@ -256,7 +287,7 @@ def test_what_four_ranks_save(tmp_path: Path) -> None:
     full = torch.load(tmp_path / "d.pth")
     assert same(dict(sluice.load_state_dict(tmp_path / "d", key="model")), full)
     with sluice.open(tmp_path / "d") as checkpoint:
-        assert checkpoint.index.notes == ("4 tensors are assembled from 12 chunks.",)
+        assert checkpoint.index.notes == ("Tensors that are assembled from chunks: 4, of 12 chunks.",)
         assert torch.equal(checkpoint["model.grid"][3:8, 2:].read(), full["grid"][3:8, 2:])
 
 

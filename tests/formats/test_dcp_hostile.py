@@ -107,6 +107,7 @@ def test_metadata_that_names_something_else(tmp_path: Path, value: object) -> No
         (b"", TruncatedError, "empty"),
         (distributed_metadata([], {}), FormatError, "state_dict_metadata of the metadata is no dictionary"),
         (distributed_metadata({}, None), FormatError, "storage_data of the metadata is no dictionary"),
+        (distributed_metadata({}, {}, paths=[1]), FormatError, "planner_data of the metadata is no dictionary"),
         (distributed_metadata({1: value_metadata()}, {}), FormatError, "name of an item is no text"),
         (distributed_metadata({"w": value_metadata()}, {}), FormatError, "a value is stored nowhere"),
         (distributed_metadata({"w": 1}, {}), FormatError, "is no TensorStorageMetadata"),

@@ -20,6 +20,7 @@ from sluice._errors import ReadError, SourceChangedError, TruncatedError
 from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable, Source
 from sluice.sources._local import LocalFile
+from sluice.sources._section import Section
 from sluice.testing import FaultySource, RecordingSource, check_source
 
 CONTENT = random.Random(1).randbytes(30_000)
@@ -66,6 +67,13 @@ def test_local_files_where_the_system_can_do_less(path: Path, monkeypatch: pytes
 
 def test_memory() -> None:
     check_source(lambda: MemorySource(CONTENT), CONTENT)
+
+
+def test_sections() -> None:
+    around = MemorySource(bytes(100) + CONTENT + bytes(9))
+    check_source(lambda: Section(around, 100, len(CONTENT)), CONTENT)
+    known = [(0, CONTENT[:1000]), (len(CONTENT) - 500, CONTENT[-500:])]
+    check_source(lambda: Section(around, 100, len(CONTENT), known=known), CONTENT)
 
 
 def test_short_content_is_refused() -> None:

@@ -240,4 +240,4 @@ def _whole(tensor: TensorItem, *, storage: int) -> Entry:
 
 def _chunk_note(items: Mapping[str, TensorItem | Place]) -> tuple[str, ...]:
     counts = [len(item.chunks) for item in items.values() if isinstance(item, TensorItem) and len(item.chunks) > 1]
-    return (f"{len(counts)} tensors are assembled from {sum(counts)} chunks.",) if counts else ()
+    return (f"Tensors that are assembled from chunks: {len(counts)}, of {sum(counts)} chunks.",) if counts else ()

@@ -159,7 +159,7 @@ class _Reader:
         left = sum(map(len, places.values()))
         return Contents(
             items=described,
-            paths=paths if type(paths) is dict else {},
+            paths={} if paths is None else self._dict(paths, "planner_data"),
             version=version if type(version) is str else "",
             notes=(f"Items that are stored but not described: {left}.",) if left else (),
         )

@@ -17,7 +17,7 @@ from sluice._options import INDEXING_THREADS, Limits
 from sluice._records import Index
 from sluice.formats import detect
 from sluice.formats._dcp import open_distributed
-from sluice.formats._directory import Layout, check_inside, index_layout, survey
+from sluice.formats._directory import METADATA_FILE, Layout, check_inside, index_layout, survey
 from sluice.formats._shards import OpenFile, incomplete, merge
 from sluice.sources._local import LocalFile
 
@@ -27,7 +27,7 @@ __all__ = ["open_path"]
 def open_path(path: str, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open a file, a directory or the index file of a sharded checkpoint; reads no tensor data.
 
-    A path that ends in ``.json`` can only be an index file.
+    A path that ends in ``.json`` can only be an index file, one to ``.metadata`` stands for its directory.
 
     Returns:
         The index of the checkpoint, and its files in the order of ``Index.files``.
@@ -41,6 +41,10 @@ def open_path(path: str, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
         return _open_layout(survey(path, limits), limits)
     if path.endswith(".json"):
         return _open_layout(index_layout(path, limits), limits)
+    directory, name = os.path.split(path)
+    if name == METADATA_FILE:
+        layout = Layout(path=path, directory=directory, kind="distributed", files=(METADATA_FILE,))
+        return _open_layout(layout, limits)
     file = _open_file(path, limits)
     return file.index, (file,)
 

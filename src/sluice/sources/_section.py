@@ -42,19 +42,15 @@ class Section:
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
-            raise TruncatedError(
-                "a file inside this file ends too early",
-                file=self.path,
-                offset=offset,
-                expected=f"{nbytes} bytes",
-                found=f"{max(0, self._identity.nbytes - offset)} bytes",
-            )
+            raise self._too_early(offset, nbytes)
         for first, data in self._known:
             if first <= offset and offset + nbytes <= first + len(data):
                 return data[offset - first : offset - first + nbytes]
         return self._source.read_at(self.start + offset, nbytes)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if offset < 0:
+            raise self._too_early(offset, len(buffer))
         room = max(0, self._identity.nbytes - offset)
         return self._source.read_into(self.start + offset, buffer[:room], direct=direct)
 
@@ -66,3 +62,12 @@ class Section:
 
     def close(self) -> None:
         """The source belongs to others."""
+
+    def _too_early(self, offset: int, nbytes: int) -> TruncatedError:
+        return TruncatedError(
+            "a file inside this file ends too early",
+            file=self.path,
+            offset=offset,
+            expected=f"{nbytes} bytes",
+            found=f"{max(0, self._identity.nbytes - offset)} bytes",
+        )
