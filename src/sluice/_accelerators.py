@@ -35,6 +35,7 @@ __all__ = [
     "CudaAccelerator",
     "Source",
     "accelerator",
+    "accelerators",
     "allocator_bytes",
     "copy_in_pieces",
     "device_facts",
@@ -282,6 +283,12 @@ def _forget_last_error() -> None:
     """Clear the CUDA runtime's error, which the caller's next kernel would raise: a checked failure does that."""
     with suppress(RuntimeError):
         torch.cuda.set_device(torch.cuda.device_count())
+
+
+def accelerators() -> tuple[str, ...]:
+    """Return every accelerator that torch can use here, in its order."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return () if kind is None else tuple(f"{kind.type}:{i}" for i in range(torch.accelerator.device_count()))
 
 
 def device_facts(device: str) -> DeviceFacts:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from sluice import _module_load, _transfer, _tree
 from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
+from sluice._devices import Device, device_name, parse_placement
 from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import MismatchError, UnsafeContentError
+from sluice._load_table import tensor_rows
 from sluice._measure import PeakMeter
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
-from sluice._placement import Placement
 from sluice._progress import Progress, byte_progress
 from sluice._records import Entry, Peaks, Request
 from sluice._renaming import Rename
@@ -30,7 +32,7 @@ def load_into(
     model: torch.nn.Module,
     source: CheckpointSource,
     *,
-    device: str | torch.device | Mapping[str, str | int | torch.device] | None = None,
+    device: Device = None,
     dtype: torch.dtype | Literal["auto"] | None = None,
     key: str | None = None,
     rename: Rename | None = None,
@@ -53,6 +55,8 @@ def load_into(
         source: A checkpoint file or directory, a shard index, or an open checkpoint; see ``open``.
         device: Where the tensors go; None leaves each where it is, and what is on meta goes to the CPU. A mapping from
             prefixes of names to devices places parts: ``{"": "cuda:0", "head": "cuda:1"}``; the longest prefix wins.
+            ``"auto"`` fills accelerators in order, up to ``memory.device`` or what they have free, and leaves the rest
+            to the CPU; modules that share a tensor stay together, and ``report.placement`` says what was chosen.
         dtype: None keeps the module's dtypes, as ``load_state_dict`` does; ``"auto"`` takes the checkpoint's; a dtype
             applies to real floating-point tensors that come from the checkpoint.
         key: Part of the checkpoint: a path into the nested object or a dotted prefix of names
@@ -79,6 +83,7 @@ def load_into(
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
         MismatchError: Checkpoint and module disagree; every reason is listed and nothing was touched.
         BudgetError: The memory limits cannot be kept; nothing was read.
+        ValueError: A device cannot be used, or a prefix names nothing of the module.
         ReadError: The operating system failed a read.
         SourceChangedError: The file changed meanwhile.
         PartialLoadError: One of the above, after live tensors began to change.
@@ -94,7 +99,7 @@ def load_into(
         job = _module_load.prepare_module(
             model,
             checkpoint,
-            placement=_placement(device),
+            placement=parse_placement(device),
             dtype=dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype),
             key=key,
             rename=rename,
@@ -144,7 +149,7 @@ def load_state_dict(
     Example:
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
     """
-    where = _device_name(device)
+    where = device_name(device)
     with borrow(source, limits=limits) as checkpoint:
         chosen = _find_state_dict(checkpoint, key)
         if rules:
@@ -161,29 +166,6 @@ def load_state_dict(
     state_dict = OrderedDict(values)
     state_dict.__dict__.update(getattr(values, "__dict__", {}))
     return state_dict
-
-
-def _placement(device: str | torch.device | Mapping[str, str | int | torch.device] | None) -> Placement:
-    if device is None:
-        return {}
-    if isinstance(device, Mapping):
-        return {prefix: _device_name(where) for prefix, where in device.items()}
-    return {"": _device_name(device)}
-
-
-def _device_name(device: str | int | torch.device) -> str:
-    """Return a device as torch writes it, with the index that it means now.
-
-    Raises:
-        ValueError: This torch cannot use it here, or it is the meta device, which holds nothing.
-    """
-    try:
-        found = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # a torch without CUDA says so with an AssertionError
-        raise ValueError(f"device {device!r} cannot be used: {error}") from error
-    if found.type == "meta":
-        raise ValueError("device='meta' cannot hold weights")
-    return str(found)
 
 
 def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, object]:
@@ -250,6 +232,7 @@ def _report(
         key=job.selection.key,
         prefix=job.selection.prefix,
         devices=tuple(sorted({target.device for target in plan.targets})),
+        placement=job.placement,
         tensors=len(plan.targets),
         final_bytes=plan.final_bytes,
         read_bytes=plan.read_bytes,
@@ -267,5 +250,6 @@ def _report(
         origins={request.name: request.entry.origin for request in match.requests if request.entry.origin},
         replaced=done.installed.replaced,
         initialised=tuple(name for slot in match.initialised for name in job.state.outline.slots[slot].names),
+        rows=partial(tensor_rows, job.decided(checkpoint)),
         notes=(*checkpoint.index.notes, *job.selection.notes, *done.notes, *plan.reasons),
     )

@@ -13,6 +13,7 @@ them all, freed at once, leaves a cached block out of which the same tensors are
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 
 from sluice._geometry import round_up
@@ -75,16 +76,16 @@ def _packed(sizes: Iterable[int], segment_bytes: int, *, lost_bytes: int = 0) ->
         segment_bytes: Bytes of a segment.
         lost_bytes: A rest of at most this is not used again.
     """
-    rests: list[int] = []
+    rests: list[int] = []  # sorted
     segments = 0
     for size in sizes:
         # The allocator takes the smallest block that fits.
-        place = min((i for i, rest in enumerate(rests) if rest >= size), key=lambda i: rests[i], default=None)
-        if place is None:
+        place = bisect_left(rests, size)
+        if place == len(rests):
             segments += 1
-            rests.append(segment_bytes)
-            place = len(rests) - 1
-        rests[place] -= size
-        if rests[place] <= lost_bytes:
-            del rests[place]
+            rest = segment_bytes - size
+        else:
+            rest = rests.pop(place) - size
+        if rest > lost_bytes:
+            insort(rests, rest)
     return segments * segment_bytes

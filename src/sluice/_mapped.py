@@ -51,8 +51,8 @@ def plan_mapping(targets: Sequence[Target], mappable: Sequence[bool]) -> Mapped:
     copied: Counter[str] = Counter()
     copied_bytes = 0
     for position, target in enumerate(targets):
-        if target.nbytes == 0:
-            continue
+        if not target.fills:
+            continue  # empty, or computed
         why = _why_copied(target, mappable)
         if why is None:
             runs.append(as_run(position, target.fills[0]))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -18,7 +20,8 @@ from sluice import _transfer, _tree
 from sluice._accelerators import allocator_bytes
 from sluice._checkpoint import Checkpoint
 from sluice._device_memory import scratch_bytes
-from sluice._dtypes import ITEM_BYTES
+from sluice._devices import check_prefixes, choose_placement
+from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._engine import Outcome
 from sluice._errors import MismatchError, PartialLoadError, UnsafeContentError
 from sluice._geometry import contiguous_stride
@@ -26,6 +29,7 @@ from sluice._initial_values import initial_values
 from sluice._install import Installed, finish_loading, install, install_one
 from sluice._layout import Computed
 from sluice._load_hooks import follow_loading
+from sluice._load_table import Decided
 from sluice._matching import Match, match
 from sluice._modules import ModuleState, collect
 from sluice._options import TransferOptions
@@ -36,6 +40,7 @@ from sluice._renaming import Rename
 from sluice._rules import Rule
 from sluice._selection import Selection, select
 from sluice._slicing import boxes, slice_entry
+from sluice._table import TensorRow
 from sluice._targets import Targets
 from sluice._transfer import Prepared
 
@@ -54,7 +59,7 @@ class Job:
     match: Match
     #: How.
     prepared: Prepared
-    #: Devices that were asked for.
+    #: Devices that were asked for, or chosen.
     placement: Placement
     #: Extra state of the module's parts by name: plain values and containers with ``Entry`` leaves.
     extra_state: Mapping[str, object]
@@ -66,6 +71,29 @@ class Job:
         """Number of tensors for each change of dtype."""
         changes = [(request.entry.dtype, request.dtype) for request in self.match.requests]
         return dict(Counter(f"{old}->{new}" for old, new in changes if old != new))
+
+    def decided(self, checkpoint: Checkpoint) -> Decided:
+        """Return what the report's table is made from, which holds no tensor."""
+        return Decided(
+            outline=self.state.outline,
+            match=self.match,
+            plan=self.prepared.plan,
+            placement=self.placement,
+            index=checkpoint.index,
+            computed=tuple(_computed_row(name, tensor) for name, tensor in self.state.unsaved.items()),
+        )
+
+
+def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:
+    return TensorRow(
+        name=name,
+        file_dtype=None,
+        dtype=dtype_name(tensor.dtype),
+        shape=tuple(tensor.shape),
+        nbytes=tensor.nbytes,
+        device=str(tensor.device),
+        how="computed",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +114,7 @@ def prepare_module(
     model: nn.Module,
     checkpoint: Checkpoint,
     *,
-    placement: Placement,
+    placement: Placement | Literal["auto"],
     dtype: str | None,
     key: str | None,
     rename: Rename | None,
@@ -101,10 +129,10 @@ def prepare_module(
     if strict:
         _refuse_opaque(_tree.subtree(tree, selection.key or ""), selection.prefix, checkpoint)
     followed = follow_loading(model, selection.entries, selection.extra_state, versions=selection.versions)
-    found = match(
+    matched = partial(
+        match,
         state.outline,
         followed.entries,
-        placement=placement,
         dtype=dtype,
         strict=strict,
         versions=selection.versions,
@@ -112,6 +140,11 @@ def prepare_module(
         forgiven=followed.forgiven,
         problems=followed.problems,
     )
+    if placement == "auto":
+        placement = choose_placement(state, matched(), options.memory)
+    else:
+        check_prefixes(placement, state)
+    found = matched(placement=placement)
     extra_state = {
         name: value
         for name, value in followed.extra_state.items()

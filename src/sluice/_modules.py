@@ -25,7 +25,7 @@ from sluice._load_hooks import extra_state_names
 from sluice._matching import Outline, Slot
 from sluice._swap import is_plain
 
-__all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of"]
+__all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
 
 # What nn.Module registers has no other public view that tells names, None and persistence apart.
 # ruff: noqa: SLF001
@@ -247,6 +247,13 @@ def reset_of(module: nn.Module) -> Callable[[], object] | None:
         for name, tensor in held.items()
     )
     return reset if harmless else None
+
+
+def undivided(module: nn.Module) -> frozenset[str]:
+    """Return the paths of the modules that the model says are to stay on one device, as transformers' models do."""
+    parts = dict(module.named_modules())
+    kinds = {kind for part in parts.values() for kind in getattr(part, "_no_split_modules", None) or ()}
+    return frozenset(path for path, part in parts.items() if type(part).__name__ in kinds)
 
 
 def _can_be_filled(tensor: torch.Tensor) -> bool:

@@ -129,6 +129,9 @@ CAST_PIECE_ELEMENTS = 32_767
 #: with fewer than 8 a bus of 25 GB/s carries the wider dtype sooner.
 HOST_CAST_CORES = 8
 
+#: Part of what an accelerator has free that ``device="auto"`` leaves for activations and the workspaces of kernels.
+AUTO_RESERVE = 0.1
+
 #: Interval of the sampler inside a load, in seconds. VmHWM holds the exact total; samples only split it by kind.
 SAMPLE_SECONDS = 0.01
 

@@ -27,7 +27,7 @@ from sluice._records import (
 )
 from sluice._units import format_bytes
 
-__all__ = ["check_device_budget", "check_host_budget", "plan_load"]
+__all__ = ["check_device_budget", "check_host_budget", "plan_load", "staging_buffer_bytes"]
 
 
 def plan_load(
@@ -51,7 +51,7 @@ def plan_load(
     """
     on_devices = any(target.device != "cpu" for target in targets)
     host_casts = facts.cores >= options.HOST_CAST_CORES and any(map(_narrows_on_device, targets))
-    buffer_bytes = _staging_buffer_bytes(staging_bytes)
+    buffer_bytes = staging_buffer_bytes(staging_bytes)
     runs = [run for run in collapse_fills(targets) if run.target not in mapped.blocks]
     reads, leads = _plan_reads(runs, targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
@@ -142,7 +142,7 @@ def _half_bytes(target: Target) -> int:
     return target.nbytes // 2 if target.dtype == "float32" else target.nbytes
 
 
-def _staging_buffer_bytes(staging_bytes: int) -> int:
+def staging_buffer_bytes(staging_bytes: int) -> int:
     """Return the size of one buffer: a share of the gate, between one huge page and one full read.
 
     There should be two buffers for each reader: one to fill, one to empty.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 from sluice._records import DeviceMemory, Peaks
+from sluice._table import TensorRow, TensorTable
 from sluice._units import format_bytes
 
 __all__ = ["LoadReport"]
@@ -18,7 +19,8 @@ _NAMES_SHOWN = 5
 class LoadReport:
     """What a load read, where it put it, and what it cost.
 
-    ``str(report)`` is the summary for people, ``report.to_json()`` the complete record for programs.
+    ``str(report)`` is the summary for people, ``report.to_json()`` the complete record for programs, and
+    ``report.table()`` says of each tensor how it was filled.
 
     Example:
         >>> report = LoadReport(
@@ -41,6 +43,8 @@ class LoadReport:
     prefix: str = ""
     #: Devices of the finished tensors, as torch writes them.
     devices: tuple[str, ...]
+    #: Device for each prefix of names, as it was asked for or as ``device="auto"`` chose; the longest prefix wins.
+    placement: Mapping[str, str] = field(default_factory=dict)
     #: Number of finished tensors; tied names count once.
     tensors: int
     #: Bytes of the finished tensors.
@@ -77,19 +81,26 @@ class LoadReport:
     initialised: tuple[str, ...] = ()
     #: What a reader should know, a sentence each.
     notes: tuple[str, ...] = ()
+    #: Makes the rows of ``table()``. Until the report goes it keeps the records of the plan, about 2 KiB a tensor.
+    rows: Callable[[], Iterable[TensorRow]] = field(default=tuple, repr=False, compare=False)
 
     @property
     def gb_per_second(self) -> float:
         """Bytes read for each second, in units of 10**9."""
         return self.read_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
+    def table(self) -> TensorTable:
+        """Return how each tensor was filled, a row for each name of the model; made anew by each call."""
+        return TensorTable(self.rows())
+
     def to_json(self) -> dict[str, object]:
-        """Return every field and ``gb_per_second`` as plain values that ``json.dumps`` takes."""
-        values = {member.name: _plain(getattr(self, member.name)) for member in fields(self)}
+        """Return every field but ``rows``, and ``gb_per_second``, as plain values that ``json.dumps`` takes."""
+        values = {member.name: _plain(getattr(self, member.name)) for member in fields(self) if member.name != "rows"}
         return {**values, "gb_per_second": self.gb_per_second}
 
     def __str__(self) -> str:
         lines = [self._what(), self._speed(), self._memory(), *map(_device_line, self.device_memory)]
+        lines.extend(f"on {device}: {_shorten(names)}" for device, names in self.prefixes_by_device().items())
         if self.prefix:
             lines.append(f"prefix stripped: {self.prefix!r}")
         if self.cast:
@@ -115,6 +126,13 @@ class LoadReport:
     def _memory(self) -> str:
         measured = format_bytes(self.measured.total_bytes) if self.measured else "not available here"
         return f"peak growth of host memory: predicted {format_bytes(self.predicted.total_bytes)}, measured {measured}"
+
+    def prefixes_by_device(self) -> dict[str, tuple[str, ...]]:
+        """Return the prefixes that each device got; empty where one device has everything."""
+        found: dict[str, tuple[str, ...]] = {}
+        for prefix, device in self.placement.items() if len(self.placement) > 1 else ():
+            found[device] = (*found.get(device, ()), prefix)
+        return found
 
     def name_lists(self) -> dict[str, tuple[str, ...]]:
         """Return the lists of names under the labels that people read; a tied group is one ``a = b``."""

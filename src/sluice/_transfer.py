@@ -23,7 +23,7 @@ from sluice._units import parse_bytes
 if TYPE_CHECKING:
     from sluice._checkpoint import Checkpoint
 
-__all__ = ["Prepared", "prepare", "run", "with_tensors"]
+__all__ = ["Prepared", "device_limit", "prepare", "run", "with_tensors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,13 @@ def _check_budget(plan: LoadPlan, memory: MemoryLimits) -> None:
     else:
         check_host_budget(plan, parse_bytes(memory.host), "MemoryLimits(host=...)")
     for device in plan.devices:
-        limit = memory.device.get(device.device) if isinstance(memory.device, Mapping) else memory.device
-        check_device_budget(plan, device, None if limit is None else parse_bytes(limit))
+        check_device_budget(plan, device, device_limit(memory, device.device))
+
+
+def device_limit(memory: MemoryLimits, device: str) -> int | None:
+    """Return the bytes that the caller lets an accelerator's memory grow by; None without a limit."""
+    limit = memory.device.get(device) if isinstance(memory.device, Mapping) else memory.device
+    return None if limit is None else parse_bytes(limit)
 
 
 def run(

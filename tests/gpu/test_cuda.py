@@ -227,6 +227,24 @@ def test_parts_of_a_module_go_to_several_devices_at_once(tmp_path: Path) -> None
         assert torch.ones(3, device=f"cuda:{number}").sum().item() == 3
 
 
+def test_auto_fills_the_first_device_up_to_its_limit_and_leaves_the_rest_to_the_host(tmp_path: Path) -> None:
+    layers = [nn.Linear(1024, 3072) for _ in range(4)]
+    torch.save(nn.Sequential(*layers).state_dict(), tmp_path / "f.pth")
+    with sluice.empty_init():
+        model = nn.Sequential(*(nn.Linear(1024, 3072) for _ in range(4)))
+    limits: dict[str, int | str] = {f"cuda:{i}": 0 for i in range(torch.cuda.device_count())}
+    report = sluice.load_into(
+        model, tmp_path / "f.pth", device="auto", memory=sluice.MemoryLimits(device=limits | {"cuda:0": "40MiB"})
+    )
+    assert report.placement == {"0": "cuda:0", "1": "cuda:0", "2": "cpu", "3": "cpu"}
+    [memory] = report.device_memory
+    assert memory.reserved_bytes is not None
+    assert memory.reserved_bytes <= 40 * MIB
+    for layer, expected in zip(model, layers, strict=True):
+        assert isinstance(layer, nn.Linear)
+        assert torch.equal(layer.weight.cpu(), expected.weight)
+
+
 def test_what_rules_multiply_and_pad_arrives(tmp_path: Path, device: str) -> None:
     tensors = {"w": torch.randn(1500, 700), "half": torch.randn(COUNT).half(), "rows": torch.randn(10, 4)}
     torch.save(tensors, tmp_path / "f.pth")

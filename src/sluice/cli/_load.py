@@ -43,7 +43,10 @@ class _Size(click.ParamType[int]):
     "--model", "factory", required=True, metavar="MODULE:NAME", help="What builds the model: class or function."
 )
 @click.option("--model-args", metavar="JSON", default="{}", help="Its arguments: an object by name, an array in order.")
-@click.option("--device", help="Where the tensors go, such as cpu or cuda:0. Default: where the model has them.")
+@click.option(
+    "--device",
+    help="Where the tensors go: cpu, cuda:0, ...; auto: fill accelerators in order. Default: as in the model.",
+)
 @click.option(
     "--dtype", type=click.Choice(_DTYPES), metavar="NAME", help="float32, bfloat16, ... or auto: as in the file."
 )
@@ -65,6 +68,7 @@ class _Size(click.ParamType[int]):
     show_default=True,
     help="map: tensors on the CPU that need no change are pages of the file.",
 )
+@click.option("--table", is_flag=True, help="Say of each tensor how it was filled.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def load_command(
@@ -80,6 +84,7 @@ def load_command(
     no_strict: bool,
     page_cache: PageCache,
     place: Place,
+    table: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -96,7 +101,7 @@ def load_command(
     """
     arguments, named = _parse_arguments(model_args)
     build = _find_factory(factory)
-    if device is not None:
+    if device not in {None, "auto"}:
         _check_device(device)
     model = _build_model(build, factory, arguments, named)
     report = sluice.load_into(
@@ -112,12 +117,15 @@ def load_command(
         progress=sys.stderr.isatty() and not quiet,
     )
     if as_json:
-        click.echo(json.dumps(report.to_json()))
+        rows = {"table": report.table().to_json()} if table else {}
+        click.echo(json.dumps(report.to_json() | rows))
     elif not quiet:
         # Here, not above: rich takes 50 ms to import, and only tables need it.
         from sluice.cli._render import print_report
 
         print_report(report)
+        if table:
+            click.echo(f"\n{report.table()}")
 
 
 def _parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
