@@ -121,7 +121,7 @@ def test_the_only_candidate_is_found_and_several_are_listed(tmp_path: Path) -> N
     torch.save({"model": weights, "epoch": 3}, tmp_path / "one.pth")
     assert same(dict(sluice.load_state_dict(tmp_path / "one.pth")), weights)
     torch.save({"model": weights, "ema": {"w": torch.randn(3)}}, tmp_path / "two.pth")
-    with pytest.raises(sluice.MismatchError, match=r"choose a part of it with key=.*'model'.*'ema'|'ema'.*'model'"):
+    with pytest.raises(sluice.MismatchError, match=r"key='model': 1 tensors, 12 B\n    key='ema': 1 tensors"):
         sluice.load_state_dict(tmp_path / "two.pth")
     assert same(dict(sluice.load_state_dict(tmp_path / "two.pth", key="model")), weights)
 
@@ -146,7 +146,7 @@ def test_objects_that_need_code_are_refused_where_they_are_asked_for(tmp_path: P
 
 def test_a_single_tensor_is_no_state_dict(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "f.pth")
-    with pytest.raises(sluice.MismatchError, match="no single state dict"):
+    with pytest.raises(sluice.MismatchError, match="no state dict of a model"):
         sluice.load_state_dict(tmp_path / "f.pth")
 
 

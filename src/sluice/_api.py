@@ -23,6 +23,7 @@ from sluice._records import Entry, Peaks, Request
 from sluice._renaming import Rename
 from sluice._report import LoadReport
 from sluice._rules import Rule, apply_rules
+from sluice._selection import only_state_dict
 from sluice._targets import Targets
 
 __all__ = ["load_into", "load_state_dict"]
@@ -170,7 +171,7 @@ def load_state_dict(
 
 def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, object]:
     tree = checkpoint.index.tree
-    chosen = _tree.subtree(tree, _only_candidate(checkpoint) if key is None else key)
+    chosen = _tree.subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
     if not isinstance(chosen, Mapping):
         raise MismatchError(
             "this part of the checkpoint is not a state dict",
@@ -200,20 +201,6 @@ def _ruled(chosen: Mapping[str, object], rules: Sequence[Rule], checkpoint: Chec
     ruled = OrderedDict(made)
     ruled.__dict__.update(getattr(chosen, "__dict__", {}))
     return ruled
-
-
-def _only_candidate(checkpoint: Checkpoint) -> str:
-    candidates = _tree.state_dict_candidates(checkpoint.index.tree)
-    if "" in candidates:
-        return ""
-    if len(candidates) == 1:
-        return candidates[0]
-    raise MismatchError(
-        "the checkpoint holds no single state dict; choose a part of it with key=",
-        file=checkpoint.path,
-        expected="one state dict",
-        found=", ".join(map(repr, candidates)) or "none",
-    )
 
 
 def _state_dict_request(name: str, entry: Entry, device: str, dtype: torch.dtype | None) -> Request:

@@ -20,6 +20,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from sluice._errors import FormatError, MismatchError
 from sluice._matching import Outline
@@ -28,9 +29,10 @@ from sluice._options import Limits
 from sluice._records import Entry
 from sluice._renaming import Rename, rename_entries
 from sluice._rules import Rule, apply_rules
-from sluice._tree import flatten, state_dict_candidates, subtree
+from sluice._tree import flatten, likely_state_dicts, state_dict_candidates, subtree
+from sluice._units import format_bytes
 
-__all__ = ["Selection", "select"]
+__all__ = ["Selection", "only_state_dict", "select"]
 
 #: Components that torch.compile, DistributedDataParallel and DataParallel put into names.
 _WRAPPERS = frozenset({"module", "_orig_mod"})
@@ -112,13 +114,21 @@ class _View:
         return frozenset((own, entries[original]) for original, own in self.names.items()) or self.key
 
     def describe(self) -> str:
-        path = ".".join(part for part in (self.key, self.prefix.removesuffix(".")) if part)
+        path = ".".join(part for part in (self.key, self._prefix_in_file()) if part)
         where = f"key={path!r}" if path else "the whole checkpoint"
         unwrapped = " without wrapper names" if self.form.unwrapped else ""
         return (
             f"{where}{unwrapped}: {len(self.names)} names match, {self.missing} tensors of the module are missing, "
             f"{self.unexpected + self.outside} names are not in the module"
         )
+
+    def _prefix_in_file(self) -> str:
+        """Return the prefix as the file spells it, which is what ``key=`` takes."""
+        if not (self.form.unwrapped and self.prefix):
+            return self.prefix.removesuffix(".")
+        parts = next(iter(self.names)).split(".")
+        heads = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return next(head for head in heads if f"{_unwrap(head)}." == self.prefix)
 
 
 def select(
@@ -155,6 +165,31 @@ def select(
     views.sort(key=lambda view: (view.form.unwrapped, len(view.prefix)))
     fitting = _fitting(views, parts=key is None)
     return _selection(fitting or _nearest(views), whole=fitting is None)
+
+
+def only_state_dict(tree: object, file: str) -> str:
+    """Return the key of the state dict of a checkpoint that holds one; ``""`` is the whole.
+
+    Args:
+        tree: ``Index.tree``.
+        file: The checkpoint, for messages.
+
+    Raises:
+        MismatchError: There is none, or there are several; the message lists them.
+    """
+    found = likely_state_dicts(tree)
+    if "" in found:
+        return ""
+    if len(found) == 1:
+        return next(iter(found))
+    if not found:
+        raise MismatchError("the checkpoint holds no state dict of a model: no tensors by name", file=file)
+    lines = [
+        f"key={key!r}: {len(entries)} tensors, {format_bytes(sum(entry.nbytes for entry in entries))}"
+        for key, entries in islice(found.items(), SHOWN)
+    ]
+    text = f"the checkpoint holds no single state dict\n{section('choose one', lines, list(found))}\nNothing was read"
+    raise MismatchError(text, file=file)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,18 @@ from sluice._errors import FormatError, LimitError, MismatchError
 from sluice._options import Limits
 from sluice._records import Entry, Opaque
 
-__all__ = ["every_entry", "flatten", "leaves", "map_leaves", "opaques", "state_dict_candidates", "subtree", "walk"]
+__all__ = [
+    "every_entry",
+    "flatten",
+    "leaves",
+    "likely_state_dicts",
+    "map_leaves",
+    "opaques",
+    "sizes",
+    "state_dict_candidates",
+    "subtree",
+    "walk",
+]
 
 Container: TypeAlias = "dict[object, object] | list[object] | tuple[object, ...]"
 
@@ -146,12 +157,34 @@ def state_dict_candidates(tree: object) -> tuple[str, ...]:
     model does not make the whole checkpoint a state dict, and extra state does not divide one. Optimizer states do
     not count.
     """
-    nbytes: dict[int, int] = {}
+    return tuple(_candidates(tree))
+
+
+def likely_state_dicts(tree: object) -> dict[str, list[Entry]]:
+    """Return the tensors of each candidate by its key, the largest first, without metrics beside a model.
+
+    Scores have names as well: a dict of scalars counts only where nothing larger does.
+    """
+    entries = {key: list(every_entry(part)) for key, part in _candidates(tree).items()}
+    return {key: found for key, found in entries.items() if any(entry.shape for entry in found)} or entries
+
+
+def sizes(tree: object) -> dict[int, tuple[int, int]]:
+    """Return the number of tensors below each container and their bytes, by its ``id``; each name counts in full."""
+    found: dict[int, tuple[int, int]] = {}
     for container in _bottom_up(tree):
-        nbytes[id(container)] = sum(
-            child.nbytes if isinstance(child, Entry) else nbytes.get(id(child), 0) for _, child in _children(container)
-        )
-    found: dict[str, int] = {}
+        count = nbytes = 0
+        for _, child in _children(container):
+            more = (1, child.nbytes) if isinstance(child, Entry) else found.get(id(child), (0, 0))
+            count, nbytes = count + more[0], nbytes + more[1]
+        found[id(container)] = count, nbytes
+    return found
+
+
+def _candidates(tree: object) -> dict[str, object]:
+    """Return what could be state dicts of models by key, the largest first; see ``state_dict_candidates``."""
+    below = sizes(tree)
+    found: dict[str, object] = {}
     seen: set[int] = set()
     states: list[tuple[str, object]] = [("", tree)]
     while states:
@@ -161,12 +194,12 @@ def state_dict_candidates(tree: object) -> tuple[str, ...]:
         seen.add(id(value))
         direct = _named_tensor_bytes(value)
         named = path or value is tree  # a dict under an empty key has no key of its own
-        if named and direct is not None and 2 * direct >= nbytes[id(value)]:
-            found.setdefault(path, nbytes[id(value)])
+        if named and direct is not None and 2 * direct >= below[id(value)][1]:
+            found.setdefault(path, value)
             continue
         prefix = f"{path}." if value is not tree else ""
         states += [(prefix + _component(name), child) for name, child in reversed(list(_children(value)))]
-    return tuple(sorted(found, key=lambda path: -found[path]))
+    return dict(sorted(found.items(), key=lambda item: -below[id(item[1])][1]))
 
 
 def _same_name(tree: object, name: str, first: Entry, keys: list[object]) -> FormatError:

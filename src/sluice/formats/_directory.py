@@ -73,6 +73,7 @@ _VARIANT = r"(?:\.(?P<variant>(?![^.]*-\d{5}-of-\d{5}\.)[^.]+))?"
 _STEM = "|".join(sorted({stem for pair in _STEMS for stem in pair}))
 _MODEL_FILE = re.compile(rf"(?P<stem>{_STEM}){_VARIANT}(?P<rest>\.safetensors|\.bin)")
 _MODEL_INDEX = re.compile(rf"(?P<stem>(?:{_STEM})\.(?:safetensors|bin)\.index){_VARIANT}(?P<rest>\.json)")
+_FURTHER_MODEL = re.compile(rf"(?:{_STEM})_\d+(?:\.safetensors|\.bin)")  # accelerate numbers what it prepared
 _ANY_INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
 _NUMBERED = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>.*\.safetensors)")
 
@@ -245,6 +246,7 @@ def _choose_model(directory: str, names: set[str]) -> tuple[str | None, tuple[st
         )
     chosen = (plain or found)[0]
     others = [candidate.name for candidate in found if candidate is not chosen]
+    others += sorted(name for name in names if _FURTHER_MODEL.fullmatch(name))
     notes = []
     if not plain:
         notes.append(f"Only the variant {variants[0]!r} of the model is there.")
