@@ -159,6 +159,7 @@ def test_json_is_complete() -> None:
             ),
         ],
         "storages": [{"key": "0", "file": 0, "nbytes": 1024}, {"key": "1", "file": 0, "nbytes": 16}],
+        "state_dicts": [""],
         "shared": [{"storage": 1, "names": ["tied.0", "tied.1"]}],
         "values": [
             {"name": "epoch", "value": 3},

@@ -21,9 +21,10 @@ __all__ = ["inspect_command"]
 @click.option("--all", "everything", is_flag=True, help="Cut no list.")
 @click.option("--key", help="Show only this part: a path such as ema.model, or a prefix of names.")
 def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool, key: str | None) -> None:
-    """Show what the checkpoint at PATH holds: format, dtypes, bytes, largest tensors, shared storages.
+    """Show what the checkpoint at PATH holds: format, contents, dtypes, bytes, largest tensors, shared storages.
 
-    Only headers are read. Nothing that the file names is imported or called, and torch is not imported.
+    PATH is a file, a directory or the index file of shards. Only headers are read. Nothing that the file names is
+    imported or called, and torch is not imported.
 
     \b
     Examples:
@@ -45,6 +46,8 @@ def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool
                       several storages for a tensor that is assembled from chunks
       storages      [{key, file, nbytes}]; "storages" and "file" count from 0
       shared        [{storage, names}], storages that several names view
+      state_dicts   keys of what could be a model's state dict, the largest first;
+                    "" is the whole
       values        [{name, value}] for other values, {name, text} for those that
                     JSON cannot hold, {name, not_loaded} for objects never built
     """

@@ -11,20 +11,21 @@ from itertools import chain, islice
 
 from sluice._records import Entry, Opaque
 from sluice._units import format_bytes
-from sluice.cli._text import printable, printable_value
+from sluice.cli._text import printable, printable_name, printable_value, shorten
 
-__all__ = ["outline", "print_outline"]
+__all__ = ["children", "describe", "outline", "print_outline"]
 
-#: What is shown without ``--all``: children of one container, and lines.
+#: What is shown without ``--all``: children of one container, lines, and characters of a name.
 _CHILDREN_SHOWN = 40
 _LINES_SHOWN = 2000
+_NAME_SHOWN = 200
 
 
 def print_outline(heading: str, tree: object, *, everything: bool) -> None:
     """Print a tree under a heading; without ``everything`` long containers and long outlines are cut."""
     lines = outline(tree, None if everything else _CHILDREN_SHOWN)
     shown = islice(lines, None if everything else _LINES_SHOWN)
-    sys.stdout.writelines(f"{line}\n" for line in chain([f"{heading}: {_describe(tree)}"], shown))
+    sys.stdout.writelines(f"{line}\n" for line in chain([f"{heading}: {describe(tree)}"], shown))
     if next(lines, None) is not None:
         sys.stdout.write("... the outline goes on; --all shows it\n")
 
@@ -34,24 +35,27 @@ def outline(tree: object, shown: int | None, indent: str = "") -> Iterator[str]:
     if not isinstance(tree, (Mapping, list, tuple)) or (shown is not None and _is_plain_list(tree)):
         return
     last = len(tree) - 1 if shown is None else min(len(tree) - 1, shown)
-    for number, (label, child) in enumerate(_children(tree)):
+    for number, (label, child) in enumerate(children(tree)):
         if number == shown:
             yield f"{indent}└── ... {len(tree) - number:,} more; --all shows them"
             return
-        yield f"{indent}{'└──' if number == last else '├──'} {label}: {_describe(child)}"
+        name = label if shown is None else shorten(label, _NAME_SHOWN)
+        yield f"{indent}{'└──' if number == last else '├──'} {name}: {describe(child)}"
         yield from outline(child, shown, indent + ("    " if number == last else "│   "))
 
 
-def _children(container: Mapping[object, object] | list[object] | tuple[object, ...]) -> Iterator[tuple[str, object]]:
+def children(container: Mapping[object, object] | list[object] | tuple[object, ...]) -> Iterator[tuple[str, object]]:
+    """Yield a label, safe for terminals, and the value of everything in a container."""
     if isinstance(container, Mapping):
         for key, child in container.items():
-            yield printable(key) if isinstance(key, str) else printable_value(key), child
+            yield printable_name(key) if isinstance(key, str) else printable_value(key), child
     else:
         for number, child in enumerate(container):
             yield f"[{number}]", child
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
+    """Return one line on a value, safe for terminals; of a container only what it is."""
     if isinstance(value, Entry):
         kind = "Parameter " if value.parameter else ""
         return f"{kind}{value.dtype} {list(value.shape)}, {format_bytes(value.nbytes)}"

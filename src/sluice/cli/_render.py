@@ -14,7 +14,7 @@ from sluice._report import LoadReport
 from sluice._table import aligned
 from sluice._units import format_bytes
 from sluice.cli._summary import SharedStorage, Summary
-from sluice.cli._text import path_and_key, printable, shorten
+from sluice.cli._text import path_and_key, printable, printable_name, shorten
 
 __all__ = ["print_report", "print_summary"]
 
@@ -25,10 +25,14 @@ _UNBOUNDED_COLUMNS = 100_000
 _TENSOR_HEADERS = ("name", "dtype", "shape", ">bytes")
 _SHARED_HEADERS = ("storage", ">bytes", "shared by")
 
-#: What is shown without ``--all``: rows of a table, names in a row, characters of a metadata text.
+#: What is shown without ``--all``: rows of a table, names in a row, characters of a name and of a metadata text.
 _ROWS_SHOWN = 10
 _NAMES_SHOWN = 8
+_NAME_SHOWN = 120
 _TEXT_SHOWN = 200
+
+#: Things at the top of a training checkpoint: about a dozen.
+_CONTENTS_SHOWN = 20
 
 
 def _console() -> Console:
@@ -62,6 +66,9 @@ def print_summary(summary: Summary, *, everything: bool) -> None:
     console.print(f"{_count(len(summary.tensors), 'tensor')}, {format_bytes(summary.tensor_bytes)}{stored}")
     if len(index.files) > 1:
         console.print(_files(summary, everything=everything))
+    if summary.contents:
+        console.print(_contents(summary, everything=everything))
+        _print_state_dicts(console, summary)
     if summary.tensors:
         console.print(_dtypes(summary))
     if everything:
@@ -69,6 +76,8 @@ def print_summary(summary: Summary, *, everything: bool) -> None:
         _print_columns(_SHARED_HEADERS, [_shared_row(summary, shared, None) for shared in summary.shared])
     else:
         _print_shortened(console, summary)
+    if index.metadata:
+        console.print("Metadata", style="bold")
     for name, text in index.metadata.items():
         console.print(f"{printable(name)}: {printable(text if everything else shorten(text, _TEXT_SHOWN))}")
     for note in index.notes:
@@ -87,11 +96,29 @@ def _print_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
 def _files(summary: Summary, *, everything: bool) -> Table:
     files = summary.index.files
     shown = len(files) if everything else _ROWS_SHOWN
-    title = "file" if len(files) <= shown else _cut_title("file", len(files))
-    table = _table(title, ">bytes")
+    table = _table(_cut_title("file", len(files), shown), ">bytes")
     for file in files[:shown]:
         table.add_row(printable(file.path), format_bytes(file.identity.nbytes))
     return table
+
+
+def _contents(summary: Summary, *, everything: bool) -> Table:
+    found = summary.contents
+    shown = len(found) if everything else _CONTENTS_SHOWN
+    table = _table(_cut_title("contents", len(found), shown), "", ">tensors", ">bytes")
+    for content in found[:shown]:
+        numbers = (f"{content.tensors:,}", format_bytes(content.nbytes)) if content.tensors else ("", "")
+        table.add_row(shorten(content.label, _NAME_SHOWN), content.text, *numbers)
+    return table
+
+
+def _print_state_dicts(console: Console, summary: Summary) -> None:
+    """Print what a load takes without ``key=``, or between what it has to choose."""
+    found = summary.state_dicts
+    if len(found) > 1:
+        console.print(f"state dicts, to choose from with --key: {_joined(found, _NAMES_SHOWN)}")
+    elif found and found[0]:
+        console.print(f"state dict: {_joined(found, None)}")
 
 
 def _dtypes(summary: Summary) -> Table:
@@ -106,7 +133,7 @@ def _print_shortened(console: Console, summary: Summary) -> None:
         console.print(_cut_title("Largest tensors", len(summary.tensors)), style="bold")
         table = _table(*_TENSOR_HEADERS)
         for name, entry in summary.largest(_ROWS_SHOWN):
-            table.add_row(*_tensor_row(name, entry))
+            table.add_row(*_tensor_row(name, entry, _NAME_SHOWN))
         console.print(table)
     if summary.shared:
         console.print(_cut_title("Shared storages", len(summary.shared)), style="bold")
@@ -116,8 +143,12 @@ def _print_shortened(console: Console, summary: Summary) -> None:
         console.print(table)
 
 
-def _tensor_row(name: str, entry: Entry) -> tuple[str, str, str, str]:
-    return printable(name), entry.dtype, str(list(entry.shape)), format_bytes(entry.nbytes)
+def _tensor_row(name: str, entry: Entry, shown: int | None = None) -> tuple[str, str, str, str]:
+    return _name(name, shown), entry.dtype, str(list(entry.shape)), format_bytes(entry.nbytes)
+
+
+def _name(name: str, shown: int | None) -> str:
+    return printable_name(name if shown is None else shorten(name, shown))
 
 
 def _shared_row(summary: Summary, shared: SharedStorage, shown: int | None) -> tuple[str, str, str]:
@@ -125,12 +156,12 @@ def _shared_row(summary: Summary, shared: SharedStorage, shown: int | None) -> t
     return printable(storage.key), format_bytes(storage.nbytes), _joined(shared.names, shown)
 
 
-def _cut_title(title: str, count: int) -> str:
-    return title if count <= _ROWS_SHOWN else f"{title} ({_ROWS_SHOWN} of {count:,}; --all shows all)"
+def _cut_title(title: str, count: int, shown: int = _ROWS_SHOWN) -> str:
+    return title if count <= shown else f"{title} ({shown} of {count:,}; --all shows all)"
 
 
 def _joined(names: Sequence[str], shown: int | None) -> str:
-    text = ", ".join(printable(name) for name in names[:shown])
+    text = ", ".join(_name(name, shown and _NAME_SHOWN) for name in names[:shown])
     return text if shown is None or len(names) <= shown else f"{text} and {len(names) - shown:,} more"
 
 

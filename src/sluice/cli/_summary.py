@@ -11,6 +11,7 @@ from sluice import _tree
 from sluice._errors import LimitError
 from sluice._options import Limits
 from sluice._records import Entry, Index, Opaque
+from sluice.cli._outline import children, describe
 from sluice.cli._text import printable_value
 
 __all__ = ["SharedStorage", "Summary", "summarise", "to_json"]
@@ -30,6 +31,20 @@ class SharedStorage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """Something at the top of a checkpoint."""
+
+    #: Its key, safe for terminals.
+    label: str
+    #: One line on what it is, safe for terminals.
+    text: str
+    #: Tensors in it, each name in full.
+    tensors: int
+    #: Their bytes.
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """What ``sluice inspect`` says of a checkpoint."""
 
@@ -45,6 +60,10 @@ class Summary:
     dtypes: Mapping[str, tuple[int, int]]
     #: Storages that several of the names view.
     shared: tuple[SharedStorage, ...]
+    #: What stands at the top of the part; empty where that is tensors and nothing else.
+    contents: tuple[Content, ...]
+    #: Keys of what could be the state dict of a model, the largest first; ``""`` is the whole part.
+    state_dicts: tuple[str, ...]
 
     @property
     def tensor_bytes(self) -> int:
@@ -83,7 +102,21 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
             for number, names in viewers.items()
             if len(names) > 1 and index.storages[number].nbytes
         ),
+        contents=tuple(_contents(index.tree)),
+        state_dicts=tuple(_tree.likely_state_dicts(index.tree)),
     )
+
+
+def _contents(tree: object) -> Iterator[Content]:
+    """Yield what stands at the top, the largest first, unless that is tensors only."""
+    if not isinstance(tree, (dict, list, tuple)) or all(isinstance(value, Entry) for _, value in children(tree)):
+        return
+    below = _tree.sizes(tree)
+    found = []
+    for label, value in children(tree):
+        tensors, nbytes = (1, value.nbytes) if isinstance(value, Entry) else below.get(id(value), (0, 0))
+        found.append(Content(label=label, text=describe(value), tensors=tensors, nbytes=nbytes))
+    yield from sorted(found, key=lambda content: -content.nbytes)
 
 
 def to_json(summary: Summary, limits: Limits) -> dict[str, object]:
@@ -104,6 +137,7 @@ def to_json(summary: Summary, limits: Limits) -> dict[str, object]:
         "dtypes": {dtype: {"count": count, "nbytes": nbytes} for dtype, (count, nbytes) in summary.dtypes.items()},
         "tensors": [_tensor(name, entry) for name, entry in summary.tensors.items()],
         "storages": [{"key": each.key, "file": each.file, "nbytes": each.nbytes} for each in index.storages],
+        "state_dicts": summary.state_dicts,
         "shared": [{"storage": shared.storage, "names": shared.names} for shared in summary.shared],
         "values": list(_values(index.tree, limits)),
         "notes": index.notes,

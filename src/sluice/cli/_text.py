@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from reprlib import Repr
 
-__all__ = ["path_and_key", "printable", "printable_paragraph", "printable_value", "shorten"]
+__all__ = ["path_and_key", "printable", "printable_name", "printable_paragraph", "printable_value", "shorten"]
 
 #: Integers beyond this are shown in hexadecimal: Python refuses to write very long ones in decimal.
 _DECIMAL_BITS = 256
@@ -24,6 +24,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def printable_name(name: str) -> str:
+    """Return a name like ``printable``; the empty one in quotes, or nothing would be seen of it."""
+    return printable(name) or "''"
 
 
 def printable_paragraph(text: str) -> str:
