@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from functools import cache
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -35,15 +36,20 @@ def records_from_columns(kind: type[Record], count: int, **columns: Iterable[obj
         >>> made[1] == Storage(file=0, offset=12, nbytes=4, key="b")
         True
     """
-    known: dict[str, Any] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]  # no bound says so
-    missing = [name for name, field in known.items() if name not in columns and field.default is MISSING]
+    known = _fields(kind)  # type: ignore[arg-type]  # a class is hashable, whatever its records are
+    missing = [name for name, (_, default) in known.items() if name not in columns and default is MISSING]
     if missing or columns.keys() - known.keys():
         raise TypeError(f"{kind.__name__} needs columns {missing} and not {sorted(columns.keys() - known.keys())}")
     made = [object.__new__(kind) for _ in range(count)]
-    for name, field in known.items():
-        setter = getattr(kind, name).__set__
-        deque(map(setter, made, columns.get(name, repeat(field.default))), maxlen=0)
+    for name, (setter, default) in known.items():
+        deque(map(setter, made, columns.get(name, repeat(default))), maxlen=0)
     return made
+
+
+@cache
+def _fields(kind: type[Any]) -> dict[str, tuple[Callable[[object, object], None], object]]:
+    """Return the setter and the default of each field; asked once, as a thousand shards are a thousand indexes."""
+    return {field.name: (getattr(kind, field.name).__set__, field.default) for field in fields(kind)}
 
 
 @contextmanager

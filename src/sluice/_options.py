@@ -115,6 +115,10 @@ TENSOR_ALIGNMENT_BYTES = 64
 #: Neighbouring ranges closer than this are read as one: reading the gap takes less time than another request.
 COALESCE_GAP_BYTES = 128 << 10
 
+#: Bytes of one read of headers: the directory and the small records of a shard with two hundred tensors fit, and a disk
+#: needs no longer for them than for one page.
+HEADER_PIECE_BYTES = 16 << 10
+
 #: Distance of page-cache probes: one for each read.
 PROBE_STEP_BYTES = READ_BYTES
 

@@ -20,6 +20,7 @@ from sluice._errors import ReadError, SourceChangedError, TruncatedError
 from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable, Source
 from sluice.sources._local import LocalFile
+from sluice.sources._read_ahead import ReadAhead
 from sluice.sources._section import Section
 from sluice.testing import FaultySource, RecordingSource, check_source
 
@@ -51,8 +52,8 @@ def rewrite(path: Path) -> Callable[[], object]:
 
 @pytest.mark.parametrize(
     "wrap",
-    [lambda source: source, RecordingSource, lambda source: FaultySource(source, at=1 << 60)],
-    ids=["LocalFile", "RecordingSource", "FaultySource"],
+    [lambda source: source, ReadAhead, RecordingSource, lambda source: FaultySource(source, at=1 << 60)],
+    ids=["LocalFile", "ReadAhead", "RecordingSource", "FaultySource"],
 )
 def test_local_files_and_what_wraps_them(path: Path, wrap: Callable[[Source], Source]) -> None:
     check_source(lambda: wrap(LocalFile(path)), CONTENT, change=rewrite(path), failing=failing_reads)

@@ -20,6 +20,7 @@ from sluice.formats._dcp import open_distributed
 from sluice.formats._directory import METADATA_FILE, Layout, check_inside, index_layout, survey
 from sluice.formats._shards import OpenFile, incomplete, merge
 from sluice.sources._local import LocalFile
+from sluice.sources._read_ahead import ReadAhead
 
 __all__ = ["open_path"]
 
@@ -52,8 +53,9 @@ def open_path(path: str, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
 def _open_file(path: str, limits: Limits) -> OpenFile:
     source = LocalFile(path)
     try:
-        file_format = detect(source)
-        return OpenFile(source=source, locator=file_format, index=file_format.read_index(source, limits))
+        headers = ReadAhead(source)
+        file_format = detect(headers)
+        return OpenFile(source=source, locator=file_format, index=file_format.read_index(headers, limits))
     except BaseException:
         source.close()
         raise

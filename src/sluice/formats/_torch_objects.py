@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, Never
 
 from sluice._dtypes import ITEM_BYTES
@@ -124,16 +126,11 @@ class TorchObjects:
             "torch._utils._rebuild_tensor_v3": self._rebuild_tensor_v3,
         }
         #: What each global stands for, by module and name.
-        self.names = PlainValues(self.keys, pickle_bytes).names()
+        self.names = {**PlainValues(self.keys, pickle_bytes).names(), **_names()}
         self._add_names()
 
     def _add_names(self) -> None:
         names = self.names
-        for name, dtype in _STORAGE_DTYPES.items():
-            names["torch", name] = StorageKind(qualified_name=f"torch.{name}", dtype=dtype)
-        names["torch", "Tensor"] = Opaque(qualified_name="torch.Tensor")
-        untyped = StorageKind(qualified_name="torch.storage.UntypedStorage", dtype="uint8")
-        names["torch.storage", "UntypedStorage"] = untyped
         for qualified_name, rebuild in self._rebuilds.items():
             name = qualified_name.rpartition(".")[2]
             names["torch._utils", name] = constructor("torch._utils", name, rebuild)
@@ -142,8 +139,6 @@ class TorchObjects:
         names["torch._tensor", "_rebuild_from_type_v2"] = constructor(
             "torch._tensor", "_rebuild_from_type_v2", self._rebuild_from_type
         )
-        for name, kind in _UNSUPPORTED_TENSORS.items():
-            names["torch._utils", name] = constructor("torch._utils", name, _refusing(kind))
 
     def load_persistent(self, identity: object) -> StorageReference:
         """Return the storage that a persistent id declares.
@@ -274,6 +269,21 @@ class TorchObjects:
             raise UnsupportedError("a tensor subclass", found=kind.qualified_name)
         self.attributes_dropped += bool(state)
         return rebuild(inner)
+
+
+@cache
+def _names() -> Mapping[tuple[str, str], object]:
+    """Return what stands for the same in every pickle: made once, as a thousand shards are a thousand pickles."""
+    names: dict[tuple[str, str], object] = {
+        ("torch", name): StorageKind(qualified_name=f"torch.{name}", dtype=dtype)
+        for name, dtype in _STORAGE_DTYPES.items()
+    }
+    names["torch", "Tensor"] = Opaque(qualified_name="torch.Tensor")
+    untyped = StorageKind(qualified_name="torch.storage.UntypedStorage", dtype="uint8")
+    names["torch.storage", "UntypedStorage"] = untyped
+    for name, kind in _UNSUPPORTED_TENSORS.items():
+        names["torch._utils", name] = constructor("torch._utils", name, _refusing(kind))
+    return MappingProxyType(names)
 
 
 def _check_number(arguments: tuple[Any, ...], permitted: tuple[int, ...]) -> None:

@@ -13,7 +13,9 @@ as harmless. Left side: what the file names. Right side: what becomes of it.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from sluice._dtypes import ITEM_BYTES
@@ -46,6 +48,27 @@ def constructor(module: str, name: str, build: Callable[[tuple[Any, ...]], objec
     return Constructor(qualified_name=f"{module}.{name}", build=build)
 
 
+#: Protocol 2 keeps the name of Python 2.
+_BUILTINS = ("builtins", "__builtin__")
+
+
+@cache
+def _names() -> Mapping[tuple[str, str], object]:
+    """Return what stands for the same in every pickle: made once, as a thousand shards are a thousand pickles."""
+    names: dict[tuple[str, str], object] = {
+        ("torch", name): DTYPE_PREFIX + name for name in (*ITEM_BYTES, *_OTHER_DTYPES, *_QUANTIZATION_SCHEMES)
+    }
+    builders: dict[tuple[str, str], Callable[[tuple[Any, ...]], object]] = {
+        ("collections", "defaultdict"): _default_dict,
+        ("torch", "device"): _device,
+        ("torch.serialization", "_get_layout"): _layout,
+        **{(module, "complex"): _complex for module in _BUILTINS},
+    }
+    for (module, name), build in builders.items():
+        names[module, name] = constructor(module, name, build)
+    return MappingProxyType(names)
+
+
 class PlainValues:
     """Builds the plain values of one pickle."""
 
@@ -62,27 +85,25 @@ class PlainValues:
 
     def names(self) -> dict[tuple[str, str], object]:
         """Return what each global stands for, by module and name."""
+        names = dict(_names())
+        for (module, name), build in self._builders().items():
+            names[module, name] = constructor(module, name, build)
+        return names
+
+    def _builders(self) -> dict[tuple[str, str], Callable[[tuple[Any, ...]], object]]:
+        """Return what builds the values that count against the limits of one pickle."""
         builders: dict[tuple[str, str], Callable[[tuple[Any, ...]], object]] = {
             ("collections", "OrderedDict"): self._ordered_dict,
-            ("collections", "defaultdict"): _default_dict,
             ("collections", "Counter"): self._counter,
             ("_codecs", "encode"): self._encode,
             ("torch", "Size"): self._size,
-            ("torch", "device"): _device,
-            ("torch.serialization", "_get_layout"): _layout,
         }
-        for module in ("builtins", "__builtin__"):  # protocol 2 keeps the name of Python 2
+        for module in _BUILTINS:
             builders[module, "set"] = self._set
             builders[module, "frozenset"] = lambda arguments: frozenset(self._set(arguments))
             builders[module, "bytes"] = lambda arguments: bytes(self._bytes(arguments))
             builders[module, "bytearray"] = lambda arguments: bytearray(self._bytes(arguments))
-            builders[module, "complex"] = _complex
-        names: dict[tuple[str, str], object] = {
-            (module, name): constructor(module, name, build) for (module, name), build in builders.items()
-        }
-        for name in (*ITEM_BYTES, *_OTHER_DTYPES, *_QUANTIZATION_SCHEMES):
-            names["torch", name] = DTYPE_PREFIX + name
-        return names
+        return builders
 
     def _copy(self, size: int) -> None:
         self._copies_left -= size
