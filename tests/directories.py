@@ -1,0 +1,98 @@
+"""Checkpoint directories, written as their libraries write them, and what tests ask of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import sluice
+
+Tensors = dict[str, torch.Tensor]
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+
+
+def tensors(*names: str) -> Tensors:
+    return {name: torch.arange(12.0).reshape(3, 4) + 100 * number for number, name in enumerate(names)}
+
+
+def save(path: Path, content: Any) -> None:
+    """Write a file in the format that its name promises."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        safetensors.torch.save_file(content, path, metadata={"format": "pt"})
+    else:
+        torch.save(content, path)
+
+
+def read_with_their_library(path: Path) -> Tensors:
+    if path.suffix == ".safetensors":
+        return safetensors.torch.load_file(path)
+    return dict(torch.load(path, weights_only=True))
+
+
+def write_index(path: Path, shards: Mapping[str, Iterable[str]], **metadata: object) -> Path:
+    weight_map = {name: shard for shard, names in shards.items() for name in names}
+    path.write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2))
+    return path
+
+
+def save_sharded(directory: Path, index: str, shards: Mapping[str, Tensors]) -> Path:
+    """Write shards and their index; return the index."""
+    for name, content in shards.items():
+        save(directory / name, content)
+    total = sum(tensor.nbytes for content in shards.values() for tensor in content.values())
+    return write_index(directory / index, shards, total_size=total)
+
+
+def two_shards(directory: Path, suffix: str = ".safetensors") -> tuple[Path, Path]:
+    """Write a small sharded model; return its shards."""
+    stem = {".safetensors": "model", ".bin": "pytorch_model"}[suffix]
+    names = (f"{stem}-00001-of-00002{suffix}", f"{stem}-00002-of-00002{suffix}")
+    shards = dict(zip(names, (tensors("a.w", "a.b"), tensors("c", "b.w")), strict=True))
+    save_sharded(directory, f"{stem}{suffix}.index.json", shards)
+    return directory / names[0], directory / names[1]
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+def notes(source: Path) -> str:
+    with sluice.open(source) as checkpoint:
+        return "\n".join(checkpoint.index.notes)
+
+
+def chosen(directory: Path) -> list[str]:
+    with sluice.open(directory) as checkpoint:
+        return [os.path.relpath(file, directory) for file in checkpoint.files]
+
+
+def refusal(source: Path, limits: sluice.Limits | None = None) -> sluice.SluiceError:
+    with pytest.raises(sluice.SluiceError) as caught:
+        sluice.open(source, limits=limits)
+    return caught.value
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.last = nn.Linear(5, 2)
+
+
+def empty() -> Net:
+    with sluice.empty_init():
+        return Net()
