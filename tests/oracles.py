@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import sluice
 from sluice import _tree
 from sluice._dtypes import torch_dtype
 from sluice._records import Entry, Index
@@ -36,6 +39,21 @@ def same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, (torch.dtype, torch.device, torch.layout)):
         return bool(ours == str(theirs))
     return type(ours) is type(theirs) and bool(ours == theirs)
+
+
+def save_and_compare(path: Path, value: Any, **how: Any) -> OrderedDict[str, Any]:
+    """Save with torch, compare what ``load_state_dict`` gives with what torch loads, and return it.
+
+    Args:
+        path: The file to write.
+        value: What it holds.
+        how: How ``torch.save`` writes it.
+    """
+    torch.save(value, path, **how)
+    ours = sluice.load_state_dict(path)
+    # torch's restricted loader stops at protocol 3; these are our own files, so the open one may judge the rest.
+    assert same(ours, torch.load(path, weights_only=how.get("pickle_protocol", 2) < 4, mmap=False))
+    return ours
 
 
 def loaded(source: Source, index: Index) -> Any:

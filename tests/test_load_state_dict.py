@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -14,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sluice
-from oracles import same
+from oracles import same, save_and_compare
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 
 pytestmark = [
@@ -23,21 +22,13 @@ pytestmark = [
 ]
 
 
-def check(path: Path, state_dict: Any, **how: Any) -> OrderedDict[str, Any]:
-    torch.save(state_dict, path, **how)
-    ours = sluice.load_state_dict(path)
-    # torch's restricted loader stops at protocol 3; these are our own files, so the open one may judge the rest.
-    assert same(ours, torch.load(path, weights_only=how.get("pickle_protocol", 2) < 4, mmap=False))
-    return ours
-
-
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", [name for name in ITEM_BYTES if name != "float4_e2m1fn_x2"])
 def test_every_dtype(tmp_path: Path, name: str, protocol: int) -> None:
     raw = torch.randint(0, 256, (480,), dtype=torch.uint8)
     state_dict = {"t": raw.view(torch_dtype(name)), "empty": torch.empty((0, 3), dtype=torch_dtype(name))}
     state_dict["scalar"] = state_dict["t"][3]
-    check(tmp_path / "f.pth", state_dict, pickle_protocol=protocol)
+    save_and_compare(tmp_path / "f.pth", state_dict, pickle_protocol=protocol)
 
 
 def test_views_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:
@@ -57,7 +48,7 @@ def test_views_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:
         nested={"inner": [torch.arange(3), 2.5, None]},
     )
     state_dict["tied"] = state_dict["whole"]
-    ours = check(tmp_path / "f.pth", state_dict)
+    ours = save_and_compare(tmp_path / "f.pth", state_dict)
     assert ours["tied"] is ours["whole"]
     assert ours["rows"].untyped_storage().data_ptr() == ours["whole"].untyped_storage().data_ptr()
     assert ours["transposed"].stride() == (1, 7)
@@ -67,7 +58,7 @@ def test_views_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:
 
 def test_module_versions_survive(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    ours = check(tmp_path / "f.pth", model.state_dict())
+    ours = save_and_compare(tmp_path / "f.pth", model.state_dict())
     assert ours._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
 
 
@@ -96,7 +87,7 @@ def state_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state_dicts())
 def test_any_views(tmp_path: Path, state_dict: dict[str, torch.Tensor]) -> None:
-    check(tmp_path / "f.pth", state_dict)
+    save_and_compare(tmp_path / "f.pth", state_dict)
 
 
 def test_safetensors(tmp_path: Path) -> None:
