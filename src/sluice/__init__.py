@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sluice import rules
+    from sluice import hf, rules
     from sluice._api import load_into, load_state_dict
     from sluice._checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
     from sluice._empty_init import empty_init
@@ -76,6 +76,7 @@ __all__ = [
     "UnsafeContentError",
     "UnsupportedError",
     "empty_init",
+    "hf",
     "load_into",
     "load_state_dict",
     "measure",
@@ -110,8 +111,8 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'sluice' has no attribute {name!r}")
-        if name == "rules":
-            return import_module("sluice.rules")
+        if name in {"hf", "rules"}:
+            return import_module(f"sluice.{name}")
         value = getattr(import_module(f"sluice.{_HOMES.get(name, '_errors')}"), name)
         globals()[name] = value  # the next access does not come here
         return value

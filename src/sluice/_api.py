@@ -26,7 +26,7 @@ from sluice._rules import Rule, apply_rules
 from sluice._selection import only_state_dict
 from sluice._targets import Targets
 
-__all__ = ["load_into", "load_state_dict"]
+__all__ = ["load_entries", "load_into", "load_state_dict"]
 
 
 def load_into(
@@ -109,6 +109,34 @@ def load_into(
             options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
         )
         done = _module_load.fill(job, checkpoint, strict=strict, progress=progress)
+    return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
+
+
+def load_entries(
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    entries: Mapping[str, Entry],
+    *,
+    device: Device,
+    options: TransferOptions,
+    progress: Progress,
+) -> LoadReport:
+    """Fill a module with entries that have its names already, because a library converted them.
+
+    Args:
+        model: The module. What ``entries`` does not name has to be real, and keeps its values.
+        checkpoint: What the entries view.
+        entries: What fills each parameter and persistent buffer.
+        device: As in ``load_into``.
+        options: How the bytes are moved.
+        progress: As in ``load_into``.
+    """
+    started = time.perf_counter()
+    with PeakMeter() as meter:
+        job = _module_load.prepare_entries(
+            model, checkpoint, entries, placement=parse_placement(device), options=options
+        )
+        done = _module_load.fill(job, checkpoint, strict=False, progress=progress)
     return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
 
 

@@ -35,7 +35,7 @@ from sluice._modules import ModuleState, collect
 from sluice._options import TransferOptions
 from sluice._placement import Placement, device_of
 from sluice._progress import Progress, byte_progress
-from sluice._records import DeviceMemory, DevicePlan, Request
+from sluice._records import DeviceMemory, DevicePlan, Entry, Request
 from sluice._renaming import Rename
 from sluice._rules import Rule
 from sluice._selection import Selection, select
@@ -44,7 +44,7 @@ from sluice._table import TensorRow
 from sluice._targets import Targets
 from sluice._transfer import Prepared
 
-__all__ = ["Done", "Job", "fill", "prepare_module"]
+__all__ = ["Done", "Job", "fill", "prepare_entries", "prepare_module", "same_values"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +182,30 @@ def _computed(state: ModuleState, found: Match, placement: Placement) -> list[Co
     ]
 
 
+def prepare_entries(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    entries: Mapping[str, Entry],
+    *,
+    placement: Placement | Literal["auto"],
+    options: TransferOptions,
+) -> Job:
+    """Decide a load of entries that have the module's names already; what they do not fill keeps its values.
+
+    Nothing is searched, and how modules load themselves plays no part: a library has seen to both.
+    """
+    state = collect(model)
+    matched = partial(match, state.outline, entries, strict=False)
+    if placement == "auto":
+        placement = choose_placement(state, matched(), options.memory)
+    else:
+        check_prefixes(placement, state)
+    found = matched(placement=placement)
+    prepared = _transfer.prepare(checkpoint, found.requests, options=options)
+    selection = Selection(entries=entries, key=None, prefix="", versions={})
+    return Job(state=state, selection=selection, match=found, prepared=prepared, placement=placement, extra_state={})
+
+
 def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) -> Done:
     """Run a job: compare copies of tied tensors, read, install.
 
@@ -274,7 +298,7 @@ def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str
     notes = []
     for position, other in job.match.comparisons:
         first = job.match.requests[position]
-        if _same_values(checkpoint, first, other, job.prepared.plan.staging_buffer_bytes):
+        if same_values(checkpoint, first, other, limit_bytes=job.prepared.plan.staging_buffer_bytes):
             continue
         problem = f"{first.name!r} and {other.name!r} are tied in the model and differ in the checkpoint"
         if strict:
@@ -283,7 +307,8 @@ def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str
     return notes
 
 
-def _same_values(checkpoint: Checkpoint, first: Request, other: Request, limit_bytes: int) -> bool:
+def same_values(checkpoint: Checkpoint, first: Request, other: Request, *, limit_bytes: int) -> bool:
+    """Return whether two tensors of one shape finish with the same bytes, ``limit_bytes`` of each at a time."""
     largest = max(ITEM_BYTES[dtype] for dtype in (first.entry.dtype, other.entry.dtype, first.dtype))
     for key in boxes(first.entry.shape, max(1, limit_bytes // largest)):
         requests = [_part(request, key) for request in (first, other)]

@@ -1,0 +1,52 @@
+"""What is used of transformers beyond its public interface: all of it, and only here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+__all__ = ["VERSIONS", "find_library"]
+
+#: First release of transformers that this module was checked with, and the first that it does not accept.
+VERSIONS = ((5, 23), (6, 0))
+
+
+def find_library() -> Any:
+    """Return transformers and what is used of its private parts.
+
+    Raises:
+        ImportError: It is missing, or of a version that was not checked.
+    """
+    advice = f"pip install 'sluice[hf]' installs transformers {VERSIONS[0][0]}.{VERSIONS[0][1]} or later, below 6"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"sluice.hf needs transformers: {advice}") from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not VERSIONS[0] <= version < VERSIONS[1]:
+        raise ImportError(f"sluice.hf was not checked with transformers {transformers.__version__}: {advice}")
+    try:
+        from transformers import initialization, modeling_utils
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+        from transformers.monkey_patching import apply_patches, patch_output_recorders
+    except ImportError as error:
+        raise ImportError(f"transformers {transformers.__version__} lacks what sluice.hf uses: {advice}") from error
+    return SimpleNamespace(
+        transformers=transformers,
+        PreTrainedModel=modeling_utils.PreTrainedModel,
+        local_torch_dtype=modeling_utils.local_torch_dtype,
+        no_tie_weights=initialization.no_tie_weights,
+        get_model_conversion_mapping=get_model_conversion_mapping,
+        WeightConverter=WeightConverter,
+        WeightRenaming=WeightRenaming,
+        dot_natural_key=dot_natural_key,
+        rename_source_key=rename_source_key,
+        apply_patches=apply_patches,
+        patch_output_recorders=patch_output_recorders,
+    )

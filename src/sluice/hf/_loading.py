@@ -1,0 +1,186 @@
+"""Hugging Face models from local directories; what ``from_pretrained`` does, in its order.
+
+``from_pretrained`` does what the method of that name does in transformers, in the same order, with sluice reading:
+
+1. The configuration comes from ``config.json``, the class from its ``architectures``; both from transformers' own
+   registry, so that no code that a file names is ever imported.
+2. The model is built under ``empty_init`` in the wanted dtype, without initialisation and without ties.
+3. The library's key conversions run on the names, and on symbolic tensors where they merge, split or reorder weights;
+   what comes out are entries that the planner reads straight into place. A conversion that computes is refused by name.
+4. The library ties what the checkpoint has once, sluice fills the model as ``load_into`` does, and the library computes
+   the buffers that no checkpoint holds and, without ``strict``, weights that are missing.
+
+What is used beyond the public interface of transformers is imported in ``_library``, in one place.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sluice._api import load_entries
+from sluice._checkpoint import open as open_checkpoint
+from sluice._devices import Device
+from sluice._empty_init import empty_init
+from sluice._errors import UnsupportedError
+from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
+from sluice._progress import Progress
+from sluice._report import LoadReport
+from sluice.hf._configuration import class_and_config, settle_dtype
+from sluice.hf._library import find_library
+from sluice.hf._names import Names, apply_dtype_plan, check, make_real, tensor_of, tie
+
+__all__ = ["from_pretrained"]
+
+# ruff: noqa: SLF001  the library keeps what its own loader needs private; the pinned range is what makes it safe
+
+
+def from_pretrained(
+    directory: str | os.PathLike[str],
+    model_class: type | None = None,
+    *,
+    config: Any = None,
+    device: Device = None,
+    dtype: torch.dtype | str = "auto",
+    attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+    strict: bool = True,
+    place: Place = "copy",
+    memory: MemoryLimits | None = None,
+    limits: Limits | None = None,
+    progress: Progress = False,
+    page_cache: PageCache = "auto",
+    report: Callable[[LoadReport], object] | None = None,
+) -> Any:
+    """Load a Hugging Face model: what transformers' ``from_pretrained`` gives, bit for bit, with sluice reading.
+
+    Args:
+        directory: A local directory with ``config.json`` and weights, as ``save_pretrained`` writes it.
+        model_class: A model class of transformers, an ``AutoModel...`` class, or None for the one that ``config.json``
+            names.
+        config: A configuration to use instead of the one in the directory; it is copied.
+        device: Where the tensors go; see ``sluice.load_into``. None is the CPU.
+        dtype: ``"auto"`` takes the one in ``config.json``, and without one that of the first floating-point tensor; or
+            a dtype or its name. Modules that the library keeps in float32 stay so.
+        attn_implementation: Passed to the library: ``"eager"``, ``"sdpa"``, ...
+        experts_implementation: Passed to the library.
+        strict: Whether weights that are missing, or have no place in the model, are errors. If not, missing ones are
+            initialised by the library, and what has no place is left out.
+        place: As in ``sluice.load_into``.
+        memory: How much memory may grow, and the size of the staging buffers.
+        limits: Bounds for hostile files.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+        page_cache: As in ``sluice.load_into``.
+        report: Called with the ``LoadReport``.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ImportError: transformers is not installed, or is of a version that was not checked.
+        UnsupportedError: The architecture, or something that it needs, cannot be loaded; the message names it.
+        MismatchError: Checkpoint and model disagree; every reason is listed.
+        CheckpointError: A file is damaged or unsafe.
+        BudgetError: The memory limits cannot be kept; nothing was read.
+        ReadError: The directory or a file cannot be read.
+
+    Example:
+        >>> model = sluice.hf.from_pretrained("gpt2-xl", dtype=torch.bfloat16, report=print)
+    """
+    started = time.perf_counter()
+    library = find_library()
+    path = os.fsdecode(directory)
+    model_class, config = class_and_config(library, path, model_class, config, limits=limits)
+    if attn_implementation is not None:
+        config._attn_implementation = attn_implementation
+    if experts_implementation is not None:
+        config._experts_implementation = experts_implementation
+    with open_checkpoint(path, limits=limits) as checkpoint:
+        chosen = settle_dtype(config, dtype, checkpoint.entries, path)
+        model = _build(library, model_class, config, chosen)
+        names = Names.of(library, model, checkpoint.entries, path)
+        apply_dtype_plan(model, chosen, names.entries)
+        notes = tie(model, names, checkpoint)
+        check(model, names, strict=strict)
+        make_real(model, names.missing)
+        options = TransferOptions(memory=memory, page_cache=page_cache, place=place)
+        loaded = load_entries(model, checkpoint, names.entries, device=device, options=options, progress=progress)
+    _finish(model, names, path)
+    if report is not None:
+        missing = tuple(sorted(names.missing))
+        report(
+            replace(
+                loaded,
+                missing=missing,
+                initialised=missing,
+                unexpected=tuple(names.unexpected),
+                seconds=time.perf_counter() - started,
+                notes=(*loaded.notes, *notes),
+            )
+        )
+    return model
+
+
+def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """Build the model without weights, ties and initial values.
+
+    Raises:
+        UnsupportedError: Its constructor fails.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(library.local_torch_dtype(dtype, model_class.__name__))
+        stack.enter_context(library.no_tie_weights())
+        stack.enter_context(library.apply_patches())
+        stack.enter_context(_no_initial_values(library.PreTrainedModel))
+        stack.enter_context(empty_init())
+        try:
+            model = model_class(config)
+        except Exception as error:  # a constructor fails in its own way on a configuration that it does not expect
+            problem = f"{model_class.__name__} cannot be built from the configuration: {error}"
+            raise UnsupportedError(problem, file=config.name_or_path) from error
+        library.patch_output_recorders(model)
+    return model
+
+
+@contextmanager
+def _no_initial_values(base: Any) -> Iterator[None]:
+    """Skip what models do at the end of their construction: the library itself does so on the meta device."""
+    original = base.init_weights
+    base.init_weights = lambda self: None  # noqa: ARG005
+    try:
+        yield
+    finally:
+        base.init_weights = original
+
+
+def _finish(model: Any, names: Names, path: str) -> None:
+    """Do what the library does once the weights are there."""
+    for parameter in model.parameters():  # also those that a constructor froze: the library makes them anew
+        parameter.requires_grad_(parameter.is_floating_point())
+    for name in names.entries:
+        vars(tensor_of(model, name))["_is_hf_initialized"] = True  # the library leaves it alone
+    model.initialize_weights()
+    model._weight_conversions = names.used
+    model.eval()
+    model.set_use_kernels(False, None)
+    if model.can_generate() and hasattr(model, "adjust_generation_fn"):
+        model.adjust_generation_fn(
+            None,
+            False,
+            None,
+            path,
+            cache_dir=None,
+            force_download=False,
+            proxies=None,
+            local_files_only=True,
+            token=None,
+            revision=None,
+            subfolder="",
+            trust_remote_code=False,
+        )

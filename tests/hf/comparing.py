@@ -1,0 +1,89 @@
+"""Two ways to load one model, and everything in which they must agree."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+__all__ = ["assert_same", "outputs", "save_bin"]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    """Compare all that a model is: tensors and their names, dtypes, bits, ties and flags; settings; mode."""
+    assert type(ours) is type(theirs)
+    for kind in ("named_parameters", "named_buffers"):
+        mine, other = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (ours, theirs))
+        assert list(mine) == list(other)
+        for name, tensor in mine.items():
+            assert_same_tensor(name, tensor, other[name])
+        assert _ties(mine) == _ties(other)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert not any(module.training for module in ours.modules())
+    assert ours.config.to_dict() == theirs.config.to_dict()
+    assert ours.all_tied_weights_keys == theirs.all_tied_weights_keys
+    if ours.can_generate():
+        assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+
+
+def assert_same_tensor(name: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+    assert (mine.dtype, mine.shape, mine.requires_grad) == (other.dtype, other.shape, other.requires_grad), name
+    assert type(mine) is type(other), name
+    assert torch.equal(_bits(mine), _bits(other)), name
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _ties(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    names = defaultdict(list)
+    for name, tensor in tensors.items():
+        names[id(tensor)].append(name)
+    return sorted(group for group in names.values() if len(group) > 1)
+
+
+def outputs(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | str:
+    """Return every tensor of a forward pass, or the message of the error that it ends with."""
+    dtype = next(tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+    cast = {name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs.items()}
+    try:
+        with torch.no_grad():
+            return list(_tensors(model(**cast)))
+    except RuntimeError as error:  # some architectures have no bfloat16 forward pass of their own
+        return str(error)
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(member)
+
+
+def save_bin(model: Any, saved: Path, directory: Path, *, shards: int) -> None:
+    """Write the pickled form of a directory that ``save_pretrained`` made, with both names of tied weights."""
+    directory.mkdir()
+    for file in saved.glob("*.json"):
+        if not file.name.endswith(".index.json"):
+            (directory / file.name).write_bytes(file.read_bytes())
+    state = {name: tensor for file in saved.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for target, source in model.all_tied_weights_keys.items():
+        if source in state:
+            state[target] = state[source]
+    if shards == 1:
+        torch.save(state, directory / "pytorch_model.bin")
+        return
+    names: Sequence[str] = sorted(state)
+    weight_map = {name: f"pytorch_model-{i % shards + 1:05}-of-{shards:05}.bin" for i, name in enumerate(names)}
+    for file_name in set(weight_map.values()):
+        part = {name: state[name] for name in names if weight_map[name] == file_name}
+        torch.save(part, directory / file_name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index), encoding="utf-8")
