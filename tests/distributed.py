@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from sluice._dtypes import dtype_name
@@ -56,11 +57,12 @@ def write(
     return directory
 
 
-def save(directory: Path, state_dict: dict[str, Any], **options: Any) -> Path:
+def save(directory: Path, state_dict: dict[str, Any], *, planner: SavePlanner | None = None, **options: Any) -> Path:
     """Save with torch, in this process alone."""
+    writer = FileSystemWriter(directory, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state_dict_saver.save(state_dict, storage_writer=FileSystemWriter(directory, **options), no_dist=True)
+        state_dict_saver.save(state_dict, storage_writer=writer, planner=planner, no_dist=True)
     return directory
 
 

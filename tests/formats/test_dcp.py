@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sluice
 from distributed import Box, chunks, rows, save, torch_loaded, write
@@ -104,6 +105,19 @@ def test_the_tree_has_the_nesting_of_what_was_saved(tmp_path: Path) -> None:
         assert torch.equal(tree["pair"][0].read(), torch.arange(4.0))
         assert checkpoint.metadata == {"version": "1.0.0"}
         assert "nested.1.a.0" in checkpoint
+
+
+def test_state_dicts_that_were_saved_without_flattening(tmp_path: Path) -> None:
+    """Each is one value, with tensors that share storages inside of it."""
+    weight = torch.randn(2, 3)
+    state = {"model": {"a": weight, "deep": {"b": weight[0]}, "n": 3}, "other": torch.arange(3.0)}
+    save(tmp_path / "d", state, planner=DefaultSavePlanner(flatten_state_dict=False))
+    check(tmp_path / "d")
+    with sluice.open(tmp_path / "d") as checkpoint:
+        assert torch.equal(checkpoint["model.a"][1, 1:].read(), weight[1, 1:])
+        assert checkpoint["model.a"].storage_key == checkpoint["model.deep.b"].storage_key == "model/0"
+    loaded = sluice.load_state_dict(tmp_path / "d", key="model")
+    assert loaded["a"].data_ptr() == loaded["deep"]["b"].data_ptr()
 
 
 def test_names_stay_flat_without_paths(tmp_path: Path) -> None:
@@ -343,3 +357,9 @@ def test_a_pinwheel_covers_without_a_cut_through_all(tmp_path: Path) -> None:
     boxes: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
     write(tmp_path / "d", {"w": chunks(torch.arange(9.0).view(3, 3), boxes)})
     check(tmp_path / "d")
+
+
+def test_large_grids_are_checked_in_one_pass() -> None:
+    boxes: list[Box] = [((i, j), (1, 2)) for i in range(150) for j in range(0, 300, 2)]
+    assert first_miscount((150, 300), boxes) is None
+    assert first_miscount((150, 300), [box for box in boxes if box[0] != (77, 12)]) == ((77, 12), 0)

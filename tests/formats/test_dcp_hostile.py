@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from collections.abc import Iterator
@@ -452,6 +453,15 @@ def test_limits(tmp_path: Path, limits: Limits, problem: str) -> None:
     error = refusal(tmp_path / "d", limits=limits)
     assert isinstance(error, LimitError)
     assert problem in error.problem
+
+
+def test_chunks_that_are_cut_in_many_dimensions() -> None:
+    boxes = [chunk_metadata(start, (1,) * 5) for start in itertools.product((0, 1), repeat=5)]
+    stored = {index_key("w", start): place(FILE, 0, 30) for start in itertools.product((0, 1), repeat=5)}
+    data = distributed_metadata({"w": tensor_metadata((2,) * 5, boxes)}, stored)
+    assert read_metadata(MemorySource(data), Limits()).items.keys() == {"w"}
+    with pytest.raises(LimitError, match=r"'entries'.*too many corners"):
+        read_metadata(MemorySource(data), Limits(entries=200))
 
 
 def test_values_together_pass_a_limit(tmp_path: Path) -> None:

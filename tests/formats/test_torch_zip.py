@@ -34,6 +34,7 @@ from sluice._errors import (
 )
 from sluice._options import Limits
 from sluice._records import Entry, Index, Opaque
+from sluice.formats._pickle import Unpickler
 from sluice.formats._torch_zip import TorchZip
 from sluice.sources import Source
 from sluice.testing import RecordingSource
@@ -309,6 +310,31 @@ def test_indexing_reads_no_tensor_data() -> None:
     assert list(offsets) == [2, 0]
     assert source.read_bytes < 200
     assert all(offset % 64 == 0 for offset in offsets.values())
+
+
+def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[object] = []
+    load = Unpickler.load
+
+    def counted(unpickler: Unpickler) -> object:
+        run.append(unpickler)
+        return load(unpickler)
+
+    remembering = TorchZip(remembered=2)
+    values = (torch.ones(3), torch.zeros(3), 0.5, 0.5, [1], [1], 7, 7)
+    expected = [index_of(saved(value)) for value in values]
+    monkeypatch.setattr(Unpickler, "load", counted)
+    runs = []
+    for value, index in zip(values, expected, strict=True):
+        assert remembering.read_index(MemorySource(saved(value)), Limits()) == index
+        runs.append(len(run))
+    assert runs == [1, 1, 2, 2, 3, 4, 5, 6]  # lists can change, and the memory of two is full
+    short = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(16)})
+    remembering = TorchZip(remembered=2)
+    remembering.read_index(MemorySource(short), Limits())
+    wrong = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(12)})
+    with pytest.raises(FormatError, match="another size than the pickle declares"):
+        remembering.read_index(MemorySource(wrong), Limits())
 
 
 def test_located_storages_are_not_located_again() -> None:
@@ -587,6 +613,7 @@ def test_all_changed_bytes_give_a_typed_error_or_what_torch_loads() -> None:
 MEASURE = """
 import sys
 from sluice._options import Limits
+from sluice.formats._pickle import Unpickler
 from sluice.formats._torch_zip import TorchZip
 from sluice.sources._local import LocalFile
 
@@ -625,7 +652,8 @@ if sys.argv[1] == "torch":
     torch.load(path, map_location="meta", weights_only=True)
 else:
     from sluice._options import Limits
-    from sluice.formats._torch_zip import TorchZip
+    from sluice.formats._pickle import Unpickler
+from sluice.formats._torch_zip import TorchZip
     from sluice.sources._local import LocalFile
     start = time.process_time()
     TorchZip().read_index(LocalFile(path), Limits())
