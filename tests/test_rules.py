@@ -1,22 +1,19 @@
-"""Rules on files: any pipeline of them against the same operations done by torch on the loaded tensors."""
+"""Rules on files, one by one: what they make, what they refuse and what the report says."""
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import sluice
-from sluice import rules
+from plans import request
+from sluice import _transfer, rules
 from sluice._rules import apply_rules
 from sluice._tree import flatten
 
@@ -62,6 +59,14 @@ def test_rename_by_name_by_prefix_and_by_regular_expression(file: Path) -> None:
     assert torch.equal(made["weight_11"], before["h.11.qkv.weight"])
     assert len(made) == len(before)
     assert list(made)[:2] == ["weight_0", "weight_1"]
+
+
+def test_a_wildcard_is_a_part_of_one_component(file: Path) -> None:
+    kept = load(
+        file, [rules.drop("h.1*.qkv.weight"), rules.drop("**bias"), rules.drop("exp*s.*.w"), rules.drop("ids*")]
+    )
+    assert {name.split(".")[1] for name in kept if name.startswith("h.")} == {"0", *"23456789"}
+    assert list(kept)[-2:] == ["wte", "half"]
 
 
 def test_two_names_may_be_swapped_and_a_copy_shares_bytes(file: Path) -> None:
@@ -338,138 +343,6 @@ def test_rules_are_values() -> None:
     assert sluice.rules is rules
 
 
-@dataclass
-class Pipeline:
-    """Rules and what torch makes of the same tensors, grown together."""
-
-    tensors: Tensors
-    rules: list[rules.Rule]
-
-
-#: A rule, and the same in torch.
-Operation = tuple[rules.Rule, Callable[[Tensors], Tensors]]
-
-
-def operations(tensors: Tensors) -> st.SearchStrategy[Operation]:  # noqa: C901, PLR0915 - a strategy for each rule
-    """Return rules that apply to these tensors, each with the same in torch."""
-    name = st.sampled_from(sorted(tensors))
-
-    def replaced(one: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
-        return lambda state: {key: function(value) if key == one else value for key, value in state.items()}
-
-    @st.composite
-    def permuted(draw: st.DrawFn) -> Operation:
-        one = draw(name)
-        dims = draw(st.permutations(range(tensors[one].ndim)))
-        return rules.permute(one, dims), replaced(one, lambda tensor: tensor.permute(dims))
-
-    @st.composite
-    def reshaped(draw: st.DrawFn) -> Operation:
-        one = draw(name)
-        left = tensors[one].numel()
-        shape: list[int] = []
-        while left > 1 and len(shape) < 3:
-            size = draw(st.sampled_from([size for size in range(1, left + 1) if left % size == 0]))
-            shape.append(size)
-            left //= size
-        shape.append(left)
-        return rules.reshape(one, shape), replaced(one, lambda tensor: tensor.reshape(shape))
-
-    @st.composite
-    def resized(draw: st.DrawFn) -> Operation:
-        one = draw(name)
-        dim = draw(st.integers(0, tensors[one].ndim - 1))
-        size = tensors[one].shape[dim]
-        rows = draw(st.integers(max(1, size - 2), size + 2))
-
-        def resize(tensor: torch.Tensor) -> torch.Tensor:
-            added = list(tensor.shape)
-            added[dim] = max(0, rows - size)
-            kept = tensor.narrow(dim, 0, min(rows, size))
-            return torch.cat([kept, torch.full(added, 0.3, dtype=tensor.dtype)], dim)
-
-        return rules.resize(one, rows, fill=0.3, dim=dim), replaced(one, resize)
-
-    @st.composite
-    def scaled(draw: st.DrawFn) -> Operation:
-        one, factor = draw(name), draw(st.sampled_from([0.1, -2.0, 3.3]))
-        return rules.scale(one, factor), replaced(one, lambda tensor: tensor * factor)
-
-    @st.composite
-    def halved(draw: st.DrawFn) -> Operation:
-        one = draw(name)
-        dim = draw(st.integers(0, tensors[one].ndim - 1))
-        first = draw(st.integers(0, tensors[one].shape[dim]))
-        sizes = (first, tensors[one].shape[dim] - first)
-        new = (f"{one}l", f"{one}r")
-
-        def split(state: Tensors) -> Tensors:
-            made: Tensors = {}
-            for key, value in state.items():
-                made.update(
-                    zip(new, torch.split(value, list(sizes), dim), strict=True) if key == one else [(key, value)]
-                )
-            return made
-
-        return rules.split(one, new, dim=dim, sizes=sizes), split
-
-    @st.composite
-    def joined(draw: st.DrawFn) -> Operation:
-        one = draw(name)
-        like = [key for key in sorted(tensors) if tensors[key].shape == tensors[one].shape and key != one]
-        other = draw(st.sampled_from(like)) if like else one
-        new_dim = draw(st.booleans())
-        dim = draw(st.integers(0, tensors[one].ndim - (not new_dim)))
-        if not like:
-            copied = f"{one}c"
-            return rules.copy(one, copied), lambda state: {**state, copied: state[one]}
-        new = f"{one}j"
-
-        def join(state: Tensors) -> Tensors:
-            whole = (torch.stack if new_dim else torch.cat)([state[one], state[other]], dim)
-            return {**{key: value for key, value in state.items() if key not in (one, other)}, new: whole}
-
-        return (rules.stack if new_dim else rules.concatenate)((one, other), new, dim=dim), join
-
-    return st.one_of(permuted(), reshaped(), resized(), scaled(), halved(), joined())
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> tuple[Tensors, Pipeline]:
-    dtype = draw(st.sampled_from([torch.float32, torch.float16]))
-    shapes = draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3), min_size=1, max_size=3))
-    numbers = itertools.count()
-    start = {
-        f"t{i}": torch.tensor([float(next(numbers)) for _ in range(torch.Size(shape).numel())], dtype=dtype).view(shape)
-        for i, shape in enumerate(shapes)
-    }
-    pipeline = Pipeline(dict(start), [])
-    for _ in range(draw(st.integers(1, 6))):
-        usable = {name: tensor for name, tensor in pipeline.tensors.items() if tensor.numel() and tensor.ndim < 6}
-        if not usable:
-            break
-        rule, function = draw(operations(usable))
-        pipeline.rules.append(rule)
-        pipeline.tensors = function(pipeline.tensors)
-    return start, pipeline
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(made=pipelines(), finished=st.sampled_from([None, torch.bfloat16]))
-def test_any_pipeline_equals_torchs(
-    tmp_path: Path, made: tuple[Tensors, Pipeline], finished: torch.dtype | None
-) -> None:
-    start, pipeline = made
-    path = tmp_path / "f.safetensors"
-    safetensors.torch.save_file(start, path)
-    loaded = load(path, pipeline.rules, dtype=finished)
-    assert loaded.keys() == pipeline.tensors.keys()
-    for name, expected in pipeline.tensors.items():
-        wanted = expected.to(finished or expected.dtype)
-        assert loaded[name].shape == wanted.shape, name
-        assert torch.equal(loaded[name], wanted), name
-
-
 def test_a_reshape_that_strides_cannot_express_takes_boxes_up_to_a_limit(tmp_path: Path) -> None:
     whole = torch.arange(5000.0 * 3).view(5000, 3)
     path = save(tmp_path / "f.pth", {"w": whole, "narrow": whole[:60].contiguous()})
@@ -478,6 +351,19 @@ def test_a_reshape_that_strides_cannot_express_takes_boxes_up_to_a_limit(tmp_pat
     text = message(path, rules.reshape("w", (3, 5000)), rules.transpose("w"), rules.reshape("w", (-1,)))
     assert "more than 4096 boxes" in text
     assert "tensor 'w'" in text
+
+
+def test_the_plan_says_what_each_target_is_made_of(file: Path) -> None:
+    wanted = [rules.transpose("wte"), rules.split("wte", ("a", "b"), dim=1), rules.cast("a", "bfloat16")]
+    with sluice.open(file) as checkpoint:
+        made = apply_rules(checkpoint.entries, wanted)
+        requests = [request(name, made[name]) for name in ("a", "b", "ids")]
+        plan = _transfer.prepare(checkpoint, requests).plan
+    assert [target.origin for target in plan.targets] == [
+        "wte transposed, columns 0:5 cast to bfloat16",
+        "wte transposed, columns 5:10",
+        "",
+    ]
 
 
 def test_a_reshape_of_aligned_parts_stays_whole(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-__all__ = ["NamePattern", "compile_pattern", "compile_template"]
+__all__ = ["NamePattern", "compile_pattern", "compile_template", "expand", "spell"]
 
 #: What a rule takes for a pattern.
 NamePattern = str | re.Pattern[str]
@@ -92,6 +92,24 @@ def compile_template(template: str, pattern: _Compiled) -> str:
         )
     numbers = iter(groups)
     return _WILDCARDS.sub(lambda _: rf"\g<{next(numbers)}>", template.replace("\\", r"\\"))
+
+
+def expand(found: re.Match[str], new: str, pattern: NamePattern) -> str:
+    """Return the new name of a name that matched.
+
+    Raises:
+        ValueError: The new name refers to groups that the regular expression does not have.
+    """
+    template = compile_template(new, compile_pattern(pattern, numbered=True))
+    try:
+        return found.expand(template)
+    except (re.error, IndexError) as error:
+        raise ValueError(f"the new name {new!r} does not go with {spell(pattern)}: {error}") from error
+
+
+def spell(pattern: NamePattern) -> str:
+    """Return a pattern as a person would write it."""
+    return repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
 
 
 def _translate(pattern: str) -> str:

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from sluice._dtypes import dtype_name
 from sluice._patterns import NamePattern
-from sluice._rules import (
+from sluice._rule_kinds import (
     Cast,
     Copy,
     Drop,
@@ -44,11 +44,11 @@ from sluice._rules import (
     Rename,
     Reshape,
     Resize,
-    Rule,
     Scale,
     Split,
     Transpose,
 )
+from sluice._rules import Rule
 
 if TYPE_CHECKING:
     import torch
