@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed import Box, chunks, write
+from distributed import rows, write
 
 MIB = 1 << 20
 
@@ -87,9 +87,7 @@ def test_many_small_tensors_cost_little_more_than_themselves(tmp_path: Path) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_chunks_of_a_distributed_checkpoint(tmp_path: Path, dtype: str | None) -> None:
-    boxes: list[Box] = [((i, j), (1024, 1024)) for i in (0, 1024) for j in (0, 1024)]
-    stored = {str(i): chunks(torch.full((2048, 2048), 0.25), boxes, files=2) for i in range(8)}
-    write(tmp_path / "d", stored)
+    write(tmp_path / "d", {str(i): rows(torch.full((2048, 2048), 0.25), 4, files=2) for i in range(8)})
     final = 8 * 2048 * 2048 * (2 if dtype else 4)
     contract = final + 16 * MIB + 8 * (2048 + 8192) + 32 * MIB
     options = {"dtype": dtype} if dtype else {}
