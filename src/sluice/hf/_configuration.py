@@ -44,7 +44,7 @@ def class_and_config(
         model_class = _named_class(library, config, path)
     elif is_auto:
         model_class = _class_of_auto(library, model_class, config, path)
-    extra = [name for name in type(config).extra_files if os.path.exists(os.path.join(path, name))]
+    extra = [name for name in getattr(type(config), "extra_files", ()) if os.path.exists(os.path.join(path, name))]
     if extra:
         problem = f"{model_class.__name__} keeps weights in further files"
         raise UnsupportedError(problem, file=path, found=", ".join(extra))

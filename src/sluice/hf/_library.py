@@ -8,7 +8,7 @@ from typing import Any
 __all__ = ["VERSIONS", "find_library"]
 
 #: First release of transformers that this module was checked with, and the first that it does not accept.
-VERSIONS = ((5, 23), (6, 0))
+VERSIONS = ((5, 20), (5, 24))
 
 
 def find_library() -> Any:
@@ -17,7 +17,8 @@ def find_library() -> Any:
     Raises:
         ImportError: It is missing, or of a version that was not checked.
     """
-    advice = f"pip install 'sluice[hf]' installs transformers {VERSIONS[0][0]}.{VERSIONS[0][1]} or later, below 6"
+    (*_, first), (*_, end) = VERSIONS
+    advice = f"pip install 'sluice[hf]' installs transformers 5.{first} or later, below 5.{end}"
     try:
         import transformers
     except ImportError as error:
