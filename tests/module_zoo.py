@@ -118,6 +118,24 @@ class Hooked(nn.Linear):
         state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
 
 
+class SetsData(nn.Linear):
+    """A constructor that gives its weight other data, of another shape, and changes a part of its bias."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.weight.data = torch.eye(4)
+        self.bias.data = torch.zeros(4)
+        self.bias.data[1:] = 1.0
+
+
+def _layer() -> nn.TransformerEncoderLayer:
+    return nn.TransformerEncoderLayer(4, 2, 8, dropout=0)
+
+
+def _pretrained() -> nn.Module:
+    return nn.Embedding.from_pretrained(torch.ones(9, 4))  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _channels_last() -> nn.Module:
     return nn.Conv2d(4, 4, 3, padding=1).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
@@ -145,8 +163,12 @@ ZOO: dict[str, tuple[Build, tuple[int, ...]]] = {
     "group norm": (lambda: nn.GroupNorm(2, 4), IMAGE),
     "lstm": (lambda: nn.LSTM(4, 5, num_layers=2, bidirectional=True), SEQUENCE),
     "gru": (lambda: nn.GRU(4, 5), SEQUENCE),
+    "parametrized lstm": (lambda: parametrizations.weight_norm(nn.LSTM(4, 5), "weight_hh_l0"), SEQUENCE),
     "rnn cell": (lambda: nn.RNNCell(4, 5), ROWS),
-    "transformer layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0), SEQUENCE),
+    "transformer layer": (_layer, SEQUENCE),
+    "cloned layers": (lambda: nn.TransformerEncoder(_layer(), 2, enable_nested_tensor=False), SEQUENCE),
+    "pretrained": (lambda: nn.Sequential(_pretrained()), (3, 2)),
+    "data set": (SetsData, ROWS),
     "convolution": (lambda: nn.Conv2d(4, 4, 3), IMAGE),
     "channels last": (_channels_last, IMAGE),
     "nested": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.PReLU(), nn.Sequential(nn.Linear(4, 2)))), ROWS),
@@ -168,7 +190,7 @@ def sample(name: str) -> torch.Tensor:
     """Return an input for a module of the zoo."""
     shape = ZOO[name][1]
     generator = torch.Generator().manual_seed(1)
-    if name == "attended":
+    if name in {"attended", "pretrained"}:
         return torch.randint(9, shape, generator=generator)
     drawn = torch.randn(shape, generator=generator)
     return drawn.bfloat16() if name == "half" else drawn

@@ -109,7 +109,8 @@ def _members(state: ModuleState, found: Match) -> Iterator[Member]:
         shape = request.entry.shape if request else slot.shape  # a lazy parameter has no shape of its own
         stays = not slot.on_meta and slot.dtype == dtype
         yield Member(names=slot.names, nbytes=prod(shape) * ITEM_BYTES[dtype], at=slot.device if stays else None)
-    for name, tensor in state.unsaved.items():
+    for name, holdings in state.unsaved.items():
+        tensor = holdings[0].tensor
         yield Member(names=(name,), nbytes=tensor.nbytes, at=str(tensor.device))
 
 

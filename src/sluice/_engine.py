@@ -119,6 +119,23 @@ class _Filled:
     buffer: StagingBuffer
 
 
+def _join(threads: Sequence[threading.Thread]) -> None:
+    """Join threads, also when the caller is interrupted meanwhile: that is raised once all of them have ended."""
+    interrupt: BaseException | None = None
+    for thread in threads:
+        deadline = time.monotonic() + options.THREAD_START_SECONDS
+        # Interrupted while it was started, a thread may be on its way and not yet known to be alive.
+        while thread.ident is None and thread in threading.enumerate() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # noqa: BLE001  (a signal handler may raise anything)
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
 class _Crew:
     """The threads of one plan.
 
@@ -156,23 +173,26 @@ class _Crew:
             yield
         finally:
             self._stop.set()
-            for thread in self._readers:
-                thread.join()
-            for _ in self._copiers:
-                self._filled.put(None)
-            for thread in self._copiers:
-                thread.join()
-            self._targets.finish()
+            try:
+                _join(self._readers)
+            finally:
+                for _ in self._copiers:
+                    self._filled.put(None)
+                try:
+                    _join(self._copiers)
+                finally:
+                    self._targets.finish()
 
     @staticmethod
     def _start(threads: list[threading.Thread], count: int, work: Callable[[], None], name: str) -> None:
         for number in range(count):
             thread = threading.Thread(target=work, name=f"sluice-{name}-{number}", daemon=True)
+            threads.append(thread)  # before it starts: an interrupt can come as soon as it runs
             try:
                 thread.start()
             except RuntimeError:  # no more threads allowed: fewer do the same work
+                threads.pop()
                 return
-            threads.append(thread)
 
     def results(self, count: int) -> Iterator[_Done]:
         """Yield ``count`` finished reads as they come; raise the first failure instead."""

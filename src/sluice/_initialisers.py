@@ -36,8 +36,15 @@ _INITIALISERS = frozenset(
 )
 
 
+#: The setter behind ``tensor.data = other``, as torch function modes see it.
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a C descriptor
+
+
 class InitialisersSkipMeta(TorchFunctionMode):
-    """A context in which initialisers leave meta tensors alone; it is this thread's own."""
+    """A context in which initialisers leave meta tensors alone; it is this thread's own.
+
+    ``tensor.data = values`` is an initialiser as well: a meta tensor takes the shape and the dtype of the values.
+    """
 
     def __torch_function__(
         self,
@@ -52,4 +59,6 @@ class InitialisersSkipMeta(TorchFunctionMode):
             tensor = args[0] if args else options.get("tensor")  # functions of nn.init come with keywords only
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor
+        if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
+            args = (args[0], torch.empty_like(args[1], device="meta"))
         return func(*args, **options)

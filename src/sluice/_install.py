@@ -2,7 +2,8 @@
 
 A tensor on the meta device gets its memory by a swap, so that it stays the same object for ties, optimizers and
 attributes; where torch refuses that, it is replaced in every module that holds it. A live tensor was filled in place,
-or gets its new memory through ``.data``. Gradients of live parameters are left alone, as ``load_state_dict`` does.
+or gets its new memory through ``.data``. Gradients of live parameters are left alone, as ``load_state_dict`` does,
+unless the parameter changes its dtype or device: then they are dropped.
 
 Until every tensor is in place no code of the module runs: what it could raise would leave the module half loaded.
 """
@@ -70,9 +71,9 @@ def install(
             if not install_one(state, slot, tensor):
                 replaced.append(state.outline.slots[slot].names[0])
         for slot in match.kept:
-            _move(state.holdings(slot), device_of(state.outline.slots[slot].names[0], placement or {}))
-        for name, tensor in state.unsaved.items():
-            _move((Holding(tensor=tensor, owners=()),), device_of(name, placement or {}))
+            _move(state.module, state.holdings(slot), device_of(state.outline.slots[slot].names[0], placement or {}))
+        for name, holdings in state.unsaved.items():
+            _move(state.module, holdings, device_of(name, placement or {}))
     return Installed(replaced=tuple(replaced))
 
 
@@ -121,7 +122,10 @@ def _give(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bool:
     own = holding.tensor
     if is_lazy(own):
         cast("Any", own).__class__ = cast("Any", own).cls_to_become  # as its materialize() does
-    if not own.is_meta:
+    # An inference tensor with other memory would be neither one kind nor the other: it becomes an ordinary one.
+    if not own.is_meta and not own.is_inference():
+        if (own.dtype, own.device) != (tensor.dtype, tensor.device):
+            own.grad = None  # the next backward pass could not add to it, and it belongs to values that are gone
         own.data = tensor
         return True
     with _without_weak_references(holding.owners):
@@ -148,25 +152,31 @@ def _without_weak_references(owners: Sequence[Owner]) -> Iterator[None]:
 
 
 def _replace_in_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace a tensor in plain attributes, and in lists and dicts there, as recurrent layers keep of their weights."""
+    """Replace a tensor in plain attributes, and in lists, tuples and dicts there, as recurrent layers have them."""
     for part in module.modules():
         for name, value in vars(part).items():
             members: Any = value
             if value is old:
                 vars(part)[name] = new
+            elif type(value) is tuple and any(member is old for member in value):
+                vars(part)[name] = tuple(new if member is old else member for member in value)
             elif isinstance(value, (list, dict)):
                 for key, member in list(members.items() if isinstance(value, dict) else enumerate(value)):
                     if member is old:
                         members[key] = new
 
 
-def _move(holdings: Sequence[Holding], device: str | None) -> None:
+def _move(module: nn.Module, holdings: Sequence[Holding], device: str | None) -> None:
     """Move a live tensor; objects over one memory share it afterwards as well."""
-    if device is None:
+    data = holdings[0].tensor.data
+    if device is None or data.device == torch.device(device):
         return
-    moved = holdings[0].tensor.data.to(device)
+    moved = data.to(device)
     for holding in holdings:
-        holding.tensor.data = moved
+        if is_lazy(holding.tensor):
+            holding.tensor.data = moved
+        else:
+            _give(module, holding, moved)
 
 
 def _note_written(tensor: torch.Tensor) -> None:

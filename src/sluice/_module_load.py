@@ -80,7 +80,7 @@ class Job:
             plan=self.prepared.plan,
             placement=self.placement,
             index=checkpoint.index,
-            computed=tuple(_computed_row(name, tensor) for name, tensor in self.state.unsaved.items()),
+            computed=tuple(_computed_row(name, held[0].tensor) for name, held in self.state.unsaved.items()),
         )
 
 

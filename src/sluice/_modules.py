@@ -33,6 +33,9 @@ __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"
 #: Attributes in which a module keeps what it registers.
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
 
+#: Levels of lists and dicts in which attributes are looked through for tensors.
+_NESTING = 3
+
 #: Version of BatchNorm that added ``num_batches_tracked``.
 _NUM_BATCHES_TRACKED_VERSION = 2
 
@@ -71,8 +74,8 @@ class ModuleState:
     owners: tuple[tuple[Owner, ...], ...]
     #: Further objects over the memory of a slot's tensor, by slot.
     aliases: Mapping[int, tuple[Holding, ...]]
-    #: Non-persistent buffers by name: computed by constructors, in no state dict.
-    unsaved: Mapping[str, torch.Tensor]
+    #: Non-persistent buffers by name: computed by constructors, in no state dict. The objects over the memory of each.
+    unsaved: Mapping[str, tuple[Holding, ...]]
 
     def holdings(self, slot: int) -> tuple[Holding, ...]:
         """Return every object over the memory of a slot."""
@@ -134,7 +137,7 @@ def collect(module: nn.Module) -> ModuleState:
         tensors=tuple(one.tensor for one in slots),
         owners=tuple(one.holding.owners for one in slots),
         aliases={slot: tuple(alias.holding for alias in one.aliases) for slot, one in enumerate(slots) if one.aliases},
-        unsaved={one.path: one.tensor for one in unsaved},
+        unsaved={one.path: (one.holding, *(alias.holding for alias in one.aliases)) for one in unsaved},
     )
 
 
@@ -285,6 +288,8 @@ def _attributes_on_meta(prefix: str, module: nn.Module, found: dict[int, _Found]
     """Yield a sentence for each plain attribute of the module that holds a meta tensor which nothing will fill."""
     hooks = module._forward_pre_hooks.values()
     recomputed = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) for hook in hooks}
+    if isinstance(module, nn.RNNBase):
+        recomputed.add("_flat_weights")  # where parametrizations change its weights
     for name, value in vars(module).items():
         if name in _REGISTERED or name in recomputed:
             continue  # weight_norm, spectral_norm and pruning compute their attribute before each forward
@@ -295,11 +300,10 @@ def _attributes_on_meta(prefix: str, module: nn.Module, found: dict[int, _Found]
             )
 
 
-def _tensors_in(value: object) -> Sequence[torch.Tensor]:
-    """Return a tensor, or the tensors directly in a list, tuple or dict."""
+def _tensors_in(value: object, depth: int = _NESTING) -> Iterator[torch.Tensor]:
+    """Yield a tensor, or the tensors in a list, tuple or dict and a few levels of those inside of it."""
     if isinstance(value, torch.Tensor):
-        return (value,)
-    if not isinstance(value, (list, tuple, dict)) or not value:
-        return ()
-    members = value.values() if isinstance(value, dict) else value
-    return [member for member in members if isinstance(member, torch.Tensor)]
+        yield value
+    elif isinstance(value, (list, tuple, dict)) and depth:
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member, depth - 1)

@@ -139,6 +139,9 @@ AUTO_RESERVE = 0.1
 #: Interval of the sampler inside a load, in seconds. VmHWM holds the exact total; samples only split it by kind.
 SAMPLE_SECONDS = 0.01
 
+#: Seconds that a thread whose start was interrupted is waited for: longer than any system takes to run it.
+THREAD_START_SECONDS = 5.0
+
 #: Host memory that a load needs beside targets and staging: thread stacks, malloc arenas, torch's lazy parts.
 OVERHEAD_BYTES = 16 << 20
 

@@ -94,6 +94,25 @@ def test_a_parameter_held_by_a_weak_reference_is_replaced_everywhere_and_named()
     assert_equal(module, source)
 
 
+def test_what_is_replaced_is_replaced_in_attributes_too() -> None:
+    class Listing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.held = [self.weight, 1]
+            self.named = {"w": self.weight}
+            self.pair = (self.weight, self.bias)
+
+    with empty_init():
+        module = Listing()
+    reference = weakref.ref(module.weight)
+    _, installed = load(module, nn.Linear(2, 2).state_dict())
+    assert installed.replaced == ("weight",)
+    assert reference() is None  # nobody holds the one on meta any more
+    assert module.weight is module.held[0]
+    assert module.weight is module.named["w"] is module.pair[0]
+    assert module.pair[1] is module.bias
+
+
 def test_a_buffer_with_a_view_is_replaced_everywhere_and_named() -> None:
     module = empty()
     view = module.first.mask[:2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +14,6 @@ from torch import nn
 import sluice
 from module_zoo import ZOO, sample, trained
 from oracles import bits, same
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported_compiler() -> None:
-    """Let torch make its cache directory before a test starts: some meta kernels import its compiler."""
-    importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
 
 
 @pytest.fixture(autouse=True)

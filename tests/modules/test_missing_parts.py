@@ -1,0 +1,166 @@
+"""What a checkpoint lacks, and what it has besides: reported at once, kept, or initialised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice.testing import assert_peak
+
+MIB = 1 << 20
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.lm_head = nn.Linear(4, 7, bias=False)
+        self.register_buffer("mask", torch.ones(3, 3).tril())
+
+
+def empty(build: Callable[[], nn.Module] = Model) -> nn.Module:
+    with sluice.empty_init():
+        return build()
+
+
+def test_every_kind_of_problem_is_in_one_error_with_close_matches(tmp_path: Path) -> None:
+    state = Model().state_dict()
+    state["output.weight"] = state.pop("lm_head.weight")
+    state["body.0.biases"] = state.pop("body.0.bias")
+    state["body.1.weight"] = torch.ones(5)
+    state["mask"] = torch.ones(3, 3, dtype=torch.complex64)
+    state["extra"] = torch.ones(2)
+    torch.save(state, tmp_path / "f.pth")
+    for model in (Model(), empty()):
+        before = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
+        with pytest.raises(sluice.MismatchError) as caught:
+            sluice.load_into(model, tmp_path / "f.pth")
+        text = str(caught.value)
+        assert "'lm_head.weight' [7, 4]; the checkpoint has 'output.weight' of the same shape" in text
+        assert "'body.0.bias' [4]; the checkpoint has 'body.0.biases' of the same shape" in text
+        assert "'body.1.weight' is [4] in the module, [5] in the checkpoint" in text
+        assert "'mask': complex64 cannot become float32" in text
+        assert "'extra' [2]" in text
+        assert set(caught.value.missing) == {"lm_head.weight", "body.0.bias"}
+        assert set(caught.value.unexpected) == {"output.weight", "body.0.biases", "extra"}
+        after = {name: (id(t), t._version) for name, t in model.state_dict(keep_vars=True).items() if not t.is_meta}
+        assert after == before
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_shapes_that_differ_are_errors_in_any_case(strict: bool, tmp_path: Path) -> None:
+    state = Model().state_dict()
+    for shape in ((4, 7), (28,), (7, 4, 1), (8, 4), ()):
+        torch.save({**state, "lm_head.weight": torch.ones(shape)}, tmp_path / "f.pth")
+        for model in (Model(), empty()):
+            with pytest.raises(sluice.MismatchError, match=r"'lm_head\.weight' is \[7, 4\] in the module"):
+                sluice.load_into(model, tmp_path / "f.pth", strict=strict)
+
+
+def test_without_strict_live_values_stay_and_meta_modules_are_initialised(tmp_path: Path) -> None:
+    state = {
+        name: tensor for name, tensor in Model().state_dict().items() if name not in {"lm_head.weight", "body.0.bias"}
+    }
+    torch.save({**state, "spare": torch.ones(1)}, tmp_path / "f.pth")
+    live = Model()
+    kept = live.lm_head.weight.clone()
+    report = sluice.load_into(live, tmp_path / "f.pth", strict=False)
+    assert torch.equal(live.lm_head.weight, kept)
+    assert set(report.missing) == {"lm_head.weight", "body.0.bias"}
+    assert (report.unexpected, report.initialised) == (("spare",), ())
+    model = empty()
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert set(report.initialised) == set(report.missing) == {"lm_head.weight", "body.0.bias"}
+    assert torch.equal(model.get_parameter("body.0.weight"), state["body.0.weight"])
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert report.final_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert report.tensors == len(model.state_dict())
+
+
+def test_what_nothing_can_initialise_is_refused_by_name(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in Model().state_dict().items() if name != "mask"}
+    torch.save(state, tmp_path / "f.pth")
+    model = empty()
+    with pytest.raises(sluice.MismatchError, match=r"'mask' is not in the checkpoint and on the meta device"):
+        sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", ["in_proj_weight", "bias_k", "out_proj.weight", "out_proj.bias"])
+def test_attention_initialises_itself(name: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.MultiheadAttention(8, 2, add_bias_kv=True)
+
+    state = {key: tensor for key, tensor in build().state_dict().items() if key != name}
+    torch.save(state, tmp_path / "f.pth")
+    model = empty(build)
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert report.initialised == (name,)
+    assert bool(model.get_parameter(name).isfinite().all())
+    assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items() if key != name)
+
+
+def test_values_are_those_of_an_ordinary_module_cast(tmp_path: Path) -> None:
+    torch.save({"1.weight": torch.ones(30, 40)}, tmp_path / "f.pth")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = empty(lambda: nn.Sequential(nn.Linear(20, 40), nn.Linear(40, 30, bias=False)))
+        torch.manual_seed(3)
+        sluice.load_into(model, tmp_path / "f.pth", strict=False, dtype=dtype)
+        torch.manual_seed(3)
+        expected = nn.Linear(20, 40)
+        assert torch.equal(model.get_parameter("0.weight"), expected.weight.to(dtype))
+        assert torch.equal(model.get_parameter("0.bias"), expected.bias.to(dtype))
+        assert model.get_parameter("0.weight").requires_grad
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_large_missing_modules_keep_the_memory_contract(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    torch.save({"1.weight": torch.ones(512, 512)}, tmp_path / "f.pth")
+    model = empty(lambda: nn.Sequential(nn.Embedding(16384, 1024), nn.Linear(512, 512, bias=False)))
+    final = 16384 * 1024 * (4 if dtype is None else 2)
+    memory = sluice.MemoryLimits(staging="4MiB")
+    with assert_peak(final + (1 + 4 + 32) * MIB):
+        report = sluice.load_into(model, tmp_path / "f.pth", strict=False, dtype=dtype, memory=memory)
+    assert report.initialised == ("0.weight",)
+    assert report.final_bytes >= final
+    assert 0.9 < model.get_parameter("0.weight")[:100].float().std() < 1.1
+    with pytest.raises(sluice.BudgetError):
+        sluice.load_into(
+            empty(lambda: nn.Sequential(nn.Embedding(16384, 1024), nn.Linear(512, 512, bias=False))),
+            tmp_path / "f.pth",
+            strict=False,
+            dtype=dtype,
+            memory=sluice.MemoryLimits(host=final, staging="4MiB"),
+        )
+
+
+def test_post_hooks_may_change_the_lists_as_in_load_state_dict(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2, 2), "spare": torch.ones(1)}, tmp_path / "f.pth")
+    model = nn.Linear(2, 2)
+    model.register_load_state_dict_post_hook(lambda _, keys: keys.unexpected_keys.clear())  # type: ignore[no-untyped-call]
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert (report.missing, report.unexpected) == (("bias",), ())
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "f.pth")
+    model.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.append("imaginary"))  # type: ignore[no-untyped-call]
+    with pytest.raises(sluice.PartialLoadError, match=r"a load_state_dict post-hook reports .*imaginary"):
+        sluice.load_into(model, tmp_path / "f.pth")
+
+
+def test_a_failing_post_hook_leaves_a_complete_module_and_says_so(tmp_path: Path) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("late")
+
+    source = nn.Linear(2, 2)
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    with sluice.empty_init():
+        model = nn.Linear(2, 2)
+    model.register_load_state_dict_post_hook(fail)  # type: ignore[no-untyped-call]
+    with pytest.raises(sluice.PartialLoadError, match="every tensor was loaded, and then a load_state_dict post-hook"):
+        sluice.load_into(model, tmp_path / "f.pth")
+    assert torch.equal(model.weight, source.weight)

@@ -1,0 +1,114 @@
+"""The memory contract in every way to fill a module, in a process of its own: freed memory would hide what it takes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = """
+import gc, sys, warnings, torch, sluice
+from torch import nn
+from sluice.testing import assert_peak
+
+MIB = 1 << 20
+SIDE = 3520
+LARGE = SIDE * SIDE * 4
+path = sys.argv[1]
+memory = sluice.MemoryLimits(staging="4MiB")
+warnings.simplefilter("ignore")
+
+
+def check(name, model, state, finished, **options):
+    torch.save(state, path)
+    state.clear()
+    gc.collect()
+    with assert_peak(finished + (4 + 32) * MIB):
+        sluice.load_into(model, path, memory=memory, **options)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers())), name
+    print(name)
+
+
+def empty(build):
+    with sluice.empty_init():
+        return build()
+
+
+def large():
+    return nn.Linear(SIDE, SIDE, bias=False)
+
+
+def weight(dtype=torch.float32):
+    return torch.ones(SIDE, SIDE, dtype=dtype)
+
+
+class Tied(nn.Module):
+    def __init__(self, shape):
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(shape))
+        self.b = self.a
+
+
+class Aliased(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = large()
+        self.b = large()
+        self.b.weight = nn.Parameter(self.a.weight.data)
+
+
+class Extra(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+    def get_extra_state(self):
+        return self.extra
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+class Renaming(nn.Linear):
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+check("warm", empty(lambda: nn.Linear(8, 8)), dict(nn.Linear(8, 8).state_dict()), 0)
+check("empty", empty(large), {"weight": weight()}, LARGE)
+check("cast", empty(large), {"weight": weight()}, LARGE // 2, dtype=torch.bfloat16)
+check("tied", empty(lambda: Tied((SIDE, SIDE))), {"a": weight(), "b": weight()}, LARGE)
+check("tied, one row", empty(lambda: Tied((1, SIDE * SIDE))), {k: weight().view(1, -1) for k in "ab"}, LARGE)
+check("tied, transposed", empty(lambda: Tied((SIDE, SIDE))), {"a": weight().t(), "b": weight()}, LARGE)
+check("aliased", empty(Aliased), {"a.weight": weight()}, LARGE)
+check("renaming", empty(lambda: Renaming(SIDE, SIDE, bias=False)), {"kernel": weight()}, LARGE)
+check("lazy", nn.LazyLinear(SIDE, bias=False), {"weight": weight()}, LARGE)
+extra = Extra()
+extra.extra = {"table": weight()}
+state = dict(extra.state_dict())
+extra.extra = None
+check("extra state", empty(Extra), state, LARGE)
+check("recurrent", empty(lambda: nn.LSTM(2048, 2048)), dict(nn.LSTM(2048, 2048).state_dict()), 2 * 2048 * 8192 * 4)
+
+check("live", large(), {"weight": weight()}, 0)
+check("live, from half", large(), {"weight": weight(torch.bfloat16)}, 0)
+check("live, to half", large(), {"weight": weight()}, LARGE // 2, dtype=torch.bfloat16)
+model = large()
+model.weight.data = model.weight.data.t()
+check("live, transposed", model, {"weight": weight()}, 0)
+model.weight.data = torch.zeros(SIDE, 2 * SIDE)[:, ::2]
+check("live, with gaps", model, {"weight": weight()}, 0)
+with torch.inference_mode():
+    model = large()
+check("live, inference", model, {"weight": weight()}, 0)
+check("live, frozen", large().requires_grad_(False), {"weight": weight()}, 0)
+check("initialised", empty(lambda: nn.Sequential(large(), nn.Linear(2, 2))), dict(
+    (f"1.{k}", v) for k, v in nn.Linear(2, 2).state_dict().items()), LARGE, strict=False)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is the kernel's own record")
+def test_every_way_to_fill_a_module_keeps_the_memory_contract(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CASES, str(tmp_path / "f.pth")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout.splitlines()[-1:] + done.stderr.splitlines()[-8:]
