@@ -21,14 +21,43 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).tolist())
 
 
+def parts(tensor: torch.Tensor) -> tuple[list[torch.Tensor], list[object]]:
+    """Return the dense tensors that a tensor is made of, and what else it says of itself."""
+    tensor = tensor.detach()
+    flags: list[object] = [tensor.is_conj(), tensor.is_neg()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()], [*flags, tensor.is_coalesced()]
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()], flags
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()], flags
+    if not tensor.is_quantized:
+        return [tensor.resolve_conj().resolve_neg()], flags
+    flags += [tensor.qscheme(), tensor.stride()]
+    if tensor.qscheme() is torch.per_tensor_affine:
+        return [tensor.int_repr()], [*flags, tensor.q_scale(), tensor.q_zero_point()]
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return [tensor.int_repr(), scales, zero_points], [*flags, tensor.q_per_channel_axis()]
+
+
+def same_tensor(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors are equal in type, layout, bits, flags and Python attributes."""
+    kinds = [(type(one), one.layout, one.dtype, one.shape, one.requires_grad) for one in (ours, theirs)]
+    if kinds[0] != kinds[1]:
+        return False
+    (our_parts, our_flags), (their_parts, their_flags) = parts(ours), parts(theirs)
+    return (
+        our_flags == their_flags
+        and [one.dtype for one in our_parts] == [one.dtype for one in their_parts]
+        and list(map(bits, our_parts)) == list(map(bits, their_parts))
+        and same(vars(ours), vars(theirs))
+    )
+
+
 def same(ours: Any, theirs: Any) -> bool:
     """Whether two loaded objects are equal in types, keys, values, bits, shapes and flags."""
     if isinstance(theirs, torch.Tensor):
-        return (
-            type(ours) is type(theirs)
-            and (ours.dtype, ours.shape, ours.requires_grad) == (theirs.dtype, theirs.shape, theirs.requires_grad)
-            and bits(ours) == bits(theirs)
-        )
+        return isinstance(ours, torch.Tensor) and same_tensor(ours, theirs)
     if isinstance(theirs, dict):
         return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in theirs)
     if isinstance(theirs, (list, tuple)):

@@ -135,6 +135,7 @@ def test_json_is_complete() -> None:
             {
                 "name": "big",
                 "dtype": "bfloat16",
+                "layout": "strided",
                 "shape": [2, 256],
                 "stride": [256, 1],
                 "nbytes": 1024,
@@ -147,6 +148,7 @@ def test_json_is_complete() -> None:
                 {
                     "name": name,
                     "dtype": "float32",
+                    "layout": "strided",
                     "shape": [4],
                     "stride": [1],
                     "nbytes": 16,

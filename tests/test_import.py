@@ -20,6 +20,7 @@ _SLOW = ("torch", "numpy", "rich", "click", "psutil", "safetensors")
 _TENSOR_MODULES = {
     "sluice._accelerators",
     "sluice._api",
+    "sluice._composites",
     "sluice._devices",
     "sluice._empty_init",
     "sluice._engine",

@@ -25,7 +25,7 @@ from sluice import _options as options
 from sluice._device_memory import scratch_bytes
 from sluice._errors import BudgetError
 from sluice._hostmemory import HostMemory
-from sluice._records import DeviceFacts
+from sluice._records import DeviceFacts, MathBit
 from sluice._staging import Ticket
 from sluice._units import format_bytes
 
@@ -60,6 +60,8 @@ class Source:
     stride: tuple[int, ...]
     #: What the elements are multiplied by on their way, one number after the other.
     factors: tuple[float, ...] = ()
+    #: Whether the conjugate, the negative or both of the elements is wanted.
+    math_bits: tuple[MathBit, ...] = ()
 
     def on_host(self) -> torch.Tensor:
         """Return the view itself, not multiplied; bytes at an address that the dtype cannot have are moved first."""
@@ -68,7 +70,12 @@ class Source:
 
     def seen_in(self, raw: torch.Tensor) -> torch.Tensor:
         """Return the view of a copy of the bytes."""
-        return raw.view(self.dtype).as_strided(self.shape, self.stride, raw.storage_offset() // self.dtype.itemsize)
+        seen = raw.view(self.dtype).as_strided(self.shape, self.stride, raw.storage_offset() // self.dtype.itemsize)
+        if "conj" in self.math_bits:
+            seen = seen.conj()
+        if "neg" in self.math_bits:
+            seen = torch._neg_view(seen)  # noqa: SLF001 - there is no public name, and neg() would make a copy
+        return seen
 
 
 def multiplied(tensor: torch.Tensor, factors: Iterable[float]) -> torch.Tensor:
@@ -196,8 +203,8 @@ class CudaAccelerator:
 
     def copy(self, target: torch.Tensor, source: Source) -> None:
         with self._lock, self._on(self._stream):  # one at a time, so that the scratch is used in stream order
-            same = (target.dtype, target.stride()) == (source.dtype, source.stride)
-            if same and target.is_contiguous() and not source.factors:
+            same = (target.dtype, target.stride()) == (source.dtype, source.stride) and target.is_contiguous()
+            if same and not (source.factors or source.math_bits):
                 _bytes_of(target).copy_(source.raw, non_blocking=True)
                 return
             if self._scratch is None:

@@ -6,12 +6,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 
 from sluice import _module_load, _transfer, _tree
 from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
+from sluice._composites import component_requests, with_tensors
 from sluice._devices import Device, device_name, parse_placement
 from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import MismatchError, UnsafeContentError
@@ -53,7 +55,7 @@ def load_into(
 
     Args:
         model: The module. Nothing of it is on the meta device afterwards.
-        source: A checkpoint file or directory, a shard index, or an open checkpoint; see ``open``.
+        source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
         device: Where the tensors go; None leaves each where it is, and what is on meta goes to the CPU. A mapping from
             prefixes of names to devices places parts: ``{"": "cuda:0", "head": "cuda:1"}``; the longest prefix wins.
             ``"auto"`` fills accelerators in order, up to ``memory.device`` or what they have free, and leaves the rest
@@ -154,11 +156,12 @@ def load_state_dict(
 ) -> OrderedDict[str, Any]:
     """Load a state dict: what ``torch.load(weights_only=True)`` gives, with peak memory = its tensors + the buffers.
 
-    Tensors that share storage in the file share it in the result, Parameters come back as Parameters, other values
-    are kept, and so is ``_metadata``. Of each storage only the bytes that its tensors need are read and held.
+    Tensors that share storage in the file share it in the result, Parameters come back as Parameters, sparse and
+    quantized tensors as such, Python attributes of tensors and other values are kept, and so is ``_metadata``. Of each
+    storage only the bytes that its tensors need are read and held.
 
     Args:
-        source: A checkpoint file or directory, a shard index, or an open checkpoint; see ``open``.
+        source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
         device: Where the tensors go.
         dtype: Cast real floating-point tensors to this; None keeps the file's dtypes.
         key: Part of the checkpoint. None takes a flat state dict as it is, else the only candidate inside.
@@ -185,13 +188,16 @@ def load_state_dict(
             chosen = _ruled(chosen, rules, checkpoint)
         names = {id(entry): name for name, entry in _tree.walk(chosen)}
         wanted = list(_tree.every_entry(chosen))
-        requests = [_state_dict_request(names.get(id(entry), "_metadata"), entry, where, dtype) for entry in wanted]
+        requests = [_state_dict_requests(names.get(id(entry), "_metadata"), entry, where, dtype) for entry in wanted]
         prepared = _transfer.prepare(
-            checkpoint, requests, share_storages=True, options=TransferOptions(memory=memory, page_cache=page_cache)
+            checkpoint,
+            list(chain.from_iterable(requests)),
+            share_storages=True,
+            options=TransferOptions(memory=memory, page_cache=page_cache),
         )
         with byte_progress(progress, checkpoint.path, prepared.plan.read_bytes) as report:
             tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan), progress=report)
-    values = _transfer.with_tensors(chosen, wanted, tensors)
+    values = with_tensors(chosen, wanted, tensors, file=checkpoint.path)
     state_dict = OrderedDict(values)
     state_dict.__dict__.update(getattr(values, "__dict__", {}))
     return state_dict
@@ -231,9 +237,9 @@ def _ruled(chosen: Mapping[str, object], rules: Sequence[Rule], checkpoint: Chec
     return ruled
 
 
-def _state_dict_request(name: str, entry: Entry, device: str, dtype: torch.dtype | None) -> Request:
-    wanted = dtype_name(dtype) if dtype is not None and is_castable(entry.dtype) else entry.dtype
-    return Request(name=name, entry=entry, dtype=entry.cast or wanted, device=device)
+def _state_dict_requests(name: str, entry: Entry, device: str, dtype: torch.dtype | None) -> list[Request]:
+    wanted = dtype_name(dtype) if dtype is not None and is_castable(entry.dtype) else None
+    return component_requests(name, entry, device=device, dtype=entry.cast or wanted)
 
 
 def _report(

@@ -143,6 +143,7 @@ def _whole(like: Entry, shape: Shape, parts: Sequence[Part]) -> Entry:
             storage=only.storage,
             storage_offset=only.storage_offset,
             factors=only.factors,
+            math_bits=only.math_bits,
             constant=None,
             parts=(),
         )
@@ -153,6 +154,7 @@ def _whole(like: Entry, shape: Shape, parts: Sequence[Part]) -> Entry:
         storage=NO_STORAGE,
         storage_offset=0,
         factors=(),
+        math_bits=(),
         constant=None,
         parts=held,
     )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 
 from sluice import _tree
 from sluice._dtypes import dtype_name, torch_dtype
@@ -17,8 +17,9 @@ from sluice._errors import MismatchError
 from sluice._options import Limits, MemoryLimits, TransferOptions
 from sluice._records import Entry, Index, Request
 from sluice._slicing import Key, slice_entry
-from sluice.formats._opening import open_path
+from sluice.formats._opening import open_path, open_section
 from sluice.formats._shards import OpenFile
+from sluice.formats._streams import stream_source
 from sluice.sources import Source
 
 if TYPE_CHECKING:
@@ -100,25 +101,33 @@ class LazyTensor:
             memory: How much memory may grow.
 
         Raises:
-            MismatchError: ``out`` has another shape.
+            FormatError: It is sparse, and its indices do not fit it.
+            MismatchError: ``out`` has another shape, or the tensor is sparse or quantized and would have to be dense.
             ValueError: ``out`` was given together with ``device`` or ``dtype``, or the checkpoint is closed.
         """
         # Here, not above: this imports torch, and an index does without.
         from sluice import _transfer
+        from sluice._composites import assemble, component_requests
         from sluice._targets import Targets
 
         if out is None:
-            kept = dtype_name(dtype) if dtype is not None else self._entry.dtype
-            request = Request(name=self.name, entry=self._entry, dtype=kept, device=str(device or "cpu"))
+            wanted = None if dtype is None else dtype_name(dtype)
+            if wanted and self._entry.layout == "quantized":
+                raise MismatchError("a quantized tensor is not cast while it is read", tensor=self.name)
+            requests = component_requests(self.name, self._entry, device=str(device or "cpu"), dtype=wanted)
             existing = None
         else:
-            request, existing = self._request_into(out, device, dtype), {0: out}
-        prepared = _transfer.prepare(self._checkpoint, [request], options=TransferOptions(memory=memory))
-        return _transfer.run(self._checkpoint, prepared, Targets(prepared.plan, existing))[0][0]
+            requests, existing = [self._request_into(out, device, dtype)], {0: out}
+        prepared = _transfer.prepare(self._checkpoint, requests, options=TransferOptions(memory=memory))
+        tensors, _ = _transfer.run(self._checkpoint, prepared, Targets(prepared.plan, existing))
+        return assemble(self.name, self._entry, tensors, file=self._checkpoint.path)
 
     def _request_into(self, out: torch.Tensor, device: object, dtype: object) -> Request:
         if device is not None or dtype is not None:
             raise ValueError("out decides device and dtype: leave out the other two")
+        if self._entry.composite is not None:
+            problem = f"a {self._entry.layout} tensor is not read into another one"
+            raise MismatchError(problem, tensor=self.name)
         if tuple(out.shape) != self._entry.shape:
             raise MismatchError("out has another shape", tensor=self.name, expected=self.shape, found=tuple(out.shape))
         return Request(
@@ -204,15 +213,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def locate(self, storages: Iterable[int]) -> dict[int, int]:
         """Return the data offset of each of ``storages``; headers that were checked once are not read again."""
-        sources = self.sources
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in set(storages) - self._offsets.keys():
             wanted[self.index.storages[number].file].append(number)
         for position, numbers in wanted.items():
-            file = self._files[position]
-            first = file.first_storage
-            found = file.locator.locate(sources[position], file.index, [number - first for number in numbers])
-            self._offsets.update((number + first, offset) for number, offset in found.items())
+            self._offsets.update(self._files[position].locate(numbers))
         return self._offsets
 
     def __getitem__(self, name: str) -> LazyTensor:
@@ -243,7 +250,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 
 #: What every ``source`` argument takes.
-CheckpointSource: TypeAlias = "str | os.PathLike[str] | Checkpoint"
+CheckpointSource: TypeAlias = "str | os.PathLike[str] | BinaryIO | Checkpoint"
 
 
 def open(  # noqa: A001  (the name says what it does, as in gzip.open)
@@ -254,7 +261,9 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     Args:
         source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one that
             torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file of a
-            sharded model; or an open checkpoint.
+            sharded model; an open checkpoint; or a file opened with ``open(path, "rb")`` or an ``io.BytesIO``: what is
+            read starts at its position, which is then the end of the object in a legacy ``torch.save`` file, and the
+            end of the file otherwise.
         key: Show only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
         limits: Bounds for hostile files; None for the defaults.
 
@@ -265,6 +274,7 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         CheckpointError: The file is damaged, unsafe or of an unknown kind; the subclass says how.
         MismatchError: ``key`` is not in the checkpoint.
         ReadError: The file cannot be read.
+        TypeError: ``source`` is a file object that can only be read in order, or one that decompresses or decodes.
 
     Example:
         >>> with sluice.open("model.safetensors") as checkpoint:
@@ -277,8 +287,14 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         index = replace(source.index, tree=_tree.subtree(source.index.tree, key))
         return Checkpoint(source.path, index, source._files, source.limits)  # noqa: SLF001  (its own class)
     limits = limits or Limits()
-    path = os.fsdecode(source)
-    index, files = open_path(path, limits)
+    if isinstance(source, (str, bytes, os.PathLike)):
+        path = os.fsdecode(source)
+        index, files = open_path(path, limits)
+    else:
+        opened, start = stream_source(source)
+        path = opened.path
+        index, files, end = open_section(opened, start, limits)
+        source.seek(end)
     checkpoint = Checkpoint(path, index, files, limits)
     if key is not None:
         try:

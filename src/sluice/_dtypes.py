@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEM_BYTES", "dtype_name", "is_castable", "torch_dtype", "why_no_cast"]
+__all__ = ["ITEM_BYTES", "dtype_name", "is_castable", "number_bytes", "torch_dtype", "why_no_cast"]
 
 #: Bytes of one element of each dtype that a plain strided tensor can hold.
 ITEM_BYTES: dict[str, int] = {
@@ -60,6 +60,11 @@ def why_no_cast(source: str, finished: str, *, requires_grad: bool) -> str | Non
     if requires_grad and not (complex_finished or is_castable(finished)):
         return f"a parameter that requires gradients cannot be {finished}"
     return None
+
+
+def number_bytes(name: str) -> int:
+    """Return the bytes that have an order: those of an element, of a complex one those of either half."""
+    return ITEM_BYTES[name] // 2 if name.startswith("complex") else ITEM_BYTES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -244,7 +244,7 @@ class _Crew:
                 return
             # Grad and inference mode belong to each thread: parameters made of inference tensors could not be trained.
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._targets.copy_out(read.copies, filled.buffer, read.offset % options.BLOCK_BYTES)
+                self._targets.copy_out(read, filled.buffer, read.offset % options.BLOCK_BYTES)
             self._results.put(filled.done)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             self._results.put(error)

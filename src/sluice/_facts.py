@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from sluice._geometry import round_up
 from sluice._records import DeviceFacts, FileFacts, MachineFacts
 from sluice.sources import DirectIOUnavailable, MappableSource, Source
 from sluice.sources._local import LocalFile
+from sluice.sources._memory import MemoryFile
 
 __all__ = ["file_facts", "host_headroom", "machine_facts", "mappable"]
 
@@ -57,7 +59,9 @@ def host_headroom(facts: MachineFacts) -> tuple[int, str]:
 
 
 def file_facts(source: Source) -> FileFacts:
-    """Return what the file system says of one file; of other sources nothing is known."""
+    """Return what the file system says of one file; bytes in memory are on none, and of others nothing is known."""
+    if isinstance(source, MemoryFile):
+        return replace(_NOT_ASKED, filesystem="memory")
     if not isinstance(source, LocalFile):
         return _NOT_ASKED
     nbytes = source.identity.nbytes

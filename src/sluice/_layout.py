@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
-from sluice._records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target
+from sluice._records import Block, BlockKind, Constant, Entry, Fill, Index, MathBit, Part, Request, Target
 
 __all__ = ["Computed", "View", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 
@@ -31,6 +31,8 @@ class View:
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
+    #: Bits that the finished tensor gets: its memory holds the conjugate, the negative or both.
+    math_bits: tuple[MathBit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def computed_targets(computed: Sequence[Computed], first: int) -> tuple[tuple[Ta
 def single_targets(
     requests: Sequence[Request], index: Index, offsets: Mapping[int, int]
 ) -> tuple[tuple[Target, ...], tuple[View, ...]]:
-    """Return one target and one view for each request.
+    """Return one target and one view for each request. Conjugates and negatives are made as such.
 
     Args:
         requests: What is wanted.
@@ -89,13 +91,22 @@ def shared_targets(
     """Return targets and one view for each request, such that views of the same bytes share a target.
 
     Of a storage only the union of what its views need is held: a 10-row view of a large storage is 10 rows.
+    Conjugates and negatives stay views of what they are made from.
     """
     targets: list[Target] = []
     views: dict[int, View] = {}
-    for members in _storage_groups(requests):
-        for group in _overlapping([(i, requests[i]) for i in members]):
+    bare = [_without_math_bits(request) for request in requests]
+    for members in _storage_groups(bare):
+        for group in _overlapping([(i, bare[i]) for i in members]):
             _lay_out_group(group, targets, views, index, offsets)
-    return tuple(targets), tuple(views[i] for i in range(len(requests)))
+    bits = [request.entry.math_bits for request in requests]
+    return tuple(targets), tuple(
+        replace(views[i], math_bits=bits[i]) if bits[i] else views[i] for i in range(len(requests))
+    )
+
+
+def _without_math_bits(request: Request) -> Request:
+    return replace(request, entry=replace(request.entry, math_bits=())) if request.entry.math_bits else request
 
 
 def lay_out_blocks(
@@ -201,6 +212,8 @@ def _fill(part: Part, stride: tuple[int, ...], index: Index, offsets: Mapping[in
         target_stride=stride,
         target_start=_first(part, stride),
         factors=part.entry.factors,
+        swap_bytes=index.storages[part.entry.storage].swap_bytes,
+        math_bits=part.entry.math_bits,
     )
 
 

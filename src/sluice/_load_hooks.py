@@ -165,6 +165,9 @@ class _Run:
 
 
 def _stand_in(entry: Entry) -> torch.Tensor:
+    """Return a tensor without data; of a sparse or quantized one a dense tensor of the same shape."""
+    if entry.composite is not None:
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.composite.values.dtype), device="meta")
     return torch.empty_strided(entry.shape, entry.stride, dtype=torch_dtype(entry.dtype), device="meta")
 
 

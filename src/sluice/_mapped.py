@@ -85,6 +85,8 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
         return "multiplied"
     if fill.dtype != target.dtype:
         return "cast"
+    if fill.swap_bytes or fill.math_bits:
+        return "of another byte order, conjugated or negated in the file"
     run = as_run(0, fill)
     if not is_verbatim(target, run) or run.piece.nbytes != target.nbytes:
         return "in another order in the file"

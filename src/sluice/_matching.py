@@ -197,6 +197,12 @@ class _Matcher:
     def _request(self, name: str, slot: Slot) -> Request | None:
         """Return the request for one name of a slot, or None after noting why there cannot be one."""
         entry = self._entries[name]
+        if entry.composite is not None:
+            self.findings.others.append(
+                f"{name!r} is a {entry.layout} tensor in the checkpoint and dense in the module: "
+                "read it with sluice.load_state_dict and convert it"
+            )
+            return None
         if slot.shape == () and entry.shape == (1,):
             entry = slice_entry(entry, 0)
         dtype = entry.cast or finished_dtype(entry.dtype, slot.dtype, self._dtype)
@@ -289,4 +295,4 @@ def _same_bytes(one: Entry, other: Entry) -> bool:
 
 def _bytes_of(entry: Entry) -> tuple[object, ...]:
     place = (entry.dtype, entry.shape, entry.stride, entry.storage, entry.storage_offset)
-    return (*place, entry.parts, entry.factors, entry.cast)
+    return (*place, entry.parts, entry.factors, entry.cast, entry.math_bits)

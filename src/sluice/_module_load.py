@@ -19,6 +19,7 @@ from torch import nn
 from sluice import _transfer, _tree
 from sluice._accelerators import allocator_bytes
 from sluice._checkpoint import Checkpoint
+from sluice._composites import component_requests, with_tensors
 from sluice._device_memory import scratch_bytes
 from sluice._devices import check_prefixes, choose_placement
 from sluice._dtypes import ITEM_BYTES, dtype_name
@@ -264,10 +265,10 @@ def _read_tree(checkpoint: Checkpoint, tree: object) -> object:
     entries = list(_tree.every_entry(tree))
     if not entries:
         return tree
-    requests = [Request(name="extra state", entry=entry, dtype=entry.dtype, device="cpu") for entry in entries]
+    requests = [request for entry in entries for request in component_requests("extra state", entry, device="cpu")]
     prepared = _transfer.prepare(checkpoint, requests, share_storages=True)
     tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan))
-    return _transfer.with_tensors(tree, entries, tensors)
+    return with_tensors(tree, entries, tensors, file=checkpoint.path)
 
 
 def _device_memory(device: DevicePlan, before: tuple[int, int] | None) -> DeviceMemory:

@@ -7,13 +7,13 @@ place, unchanged? Then straight to it, otherwise through staging. Is it small? T
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import Piece, collapse, cut, round_down, round_up, span_elements, split_evenly
 from sluice._options import PageCache
-from sluice._records import Copy, FileFacts, Fill, Method, Read, Target
+from sluice._records import Copy, FileFacts, Fill, Method, Read, Swap, Target
 
 __all__ = [
     "Run",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 #: File systems whose files are memory: they answer no probe, and their reads are copies.
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
+_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "memory"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,8 @@ def overlapped(runs: Iterable[Run]) -> set[int]:
 def is_verbatim(target: Target, run: Run) -> bool:
     """Return whether a target is the run's bytes as they are in the file."""
     alone = len(target.fills) == 1 and run.fill.target_start == 0 and not target.constants
-    return alone and run.contiguous and target.dtype == run.fill.dtype and not run.fill.factors
+    changed = run.fill.factors or run.fill.swap_bytes or run.fill.math_bits
+    return alone and run.contiguous and target.dtype == run.fill.dtype and not changed
 
 
 def takes_bytes(target: Target, run: Run) -> bool:
@@ -217,11 +218,35 @@ class StagedReads:
                     target_start=piece.target_start,
                     factors=run.fill.factors,
                     cast_at=cast_at,
+                    math_bits=run.fill.math_bits,
                 )
             )
         methods = methods_for(self._facts[file], start, end - start, self._page_cache)
-        return Read(file=file, offset=start, nbytes=end - start, methods=methods, copies=tuple(copies))
+        swaps = tuple(_swaps(pending, start))
+        return Read(file=file, offset=start, nbytes=end - start, methods=methods, copies=tuple(copies), swaps=swaps)
 
     def _narrows(self, run: Run) -> bool:
         target = self._targets[run.target]
         return target.device != "cpu" and run.contiguous and ITEM_BYTES[target.dtype] < ITEM_BYTES[run.fill.dtype]
+
+
+def _swaps(pieces: Iterable[tuple[Run, Piece]], start: int) -> Iterator[Swap]:
+    """Yield the ranges of a read whose bytes are turned round; each once, however many pieces need it.
+
+    Args:
+        pieces: What the read is for, in file order. Pieces that overlap are views of one storage.
+        start: First byte of the read.
+    """
+    last: Swap | None = None
+    for run, piece in pieces:
+        if not run.fill.swap_bytes:
+            continue
+        first, end = piece.start_byte - start, piece.start_byte - start + piece.nbytes
+        if last is not None and first < last.offset + last.nbytes:
+            last = replace(last, nbytes=max(last.nbytes, end - last.offset))
+            continue
+        if last is not None:
+            yield last
+        last = Swap(offset=first, nbytes=end - first, item_bytes=run.fill.swap_bytes)
+    if last is not None:
+        yield last

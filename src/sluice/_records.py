@@ -1,7 +1,7 @@
 """The frozen records that cross layers, in the order in which a load produces them.
 
 source -> format: ``FileIdentity``, ``FileRecord``
-format -> index:  ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
+format -> index:  ``Storage``, ``Entry``, ``Part``, ``Sparse``, ``Quantized``, ``Opaque``, ``Index``
 index -> targets: ``Request``, ``Fill``, ``Constant``, ``Target``
 facts:            ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
 plan:             ``Copy``, ``Read``, ``Block``, ``MappedRange``, ``Peaks``, ``Reservation``, ``DevicePlan``,
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from sluice._composite_records import Quantized, Sparse
 from sluice._dtypes import ITEM_BYTES
 
 __all__ = [
@@ -36,14 +37,18 @@ __all__ = [
     "LoadPlan",
     "MachineFacts",
     "MappedRange",
+    "MathBit",
     "Method",
     "Opaque",
     "Part",
     "Peaks",
+    "Quantized",
     "Read",
     "Request",
     "Reservation",
+    "Sparse",
     "Storage",
+    "Swap",
     "Target",
 ]
 
@@ -52,6 +57,9 @@ Method = Literal["direct", "buffered"]
 
 #: How final memory comes to be; see ``Block.kind``.
 BlockKind = Literal["mapping", "arena", "mapped", "existing", "device", "empty"]
+
+#: Bits by which a tensor says that it is the conjugate or the negative of what its storage holds.
+MathBit = Literal["conj", "neg"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +102,11 @@ class Storage:
     key: str
     #: Whether ``offset`` is that of the data. Zip files know it only after their local headers were read.
     located: bool = True
+    #: Bytes of each number in it that is stored with the most significant byte first; 0 where none is.
+    swap_bytes: int = 0
 
 
-#: ``Entry.storage`` of an entry that is assembled from others, or constant.
+#: ``Entry.storage`` of an entry that is made of others, or constant.
 NO_STORAGE = -1
 
 
@@ -112,7 +122,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor: a strided view of a storage, or a whole that is assembled from such views.
+    """One tensor: a strided view of a storage, or a whole that is made of such views.
 
     Two names of one tensor object share one entry. The last four fields are what rules ask for; no file has them.
     """
@@ -121,9 +131,10 @@ class Entry:
     dtype: str
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: Step of each dimension, in elements.
+    #: Step of each dimension, in elements; empty for a sparse tensor, which has none.
     stride: tuple[int, ...]
-    #: Position of the storage in ``Index.storages``; ``NO_STORAGE`` for an entry that is assembled or constant.
+    #: Position of the storage in ``Index.storages``; ``NO_STORAGE`` for an entry that is constant, has parts or is a
+    #: composite.
     storage: int
     #: First element of the view in its storage, in elements.
     storage_offset: int = 0
@@ -133,6 +144,12 @@ class Entry:
     requires_grad: bool = False
     #: The boxes that it is assembled from, which cover it without overlap; none for a view of one storage.
     parts: tuple[Part, ...] = ()
+    #: What a sparse or quantized tensor is made of; None for a dense one.
+    composite: Sparse | Quantized | None = None
+    #: Whether it is the conjugate, the negative or both of what its storage holds; of an assembled entry its parts say.
+    math_bits: tuple[MathBit, ...] = ()
+    #: Python attributes of the tensor object, by name: plain values and further tensors.
+    attributes: dict[str, object] | None = field(default=None, compare=False)
     #: What every element is; None for elements of a file. Only parts are constant.
     constant: float | None = None
     #: What elements are multiplied by, one number after the other, in ``dtype``; those of an assembled entry are its
@@ -144,11 +161,23 @@ class Entry:
     origin: str = ""
 
     @property
+    def layout(self) -> str:
+        """How its elements are kept: ``"strided"`` for a dense tensor, else the layout of the composite."""
+        return "strided" if self.composite is None else self.composite.layout
+
+    @property
+    def pieces(self) -> tuple[Entry, ...]:
+        """The views of storages and constants that it is made of; itself, when it is one."""
+        if self.composite is not None:
+            return self.composite.components
+        return tuple(part.entry for part in self.parts) or (self,)
+
+    @property
     def storages(self) -> tuple[int, ...]:
         """Positions of the storages that its elements lie in."""
-        if not self.parts:
+        if self.storage != NO_STORAGE:
             return (self.storage,)
-        return tuple(dict.fromkeys(part.entry.storage for part in self.parts if part.entry.constant is None))
+        return tuple(dict.fromkeys(piece.storage for piece in self.pieces if piece.constant is None))
 
     @property
     def numel(self) -> int:
@@ -160,7 +189,9 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, each counted once for each place in the shape."""
+        """Bytes of its elements, each counted once for each place in the shape; of a composite all that it needs."""
+        if self.composite is not None:
+            return sum(component.nbytes for component in self.composite.components)
         return self.numel * ITEM_BYTES[self.dtype]
 
 
@@ -191,6 +222,8 @@ class Index:
     metadata: Mapping[str, str] = field(default_factory=dict)
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...] = ()
+    #: First byte behind it in its only file, where something else may follow; None where the file must end with it.
+    end: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +272,10 @@ class Fill:
     target_start: int = 0
     #: What each element is multiplied by, one number after the other.
     factors: tuple[float, ...] = ()
+    #: Bytes of each number that is stored with the most significant byte first; 0 where none is.
+    swap_bytes: int = 0
+    #: What is done to the elements before.
+    math_bits: tuple[MathBit, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +387,20 @@ class Copy:
     #: Where in the staging buffer, in bytes from its start, it is cast before it is sent to an accelerator; None casts
     #: at the target.
     cast_at: int | None = None
+    #: What is done to the elements on the way.
+    math_bits: tuple[MathBit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """A range of a read whose numbers are stored with the most significant byte first."""
+
+    #: First byte, counted from ``Read.offset``.
+    offset: int
+    #: Bytes of the range: a multiple of those of a number.
+    nbytes: int
+    #: Bytes of one number: an element, or either half of a complex one.
+    item_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,6 +421,8 @@ class Read:
     into_offset: int = 0
     #: Without ``into``: the copies out of the staging buffer.
     copies: tuple[Copy, ...] = ()
+    #: Without ``into``: the ranges whose byte order is turned round before the copies. They do not overlap.
+    swaps: tuple[Swap, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,7 @@ class _Change(EachRule):
     """A rule that makes one tensor of one tensor and keeps its name."""
 
     def _results(self, name: str, found: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:  # noqa: ARG002
+        _check_dense(entry)
         changed, how = self._change(entry)
         return [(name, replace(changed, origin=f"{_origin(name, entry)}{how}"))]
 
@@ -209,6 +210,7 @@ class Split(EachRule):
             raise ValueError("sizes cannot be negative")
 
     def _results(self, name: str, found: re.Match[str], entry: Entry) -> Iterator[tuple[str, Entry]]:
+        _check_dense(entry)
         dim = _dim(self.dim, entry)
         whole, count = entry.shape[dim], len(self.into)
         sizes = (whole // count,) * count if self.sizes is None else self.sizes
@@ -300,6 +302,8 @@ class Join(Rule):
         names = [members[place] for place in orders]
         parts = [entries[name] for name in names]
         try:
+            for part in parts:
+                _check_dense(part)
             dim = _dim(self.dim, parts[0], extra=int(self.new_dim))
             whole = (stack if self.new_dim else join)(parts, dim)
         except ValueError as error:
@@ -314,6 +318,11 @@ def _listed(origins: Sequence[str]) -> str:
     if len(origins) <= _NAMED:
         return "; ".join(origins)
     return f"{origins[0]}; {origins[1]}; ... {len(origins) - 3} more ...; {origins[-1]}"
+
+
+def _check_dense(entry: Entry) -> None:
+    if entry.composite is not None:
+        raise ValueError(f"it is a {entry.layout} tensor: only dense ones can be changed while they are read")
 
 
 def _dim(dim: int, entry: Entry, *, extra: int = 0) -> int:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import EllipsisType
 from typing import TypeAlias
 
+from sluice._errors import UnsupportedError
 from sluice._geometry import contiguous_stride
 from sluice._records import Entry, Part
 
@@ -46,7 +47,10 @@ def slice_entry(entry: Entry, key: Key) -> Entry:
         IndexError: An integer is out of range, or there are more indices than dimensions.
         TypeError: The key is of another kind.
         ValueError: A step is not positive.
+        UnsupportedError: The tensor is sparse or quantized.
     """
+    if entry.composite is not None:
+        raise UnsupportedError(f"a {entry.layout} tensor is read whole or not at all")
     shape, stride, start = slice_view(entry.shape, entry.stride, key)
     if not entry.parts:
         return replace(entry, shape=shape, stride=stride, storage_offset=entry.storage_offset + start)

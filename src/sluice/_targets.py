@@ -13,14 +13,16 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
+from torch._utils import set_tensor_metadata
 
 from sluice._accelerators import Accelerator, Source, accelerator, copy_in_pieces, page_locked
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._geometry import span_elements
 from sluice._hostmemory import HostMemory
 from sluice._layout import View
-from sluice._records import Constant, Copy, LoadPlan
+from sluice._records import Constant, Copy, LoadPlan, Read, Swap
 from sluice._staging import StagingBuffer, StagingPool
 from sluice.sources import MappableSource
 from sluice.sources import Source as FileSource
@@ -117,19 +119,21 @@ class Targets:
         for link in self._accelerators.values():
             link.release()
 
-    def copy_out(self, copies: Sequence[Copy], buffer: StagingBuffer, first: int) -> None:
+    def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
         """Copy strided boxes out of a staging buffer into their targets, cast where the dtypes differ.
 
         Copies to accelerators may go on after the return: the buffer keeps their tickets.
 
         Args:
-            copies: What to copy.
-            buffer: The buffer that was read into.
-            first: Where the read's first byte lies in the buffer.
+            read: What to copy.
+            buffer: The buffer that it was read into.
+            first: Where its first byte lies in the buffer.
         """
         started: set[str] = set()
+        for swap in read.swaps:
+            _turn_round(swap, buffer, first)
         try:
-            for copy in copies:
+            for copy in read.copies:
                 self._copy(copy, buffer, first, started)
         finally:  # a copy that fails leaves those before it under way
             tickets = [self._accelerators[device].mark() for device in started]
@@ -163,10 +167,10 @@ class Targets:
             offset=buffer.start + first + copy.offset,
         )
         flat = self._flat(copy.target)
-        bits = copy.dtype == self._plan.targets[copy.target].dtype and not copy.factors
+        bits = copy.dtype == self._plan.targets[copy.target].dtype and not (copy.factors or copy.math_bits)
         flat = flat.view(_BITS[item]) if bits else flat
         dtype = _BITS[item] if bits else torch_dtype(copy.dtype)
-        return _box(flat, copy), Source(raw, dtype, copy.shape, copy.source_stride, copy.factors)
+        return _box(flat, copy), Source(raw, dtype, copy.shape, copy.source_stride, copy.factors, copy.math_bits)
 
     def tensors(self, views: Iterable[View]) -> list[torch.Tensor]:
         """Return finished tensors. Each shares its storage with the other views of its target and with nothing else."""
@@ -180,11 +184,11 @@ class Targets:
         target = self._plan.targets[view.target]
         dtype = torch_dtype(target.dtype)
         if target.nbytes == 0:
-            return self._flat(view.target).new_empty_strided(view.shape, view.stride)
+            return _with_math_bits(self._flat(view.target).new_empty_strided(view.shape, view.stride), view)
         flat = self._flat(view.target)
         # set_ makes a tensor of its own; as_strided would make a view that keeps a base.
         empty = torch.empty(0, dtype=dtype, device=flat.device)
-        return empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride)
+        return _with_math_bits(empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride), view)
 
     def _flat(self, position: int) -> torch.Tensor:
         """Return the target's memory as one dimension, its constants written; a live tensor is returned as it is."""
@@ -252,6 +256,23 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
 def _box(flat: torch.Tensor, box: Copy | Constant) -> torch.Tensor:
     """Return the elements of a target that a copy or a constant writes."""
     return flat.as_strided(box.shape, box.target_stride, flat.storage_offset() + box.target_start)
+
+
+def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    if view.math_bits:
+        # As torch.load does: conj() would make a view that keeps a base.
+        set_tensor_metadata(tensor, dict.fromkeys(view.math_bits, True))  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def _turn_round(swap: Swap, buffer: StagingBuffer, first: int) -> None:
+    """Reverse the bytes of each number of a range of a staging buffer."""
+    np.frombuffer(
+        buffer.memory.mapping,
+        dtype=f"u{swap.item_bytes}",
+        count=swap.nbytes // swap.item_bytes,
+        offset=buffer.start + first + swap.offset,
+    ).byteswap(inplace=True)
 
 
 def _cast_in_buffer(source: Source, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> Source:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from sluice import _tree
 from sluice._accelerators import device_facts
 from sluice._engine import Outcome, execute
 from sluice._facts import host_headroom, machine_facts, mappable
@@ -16,14 +15,14 @@ from sluice._layout import Computed, View, computed_targets, shared_targets, sin
 from sluice._mapped import NOTHING_MAPPED, plan_mapping
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._planner import check_device_budget, check_host_budget, plan_load
-from sluice._records import Entry, LoadPlan, Request
+from sluice._records import LoadPlan, Request
 from sluice._targets import Targets
 from sluice._units import parse_bytes
 
 if TYPE_CHECKING:
     from sluice._checkpoint import Checkpoint
 
-__all__ = ["Prepared", "device_limit", "prepare", "run", "with_tensors"]
+__all__ = ["Prepared", "device_limit", "prepare", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,21 +126,3 @@ def run(
         targets.discard()
         raise
     return targets.tensors(prepared.views), outcome
-
-
-def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> Any:
-    """Return a copy of a tree with tensors in place of its entries: Parameters where the file has them.
-
-    Args:
-        tree: A part of ``Index.tree``.
-        entries: All its entries, as ``_tree.every_entry`` yields them.
-        tensors: The finished tensor of each.
-    """
-    finished = {id(entry): _as_in_file(tensor, entry) for entry, tensor in zip(entries, tensors, strict=True)}
-    return _tree.map_leaves(tree, lambda entry: finished[id(entry)])
-
-
-def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-    if entry.parameter:
-        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
-    return tensor.requires_grad_(entry.requires_grad)

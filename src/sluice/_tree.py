@@ -84,14 +84,24 @@ def flatten(tree: object, limits: Limits) -> dict[str, Entry]:
 
 
 def every_entry(tree: object) -> Iterator[Entry]:
-    """Yield each entry once, also those that a file hides in ``_metadata``, where no dotted name leads."""
+    """Yield each entry once, also those in ``_metadata`` and among attributes, where no dotted name leads."""
+    seen: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        for entry in _entries(waiting.pop()):
+            if id(entry) not in seen:
+                seen.add(id(entry))
+                yield entry
+                if entry.attributes is not None:
+                    waiting.append(entry.attributes)
+
+
+def _entries(tree: object) -> Iterator[Entry]:
     if isinstance(tree, Entry):
         yield tree
-    seen: set[int] = set()
     for container in _bottom_up(tree):
         for child in (*(child for _, child in _children(container)), _metadata(container)):
-            if isinstance(child, Entry) and id(child) not in seen:
-                seen.add(id(child))
+            if isinstance(child, Entry):
                 yield child
 
 

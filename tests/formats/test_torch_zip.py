@@ -1,19 +1,9 @@
-"""Torch zip files: the index is what ``torch.load`` gives, down to the bytes; everything else is a typed error."""
+"""Torch zip files: the index is what ``torch.load`` gives, down to the bytes."""
 
 from __future__ import annotations
 
 import collections
 import io
-import pickle
-import random
-import statistics
-import subprocess
-import sys
-import warnings
-import zipfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,124 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory_source import MemorySource
-from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._errors import (
-    CheckpointError,
     FormatError,
-    IntegrityError,
-    LimitError,
-    SluiceError,
-    TruncatedError,
-    UnsafeContentError,
-    UnsupportedError,
 )
 from sluice._options import Limits
-from sluice._records import Entry, Index, Opaque
+from sluice._records import Index, Opaque
 from sluice.formats._pickle import Unpickler
 from sluice.formats._torch_zip import TorchZip
-from sluice.sources import Source
 from sluice.testing import RecordingSource
 from sluice.testing._archives import (
-    ArchiveRecord,
     Call,
     Global,
-    Raw,
-    build_archive,
-    encode,
-    pickled,
     storage,
     tensor_call,
     torch_archive,
 )
-
-PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-
-
-def saved(value: object, protocol: int = 2) -> bytes:
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls complex32 experimental
-        torch.save(value, buffer, pickle_protocol=protocol)
-    return buffer.getvalue()
-
-
-def index_of(content: bytes, limits: Limits | None = None) -> Index:
-    return TorchZip().read_index(MemorySource(content), limits or Limits())
-
-
-def tree_of(content: bytes, limits: Limits | None = None) -> Any:
-    return index_of(content, limits).tree
-
-
-class Comparison:
-    """Compares an index with what torch loads."""
-
-    def __init__(self, source: Source, index: Index) -> None:
-        self._source = source
-        self._index = index
-        self._offsets = TorchZip().locate(source, index, range(len(index.storages)))
-        self._pointers: dict[int, int] = {}
-        self._objects: dict[int, torch.Tensor] = {}
-
-    def check(self, found: object, expected: object) -> None:
-        if isinstance(expected, torch.Tensor):
-            assert isinstance(found, Entry)
-            self._check_tensor(found, expected)
-        elif isinstance(expected, dict):
-            assert isinstance(found, dict)
-            assert type(found) is type(expected) or type(expected) is collections.defaultdict
-            assert list(found) == list(expected)
-            for key, value in expected.items():
-                self.check(found[key], value)
-            self.check(getattr(found, "_metadata", None), getattr(expected, "_metadata", None))
-        elif isinstance(expected, (list, tuple)):
-            assert type(found) is (tuple if isinstance(expected, torch.Size) else type(expected))
-            assert isinstance(found, (list, tuple))
-            assert len(found) == len(expected)
-            for one, other in zip(found, expected, strict=True):
-                self.check(one, other)
-        elif isinstance(expected, (torch.dtype, torch.device, torch.layout)):
-            assert found == str(expected)
-        else:
-            assert type(found) is type(expected)
-            assert found == expected
-
-    def _check_tensor(self, entry: Entry, tensor: torch.Tensor) -> None:
-        assert (entry.dtype, entry.shape) == (dtype_name(tensor.dtype), tuple(tensor.shape))
-        assert (entry.stride, entry.storage_offset) == (tensor.stride(), tensor.storage_offset())
-        assert entry.parameter == isinstance(tensor, torch.nn.Parameter)
-        assert entry.requires_grad == tensor.requires_grad
-        assert self._objects.setdefault(id(entry), tensor) is tensor  # one object where torch has one
-        record = self._index.storages[entry.storage]
-        memory = tensor.untyped_storage()
-        assert record.nbytes == memory.nbytes()
-        if record.nbytes:
-            assert self._pointers.setdefault(entry.storage, memory.data_ptr()) == memory.data_ptr()
-            assert len(set(self._pointers.values())) == len(self._pointers)
-        stored = self._source.read_at(self._offsets[entry.storage], record.nbytes)
-        assert stored == bytes(torch.empty(0, dtype=torch.uint8).set_(memory).tolist())
-
-
-def check(value: object, protocol: int = 2) -> Index:
-    """Save a value, compare its index with what torch loads, and return the index."""
-    content = saved(value, protocol)
-    # torch's own safe unpickler reads protocol 2 only
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls complex32 experimental
-        expected = torch.load(io.BytesIO(content), weights_only=protocol == 2)
-    source = MemorySource(content)
-    index = TorchZip().read_index(source, Limits())
-    Comparison(source, index).check(index.tree, expected)
-    return index
-
-
-# What torch.save writes
-
-
-def filled(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Return ``count`` elements of any bits; booleans only 0 and 1."""
-    raw = torch.arange(count * ITEM_BYTES[dtype_name(dtype)], dtype=torch.int64).to(torch.uint8) * 37 + 11
-    return (raw % 2).view(torch.bool) if dtype is torch.bool else raw.view(dtype)
+from torch_files import PROTOCOLS, Comparison, check, filled, index_of, saved
 
 
 @PROTOCOLS
@@ -184,11 +73,19 @@ def test_parameters(protocol: int) -> None:
     check({"parameter": parameter, "tied": parameter, "frozen": frozen, "leaf": leaf}, protocol)
 
 
-def test_attributes_of_tensors_are_dropped_with_a_note() -> None:
+@PROTOCOLS
+def test_attributes_of_tensors(protocol: int) -> None:
     parameter, tensor = torch.nn.Parameter(torch.ones(3)), torch.ones(2)
-    parameter.note, tensor.note = "a", "b"  # type: ignore[attr-defined]
-    index = check({"parameter": parameter, "tensor": tensor, "buffer": torch.nn.Buffer(torch.ones(1))})
-    assert index.notes == ("The Python attributes of 3 tensors are not kept.",)
+    parameter.note, tensor.note = "a", [1, {"b": tensor.clone()}]  # type: ignore[attr-defined]
+    index = check({"parameter": parameter, "tensor": tensor, "buffer": torch.nn.Buffer(torch.ones(1))}, protocol)
+    assert index.notes == ()
+
+
+@PROTOCOLS
+def test_conjugated_and_negated_views(protocol: int) -> None:
+    numbers = torch.arange(4).to(torch.complex64) * (1 + 2j)
+    check({"plain": numbers, "conj": numbers.conj(), "part": numbers.conj()[1:]}, protocol)
+    check({"neg": numbers.conj().imag, "negated row": numbers.conj().imag[1:3]}, protocol)
 
 
 @PROTOCOLS
@@ -373,301 +270,3 @@ def test_padding_that_reaches_into_the_next_storage() -> None:
     index = index_of(bytes(content))
     with pytest.raises(FormatError, match="reaches into what follows"):
         TorchZip().locate(MemorySource(bytes(content)), index, [0])
-
-
-# What is refused
-
-
-W = {"w": tensor_call(storage("0", 4), shape=(4,))}
-
-DATA = {"0": bytes(16)}
-
-
-def with_records(**records: bytes | None) -> bytes:
-    return torch_archive(W, DATA, records={name.replace("__", "."): data for name, data in records.items()})
-
-
-def test_the_honest_file_that_the_others_change() -> None:
-    assert tree_of(torch_archive(W, DATA))["w"].shape == (4,)
-
-
-@pytest.mark.parametrize(
-    ("content", "kind", "problem"),
-    [
-        (torch_archive(W, DATA, records={"constants.pkl": b""}), UnsupportedError, "TorchScript"),
-        (torch_archive(W, DATA, records={"data.pkl": None}), FormatError, "no data.pkl"),
-        (torch_archive(W, {}), FormatError, "no record for storage '0'"),
-        (torch_archive(W, {"0": bytes(15)}), FormatError, "another size"),
-        (torch_archive(W, {"0": bytes(17)}), FormatError, "another size"),
-        (torch_archive(W, {"0": b""}), FormatError, "another size"),
-        (torch_archive(pickled(W) + b"."), FormatError, "bytes follow the pickle"),
-        (torch_archive(pickled(W) + pickled(W)), FormatError, "bytes follow the pickle"),
-        (torch_archive(b""), FormatError, "not a pickle"),
-        (torch_archive(W, DATA, records={"byteorder": b"middle"}), FormatError, "byte order"),
-        (torch_archive(W, DATA, records={"byteorder": b""}), FormatError, "byte order"),
-        (torch_archive(W, DATA, records={"byteorder": b"little\n"}), FormatError, "byte order"),
-        (torch_archive(W, DATA, records={"byteorder": bytes(65)}), LimitError, "more than 64 bytes"),
-        (torch_archive(W, DATA, records={"byteorder": b"big"}), UnsupportedError, "big-endian"),
-        (torch_archive(W, DATA, records={"version": None}), FormatError, "version"),
-        (torch_archive(W, DATA, records={"version": b"99"}), FormatError, "version"),
-        (torch_archive(W, DATA, records={"version": b"0"}), FormatError, "version"),
-        (torch_archive(W, DATA, records={"version": b"-1"}), FormatError, "version"),
-        (torch_archive(W, DATA, records={"version": "³".encode("latin1")}), FormatError, "version"),
-        (torch_archive(W, DATA, records={".data/version": b"99"}), FormatError, "version"),
-        (torch_archive(W, DATA, records={".storage_alignment": b"-1"}), FormatError, "alignment"),
-        (torch_archive(W, DATA, records={".storage_alignment": b"0"}), FormatError, "alignment"),
-        (torch_archive(W, DATA, records={".storage_alignment": b"1e9"}), FormatError, "alignment"),
-        (torch_archive(W, DATA, records={".storage_alignment": b"1000000000"}), FormatError, "alignment"),
-        (torch_archive({"w": tensor_call(storage("../x", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
-        (torch_archive({"w": tensor_call(storage("", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
-        (torch_archive(Call(Global("my.module", "Model"))), UnsafeContentError, "whole my.module.Model object"),
-        (torch_archive(Global("os", "system")), UnsafeContentError, "whole os.system object"),
-        (torch_archive(Call(Global("os", "system"), ("exit 1",))), UnsafeContentError, "whole os.system object"),
-        (torch_archive(storage("0", 4), DATA), UnsupportedError, "no tensor views"),
-        (torch_archive({"w": Raw(encode(("a", 1)) + b"P0\n")}), UnsafeContentError, "PERSID"),
-    ],
-)
-def test_bad_files(content: bytes, kind: type[SluiceError], problem: str) -> None:
-    with pytest.raises(kind, match=problem) as caught:
-        index_of(content)
-    assert caught.value.file == "memory"
-
-
-def test_files_without_the_newer_records() -> None:
-    index = index_of(torch_archive(W, DATA, records={"byteorder": None}))
-    assert index.metadata["byteorder"] == "little"
-    assert index_of(torch_archive(W, DATA, records={"version": None, ".data/version": b"3\n"}))
-
-
-def test_a_refused_view_is_named() -> None:
-    value = {"model": {"layers.0": [tensor_call(storage("0", 4), shape=(5,))]}}
-    with pytest.raises(FormatError, match="past the end of its storage '0'") as caught:
-        index_of(torch_archive(value, DATA))
-    assert caught.value.tensor == "model.layers.0.0"
-    assert caught.value.found == "20 bytes"
-
-
-def test_a_wrong_checksum_of_the_pickle() -> None:
-    records = [
-        ArchiveRecord(name=b"a/data.pkl", data=pickled(W), crc=1),
-        ArchiveRecord(name=b"a/data/0", data=bytes(16), crc=1),  # of data: not this check's work
-        ArchiveRecord(name=b"a/version", data=b"3\n"),
-    ]
-    with pytest.raises(IntegrityError, match=r"'a/data.pkl' has another CRC-32"):
-        index_of(build_archive(records))
-    records[0] = ArchiveRecord(name=b"a/data.pkl", data=pickled(W), crc=0)
-    assert index_of(build_archive(records)).storages
-
-
-def test_two_keys_that_differ_in_case() -> None:
-    value = [tensor_call(storage("a", 1), shape=(1,)), tensor_call(storage("A", 1), shape=(1,))]
-    content = torch_archive(value, {"a": bytes(4)})
-    with pytest.raises(FormatError):
-        TorchZip().locate(MemorySource(content), index_of(content), [0, 1])
-
-
-class Subclass(torch.Tensor):
-    """A tensor subclass."""
-
-
-def kinds() -> Mapping[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sparse and quantized tensors are announced as experimental or deprecated
-        dense = torch.eye(3)
-        return {
-            "sparse": dense.to_sparse(),
-            "sparse rows": dense.to_sparse_csr(),
-            "quantized": torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8),
-            "meta": torch.empty(3, device="meta"),
-            "subclass": dense.as_subclass(Subclass),
-            "conjugated": torch.ones(2, dtype=torch.complex64).conj(),
-            "negated": torch.ones(2, dtype=torch.complex64).conj().imag,
-        }
-
-
-@pytest.mark.parametrize("kind", kinds())
-@PROTOCOLS
-def test_other_kinds_of_tensor_are_named(kind: str, protocol: int) -> None:
-    content = saved({"plain": torch.ones(2), "list": [kinds()[kind]]}, protocol)
-    with pytest.raises(UnsupportedError, match=kind[:6]) as caught:
-        index_of(content)
-    assert caught.value.tensor == "list.0"
-
-
-@PROTOCOLS
-def test_a_whole_module(protocol: int) -> None:
-    content = saved(torch.nn.Linear(2, 2), protocol)
-    with pytest.raises(UnsafeContentError, match=r"whole torch.nn.modules.linear.Linear object"):
-        index_of(content)
-    leaf = tree_of(saved({"model": torch.nn.Linear(2, 2), "step": 1}, protocol))
-    assert leaf == {"model": Opaque(qualified_name="torch.nn.modules.linear.Linear"), "step": 1}
-
-
-def test_a_torch_script_program(tmp_path: Path) -> None:
-    path = tmp_path / "program.pt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit is announced as deprecated
-        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), str(path))
-    with pytest.raises(UnsupportedError, match="TorchScript"):
-        index_of(path.read_bytes())
-
-
-def test_an_archive_of_something_else() -> None:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("word/document.xml", "<xml/>")
-    with pytest.raises(FormatError, match="has no data"):
-        index_of(buffer.getvalue())
-
-
-def test_limits_on_the_pickle() -> None:
-    content = saved({str(number): torch.ones(1) for number in range(20)})
-    assert index_of(content, Limits(entries=30))
-    with pytest.raises(LimitError, match="records"):
-        index_of(content, Limits(entries=20))
-    with pytest.raises(LimitError, match="bytes"):
-        index_of(content, Limits(header_bytes=500))
-
-
-# Damage
-
-
-def small_file() -> bytes:
-    state_dict = collections.OrderedDict(a=torch.arange(6.0).view(2, 3), b=torch.ones(2, dtype=torch.int16))
-    return saved({"model": state_dict, "step": 5, "lr": [0.5, None]})
-
-
-def test_every_prefix_of_a_file_is_refused() -> None:
-    content = small_file()
-    for size in range(len(content)):
-        with pytest.raises((TruncatedError, FormatError)):
-            index_of(content[:size])
-
-
-def tensors_of(tree: object) -> list[torch.Tensor]:
-    if isinstance(tree, dict):
-        return [tensor for value in tree.values() for tensor in tensors_of(value)]
-    if isinstance(tree, (list, tuple)):
-        return [tensor for value in tree for tensor in tensors_of(value)]
-    return [tree] if isinstance(tree, torch.Tensor) else []
-
-
-def holds_opaque(tree: object) -> bool:
-    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return isinstance(tree, Opaque) or any(map(holds_opaque, children))
-
-
-def check_edited(content: bytes) -> bool:
-    """Return whether an edited file is accepted; then it must be what torch loads, where torch loads it."""
-    source = MemorySource(content)
-    try:
-        index = TorchZip().read_index(source, Limits())
-        comparison = Comparison(source, index)
-    except SluiceError as error:
-        assert isinstance(error, CheckpointError)
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = torch.load(io.BytesIO(content), weights_only=True)
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        pickle.UnpicklingError,
-        AssertionError,
-        KeyError,
-        EOFError,
-        AttributeError,
-    ):
-        return True
-    if not holds_opaque(index.tree):
-        comparison.check(index.tree, expected)
-    return True
-
-
-def test_changed_bytes_give_a_typed_error_or_what_torch_loads() -> None:
-    content = small_file()
-    edits = [
-        (position, changed)
-        for position in range(len(content))
-        for changed in {0, 0xFF, content[position] ^ 0x80, content[position] ^ 0x01}
-    ]
-    accepted = 0
-    for position, changed in random.Random(0).sample(edits, 600):
-        accepted += check_edited(content[:position] + bytes([changed]) + content[position + 1 :])
-    assert accepted  # padding, dates and tensor data
-
-
-@pytest.mark.long
-def test_all_changed_bytes_give_a_typed_error_or_what_torch_loads() -> None:
-    content = small_file()
-    for position in range(len(content)):
-        for changed in {0, 0xFF, content[position] ^ 0x80, content[position] ^ 0x01}:
-            check_edited(content[:position] + bytes([changed]) + content[position + 1 :])
-
-
-# Cost
-
-
-MEASURE = """
-import sys
-from sluice._options import Limits
-from sluice.formats._pickle import Unpickler
-from sluice.formats._torch_zip import TorchZip
-from sluice.sources._local import LocalFile
-
-def peak():
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-
-source = LocalFile(sys.argv[1])
-before = peak()
-index = TorchZip().read_index(source, Limits())
-assert not {"torch", "numpy"} & sys.modules.keys()
-print(len(index.storages), peak() - before)
-"""
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is read from /proc")
-def test_memory_of_a_large_index_without_torch(tmp_path: Path) -> None:
-    path = tmp_path / "many.pth"
-    tensors = {
-        f"model.layers.{number // 10}.block.{number % 10}.weight": torch.ones(1 + number % 10)
-        for number in range(30_000)
-    }
-    torch.save(tensors, path)
-    result = subprocess.run([sys.executable, "-c", MEASURE, path], capture_output=True, text=True, check=True)
-    count, grown_kib = map(int, result.stdout.split())
-    assert count == 30_000
-    assert grown_kib <= count * 1.0
-
-
-TIMES = """
-import sys, time
-path = sys.argv[2]
-if sys.argv[1] == "torch":
-    import torch
-    start = time.process_time()
-    torch.load(path, map_location="meta", weights_only=True)
-else:
-    from sluice._options import Limits
-    from sluice.formats._pickle import Unpickler
-from sluice.formats._torch_zip import TorchZip
-    from sluice.sources._local import LocalFile
-    start = time.process_time()
-    TorchZip().read_index(LocalFile(path), Limits())
-print(time.process_time() - start)
-"""
-
-
-@pytest.mark.long
-def test_indexing_takes_a_third_of_the_time_of_torch(tmp_path: Path) -> None:
-    path = tmp_path / "many.pth"
-    torch.save({f"layers.{number}.weight": torch.ones(1 + number % 10) for number in range(100_000)}, path)
-    seconds: dict[str, list[float]] = {"sluice": [], "torch": []}
-    for _ in range(3):
-        for who, found in seconds.items():
-            command = [sys.executable, "-c", TIMES, who, str(path)]
-            found.append(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-    assert statistics.median(seconds["sluice"]) <= statistics.median(seconds["torch"]) / 3

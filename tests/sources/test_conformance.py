@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import random
 import threading
@@ -20,6 +21,7 @@ from sluice._errors import ReadError, SourceChangedError, TruncatedError
 from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable, Source
 from sluice.sources._local import LocalFile
+from sluice.sources._memory import MemoryFile
 from sluice.sources._read_ahead import ReadAhead
 from sluice.sources._section import Section
 from sluice.testing import FaultySource, RecordingSource, check_source
@@ -57,6 +59,11 @@ def rewrite(path: Path) -> Callable[[], object]:
 )
 def test_local_files_and_what_wraps_them(path: Path, wrap: Callable[[Source], Source]) -> None:
     check_source(lambda: wrap(LocalFile(path)), CONTENT, change=rewrite(path), failing=failing_reads)
+
+
+def test_streams_in_memory() -> None:
+    stream = io.BytesIO(CONTENT)
+    check_source(lambda: MemoryFile(stream), CONTENT, change=lambda: stream.truncate(20_000))
 
 
 @pytest.mark.parametrize("missing", ["preadv", "posix_fadvise", "O_DIRECT"])

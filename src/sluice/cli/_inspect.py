@@ -41,9 +41,10 @@ def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool
       tensor_bytes  bytes of all tensors, each name in full
       stored_bytes  bytes of the storages that they view, each once
       dtypes        {dtype: {count, nbytes}}
-      tensors       [{name, dtype, shape, stride, nbytes, storages, storage_offset,
-                      parameter, requires_grad}]; strides and offset in elements;
-                      several storages for a tensor that is assembled from chunks
+      tensors       [{name, dtype, layout, shape, stride, nbytes, storages,
+                      storage_offset, parameter, requires_grad}]; strides and offset
+                      in elements; layout is "strided" unless the tensor is sparse or
+                      quantized; several storages for a tensor made of several
       storages      [{key, file, nbytes}]; "storages" and "file" count from 0
       shared        [{storage, names}], storages that several names view
       state_dicts   keys of what could be a model's state dict, the largest first;

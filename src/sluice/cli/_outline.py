@@ -58,7 +58,8 @@ def describe(value: object) -> str:
     """Return one line on a value, safe for terminals; of a container only what it is."""
     if isinstance(value, Entry):
         kind = "Parameter " if value.parameter else ""
-        return f"{kind}{value.dtype} {list(value.shape)}, {format_bytes(value.nbytes)}"
+        layout = "" if value.composite is None else f"{value.layout} "
+        return f"{kind}{layout}{value.dtype} {list(value.shape)}, {format_bytes(value.nbytes)}"
     if isinstance(value, Opaque):
         return f"{printable(value.qualified_name)} (not loaded)"
     if isinstance(value, (Mapping, list, tuple)):

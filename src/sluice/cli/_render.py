@@ -144,7 +144,8 @@ def _print_shortened(console: Console, summary: Summary) -> None:
 
 
 def _tensor_row(name: str, entry: Entry, shown: int | None = None) -> tuple[str, str, str, str]:
-    return _name(name, shown), entry.dtype, str(list(entry.shape)), format_bytes(entry.nbytes)
+    dtype = entry.dtype if entry.composite is None else f"{entry.dtype}, {entry.layout}"
+    return _name(name, shown), dtype, str(list(entry.shape)), format_bytes(entry.nbytes)
 
 
 def _name(name: str, shown: int | None) -> str:

@@ -148,6 +148,7 @@ def _tensor(name: str, entry: Entry) -> dict[str, object]:
     return {
         "name": name,
         "dtype": entry.dtype,
+        "layout": entry.layout,
         "shape": entry.shape,
         "stride": entry.stride,
         "nbytes": entry.nbytes,

@@ -20,6 +20,7 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from sluice import _tree
@@ -33,7 +34,7 @@ from sluice.formats._dcp_items import Item, ItemFile, ItemReader, ItemStorage, c
 from sluice.formats._dcp_metadata import Chunk, Contents, Place, TensorItem, read_metadata
 from sluice.formats._dcp_tree import nest
 from sluice.formats._directory import METADATA_FILE, Layout, check_inside
-from sluice.formats._shards import OpenFile
+from sluice.formats._shards import OpenFile, moved
 from sluice.sources._local import LocalFile
 
 __all__ = ["open_distributed"]
@@ -191,9 +192,7 @@ class _Builder:
         first = self._count
         for number, storage in enumerate(inner.storages):
             self._add_storage(item, None, number, storage.nbytes, offset=item.offset + storage.offset)
-        self._values[item.name] = _tree.map_leaves(
-            inner.tree, lambda entry: replace(entry, storage=first + entry.storage)
-        )
+        self._values[item.name] = _tree.map_leaves(inner.tree, partial(moved, by=first))
 
     def _add_storage(
         self, item: Item, entry: Entry | None, number: int, nbytes: int, *, offset: int, located: bool = False

@@ -193,7 +193,11 @@ class ItemReader:
             start = section.read_at(0, _SMALLEST_BYTES)
             if not self._format.matches(start):
                 raise FormatError("an item is no torch.save file", file=source.path, offset=0, found=start)
-            return section, self._format.read_index(section, limits)
+            index = self._format.read_index(section, limits)
+            if index.metadata["byteorder"] != "little":
+                problem = "an item of a distributed checkpoint was written on a big-endian machine"
+                raise UnsupportedError(problem, file=source.path)
+            return section, index
 
 
 class ItemFile:
@@ -256,7 +260,11 @@ def _placed(section: Section, item: Item) -> Iterator[None]:
 def _tensor(index: Index, source: Source, item: Item) -> Entry:
     if not isinstance(index.tree, Entry):
         raise _error("the item of a tensor holds something else", source, item, found=type(index.tree).__name__)
-    return replace(index.tree, parameter=False, requires_grad=False)  # torch copies the elements of a chunk, no more
+    if index.tree.composite is not None or index.tree.math_bits:
+        problem = "a chunk that is sparse, quantized, conjugated or negated"
+        raise UnsupportedError(problem, file=source.path, tensor=item.name, offset=item.offset)
+    # torch copies the elements of a chunk, no more
+    return replace(index.tree, parameter=False, requires_grad=False, attributes=None)
 
 
 def _error(problem: str, source: Source, item: Item, *, expected: object = None, found: object = None) -> FormatError:

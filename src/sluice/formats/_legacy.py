@@ -1,6 +1,6 @@
 """What ``torch.save`` wrote before torch 1.6, and writes with ``_use_new_zipfile_serialization=False``.
 
-Layout, nothing before or after::
+Layout::
 
     pickle    0x1950a86a20f9469cfc6c, the magic number
     pickle    1001, the version of the protocol
@@ -8,8 +8,10 @@ Layout, nothing before or after::
     pickle    the object; its storages are persistent ids (``_legacy_objects``)
     pickle    [KEY, KEY, ...]: the keys of the storages, in the order of their data
     storages  for each key the number of its elements, as a signed integer of 8 bytes, and the elements, little-endian
+              whatever the machine: only of complex numbers do big-endian machines write the halves in reverse order
 
-No offset is written anywhere: where a storage lies follows from the sizes that the object declares for those before
+Several objects may follow each other in one file: ``Index.end`` says where the first one ends. No offset is written
+anywhere: where a storage lies follows from the sizes that the object declares for those before
 it. Indexing reads the pickles (``_pickle_stream``) and then the number before each storage, which must be the declared
 one. Numbers closer than 16 KiB are read together with the data between them. Data starts wherever the pickles end, as a
 rule at no multiple of its element size.
@@ -17,8 +19,8 @@ rule at no multiple of its element size.
 Limits: those of a pickle (``_pickle``), ``Limits.header_bytes`` for each, and ``Limits.entries`` for the storages.
 
 Refused, where torch does not look: an object that declares a storage which the list of keys does not name, or the
-reverse; a key named twice; bytes after the last storage; system information without byte order, or of a big-endian
-machine; a file that is also a tar archive, as 0.1 wrote them, with the magic number for the name of its first member.
+reverse; a key named twice; system information without byte order; complex numbers of a big-endian machine; a file that
+is also a tar archive, as 0.1 wrote them, with the magic number for the name of its first member.
 """
 
 from __future__ import annotations
@@ -72,12 +74,14 @@ class Legacy:
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():
-            start = _check_preamble(source, limits)
+            start, little_endian = _check_preamble(source, limits)
             objects = LegacyObjects(limits, min(source.identity.nbytes, limits.header_bytes))
             tree, unpickler, end = unpickle_at(source, start, objects, limits)
             notes = check_object(tree, unpickler, objects, limits, source.path)
             order, data_start = _read_order(source, end, objects.storages, limits)
-            offsets = _check_counts(source, order, data_start)
+            offsets, end = _check_counts(source, order, data_start)
+            if not little_endian:
+                _check_real(objects.storages, source)
             return Index(
                 format=self.name,
                 files=(FileRecord(path=source.path, identity=source.identity),),
@@ -85,6 +89,7 @@ class Legacy:
                 tree=tree,
                 metadata={"protocol_version": str(_PROTOCOL_VERSION), "byteorder": "little"},
                 notes=notes,
+                end=end,
             )
 
     def locate(
@@ -128,8 +133,8 @@ def _read_plain(source: Source, start: int, limits: Limits) -> tuple[object, int
     return value, end
 
 
-def _check_preamble(source: Source, limits: Limits) -> int:
-    """Check the three pickles before the object and return where it starts."""
+def _check_preamble(source: Source, limits: Limits) -> tuple[int, bool]:
+    """Check the three pickles before the object; return where it starts and whether the machine was little-endian."""
     magic, end = _read_plain(source, 0, limits)
     if type(magic) is not int or magic != _MAGIC:
         raise FormatError("the magic number is wrong", file=source.path, offset=0, expected=f"{_MAGIC:#x}")
@@ -140,11 +145,16 @@ def _check_preamble(source: Source, limits: Limits) -> int:
     start = end
     system, end = _read_plain(source, start, limits)
     little_endian = system.get("little_endian") if type(system) is dict else None
-    if little_endian is False:
-        raise UnsupportedError("the file was written on a big-endian machine", file=source.path, offset=start)
-    if little_endian is not True:
+    if type(little_endian) is not bool:
         raise FormatError("the file does not say its byte order", file=source.path, offset=start)
-    return end
+    return end, little_endian
+
+
+def _check_real(storages: Iterable[StorageReference], source: Source) -> None:
+    for storage in storages:
+        if storage.nbytes and storage.dtype.startswith("complex"):
+            problem = f"storage {storage.key!r} holds complex numbers of a big-endian machine, which torch misreads"
+            raise UnsupportedError(problem, file=source.path)
 
 
 def _read_order(
@@ -169,8 +179,8 @@ def _read_order(
     return order, end
 
 
-def _check_counts(source: Source, order: Sequence[StorageReference], data_start: int) -> list[int]:
-    """Return where the data of each storage starts; check the counts before them and the end of the file.
+def _check_counts(source: Source, order: Sequence[StorageReference], data_start: int) -> tuple[list[int], int]:
+    """Return where the data of each storage starts and where the last ends; check the counts before them.
 
     The counts come first: a wrong one names its storage, while the end only says that something is wrong.
     """
@@ -188,16 +198,15 @@ def _check_counts(source: Source, order: Sequence[StorageReference], data_start:
                 expected=f"{storage.numel} elements of {storage.dtype}",
                 found=count,
             )
-    if end != file_bytes:
-        short = end > file_bytes
-        raise (TruncatedError if short else FormatError)(
-            "the file ends before its last storage" if short else "bytes follow the last storage",
+    if end > file_bytes:
+        raise TruncatedError(
+            "the file ends before its last storage",
             file=source.path,
-            offset=min(end, file_bytes),
+            offset=file_bytes,
             expected=f"{end} bytes",
             found=f"{file_bytes} bytes",
         )
-    return list(map(add, starts, repeat(_COUNT.size)))
+    return list(map(add, starts, repeat(_COUNT.size))), end
 
 
 def _storages(

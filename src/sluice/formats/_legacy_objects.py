@@ -92,7 +92,7 @@ class LegacyObjects(TorchObjects):
                 expected=f"elements 0 to {storage.numel}",
                 found=f"{first} to {first + numel}",
             )
-        item_bytes = ITEM_BYTES[storage.dtype]
+        item_bytes = ITEM_BYTES[storage.element_dtype]
         made = storage._replace(numel=numel, nbytes=numel * item_bytes, start=first * item_bytes)
         if key in self._by_key or self._views.setdefault(key, made) != made:
             raise FormatError(f"{key!r} is the key of two views, or of a view and a storage")

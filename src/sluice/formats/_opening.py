@@ -1,4 +1,4 @@
-"""Opening the files of a checkpoint: one, or those of a directory in a few threads.
+"""Opening the files of a checkpoint: one, an object inside of one, or those of a directory in a few threads.
 
 The first file that is damaged stops the rest. Missing files do not: they are reported together with all that the
 headers of the others say.
@@ -10,19 +10,22 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from sluice._columns import collector_paused
-from sluice._errors import CheckpointError, LimitError
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import INDEXING_THREADS, Limits
 from sluice._records import Index
 from sluice.formats import detect
 from sluice.formats._dcp import open_distributed
 from sluice.formats._directory import METADATA_FILE, Layout, check_inside, index_layout, survey
 from sluice.formats._shards import OpenFile, incomplete, merge
+from sluice.sources import Source
 from sluice.sources._local import LocalFile
 from sluice.sources._read_ahead import ReadAhead
+from sluice.sources._section import Section
 
-__all__ = ["open_path"]
+__all__ = ["open_path", "open_section"]
 
 
 def open_path(path: str, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
@@ -55,10 +58,52 @@ def _open_file(path: str, limits: Limits) -> OpenFile:
     try:
         headers = ReadAhead(source)
         file_format = detect(headers)
-        return OpenFile(source=source, locator=file_format, index=file_format.read_index(headers, limits))
+        index = file_format.read_index(headers, limits)
+        if index.end not in {None, source.identity.nbytes}:
+            raise FormatError(
+                "bytes follow the last storage; of several objects in one file, each is read from an open file object "
+                "that is positioned where it starts",
+                file=path,
+                offset=index.end,
+                expected=f"{index.end} bytes",
+                found=f"{source.identity.nbytes} bytes",
+            )
+        return OpenFile(source=source, locator=file_format, index=index)
     except BaseException:
         source.close()
         raise
+
+
+def open_section(source: Source, start: int, limits: Limits) -> tuple[Index, tuple[OpenFile, ...], int]:
+    """Open the checkpoint that starts at byte ``start`` of a source; closes the source when that fails.
+
+    Returns:
+        Its index, its only file, and the first byte behind it: that of the next object in legacy files, the end of the
+        source for all others.
+
+    Raises:
+        CheckpointError: What starts there is damaged, unsafe or of an unknown kind.
+    """
+    try:
+        left = source.identity.nbytes - start
+        if left <= 0:
+            problem = "the file ends where a checkpoint should start"
+            raise TruncatedError(problem, file=source.path, offset=start, found="nothing")
+        section = Section(source, start, left)
+        try:
+            file_format = detect(section)
+            own = file_format.read_index(section, limits)
+        except CheckpointError as error:
+            if error.offset is not None:
+                error.offset += start
+            raise
+    except BaseException:
+        source.close()
+        raise
+    storages = tuple(replace(storage, offset=storage.offset + start) for storage in own.storages)
+    end = start + (left if own.end is None else own.end)
+    index = replace(own, storages=storages, files=tuple(replace(f, identity=source.identity) for f in own.files))
+    return index, (OpenFile(source=source, locator=file_format, index=own, start=start),), end
 
 
 def _open_layout(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:

@@ -66,7 +66,7 @@ class _TreeCheck:
             for key, child in visit.children:
                 visit.key = key
                 kind = type(child)
-                if kind in _CONTAINERS:
+                if kind in _CONTAINERS or (kind is Entry and child.attributes is not None):  # type: ignore[attr-defined]
                     if id(child) not in self._finished:
                         self._enter(child)
                         break
@@ -120,5 +120,7 @@ def _children(container: object) -> Iterator[tuple[object, object]]:
         return chain(container.items(), [("_metadata", container._metadata)])  # noqa: SLF001 - torch's own name
     if isinstance(container, dict):
         return iter(container.items())
+    if isinstance(container, Entry):
+        return iter([("", None), *(container.attributes or {}).items()])  # the tensor itself, and its attributes
     assert isinstance(container, (list, tuple))
     return iter(enumerate(container))

@@ -21,13 +21,14 @@ from sluice import _tree
 from sluice._columns import records_from_columns
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._mismatch import SHOWN, section
-from sluice._records import Entry, Index, Storage
+from sluice._records import NO_STORAGE, Entry, Index, Sparse, Storage
 from sluice.formats._directory import PARAMETER_SUFFIX, Layout
 from sluice.formats._protocol import Locator
 from sluice.formats._shard_index import ShardIndex
 from sluice.sources import Source
+from sluice.sources._section import Section
 
-__all__ = ["OpenFile", "incomplete", "merge"]
+__all__ = ["OpenFile", "incomplete", "merge", "moved"]
 
 #: Names that a note lists.
 _NAMES_IN_NOTE = 5
@@ -52,6 +53,19 @@ class OpenFile:
     index: Index
     #: Position of its first storage in the index of the checkpoint.
     first_storage: int = 0
+    #: First byte of the checkpoint in the source: the offsets of ``index`` count from there.
+    start: int = 0
+
+    def locate(self, storages: Iterable[int]) -> dict[int, int]:
+        """Return the data offset of those of ``storages`` that its index has not located.
+
+        Args:
+            storages: Positions in the index of the checkpoint.
+        """
+        left = self.source.identity.nbytes - self.start
+        source = Section(self.source, self.start, left) if self.start else self.source
+        found = self.locator.locate(source, self.index, [number - self.first_storage for number in storages])
+        return {number + self.first_storage: offset + self.start for number, offset in found.items()}
 
 
 class _Problems(defaultdict[str, list[str]]):
@@ -162,12 +176,12 @@ def _join(
     first = 0
     for position, (file, part) in enumerate(zip(files, parts, strict=True)):
         own = file.index.storages
-        columns = {name: map(attrgetter(name), own) for name in ("offset", "nbytes", "key", "located")}
+        columns = {name: map(attrgetter(name), own) for name in ("offset", "nbytes", "key", "located", "swap_bytes")}
         storages = records_from_columns(Storage, len(own), file=repeat(position), **columns)
         index = replace(file.index, storages=tuple(storages), tree=None)
         joined.append(replace(file, index=index, first_storage=first))
         tree.update(_shifted(part or {}, by=first))
-        versions.update(_tree.map_leaves(_versions(file.index.tree), partial(_moved, by=first)))
+        versions.update(_tree.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
         first += len(own)
     if versions:
         tree = OrderedDict(tree)
@@ -177,7 +191,7 @@ def _join(
 
 def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
     """Return a state dict whose entries count storages from ``by`` on; names that shared an entry share one."""
-    old = {id(value): value for value in part.values() if isinstance(value, Entry)}
+    old = {id(value): value for value in part.values() if isinstance(value, Entry) and _is_plain(value)}
     columns = {
         field.name: map(attrgetter(field.name), old.values()) for field in fields(Entry) if field.name != "storage"
     }
@@ -186,14 +200,30 @@ def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
 
     def shift(entry: Entry) -> Entry:
         if id(entry) not in new:  # it stands deeper
-            new[id(entry)] = _moved(entry, by=by)
+            new[id(entry)] = moved(entry, by=by)
         return new[id(entry)]
 
     return {name: new.get(id(value)) or _tree.map_leaves(value, shift) for name, value in part.items()}
 
 
-def _moved(entry: Entry, *, by: int) -> Entry:
-    return replace(entry, storage=entry.storage + by)
+def _is_plain(entry: Entry) -> bool:
+    return entry.storage != NO_STORAGE and entry.attributes is None
+
+
+def moved(entry: Entry, *, by: int) -> Entry:
+    """Return an entry, and those that it is made of or has for attributes, with storages counted from ``by`` on."""
+    if _is_plain(entry):
+        return replace(entry, storage=entry.storage + by)
+    shift = partial(moved, by=by)
+    made, parts = entry.composite, tuple(replace(part, entry=shift(part.entry)) for part in entry.parts)
+    if isinstance(made, Sparse):
+        made = replace(made, indices=tuple(map(shift, made.indices)), values=shift(made.values))
+    elif made is not None:
+        scales, zero_points = (shift(one) if isinstance(one, Entry) else one for one in (made.scales, made.zero_points))
+        made = replace(made, values=shift(made.values), scales=scales, zero_points=zero_points)
+    storage = entry.storage + by if entry.storage != NO_STORAGE else NO_STORAGE
+    attributes = _tree.map_leaves(entry.attributes, shift)
+    return replace(entry, storage=storage, parts=parts, composite=made, attributes=attributes)
 
 
 def _versions(tree: object) -> Mapping[object, object]:
@@ -210,7 +240,7 @@ def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
     named = (index.tree[name] for name in shard_index.weight_map)
     entries = [value for value in named if isinstance(value, Entry)]
     by_name = sum(entry.nbytes for entry in entries)
-    stored = sum(index.storages[number].nbytes for number in {entry.storage for entry in entries})
+    stored = sum(index.storages[number].nbytes for number in {n for entry in entries for n in entry.storages})
     if shard_index.total_bytes in {by_name, stored}:
         return ()
     return (f"The index gives a total size of {shard_index.total_bytes} bytes; its tensors have {by_name}.",)

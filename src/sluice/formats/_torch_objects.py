@@ -4,9 +4,11 @@
 - ``_rebuild_tensor``, ``_v2``, ``_v3``: an ``Entry``, its view checked against its storage in exact integers
 - ``_rebuild_parameter``, ``_rebuild_parameter_with_state``: the same, as a parameter
 - ``_rebuild_from_type_v2`` of a plain tensor: the same
+- ``_rebuild_sparse_tensor``, ``_rebuild_qtensor``: an ``Entry`` made of others (``_torch_composites``)
 
-Python attributes of tensors are dropped and counted. Refused with ``UnsupportedError``: sparse, quantized, nested, meta
-and subclassed tensors, dtypes without a plain strided tensor, conjugated and negated views.
+Python attributes of tensors are kept with them, except whole objects, which are counted. In a big-endian file a tensor
+must have the dtype that its storage was saved as: torch turns the bytes of storages round, not those of tensors.
+Refused with ``UnsupportedError``: nested, meta and subclassed tensors, dtypes without a plain strided tensor.
 """
 
 from __future__ import annotations
@@ -17,19 +19,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple, Never, cast
 
-from sluice._dtypes import ITEM_BYTES
+from sluice._dtypes import ITEM_BYTES, number_bytes
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import Entry, Opaque
+from sluice._records import Entry, MathBit, Opaque
 from sluice.formats._pickle import Constructor, KeyGuard
+from sluice.formats._torch_composites import MAX_SIGNED, QUANTIZED_DTYPES, quantized, sparse
 from sluice.formats._torch_values import DTYPE_PREFIX, PlainValues, constructor
 
-__all__ = ["StorageReference", "TorchObjects"]
-
-#: torch's sizes, strides and offsets are signed 64-bit integers.
-_MAX_SIGNED = 2**63 - 1
+__all__ = ["StorageKind", "StorageReference", "TorchObjects"]
 
 #: ``("storage", class, key, location, elements)``
 _IDENTITY_FIELDS = 5
@@ -47,18 +47,16 @@ _STORAGE_DTYPES: dict[str, str | None] = {
     "BoolStorage": "bool",
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
-    # Quantized tensors are not read: no dtype.
-    "QInt8Storage": None,
-    "QInt32Storage": None,
-    "QUInt8Storage": None,
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt8Storage": "quint8",
+    # Elements of less than a byte are not read: no dtype.
     "QUInt4x2Storage": None,
     "QUInt2x4Storage": None,
 }
 
 _UNSUPPORTED_TENSORS = {
-    "_rebuild_qtensor": "a quantized tensor",
-    "_rebuild_sparse_tensor": "a sparse tensor",
-    "_rebuild_sparse_csr_tensor": "a sparse tensor",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor as torch 1.9 wrote it, which torch itself reads no more",
     "_rebuild_nested_tensor": "a nested tensor",
     "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no data",
     "_rebuild_wrapper_subclass": "a tensor subclass that wraps other tensors",
@@ -91,7 +89,7 @@ class StorageReference(NamedTuple):
     position: int
     #: Name of its record below ``data/``.
     key: str
-    #: Dtype of its elements; ``uint8`` for untyped storages.
+    #: Dtype of its elements; ``uint8`` for untyped storages, ``qint8`` for one of quantized ones.
     dtype: str
     #: Number of elements.
     numel: int
@@ -100,23 +98,30 @@ class StorageReference(NamedTuple):
     #: First byte in the storage of that position: not 0 for views of storages, which legacy files have.
     start: int = 0
 
+    @property
+    def element_dtype(self) -> str:
+        """Dtype of its elements as plain numbers: ``int8`` for ``qint8``."""
+        return QUANTIZED_DTYPES.get(self.dtype) or self.dtype
+
 
 class TorchObjects:
     """What the pickle of one file may name, and the storages and tensors that it did name."""
 
-    def __init__(self, limits: Limits, pickle_bytes: int) -> None:
+    def __init__(self, limits: Limits, pickle_bytes: int, *, big_endian: bool = False) -> None:
         """Start with nothing named.
 
         Args:
             limits: Bounds on tensors, dimensions and names.
             pickle_bytes: Size of the pickle.
+            big_endian: Whether the storages were written with the most significant byte first.
         """
         self.keys = KeyGuard(limits)
         #: The storages that the pickle refers to, in that order.
         self.storages: list[StorageReference] = []
-        #: Tensors whose Python attributes were dropped.
+        #: Python attributes of tensors that were dropped, because they are objects of some class.
         self.attributes_dropped = 0
         self._limits = limits
+        self._big_endian = big_endian
         self._by_key: dict[str, StorageReference] = {}
         self._locations: set[str] = set()
         self._tensors = 0
@@ -124,6 +129,8 @@ class TorchObjects:
             "torch._utils._rebuild_tensor": self._rebuild_tensor,
             "torch._utils._rebuild_tensor_v2": self._rebuild_tensor_v2,
             "torch._utils._rebuild_tensor_v3": self._rebuild_tensor_v3,
+            "torch._utils._rebuild_sparse_tensor": self._rebuild_sparse_tensor,
+            "torch._utils._rebuild_qtensor": self._rebuild_qtensor,
         }
         #: What each global stands for, by module and name.
         self.names = {**PlainValues(self.keys, pickle_bytes).names(), **_names()}
@@ -136,16 +143,16 @@ class TorchObjects:
             names["torch._utils", name] = constructor("torch._utils", name, rebuild)
         for name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
             names["torch._utils", name] = constructor("torch._utils", name, self._rebuild_parameter)
-        names["torch._tensor", "_rebuild_from_type_v2"] = constructor(
-            "torch._tensor", "_rebuild_from_type_v2", self._rebuild_from_type
-        )
+        for module in ("torch._tensor", "torch.tensor"):  # the second until torch 1.8
+            name = "_rebuild_from_type_v2"
+            names[module, name] = constructor(module, name, self._rebuild_from_type)
 
     def load_persistent(self, identity: object) -> StorageReference:
         """Return the storage that a persistent id declares.
 
         Raises:
             FormatError: It is malformed, or contradicts an earlier declaration of the same storage.
-            UnsupportedError: It is a storage of a quantized dtype.
+            UnsupportedError: It is a storage of a quantized dtype of less than a byte.
         """
         if type(identity) is StorageReference:  # what stands for its id in the memo
             return identity
@@ -157,10 +164,11 @@ class TorchObjects:
         if type(location) is not str or location not in self._locations:
             self._check_location(location)
         if kind.dtype is None:
-            raise UnsupportedError("a quantized storage", found=kind.qualified_name)
+            raise UnsupportedError("a quantized storage of less than a byte an element", found=kind.qualified_name)
         known = self._by_key.get(key)
         if known is None:
-            known = StorageReference(len(self.storages), key, kind.dtype, numel, numel * ITEM_BYTES[kind.dtype])
+            known = StorageReference(len(self.storages), key, kind.dtype, numel, 0)
+            known = known._replace(nbytes=numel * ITEM_BYTES[known.element_dtype])
             self._by_key[key] = known
             self.storages.append(known)
         elif known.dtype != kind.dtype or known.numel != numel:
@@ -186,16 +194,29 @@ class TorchObjects:
 
     def _rebuild_tensor_v2(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (6, 7))
-        _check_extras(arguments[5], arguments[6:])
-        return self._tensor(None, *arguments[:5])
+        _check_hooks(arguments[5])
+        return _with_math_bits(self._tensor(None, *arguments[:5]), arguments[6:])
 
     def _rebuild_tensor_v3(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (7, 8))
-        _check_extras(arguments[5], arguments[7:])
+        _check_hooks(arguments[5])
         dtype = arguments[6]
         if type(dtype) is not str or not dtype.startswith(DTYPE_PREFIX):
             raise FormatError("a tensor's dtype is no torch.dtype")
-        return self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5])
+        return _with_math_bits(self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5]), arguments[7:])
+
+    def _rebuild_sparse_tensor(self, arguments: tuple[Any, ...]) -> Entry:
+        return sparse(arguments, self._limits)
+
+    def _rebuild_qtensor(self, arguments: tuple[Any, ...]) -> Entry:
+        _check_number(arguments, (7,))
+        storage, offset, size, stride, parameters, requires_grad, hooks = arguments
+        if type(storage) is not StorageReference or storage.dtype not in QUANTIZED_DTYPES:
+            raise FormatError("a quantized tensor that is no view of a quantized storage")
+        _check_hooks(hooks)
+        _check_requires_grad(storage.dtype, requires_grad)
+        values = self._tensor(storage.element_dtype, storage, offset, size, stride, False)
+        return quantized(storage.dtype, values, parameters)
 
     def _tensor(
         self, dtype: str | None, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any
@@ -208,6 +229,10 @@ class TorchObjects:
             raise UnsupportedError(f"a tensor of dtype {dtype}")
         _check_requires_grad(dtype, requires_grad)
         self._check_view(storage, item_bytes, offset, size, stride)
+        if self._big_endian and storage.nbytes and number_bytes(dtype) != number_bytes(storage.element_dtype):
+            raise UnsupportedError(
+                f"a tensor of {dtype} in a big-endian file, which torch itself reads without turning its bytes round"
+            )
         skipped, inside = divmod(storage.start, item_bytes)
         if inside:
             raise UnsupportedError("a tensor that starts inside an element of its storage")
@@ -228,19 +253,19 @@ class TorchObjects:
             raise FormatError("a tensor's size and stride are not tuples of the same length")
         if len(size) > self._limits.dimensions:
             raise FormatError(f"a tensor has more than {self._limits.dimensions} dimensions", found=len(size))
-        if type(offset) is not int or not 0 <= offset <= _MAX_SIGNED:
+        if type(offset) is not int or not 0 <= offset <= MAX_SIGNED:
             raise FormatError("a tensor's storage offset is no valid integer")
         last, elements, empty = offset, 1, False
         for count, step in zip(size, stride, strict=True):
-            if type(count) is not int or type(step) is not int or count < 0 or not 0 <= step <= _MAX_SIGNED:
+            if type(count) is not int or type(step) is not int or count < 0 or not 0 <= step <= MAX_SIGNED:
                 raise FormatError("a tensor's size or stride is no valid integer")
             if count:
                 elements *= count
                 last += (count - 1) * step
             else:
                 empty = True
-        if elements * item_bytes > _MAX_SIGNED:
-            raise FormatError("a tensor has more bytes than torch can count", expected=_MAX_SIGNED)
+        if elements * item_bytes > MAX_SIGNED:
+            raise FormatError("a tensor has more bytes than torch can count", expected=MAX_SIGNED)
         if not empty and (last + 1) * item_bytes > storage.nbytes:
             raise FormatError(
                 f"a tensor reaches past the end of its storage {storage.key!r}",
@@ -253,22 +278,36 @@ class TorchObjects:
         data, requires_grad, hooks = arguments[:3]
         if type(data) is not Entry:
             raise FormatError("a parameter that is no tensor")
-        _check_extras(hooks, ())
+        _check_hooks(hooks)
         _check_requires_grad(data.dtype, requires_grad)
-        self.attributes_dropped += any(arguments[3:])
-        return replace(data, parameter=True, requires_grad=requires_grad)
+        attributes = self._attributes(arguments[3]) if len(arguments) > 3 else data.attributes
+        return replace(data, parameter=True, requires_grad=requires_grad, attributes=attributes)
 
     def _rebuild_from_type(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (4,))
         function, kind, inner, state = arguments
-        # Only the three plain rebuilds: another call of this one inside would recurse as deep as the file likes.
+        # Only the rebuilds of tensors: another call of this one inside would recurse as deep as the file likes.
         rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
+        if isinstance(kind, Opaque) and kind.qualified_name != "torch.Tensor":
+            raise UnsupportedError("a tensor subclass", found=kind.qualified_name)
         if rebuild is None or not isinstance(kind, Opaque) or type(inner) is not tuple:
             raise UnsupportedError("a tensor that is rebuilt in a way of its own")
-        if kind.qualified_name != "torch.Tensor":
-            raise UnsupportedError("a tensor subclass", found=kind.qualified_name)
-        self.attributes_dropped += bool(state)
-        return rebuild(inner)
+        return replace(rebuild(inner), attributes=self._attributes(state))
+
+    def _attributes(self, state: object) -> dict[str, object] | None:
+        """Return the attributes that a tensor gets: those of its ``__dict__``, then those of its slots."""
+        found: dict[str, object] = {}
+        for some in state if type(state) is tuple else (state,):
+            if some is None:
+                continue
+            if type(some) not in (dict, OrderedDict) or any(type(name) is not str for name in cast("Any", some)):
+                raise FormatError("the attributes of a tensor are not named by text")
+            found.update(cast("dict[str, object]", some))
+        if type(state) is tuple and len(state) != 2:
+            raise FormatError("the state of a tensor has the wrong length", expected=2, found=len(state))
+        kept = {name: value for name, value in found.items() if not isinstance(value, Opaque)}
+        self.attributes_dropped += len(found) - len(kept)
+        return kept or None
 
 
 @cache
@@ -291,14 +330,24 @@ def _check_number(arguments: tuple[Any, ...], permitted: tuple[int, ...]) -> Non
         raise FormatError("a tensor with the wrong number of arguments", expected=permitted[0], found=len(arguments))
 
 
-def _check_extras(hooks: object, metadata: tuple[object, ...]) -> None:
+def _check_hooks(hooks: object) -> None:
     if type(hooks) is not OrderedDict or hooks:
         raise FormatError("a tensor with hooks")
-    for flags in metadata:
-        if type(flags) is not dict or not flags.keys() <= {"conj", "neg"}:
-            raise FormatError("a tensor with unknown metadata")
-        if any(flags.values()):
-            raise UnsupportedError("a conjugated or negated view")
+
+
+def _with_math_bits(entry: Entry, metadata: tuple[Any, ...]) -> Entry:
+    """Return the entry with the bits that the optional last argument of its call gives it."""
+    if not metadata:
+        return entry
+    flags = metadata[0]
+    if type(flags) is not dict or not flags.keys() <= {"conj", "neg"}:
+        raise FormatError("a tensor with unknown metadata")
+    if any(flag is not True for flag in flags.values()):  # torch writes no others, and takes False for True
+        raise FormatError("the metadata of a tensor is not true")
+    bits: tuple[MathBit, ...] = tuple(bit for bit in ("conj", "neg") if bit in flags)
+    if "conj" in bits and not entry.dtype.startswith("complex"):
+        raise FormatError(f"a conjugated tensor of {entry.dtype}", expected="a complex dtype")
+    return replace(entry, math_bits=bits) if bits else entry
 
 
 def _check_requires_grad(dtype: str, requires_grad: object) -> None:
@@ -309,7 +358,8 @@ def _check_requires_grad(dtype: str, requires_grad: object) -> None:
 
 
 def _refusing(kind: str) -> Callable[[tuple[Any, ...]], Never]:
-    def refuse(arguments: tuple[Any, ...]) -> Never:  # noqa: ARG001 - whatever they are
-        raise UnsupportedError(kind)
+    def refuse(arguments: tuple[Any, ...]) -> Never:
+        classes = [argument.qualified_name for argument in arguments[:1] if isinstance(argument, Opaque)]
+        raise UnsupportedError(kind, found=classes[0] if classes else None)
 
     return refuse

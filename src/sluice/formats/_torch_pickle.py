@@ -45,5 +45,5 @@ def _notes(opaque: list[str], objects: TorchObjects) -> tuple[str, ...]:
         names = ", ".join(opaque[:_NAMES_IN_NOTE]) + (", ..." if len(opaque) > _NAMES_IN_NOTE else "")
         notes.append(f"The file names {names}: sluice neither imports nor builds them.")
     if objects.attributes_dropped:
-        notes.append(f"The Python attributes of {objects.attributes_dropped} tensors are not kept.")
+        notes.append(f"{objects.attributes_dropped} Python attributes of tensors are not kept.")
     return tuple(notes)

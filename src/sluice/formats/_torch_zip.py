@@ -15,7 +15,7 @@ that ``locate`` could not judge, since the index does not hold what follows them
 
 Limits: those of the directory (``_zip``) and the pickle (``_pickle``); data.pkl is bounded by ``Limits.header_bytes``.
 
-Refused: TorchScript archives, big-endian files, a storage whose record is missing or has another size than the pickle
+Refused: TorchScript archives, a storage whose record is missing or has another size than the pickle
 declares, a pickle followed by more bytes, and a whole object where a state dict should be.
 """
 
@@ -26,6 +26,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from sluice._columns import records_from_columns
+from sluice._dtypes import number_bytes
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice._records import Entry, FileRecord, Index, Storage
@@ -74,7 +75,7 @@ class TorchZip:
             remembered: Pickles of one tensor or plain value that are run once for all files that hold the same bytes.
         """
         self._remembered = remembered
-        self._known: dict[bytes, _Unpickled] = {}
+        self._known: dict[tuple[bytes, bool], _Unpickled] = {}
 
     def matches(self, head: bytes) -> bool:
         return head.startswith(b"PK\3\4")
@@ -82,13 +83,14 @@ class TorchZip:
     def read_index(self, source: Source, limits: Limits) -> Index:
         directory = read_directory(source, limits)
         metadata = _read_metadata(source, directory)
-        tree, references, notes = self._unpickle(source, directory, limits)
+        big_endian = metadata["byteorder"] == "big"
+        tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
         positions = _positions(references, directory, source.path)
         _check_unjudged(source, references, positions, directory)
         return Index(
             format=self.name,
             files=(FileRecord(path=source.path, identity=source.identity),),
-            storages=tuple(_storages(references, positions, directory)),
+            storages=tuple(_storages(references, positions, directory, big_endian=big_endian)),
             tree=tree,
             metadata=metadata,
             notes=notes,
@@ -111,14 +113,14 @@ class TorchZip:
         ]
         return dict(zip(wanted, locate_records(source, records), strict=True))
 
-    def _unpickle(self, source: Source, directory: Directory, limits: Limits) -> _Unpickled:
+    def _unpickle(self, source: Source, directory: Directory, limits: Limits, *, big_endian: bool) -> _Unpickled:
         record = directory.record("data.pkl")
         assert record is not None  # looked up before
         offset, data = read_record(source, record, limits.header_bytes)
-        known = self._known.get(data) if self._remembered else None
+        known = self._known.get((data, big_endian)) if self._remembered else None
         if known is not None:
             return known
-        objects = TorchObjects(limits, len(data))
+        objects = TorchObjects(limits, len(data), big_endian=big_endian)
         unpickler = Unpickler(data, objects, limits=limits, file=source.path, offset=offset)
         tree = unpickler.load()
         if unpickler.end != len(data):
@@ -126,7 +128,7 @@ class TorchZip:
         notes = check_object(tree, unpickler, objects, limits, source.path)
         made = _Unpickled(tree, objects.storages, notes)
         if type(tree) in _IMMUTABLE and len(self._known) < self._remembered and len(data) <= _REMEMBERED_BYTES:
-            self._known[data] = made
+            self._known[data, big_endian] = made
         return made
 
 
@@ -150,9 +152,7 @@ def _read_metadata(source: Source, directory: Directory) -> dict[str, str]:
     if not alignment.isascii() or not alignment.isdigit() or not 0 < int(alignment) <= _MAX_ALIGNMENT:
         raise FormatError("impossible storage alignment", file=source.path, found=repr(alignment))
     byte_order = _word(source, directory, "byteorder", default="little")
-    if byte_order == "big":
-        raise UnsupportedError("the file was written on a big-endian machine", file=source.path)
-    if byte_order != "little":
+    if byte_order not in {"little", "big"}:
         raise FormatError("unknown byte order", file=source.path, expected="little or big", found=repr(byte_order))
     return {"version": version, "byteorder": byte_order, "archive": directory.archive}
 
@@ -191,7 +191,10 @@ def _positions(references: Sequence[StorageReference], directory: Directory, fil
     return positions
 
 
-def _storages(references: Sequence[StorageReference], positions: list[int], directory: Directory) -> list[Storage]:
+def _storages(
+    references: Sequence[StorageReference], positions: list[int], directory: Directory, *, big_endian: bool
+) -> list[Storage]:
+    swapped = (number_bytes(reference.element_dtype) if big_endian else 0 for reference in references)
     return records_from_columns(
         Storage,
         len(positions),
@@ -200,6 +203,7 @@ def _storages(references: Sequence[StorageReference], positions: list[int], dire
         nbytes=map(directory.sizes.__getitem__, positions),
         key=(reference.key for reference in references),
         located=repeat(False),
+        swap_bytes=(nbytes if nbytes > 1 else 0 for nbytes in swapped),
     )
 
 
