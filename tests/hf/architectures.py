@@ -117,6 +117,10 @@ def _text_and_pixels() -> dict[str, torch.Tensor]:
     return {**_text(), **_pixels()}
 
 
+def _text_and_boxes() -> dict[str, torch.Tensor]:
+    return {**_text(), "bbox": torch.rand(2, 12, 4, generator=torch.Generator().manual_seed(1))}
+
+
 def _case(kind: str, name: str, settings: Mapping[str, Any], *more: Mapping[str, Any], **options: Any) -> Case:
     inputs = options.pop("inputs", _text)
     quick = options.pop("quick", False)
@@ -207,6 +211,8 @@ _ENCODERS = (
     _case("encoder, rotary, tied head", "ModernBertForMaskedLM", _ENCODER, cls_token_id=1, sep_token_id=2,
           local_attention=8),
     _case("encoder", "XLMRobertaForTokenClassification", _ENCODER),
+    _case("encoder, buffers made from buffers", "BrosModel", _ENCODER, hidden_size=64, inputs=_text_and_boxes,
+          quick=True),
     _case("encoder", "SqueezeBertModel", _ENCODER, embedding_size=32, q_groups=2, k_groups=2, v_groups=2,
           post_attention_groups=1, intermediate_groups=2, output_groups=2),
 )  # fmt: skip
