@@ -157,7 +157,9 @@ def test_a_helper_that_was_killed_costs_the_timeline_only() -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         touch(64 * MIB)
+        memory.mark("after")
     assert memory.report.peaks.total_bytes >= 64 * MIB - SLACK
+    assert memory.report.peaks.anon_bytes >= memory.report.marks[0].growth.anon_bytes
     assert len(memory.report.timeline) == 0
 
 

@@ -78,6 +78,7 @@ class Measurement:
         self._pss = pss
         self._on_report = on_report
         self._marks: list[Mark] = []
+        self._marked: list[MemorySample] = []
         self._report: MemoryReport | None = None
 
     @property
@@ -93,6 +94,7 @@ class Measurement:
 
     def __enter__(self) -> Self:
         self._marks.clear()
+        self._marked.clear()
         self._report = None
         self._devices = DeviceMeter()
         self._group = tightest(memory_groups())
@@ -105,11 +107,12 @@ class Measurement:
 
     def mark(self, name: str) -> None:
         """Note what memory is at this moment under a name."""
+        self._marked.append(read_memory())
         self._marks.append(
             Mark(
                 name=name,
                 seconds=(time.monotonic_ns() - self._begin_ns) / 1e9,
-                growth=_growth(read_memory(), self._start),
+                growth=_growth(self._marked[-1], self._start),
                 allocated_bytes=self._devices.allocated(),
             )
         )
@@ -144,7 +147,7 @@ class Measurement:
             interval_seconds=self._interval,
             separate_process=self._helper.separate,
             start=_growth(start, _NOTHING),
-            peaks=_peaks(start, end, known),
+            peaks=_peaks(start, [*self._marked, end], known),
             final=_growth(end, start),
             pss_bytes=max(known["pss"]) - known["pss"][0] if "pss" in known else None,
             cgroup=_cgroup(self._group, known),
@@ -166,16 +169,18 @@ def _growth(now: MemorySample, start: MemorySample) -> Peaks:
     )
 
 
-def _peaks(start: MemorySample, end: MemorySample, columns: dict[str, array[int]]) -> Peaks:
+def _peaks(start: MemorySample, looks: list[MemorySample], columns: dict[str, array[int]]) -> Peaks:
+    """Return the largest growth over the helper's samples and this process's own looks at marks and at the end."""
+
     def highest(kind: str) -> int:
-        first: int = getattr(start, f"{kind}_bytes")
-        last: int = getattr(end, f"{kind}_bytes")
-        return max(first, last, max(columns.get(kind, ()), default=0)) - first
+        seen: list[int] = [getattr(look, f"{kind}_bytes") for look in (start, *looks)]
+        return max(*seen, max(columns.get(kind, ()), default=0)) - seen[0]
 
     sums = map(sum, zip(*(columns[kind] for kind in ("anon", "file", "shmem") if kind in columns), strict=True))
     # The first sample was taken before the kernel's record was restarted.
     recorded = max(columns.get("peak", array("q"))[1:], default=0)
-    total = max(start.total_bytes, end.total_bytes, end.peak_bytes, recorded, max(sums, default=0))
+    own = max(max(look.total_bytes, look.peak_bytes) for look in looks)
+    total = max(start.total_bytes, own, recorded, max(sums, default=0))
     return Peaks(
         anon_bytes=highest("anon"),
         file_bytes=highest("file"),
