@@ -25,9 +25,9 @@ SLACK = 4 * MIB
 
 
 def touch(nbytes: int) -> None:
-    """Hold ``nbytes`` for some 50 ms, without letting go of the interpreter lock."""
+    """Hold ``nbytes`` for some tenths of a second, without letting go of the interpreter lock."""
     held = bytearray(nbytes)
-    for _ in range(5):
+    for _ in range(20):
         held.count(b"\1")
 
 
