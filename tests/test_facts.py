@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from memory_source import MemorySource
 from sluice import _facts
 from sluice._cgroups import cgroup_headroom
 from sluice._facts import file_facts, host_headroom, machine_facts
 from sluice.sources._local import LocalFile
+from sluice.testing import MemorySource
 
 MIB = 1 << 20
 

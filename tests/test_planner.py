@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import sluice
@@ -227,3 +229,19 @@ def test_equal_views_are_one_tensor_and_casts_do_not_mix() -> None:
     assert len(targets) == 2
     assert views[0] == views[1]
     assert views[2].target == 1
+
+
+def test_a_limit_on_address_space_takes_threads_away() -> None:
+    """Weights of 20 MiB, staging and a reserve of 64 MiB come first; each thread then takes 72 MiB."""
+    wanted = [request("t", entry((10 * MIB,)), dtype="bfloat16")]
+
+    def threads(room: int) -> tuple[int, int]:
+        machine = replace(facts(cached=False), address_space_bytes=20 * MIB + 64 * MIB + 64 * MIB + room)
+        made = plan(wanted, [(0, 40 * MIB)], machine, staging=64 * MIB)
+        return made.readers, made.copiers
+
+    assert threads(100 * 72 * MIB) == (8, 2)
+    assert threads(9 * 72 * MIB) == (8, 1)
+    assert threads(8 * 72 * MIB) == (8, 0)
+    assert threads(3 * 72 * MIB) == (3, 0)
+    assert threads(-10 * MIB) == (1, 0)

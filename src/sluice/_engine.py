@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -17,6 +18,7 @@ from sluice._geometry import round_down, round_up
 from sluice._records import LoadPlan, Method, Read
 from sluice._staging import StagingBuffer, StagingPool
 from sluice._targets import Targets
+from sluice._threads import join_threads, start_threads
 from sluice.sources import DirectIOUnavailable, Source
 
 __all__ = ["Outcome", "execute"]
@@ -156,6 +158,7 @@ class _Crew:
         self._reads = iter(plan.reads)
         self._take = threading.Lock()
         self._stop = threading.Event()
+        self._process = os.getpid()
         self._results: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
         self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
         self._readers: list[threading.Thread] = []
@@ -166,37 +169,28 @@ class _Crew:
         """Start the threads, and join them whatever happens."""
         try:
             self._targets.begin(self._staging)
-            self._start(self._copiers, self._plan.copiers, self._copy, "copier")
-            self._start(self._readers, self._plan.readers if self._plan.reads else 0, self._read, "reader")
+            start_threads(self._copiers, self._plan.copiers, self._copy, "sluice-copier")
+            start_threads(self._readers, self._plan.readers if self._plan.reads else 0, self._read, "sluice-reader")
             if not self._readers:
                 self._read()
             yield
         finally:
             self._stop.set()
             try:
-                _join(self._readers)
+                join_threads(self._readers)
             finally:
-                for _ in self._copiers:
+                for _ in range(self._plan.copiers):  # also for one that an interrupt kept out of the list
                     self._filled.put(None)
                 try:
-                    _join(self._copiers)
+                    join_threads(self._copiers)
                 finally:
                     self._targets.finish()
-
-    @staticmethod
-    def _start(threads: list[threading.Thread], count: int, work: Callable[[], None], name: str) -> None:
-        for number in range(count):
-            thread = threading.Thread(target=work, name=f"sluice-{name}-{number}", daemon=True)
-            threads.append(thread)  # before it starts: an interrupt can come as soon as it runs
-            try:
-                thread.start()
-            except RuntimeError:  # no more threads allowed: fewer do the same work
-                threads.pop()
-                return
 
     def results(self, count: int) -> Iterator[_Done]:
         """Yield ``count`` finished reads as they come; raise the first failure instead."""
         for _ in range(count):
+            if os.getpid() != self._process:  # a callback forked, and this is the child: it has no other threads
+                raise ReadError("the process was forked during the load; only the parent can finish it")
             result = self._results.get()
             if isinstance(result, BaseException):
                 raise result

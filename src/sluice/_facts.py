@@ -7,7 +7,6 @@ answer, the fact says so and the planner takes the careful way.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +22,11 @@ from sluice._records import DeviceFacts, FileFacts, MachineFacts
 from sluice.sources import DirectIOUnavailable, MappableSource, Source
 from sluice.sources._local import LocalFile
 from sluice.sources._memory import MemoryFile
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]  # the one name for both
 
 __all__ = ["file_facts", "host_headroom", "machine_facts", "mappable"]
 
@@ -48,6 +52,7 @@ def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, 
         huge_pages=_huge_pages(),
         files=tuple(file_facts(source) if source else _NOT_ASKED for source in sources),
         devices=devices,
+        address_space_bytes=_address_space(),
     )
 
 
@@ -93,6 +98,15 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
+def _address_space() -> int | None:
+    if resource is None:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - psutil.Process().memory_info().vms)
+
+
 def _huge_pages() -> bool:
     try:
         modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
@@ -134,8 +148,6 @@ def _probe_cache(source: LocalFile, offsets: Iterable[int]) -> tuple[bool, ...]:
                 found.append(os.preadv(descriptor, [one], offset, nowait) == 1)
             except BlockingIOError:
                 found.append(False)
-            except OSError as error:
-                if error.errno in {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL}:
-                    return ()
-                raise
+            except OSError:  # unsupported here; a disk that fails says so again when the plan reads
+                return ()
     return tuple(found)

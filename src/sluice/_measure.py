@@ -15,6 +15,7 @@ from typing import Self
 
 from sluice import _options as options
 from sluice._records import Peaks
+from sluice._threads import join_threads, start_threads
 
 __all__ = ["MemorySample", "PeakMeter", "read_memory"]
 
@@ -86,7 +87,7 @@ class PeakMeter:
     def __init__(self, interval_seconds: float = options.SAMPLE_SECONDS) -> None:
         self._interval = interval_seconds
         self._stop = threading.Event()
-        self._sampler = threading.Thread(target=self._sample, name="sluice-sampler", daemon=True)
+        self._samplers: list[threading.Thread] = []
         self._base = self._highest = read_memory()
         self._exact = False
 
@@ -95,16 +96,19 @@ class PeakMeter:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             self._exact = True
         self._base = self._highest = read_memory()
-        with suppress(RuntimeError):  # no thread to be had: the two ends and VmHWM still count
-            self._sampler.start()
+        # With no thread to be had, the two ends and VmHWM still count.
+        try:
+            start_threads(self._samplers, 1, self._sample, "sluice-sampler")
+        except BaseException:  # an interrupt: nobody would end the block
+            self._stop.set()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop.set()
-        if self._sampler.ident is not None:
-            self._sampler.join()
+        join_threads(self._samplers)
         self._take()
 
     @property

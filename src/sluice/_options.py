@@ -152,6 +152,12 @@ OVERHEAD_PER_TENSOR_BYTES = 2 << 10
 #: cost more than they move.
 RESHAPE_BOXES = 4096
 
+#: Virtual memory of one thread: a stack of 8 MiB and a malloc arena of 64 MiB. It only counts under RLIMIT_AS.
+THREAD_ADDRESS_BYTES = 72 << 20
+
+#: Virtual memory that a load needs beside weights, staging and threads, under RLIMIT_AS.
+RESERVED_ADDRESS_BYTES = 64 << 20
+
 #: Descriptors kept open at once, over all checkpoints of the process: eight times what the readers use. Opening one
 #: again costs microseconds on a local disk; the usual limit of a process is 1,024.
 OPEN_FILES = 64

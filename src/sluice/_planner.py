@@ -55,7 +55,8 @@ def plan_load(
     runs = [run for run in collapse_fills(targets) if run.target not in mapped.blocks]
     reads, leads = _plan_reads(runs, targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
-    readers = _readers(reads, facts)
+    threads = _most_threads(targets, facts, staging_bytes)
+    readers = min(_readers(reads, facts), threads)
     staged = sum(read.into is None for read in reads)
     # While one buffer is filled, another one is emptied by a copier or still being sent to an accelerator; a reader
     # that copies by itself needs one.
@@ -70,7 +71,7 @@ def plan_load(
         arenas=arenas,
         reads=tuple(reads),
         readers=readers,
-        copiers=min(facts.cores, buffers - 1) if waiting and staged else 0,
+        copiers=min(facts.cores, buffers - 1, threads - readers) if waiting and staged else 0,
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(target.nbytes for target in targets),
@@ -194,6 +195,15 @@ def _readers(reads: Sequence[Read], facts: MachineFacts) -> int:
     waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
     wanted = options.WAITING_READERS if 2 * waiting > total else facts.cores
     return max(1, min(wanted, len(reads)))
+
+
+def _most_threads(targets: Sequence[Target], facts: MachineFacts, staging_bytes: int) -> int:
+    """Return the number of threads whose stacks and arenas fit beside the weights under a limit on virtual memory."""
+    if facts.address_space_bytes is None:
+        return options.WAITING_READERS + facts.cores  # the most that is ever wanted
+    weights = sum(target.nbytes for target in targets if target.device == "cpu" and not target.existing)
+    room = facts.address_space_bytes - weights - staging_bytes - options.RESERVED_ADDRESS_BYTES
+    return max(1, room // options.THREAD_ADDRESS_BYTES)
 
 
 def _predict(targets: Sequence[Target], blocks: Sequence[Block], arenas: Sequence[int], staging_bytes: int) -> Peaks:

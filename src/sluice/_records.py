@@ -362,6 +362,8 @@ class MachineFacts:
     files: tuple[FileFacts, ...]
     #: Facts of each accelerator that the load uses.
     devices: tuple[DeviceFacts, ...] = ()
+    #: Virtual memory that the process may still map, in bytes (RLIMIT_AS); None without a limit.
+    address_space_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory_source import MemorySource
 from sluice._errors import TruncatedError
 from sluice.formats._coalesced import read_ranges
-from sluice.testing import RecordingSource
+from sluice.testing import MemorySource, RecordingSource
 
 CONTENT = random.Random(0).randbytes(100_000)
 

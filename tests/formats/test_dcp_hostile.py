@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import sluice
 from distributed import chunks, item, rows, save, torch_loaded, write
-from memory_source import MemorySource
 from oracles import same
 from sluice import (
     CheckpointError,
@@ -30,6 +29,7 @@ from sluice import (
     _tree,
 )
 from sluice.formats._dcp_metadata import read_metadata
+from sluice.testing import MemorySource
 from sluice.testing._archives import Call, Global, Raw, encode, pickled, torch_archive
 from sluice.testing._dcp_directory import (
     StoredChunk,

@@ -15,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sluice
-from memory_source import MemorySource
 from oracles import loaded, same, save_and_compare
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._errors import LimitError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
 from sluice._records import Index
 from sluice.formats._legacy import Legacy
-from sluice.testing import RecordingSource
+from sluice.testing import MemorySource, RecordingSource
 from sluice.testing._archives import Call, Global, Raw, encode, tensor_call
 from sluice.testing._legacy_file import legacy_file, legacy_storage
 

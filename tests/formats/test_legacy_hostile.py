@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import sluice
-from memory_source import MemorySource
 from oracles import loaded, same
 from sluice import _tree
 from sluice._errors import (
@@ -35,7 +34,7 @@ from sluice._options import Limits
 from sluice._records import Index
 from sluice.formats import detect
 from sluice.formats._legacy import Legacy
-from sluice.testing import FaultySource, RecordingSource
+from sluice.testing import FaultySource, MemorySource, RecordingSource
 from sluice.testing._archives import Call, Global, Raw, encode, pickled, tensor_call, torch_archive
 from sluice.testing._legacy_file import legacy_file, legacy_storage
 

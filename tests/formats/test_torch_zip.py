@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memory_source import MemorySource
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._errors import (
     FormatError,
@@ -19,7 +18,7 @@ from sluice._options import Limits
 from sluice._records import Index, Opaque
 from sluice.formats._pickle import Unpickler
 from sluice.formats._torch_zip import TorchZip
-from sluice.testing import RecordingSource
+from sluice.testing import MemorySource, RecordingSource
 from sluice.testing._archives import (
     Call,
     Global,

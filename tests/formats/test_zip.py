@@ -18,13 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from memory_source import MemorySource
 from sluice._errors import FormatError, IntegrityError, LimitError, SluiceError, TruncatedError
 from sluice._options import Limits
 from sluice.formats._zip import Directory, read_directory
 from sluice.formats._zip_records import locate_records, read_record
 from sluice.sources._local import LocalFile
-from sluice.testing import RecordingSource
+from sluice.testing import MemorySource, RecordingSource
 from sluice.testing._archives import ArchiveRecord, build_archive
 
 HONEST = (
@@ -225,6 +224,11 @@ def test_names(name: bytes) -> None:
         return
     with pytest.raises(FormatError):  # also where it is the first
         directory_of(build_archive([ArchiveRecord(name=name)]))
+
+
+def test_a_directory_whose_name_is_no_text() -> None:
+    with pytest.raises(FormatError, match="not UTF-8"):
+        directory_of(build_archive([ArchiveRecord(name=b"\x95/data.pkl")]))
 
 
 def test_names_that_only_look_odd() -> None:

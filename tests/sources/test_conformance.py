@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from memory_source import MemorySource
 from sluice._errors import ReadError, SourceChangedError, TruncatedError
 from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable, Source
@@ -24,7 +23,7 @@ from sluice.sources._local import LocalFile
 from sluice.sources._memory import MemoryFile
 from sluice.sources._read_ahead import ReadAhead
 from sluice.sources._section import Section
-from sluice.testing import FaultySource, RecordingSource, check_source
+from sluice.testing import FaultySource, MemorySource, RecordingSource, check_source
 
 CONTENT = random.Random(1).randbytes(30_000)
 

@@ -16,6 +16,7 @@ from sluice._columns import collector_paused
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import INDEXING_THREADS, Limits
 from sluice._records import Index
+from sluice._threads import join_threads, start_threads
 from sluice.formats import detect
 from sluice.formats._dcp import open_distributed
 from sluice.formats._directory import METADATA_FILE, Layout, check_inside, index_layout, survey
@@ -186,17 +187,10 @@ def _in_threads(work: Callable[[int], None], count: int) -> None:
 
     threads: list[threading.Thread] = []
     try:
-        for number in range(1, min(INDEXING_THREADS, count)):
-            thread = threading.Thread(target=run, name=f"sluice-index-{number}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                break
-            threads.append(thread)
+        start_threads(threads, min(INDEXING_THREADS, count) - 1, run, "sluice-index")
         run()
     finally:
         waiting.clear()
-        for thread in threads:
-            thread.join()
+        join_threads(threads)
     if failures:
         raise failures[min(failures)]

@@ -28,7 +28,7 @@ from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeE
 from sluice._options import Limits
 from sluice.sources._local import LocalFile
 
-__all__ = ["ShardIndex", "is_plain_path", "read_shard_index"]
+__all__ = ["ShardIndex", "is_plain_path", "parse_shard_index", "read_shard_index"]
 
 #: Objects and lists in the whole file. Real ones have three, and metadata may hold more; the parser calls itself for
 #: each that is nested.
@@ -60,8 +60,13 @@ def read_shard_index(path: str, limits: Limits) -> ShardIndex:
         CheckpointError: It is not what the format allows.
         PathEscapeError: It names a file outside its directory.
     """
+    return parse_shard_index(_read(path, limits), path, limits)
+
+
+def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
+    """Check the bytes of an index file; raises as ``read_shard_index`` does."""
     with collector_paused():
-        content = _parse(_read(path, limits), path, limits)
+        content = _parse(data, path, limits)
     weight_map = content.get("weight_map")
     if "weight_map" not in content:
         raise UnsupportedError("this is JSON text, not the index of a sharded checkpoint: no weight_map", file=path)

@@ -7,7 +7,7 @@ Records::
     NAME/version              version of the format, 1 to 10
     NAME/byteorder            "little" or "big"; absent in old files, which are little-endian
     NAME/.storage_alignment   alignment of the data, in bytes
-    NAME/.format_version, NAME/.data/serialization_id   not used
+    NAME/.format_version, NAME/.data/serialization_id   checked and not used
 
 Indexing reads the directory, the small records and data.pkl. Where the data of a storage starts only its local header
 says, next to the data: ``locate`` reads those of the storages that are needed. ``read_index`` itself checks the headers
@@ -41,6 +41,9 @@ __all__ = ["TorchZip"]
 
 #: Versions of the format that torch reads.
 _VERSIONS = range(1, 11)
+
+#: Records that say nothing of the tensors. torch reads them all the same and refuses a file in which they are damaged.
+_UNUSED_RECORDS = (".format_version", ".data/serialization_id")
 
 #: Bytes of a record that holds one word or number.
 _SMALL_RECORD_BYTES = 64
@@ -82,7 +85,7 @@ class TorchZip:
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         directory = read_directory(source, limits)
-        metadata = _read_metadata(source, directory)
+        metadata = _read_metadata(source, directory, limits)
         big_endian = metadata["byteorder"] == "big"
         tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
         positions = _positions(references, directory, source.path)
@@ -138,7 +141,7 @@ def _limits(index: Index, file_bytes: int) -> dict[int, int]:
     return dict(zip(headers, [*headers[1:], file_bytes], strict=True))
 
 
-def _read_metadata(source: Source, directory: Directory) -> dict[str, str]:
+def _read_metadata(source: Source, directory: Directory, limits: Limits) -> dict[str, str]:
     if "constants.pkl" in directory:
         raise UnsupportedError(
             "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint", file=source.path
@@ -147,6 +150,8 @@ def _read_metadata(source: Source, directory: Directory) -> dict[str, str]:
         raise directory.unsupported
     if "data.pkl" not in directory:
         raise FormatError("this zip archive was not written by torch.save: it has no data.pkl", file=source.path)
+    for name in _UNUSED_RECORDS:
+        _check_unused(source, directory.record(name), limits)
     version = _version(source, directory)
     alignment = _word(source, directory, ".storage_alignment", default="64")
     if not alignment.isascii() or not alignment.isdigit() or not 0 < int(alignment) <= _MAX_ALIGNMENT:
@@ -155,6 +160,15 @@ def _read_metadata(source: Source, directory: Directory) -> dict[str, str]:
     if byte_order not in {"little", "big"}:
         raise FormatError("unknown byte order", file=source.path, expected="little or big", found=repr(byte_order))
     return {"version": version, "byteorder": byte_order, "archive": directory.archive}
+
+
+def _check_unused(source: Source, record: Record | None, limits: Limits) -> None:
+    if record is not None:
+        offset, data = read_record(source, record, limits.header_bytes)
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"record {record.name!r} is not UTF-8", file=source.path, offset=offset) from error
 
 
 def _version(source: Source, directory: Directory) -> str:

@@ -287,6 +287,7 @@ class _Parser:
         if not prefix or not name.startswith(prefix) or not _NAME.fullmatch(name):
             raise self._error(f"record {_printable(name)} is no plain path below the directory of the first record", at)
         try:
+            prefix.decode()  # the directory's name is kept as text
             return name[len(prefix) :].lower().decode()
         except UnicodeDecodeError:
             raise self._error(f"the name of record {_printable(name)} is not UTF-8", at) from None

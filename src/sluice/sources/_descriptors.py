@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -25,7 +25,8 @@ except ImportError:  # Windows has no such limits
 
 __all__ = ["DESCRIPTORS", "Descriptor", "DescriptorCache"]
 
-#: A file and whether it was opened for direct I/O. Files compare by identity, so that no two share an entry.
+#: A mark of the file, which compares by identity, and whether it was opened for direct I/O. Not the file itself: what
+#: the cache keeps alive would never be closed by its finalizer.
 Key: TypeAlias = "tuple[object, bool]"
 
 _NONE_LEFT = frozenset({errno.EMFILE, errno.ENFILE})
@@ -57,7 +58,8 @@ class DescriptorCache:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._open: OrderedDict[Key, Descriptor] = OrderedDict()  # the least recently used first
-        self._returned = threading.Condition()
+        self._returned = threading.Condition(threading.Lock())  # a finalizer must not enter it a second time
+        self._forsaken: deque[Key] = deque()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget_readers)
 
@@ -73,6 +75,7 @@ class DescriptorCache:
         """
         while True:
             with self._returned:
+                self._drop_forsaken()
                 found = self._open.get(key)
                 if found is not None:
                     self._open.move_to_end(key)
@@ -99,12 +102,31 @@ class DescriptorCache:
     def drop(self, key: Key) -> None:
         """Close the descriptor of ``key``, if there is one; while it is read from, when the last reader is done."""
         with self._returned:
-            found = self._open.pop(key, None)
-            if found is None:
-                return
-            found.dropped = True
-            if not found.users:
-                os.close(found.number)
+            self._drop(key)
+
+    def forsake(self, key: Key) -> None:
+        """Do as ``drop`` does, now or at the next call of another method; for finalizers.
+
+        They run wherever the collector does: maybe in this thread, inside of another method.
+        """
+        self._forsaken.append(key)
+        if self._returned.acquire(blocking=False):
+            try:
+                self._drop_forsaken()
+            finally:
+                self._returned.release()
+
+    def _drop(self, key: Key) -> None:
+        found = self._open.pop(key, None)
+        if found is None:
+            return
+        found.dropped = True
+        if not found.users:
+            os.close(found.number)
+
+    def _drop_forsaken(self) -> None:
+        while self._forsaken:
+            self._drop(self._forsaken.popleft())
 
     def _keep(self, key: Key, number: int) -> Descriptor:
         with self._returned:
@@ -143,7 +165,7 @@ class DescriptorCache:
 
     def _forget_readers(self) -> None:
         """After a fork: the other threads do not exist here, neither do their reads nor the lock they may hold."""
-        self._returned = threading.Condition()
+        self._returned = threading.Condition(threading.Lock())
         for descriptor in self._open.values():
             descriptor.users = 0
 

@@ -11,8 +11,9 @@ import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from sluice._errors import (
@@ -33,6 +34,10 @@ from sluice.sources._mapping import map_privately
 __all__ = ["LocalFile"]
 
 _HAS_PREADV = hasattr(os, "preadv")
+
+#: Before another try at a read that was interrupted (EINTR) or refused for the moment (EAGAIN), as FUSE and network
+#: file systems may; after the last of them the error stands.
+_PAUSES_SECONDS = (0.001, 0.01, 0.1)
 
 
 def _identity(status: os.stat_result) -> FileIdentity:
@@ -60,6 +65,7 @@ class LocalFile:
             SourceChangedError: It is not the file of ``expected``.
         """
         self._path = os.fspath(path)
+        self._key = object()
         self._lock = threading.Lock()
         try:
             status = os.stat(self._path)
@@ -109,7 +115,7 @@ class LocalFile:
         done = 0
         while done < len(buffer):
             try:
-                found = self._read_once(descriptor, buffer[done:], offset + done)
+                found = self._read_some(descriptor, buffer[done:], offset + done)
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:
                     raise DirectIOUnavailable(self._path) from error
@@ -127,6 +133,14 @@ class LocalFile:
                     raise DirectIOUnavailable(self._path)
                 break
         return done
+
+    def _read_some(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        for pause in _PAUSES_SECONDS:
+            try:
+                return self._read_once(descriptor, buffer, offset)
+            except (BlockingIOError, InterruptedError):
+                time.sleep(pause)
+        return self._read_once(descriptor, buffer, offset)
 
     def _read_once(self, descriptor: int, buffer: memoryview, offset: int) -> int:
         if _HAS_PREADV:
@@ -147,7 +161,7 @@ class LocalFile:
             SourceChangedError: The path now names another file.
         """
         try:
-            descriptor = DESCRIPTORS.take((self, direct), partial(self._open, direct=direct))
+            descriptor = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct))
         except OSError as error:
             raise ReadError(f"the file cannot be opened: {error.strerror}", file=self._path) from error
         try:
@@ -192,7 +206,7 @@ class LocalFile:
 
     def forget(self, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):
-            with self.lend() as descriptor:
+            with self.lend() as descriptor, suppress(OSError):
                 os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
@@ -205,7 +219,12 @@ class LocalFile:
 
     def close(self) -> None:
         for direct in (False, True):
-            DESCRIPTORS.drop((self, direct))
+            DESCRIPTORS.drop((self._key, direct))
+
+    def __del__(self) -> None:
+        # A checkpoint that nobody closed, or one that an interrupt kept from its ``with`` block.
+        for direct in (False, True):
+            DESCRIPTORS.forsake((self._key, direct))
 
     def _too_early(self, offset: int, wanted: int, found: int) -> TruncatedError:
         return TruncatedError(

@@ -1,7 +1,7 @@
 """Helpers for tests of what is built on sluice.
 
-Sources that record or fail their reads, the conformance suite of sources, an accelerator that needs no hardware, and
-a memory assertion. Names are resolved on first use: only those that hold tensors import torch.
+Sources that lie in memory, record their reads or fail them, the conformance suite of sources, an accelerator that needs
+no hardware, and a memory assertion. Names are resolved on first use: only those that hold tensors import torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sluice.testing._accelerator import FakeAccelerator
     from sluice.testing._conformance import check_source
+    from sluice.testing._memory import MemorySource
     from sluice.testing._peak import assert_peak
     from sluice.testing._recording import FaultySource, RecordedRead, RecordingSource, record_reads
 
 __all__ = [
     "FakeAccelerator",
     "FaultySource",
+    "MemorySource",
     "RecordedRead",
     "RecordingSource",
     "assert_peak",
@@ -25,7 +27,12 @@ __all__ = [
     "record_reads",
 ]
 
-_HOMES = {"FakeAccelerator": "_accelerator", "assert_peak": "_peak", "check_source": "_conformance"}
+_HOMES = {
+    "FakeAccelerator": "_accelerator",
+    "MemorySource": "_memory",
+    "assert_peak": "_peak",
+    "check_source": "_conformance",
+}
 
 
 def __getattr__(name: str) -> object:

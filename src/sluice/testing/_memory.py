@@ -5,12 +5,23 @@ from __future__ import annotations
 from sluice._errors import TruncatedError
 from sluice._records import FileIdentity
 
+__all__ = ["MemorySource"]
+
 
 class MemorySource:
-    """Bytes as a source; see ``Source``."""
+    """Bytes as a source; see ``Source``.
 
-    def __init__(self, content: bytes) -> None:
-        self.path = "memory"
+    Args:
+        content: The bytes.
+        path: What messages call it.
+
+    Example:
+        >>> MemorySource(b"0123").read_at(1, 2)
+        b'12'
+    """
+
+    def __init__(self, content: bytes, *, path: str = "memory") -> None:
+        self.path = path
         self.identity = FileIdentity(device=0, inode=0, nbytes=len(content), mtime_ns=0, ctime_ns=0)
         self._content = content
 

@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of everything that parses bytes from a file: ``make fuzz``."""

@@ -1,0 +1,56 @@
+"""Faults of the operating system, injected where sluice calls it: ``os.preadv`` is the one way to tensor data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import pytest
+
+#: What a fault does in place of a read: gets the real read with all arguments bound, the buffer and the offset.
+Fault: TypeAlias = Callable[[Callable[[memoryview], int], memoryview, int], int]
+
+
+class Injection:
+    """Replaces ``os.preadv``: the ``at``-th read gets the fault, counted from 1 over all threads; 0 faults them all.
+
+    Attributes:
+        hits: Reads that got the fault; a test that never sees one has tested nothing.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, fault: Fault, at: int = 0) -> None:
+        self._real = os.preadv
+        self._fault = fault
+        self._at = at
+        self._count = 0
+        self.hits = 0
+        patch.setattr(os, "preadv", self._preadv)
+
+    def _preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        def read(buffer: memoryview) -> int:
+            return self._real(descriptor, [buffer], offset, flags)
+
+        self._count += 1  # one bytecode too many to be exact with threads, near enough to reach every read
+        if self._at not in {0, self._count}:
+            return read(buffers[0])
+        self.hits += 1
+        return self._fault(read, buffers[0], offset)
+
+
+def failing(number: int) -> Fault:
+    """Return the fault that raises an error of the operating system."""
+
+    def fail(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def short(most: int) -> Fault:
+    """Return the fault that reads ``most`` bytes at most."""
+
+    def cut(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
+        return read(buffer[:most])
+
+    return cut

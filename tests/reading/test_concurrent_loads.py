@@ -1,0 +1,132 @@
+"""Several loads at once: in threads, of one open checkpoint, of one file, and across a fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import sluice
+
+COUNT, WIDTH = 4, 300_000
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {f"w{number}": torch.arange(WIDTH) + float(number) for number in range(COUNT)}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("concurrent") / "f.pth"
+    torch.save(tensors(), path)
+    return path
+
+
+def assert_loaded(found: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors().items():
+        assert torch.equal(found[name].detach(), tensor.to(found[name].dtype)), name
+
+
+def test_loads_in_threads(file: Path) -> None:
+    dtypes = [None, torch.bfloat16, torch.float64, None]
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(lambda dtype: sluice.load_state_dict(file, dtype=dtype), dtypes):
+            assert_loaded(found)
+
+
+def test_one_open_checkpoint_in_threads(file: Path) -> None:
+    with sluice.open(file) as checkpoint, ThreadPoolExecutor(4) as pool:
+        for found in pool.map(lambda _: sluice.load_state_dict(checkpoint), range(5)):
+            assert_loaded(found)
+        names = [f"w{number % COUNT}" for number in range(12)]
+        for name, tensor in zip(names, pool.map(lambda name: checkpoint[name].read(), names), strict=True):
+            assert torch.equal(tensor, tensors()[name])
+
+
+def test_two_modules_in_threads_and_one_module_twice(file: Path) -> None:
+    models = [
+        torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(WIDTH, device="meta")) for name in tensors()})
+        for _ in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda model: sluice.load_into(model, file), models))
+    sluice.load_into(models[0], file)
+    for model in models:
+        assert_loaded(dict(model.items()))
+
+
+def test_the_same_file_under_two_names(file: Path) -> None:
+    link = file.with_name("link.pth")
+    if not link.exists():
+        link.symlink_to(file)
+    with sluice.open(file) as one, sluice.open(link) as other:
+        assert_loaded(sluice.load_state_dict(one))
+        assert_loaded(sluice.load_state_dict(other))
+        assert torch.equal(one["w1"].read(), other["w1"].read())
+
+
+def _wait(child: int) -> int:
+    """Return the exit code of a child, which has ten seconds."""
+    for _ in range(1000):
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    pytest.fail("the child hangs")
+
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+quiet = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking with threads is the test
+
+
+@forks
+@quiet
+def test_a_fork_during_a_load_that_loads_itself(file: Path) -> None:
+    children: list[int] = []
+
+    def fork(_: sluice.ProgressEvent) -> None:
+        if len(children) < 2:
+            child = os.fork()
+            if child == 0:
+                try:
+                    torch.set_num_threads(1)  # comparing would wait for threads that only the parent has
+                    assert_loaded(sluice.load_state_dict(file))
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+            children.append(child)
+
+    assert_loaded(sluice.load_state_dict(file, progress=fork))
+    assert [_wait(child) for child in children] == [0, 0]
+
+
+@forks
+@quiet
+def test_a_child_that_goes_on_with_its_parents_load_is_told(file: Path) -> None:
+    parent = os.getpid()
+    children: list[int] = []
+
+    def fork(_: sluice.ProgressEvent) -> None:
+        if not children:
+            children.append(os.fork())
+
+    try:
+        found = sluice.load_state_dict(file, progress=fork)
+    except sluice.ReadError as error:
+        assert os.getpid() != parent
+        os._exit(0 if "forked" in str(error) else 1)
+    except BaseException:
+        if os.getpid() != parent:
+            os._exit(2)
+        raise
+    if os.getpid() != parent:
+        os._exit(3)
+    assert_loaded(found)
+    assert _wait(children[0]) == 0

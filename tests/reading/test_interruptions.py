@@ -1,0 +1,174 @@
+"""Interrupts, signals and failing callbacks at any point of a load: threads are joined, files closed, state told."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+
+import sluice
+from leaks import Holdings, open_files
+from sluice._threads import join_threads, start_threads
+
+COUNT, WIDTH = 3, 300_000
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {f"w{number}": torch.full((WIDTH,), float(number)) for number in range(COUNT)}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("interrupted") / "f.pth"
+    torch.save(tensors(), path)
+    return path
+
+
+def module(*, live: bool) -> torch.nn.ParameterDict:
+    made = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(WIDTH)) for name in tensors()})
+    return made if live else made.to("meta")
+
+
+class Terminated(BaseException):
+    """Raised by the handler of SIGTERM."""
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def fail() -> None:
+    raise RuntimeError("the callback failed")
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def _handler() -> object:
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, handle)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_handler")
+@pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
+@pytest.mark.parametrize("action", [interrupt, fail, terminate], ids=lambda action: action.__name__)
+def test_a_callback_that_raises_at_any_event(file: Path, action: Callable[[], None], live: bool) -> None:
+    descriptors, threads = open_files(), threading.active_count()
+    for at in range(1, 100):
+        model, events = module(live=live), 0
+
+        def progress(_: sluice.ProgressEvent) -> None:
+            nonlocal events
+            events += 1
+            if events == at:  # noqa: B023 - called in this round only
+                action()
+
+        try:
+            sluice.load_into(model, file, progress=progress)
+        except sluice.PartialLoadError as error:
+            assert live
+            assert {*error.done, *error.torn, *error.untouched} == tensors().keys()
+            for name in error.done:
+                assert torch.equal(model[name].detach(), tensors()[name])
+            for name in error.untouched:
+                assert not model[name].any()
+        except (KeyboardInterrupt, Terminated) as error:
+            told = "done" in "".join(getattr(error, "__notes__", []))
+            assert told == live
+        except RuntimeError as error:
+            assert str(error) == "the callback failed"
+            assert not live
+        else:
+            assert events < at
+            break
+        assert threading.active_count() == threads
+        assert open_files() == descriptors
+        assert live or all(tensor.is_meta for tensor in model.values())
+    assert at > 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of psutil, closed by Python
+@pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("verb", ["load_into", "load_state_dict"])
+def test_an_interrupt_at_any_moment_leaves_nothing_behind(file: Path, count: int, verb: str) -> None:
+    """Ctrl-C between any two instructions of the caller's thread, also outside of callbacks."""
+    choose = random.Random(3)
+    started = time.perf_counter()
+    _load(file, verb)
+    seconds = time.perf_counter() - started
+    before = Holdings.now()
+    interrupted = sum(_interrupted(file, verb, choose.uniform(0, seconds)) for _ in range(count))
+    assert interrupted
+    gc.collect()
+    assert before.left_behind() == []
+
+
+def _load(file: Path, verb: str) -> None:
+    if verb == "load_into":
+        model = module(live=False)
+        sluice.load_into(model, file)
+        assert torch.equal(model["w2"].detach(), tensors()["w2"])
+    else:
+        assert torch.equal(sluice.load_state_dict(file)["w2"], tensors()["w2"])
+
+
+def _interrupted(file: Path, verb: str, seconds: float) -> bool:
+    """Interrupt one load; return whether that came before its end."""
+    timer = threading.Timer(seconds, _thread.interrupt_main)
+    finished = False
+    try:
+        timer.start()
+        _load(file, verb)
+        finished = True
+        timer.join()
+        time.sleep(0.1)  # the interrupt comes here at the latest
+    except KeyboardInterrupt:
+        timer.join()
+        return not finished
+    pytest.fail("the interrupt never came")
+
+
+def test_an_interrupt_while_threads_are_joined_waits_for_them() -> None:
+    release = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def work() -> None:
+        release.wait(10)
+
+    start_threads(threads, 3, work, "test")
+    kept = list(threads)
+    timers = [threading.Timer(0.05, _thread.interrupt_main), threading.Timer(0.15, release.set)]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        join_threads(threads)
+    assert release.is_set()
+    assert not any(thread.is_alive() for thread in kept)
+    for timer in timers:
+        timer.join()
+
+
+def test_a_checkpoint_that_nobody_closed_gives_its_descriptors_back(file: Path) -> None:
+    before = open_files()
+    checkpoint = sluice.open(file)
+    checkpoint["w1"].read()
+    assert open_files() != before
+    del checkpoint
+    gc.collect()
+    assert open_files() == before

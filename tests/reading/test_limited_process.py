@@ -1,0 +1,115 @@
+"""Loads in processes that may not have much: no thread, little address space, few descriptors, a memory cgroup."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and their effects are Linux's")
+
+MIB = 1 << 20
+
+#: Loads into a module under limits that are set after imports; prints which threads took part and how much grew.
+LOAD = """
+import json, os, resource, sys, threading
+import torch, sluice
+from sluice.testing import assert_peak
+
+path, count, width, options, limits = json.loads(sys.argv[1])
+expected = sluice.load_state_dict(path, memory=sluice.MemoryLimits(staging="1MiB"))
+if "dtype" in options:
+    options["dtype"] = getattr(torch, options["dtype"])
+with torch.device("meta"):
+    model = torch.nn.ParameterDict({f"w{i}": torch.nn.Parameter(torch.empty(width)) for i in range(count)})
+
+started = []
+start = threading.Thread.start
+def noted(thread):
+    start(thread)
+    started.append(thread.name)
+threading.Thread.start = noted
+
+if "cgroup" in limits:
+    with open(limits["cgroup"], "w") as file:
+        file.write(str(os.getpid()))
+if "address_space" in limits:
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + limits["address_space"],) * 2)
+if "threads" in limits:
+    if os.geteuid() == 0:  # root may start as many as it likes
+        os.setresuid(65534, 65534, 65534)
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits["threads"],) * 2)
+with assert_peak(limits["growth"]) as meter:
+    report = sluice.load_into(model, path, page_cache="bypass", **options)
+torch.set_num_threads(1)  # comparing is not what is limited
+for name, tensor in expected.items():
+    assert torch.equal(model[name].detach(), tensor.to(model[name].dtype)), name
+print(json.dumps([started, report.reads, meter.peaks.total_bytes]))
+"""
+
+COUNT, WIDTH = 6, 4 * MIB
+
+#: Bytes of the file, all of it weights.
+FILE_BYTES = COUNT * WIDTH * 4
+
+
+@pytest.fixture(scope="module")
+def file() -> Iterator[Path]:
+    # Not below pytest's own directory, which is closed to others: one process becomes another user.
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
+        Path(directory).chmod(0o755)
+        path = Path(directory) / "f.pth"
+        torch.save({f"w{i}": torch.full((WIDTH,), float(i)) for i in range(COUNT)}, path)
+        yield path
+
+
+def load(file: Path, limits: dict[str, Any], **options: Any) -> tuple[list[str], dict[str, int], int]:
+    """Load in a fresh process under limits; return the threads that it started, its reads and its growth."""
+    final = FILE_BYTES // 2 if "dtype" in options else FILE_BYTES
+    limits.setdefault("growth", final + (64 + 32) * MIB)
+    arguments = json.dumps([str(file), COUNT, WIDTH, options, limits])
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, arguments], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    threads, reads, grown = json.loads(done.stdout)
+    return threads, reads, grown
+
+
+CAST = {"dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("options", [CAST, pytest.param({}, marks=pytest.mark.long)], ids=["cast", "same dtype"])
+def test_a_process_that_may_start_no_thread(file: Path, options: dict[str, str]) -> None:
+    threads, _, _ = load(file, {"threads": 1}, **options)
+    assert threads == []
+
+
+@pytest.mark.parametrize(
+    ("readers", "options"),
+    [(8, CAST), *(pytest.param(readers, one, marks=pytest.mark.long) for readers in (1, 3, 8) for one in ({}, CAST))],
+)
+def test_a_limit_on_address_space(file: Path, options: dict[str, str], readers: int) -> None:
+    """Room for the weights, for staging, 64 MiB, and 72 MiB for each reader: copiers come out of the same room."""
+    final = FILE_BYTES // 2 if options else FILE_BYTES
+    room = final + 64 * MIB + 64 * MIB + readers * 72 * MIB
+    threads, _, _ = load(file, {"address_space": room}, **options)
+    assert 1 <= sum("reader" in name or "copier" in name for name in threads) <= readers
+
+
+@pytest.mark.parametrize("options", [{}, CAST], ids=["same dtype", "cast"])
+def test_a_memory_control_group(file: Path, options: dict[str, str]) -> None:
+    group = os.environ.get("SLUICE_MEMORY_CGROUP")
+    if group is None:
+        pytest.skip("SLUICE_MEMORY_CGROUP does not name a control group with a memory limit that the tests may join")
+    load(file, {"cgroup": str(Path(group) / "cgroup.procs")}, **options)
