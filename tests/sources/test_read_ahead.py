@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from memory_source import MemorySource
+
 from sluice._errors import TruncatedError
 from sluice._options import HEADER_PIECE_BYTES, Limits
 from sluice.formats import detect
