@@ -9,13 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_source import MemorySource
 
 from sluice._errors import TruncatedError
 from sluice._options import HEADER_PIECE_BYTES, Limits
 from sluice.formats import detect
 from sluice.sources._read_ahead import ReadAhead
-from sluice.testing import RecordedRead, RecordingSource
+from sluice.testing import MemorySource, RecordedRead, RecordingSource
 
 CONTENT = random.Random(2).randbytes(5 * HEADER_PIECE_BYTES + 77)
 
