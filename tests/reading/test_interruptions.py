@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -113,8 +114,10 @@ def test_an_interrupt_at_any_moment_leaves_nothing_behind(file: Path, count: int
     _load(file, verb)
     seconds = time.perf_counter() - started
     before = Holdings.now()
-    interrupted = sum(_interrupted(file, verb, choose.uniform(0, seconds)) for _ in range(count))
-    assert interrupted
+    outcomes = Counter(_interrupted(file, verb, choose.uniform(0, seconds)) for _ in range(count))
+    print(f"\n{count} interrupts of {verb}: {dict(outcomes)}")
+    assert outcomes["interrupted"]
+    assert outcomes["lost"] <= 1 + count // 50
     gc.collect()
     assert before.left_behind() == []
 
@@ -128,8 +131,11 @@ def _load(file: Path, verb: str) -> None:
         assert torch.equal(sluice.load_state_dict(file)["w2"], tensors()["w2"])
 
 
-def _interrupted(file: Path, verb: str, seconds: float) -> bool:
-    """Interrupt one load; return whether that came before its end."""
+def _interrupted(file: Path, verb: str, seconds: float) -> str:
+    """Interrupt one load; return whether that came before its end, after it, or inside of a finalizer.
+
+    What is raised in a finalizer Python only prints.
+    """
     timer = threading.Timer(seconds, _thread.interrupt_main)
     finished = False
     try:
@@ -140,8 +146,8 @@ def _interrupted(file: Path, verb: str, seconds: float) -> bool:
         time.sleep(0.1)  # the interrupt comes here at the latest
     except KeyboardInterrupt:
         timer.join()
-        return not finished
-    pytest.fail("the interrupt never came")
+        return "late" if finished else "interrupted"
+    return "lost"
 
 
 def test_an_interrupt_while_threads_are_joined_waits_for_them() -> None:
