@@ -152,7 +152,6 @@ def test_a_direct_read_that_is_refused_becomes_a_buffered_one(
     report = sluice.load_into(model, checkpoint, page_cache="bypass")
     assert injection.hits
     assert report.stepped_down > 0
-    assert report.reads["direct"] < 8192  # single blocks, which the fault lets pass
     assert_loaded({name: parameter.detach() for name, parameter in model.items()})
 
 
@@ -164,7 +163,7 @@ class _Everything(frozenset[str]):
 
 
 def _refuse_aligned(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
-    if offset % 4096 == 0 and len(buffer) % 4096 == 0 and len(buffer) > 4096:  # not the first look at the file
+    if offset and offset % 4096 == 0 and len(buffer) % 4096 == 0:  # not the first look at the file
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     return read(buffer)
 
