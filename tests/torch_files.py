@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from memory_source import MemorySource
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._options import Limits
 from sluice._records import Entry, Index
 from sluice.formats._torch_zip import TorchZip
 from sluice.sources import Source
+from sluice.testing import MemorySource
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 

@@ -121,23 +121,6 @@ class _Filled:
     buffer: StagingBuffer
 
 
-def _join(threads: Sequence[threading.Thread]) -> None:
-    """Join threads, also when the caller is interrupted meanwhile: that is raised once all of them have ended."""
-    interrupt: BaseException | None = None
-    for thread in threads:
-        deadline = time.monotonic() + options.THREAD_START_SECONDS
-        # Interrupted while it was started, a thread may be on its way and not yet known to be alive.
-        while thread.ident is None and thread in threading.enumerate() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:  # noqa: BLE001  (a signal handler may raise anything)
-                interrupt = error
-    if interrupt is not None:
-        raise interrupt
-
-
 class _Crew:
     """The threads of one plan.
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+
+from sluice import _options as options
 
 __all__ = ["join_threads", "start_threads"]
 
@@ -12,31 +15,33 @@ def start_threads(threads: list[threading.Thread], count: int, work: Callable[[]
     """Start ``count`` threads and add them to ``threads``; fewer where the process may start no more of them.
 
     Args:
-        threads: Gets each thread as soon as it runs, so that whoever joins the list also joins after an interrupt.
+        threads: Gets each thread before it starts, because an interrupt can come as soon as it runs.
         count: How many.
         work: What each does; it must not raise.
         name: Their names begin with it.
     """
     for number in range(count):
         thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
+        threads.append(thread)
         try:
             thread.start()
         except (RuntimeError, MemoryError):  # a limit on threads, or no room for a stack
-            return
-        threads.append(thread)
-
-
-def join_threads(threads: list[threading.Thread]) -> None:
-    """Wait for all threads and empty the list, also when the caller is interrupted meanwhile.
-
-    What they write into may be given back afterwards. An interrupt is raised when the last of them has ended.
-    """
-    interrupt: BaseException | None = None
-    while threads:
-        try:
-            threads[-1].join()
             threads.pop()
-        except BaseException as error:  # noqa: BLE001  (raised again below)
-            interrupt = error
+            return
+
+
+def join_threads(threads: Sequence[threading.Thread]) -> None:
+    """Join threads, also when the caller is interrupted meanwhile: that is raised once all of them have ended."""
+    interrupt: BaseException | None = None
+    for thread in threads:
+        deadline = time.monotonic() + options.THREAD_START_SECONDS
+        # Interrupted while it was started, a thread may be on its way and not yet known to be alive.
+        while thread.ident is None and thread in threading.enumerate() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:  # noqa: BLE001  (a signal handler may raise anything)
+                interrupt = error
     if interrupt is not None:
         raise interrupt

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from memory_source import MemorySource
 from sluice._errors import (
     CheckpointError,
     FormatError,
@@ -29,6 +28,7 @@ from sluice._errors import (
 from sluice._options import Limits
 from sluice._records import Opaque
 from sluice.formats._torch_zip import TorchZip
+from sluice.testing import MemorySource
 from sluice.testing._archives import (
     ArchiveRecord,
     Call,

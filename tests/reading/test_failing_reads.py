@@ -125,7 +125,7 @@ def test_an_interrupted_or_refused_read_is_tried_again(
 
     Injection(monkeypatch, fail_twice)
     assert_loaded(sluice.load_state_dict(checkpoint, dtype=torch.bfloat16), torch.bfloat16)
-    assert len(tries) >= 3
+    assert len(tries) >= 2
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN], ids=["EINTR", "EAGAIN"])
@@ -163,7 +163,7 @@ class _Everything(frozenset[str]):
 
 
 def _refuse_aligned(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
-    if offset and offset % 4096 == 0 and len(buffer) % 4096 == 0:  # not the first look at the file
+    if offset % 4096 == 0 and len(buffer) % 4096 == 0 and len(buffer) >= MIB:  # headers are read in smaller pieces
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     return read(buffer)
 
