@@ -1,0 +1,75 @@
+"""The frozen records that cross layers; a file for each step of a load, in the order in which it makes them.
+
+``_index``:   what a checkpoint holds: ``FileRecord``, ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
+``_targets``: what is wanted and what fills it: ``Request``, ``Fill``, ``Constant``, ``Target``
+``_facts``:   what was asked of the machine: ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
+``_plan``:    what the engine runs: ``Copy``, ``Swap``, ``Read``, ``Block``, ``LoadPlan`` and the plan of each device
+``_memory``:  what memory grows by, predicted and measured: ``Peaks``, ``DeviceMemory``
+
+They are imported from here. No record holds a tensor, and none of them imports torch. Offsets and sizes are bytes
+unless a name says elements.
+"""
+
+from __future__ import annotations
+
+from sluice._records._facts import DeviceFacts, FileFacts, MachineFacts
+from sluice._records._index import (
+    NO_STORAGE,
+    Entry,
+    FileIdentity,
+    FileRecord,
+    Index,
+    MathBit,
+    Opaque,
+    Part,
+    Quantized,
+    Sparse,
+    Storage,
+)
+from sluice._records._memory import DeviceMemory, Peaks
+from sluice._records._plan import (
+    Block,
+    BlockKind,
+    Copy,
+    DevicePlan,
+    LoadPlan,
+    MappedRange,
+    Method,
+    Read,
+    Reservation,
+    Swap,
+)
+from sluice._records._targets import Constant, Fill, Request, Target
+
+__all__ = [
+    "NO_STORAGE",
+    "Block",
+    "BlockKind",
+    "Constant",
+    "Copy",
+    "DeviceFacts",
+    "DeviceMemory",
+    "DevicePlan",
+    "Entry",
+    "FileFacts",
+    "FileIdentity",
+    "FileRecord",
+    "Fill",
+    "Index",
+    "LoadPlan",
+    "MachineFacts",
+    "MappedRange",
+    "MathBit",
+    "Method",
+    "Opaque",
+    "Part",
+    "Peaks",
+    "Quantized",
+    "Read",
+    "Request",
+    "Reservation",
+    "Sparse",
+    "Storage",
+    "Swap",
+    "Target",
+]

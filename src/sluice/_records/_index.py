@@ -1,0 +1,230 @@
+"""What a checkpoint holds: its files, storages and tensors, without any tensor data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from sluice._dtypes import ITEM_BYTES
+
+__all__ = [
+    "NO_STORAGE",
+    "Entry",
+    "FileIdentity",
+    "FileRecord",
+    "Index",
+    "MathBit",
+    "Opaque",
+    "Part",
+    "Quantized",
+    "Sparse",
+    "Storage",
+]
+
+#: Bits by which a tensor says that it is the conjugate or the negative of what its storage holds.
+MathBit = Literal["conj", "neg"]
+
+#: ``Entry.storage`` of an entry that is made of others, or constant.
+NO_STORAGE = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileIdentity:
+    """What must not change between planning a load and its end."""
+
+    #: ``st_dev``.
+    device: int
+    #: ``st_ino``.
+    inode: int
+    #: Size of the file in bytes.
+    nbytes: int
+    #: Last change of the contents, in nanoseconds since the epoch.
+    mtime_ns: int
+    #: Last change of the inode, in nanoseconds since the epoch: catches rewrites that restore ``mtime``.
+    ctime_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    #: Path as the user would type it; used in messages and to open it.
+    path: str
+    #: Its identity when it was indexed.
+    identity: FileIdentity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """A contiguous range of bytes that one or more entries view."""
+
+    #: Position of the file in ``Index.files``.
+    file: int
+    #: First byte of the data in the file; of the record's local header for a storage that is not ``located``.
+    offset: int
+    #: Bytes of data.
+    nbytes: int
+    #: Name of the storage inside its file, for messages and for telling shared storages.
+    key: str
+    #: Whether ``offset`` is that of the data. Zip files know it only after their local headers were read.
+    located: bool = True
+    #: Bytes of each number in it that is stored with the most significant byte first; 0 where none is.
+    swap_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A box of an assembled entry, and the entry whose elements fill it."""
+
+    #: Where they come from; its shape is that of the box. Never assembled itself.
+    entry: Entry
+    #: Position of the box's first element in each dimension of the whole.
+    start: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparse:
+    """How a sparse tensor is made of dense ones."""
+
+    #: Its layout as torch spells it: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
+    #: ``"sparse_bsc"``.
+    layout: str
+    #: COO: the coordinates, a row for each sparse dimension. Else the compressed indices and the plain ones.
+    indices: tuple[Entry, ...]
+    #: The elements that are there.
+    values: Entry
+    #: COO: whether the coordinates are sorted and distinct; None where the file does not say.
+    coalesced: bool | None = None
+
+    @property
+    def components(self) -> tuple[Entry, ...]:
+        """The dense tensors."""
+        return (*self.indices, self.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """How a quantized tensor is made of dense ones: an element is ``scale * (integer - zero_point)``."""
+
+    #: The integers, in the layout of the tensor.
+    values: Entry
+    #: The scale, or the scale of each channel.
+    scales: Entry | tuple[float, ...]
+    #: The zero point, or the zero point of each channel.
+    zero_points: Entry | tuple[float, ...]
+    #: Dimension of the channels; None where one scale is for all.
+    axis: int | None = None
+
+    layout: ClassVar[str] = "quantized"
+
+    @property
+    def components(self) -> tuple[Entry, ...]:
+        """The dense tensors."""
+        return (self.values, *(one for one in (self.scales, self.zero_points) if not isinstance(one, tuple)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor: a strided view of a storage, or a whole that is made of such views.
+
+    Two names of one tensor object share one entry. The last four fields are what rules ask for; no file has them.
+    """
+
+    #: Name of its dtype, as torch spells it: ``"float32"``.
+    dtype: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements; empty for a sparse tensor, which has none.
+    stride: tuple[int, ...]
+    #: Position of the storage in ``Index.storages``; ``NO_STORAGE`` for an entry that is constant, has parts or is a
+    #: composite.
+    storage: int
+    #: First element of the view in its storage, in elements.
+    storage_offset: int = 0
+    #: Whether the file holds it as a ``torch.nn.Parameter``.
+    parameter: bool = False
+    #: Whether gradients are recorded for it.
+    requires_grad: bool = False
+    #: The boxes that it is assembled from, which cover it without overlap; none for a view of one storage.
+    parts: tuple[Part, ...] = ()
+    #: What a sparse or quantized tensor is made of; None for a dense one.
+    composite: Sparse | Quantized | None = None
+    #: Whether it is the conjugate, the negative or both of what its storage holds; of an assembled entry its parts say.
+    math_bits: tuple[MathBit, ...] = ()
+    #: Python attributes of the tensor object, by name: plain values and further tensors.
+    attributes: dict[str, object] | None = field(default=None, compare=False)
+    #: What every element is; None for elements of a file. Only parts are constant.
+    constant: float | None = None
+    #: What elements are multiplied by, one number after the other, in ``dtype``; those of an assembled entry are its
+    #: parts'.
+    factors: tuple[float, ...] = ()
+    #: Dtype that the finished tensor has, whatever else is asked for; None where no rule says.
+    cast: str | None = None
+    #: What rules made it of, in words; empty for a tensor as the file has it.
+    origin: str = ""
+
+    @property
+    def layout(self) -> str:
+        """How its elements are kept: ``"strided"`` for a dense tensor, else the layout of the composite."""
+        return "strided" if self.composite is None else self.composite.layout
+
+    @property
+    def pieces(self) -> tuple[Entry, ...]:
+        """The views of storages and constants that it is made of; itself, when it is one."""
+        if self.composite is not None:
+            return self.composite.components
+        return tuple(part.entry for part in self.parts) or (self,)
+
+    @property
+    def storages(self) -> tuple[int, ...]:
+        """Positions of the storages that its elements lie in."""
+        if self.storage != NO_STORAGE:
+            return (self.storage,)
+        return tuple(dict.fromkeys(piece.storage for piece in self.pieces if piece.constant is None))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, each counted once for each place in the shape; of a composite all that it needs."""
+        if self.composite is not None:
+            return sum(component.nbytes for component in self.composite.components)
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opaque:
+    """An object of a pickle that sluice does not build: that would mean to import or call what the file names."""
+
+    #: Its qualified name, as the file gives it: ``"argparse.Namespace"``.
+    qualified_name: str
+
+    def __repr__(self) -> str:
+        return f"<not loaded: {self.qualified_name}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """Every tensor of a checkpoint, without any tensor data."""
+
+    #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``.
+    format: str
+    #: The files that hold data or described it.
+    files: tuple[FileRecord, ...]
+    #: The byte ranges that entries view; ``Entry.storage`` counts here.
+    storages: tuple[Storage, ...]
+    #: The nested object of the file: dict, list, tuple and plain values, with ``Entry`` and ``Opaque`` leaves.
+    tree: object
+    #: Text that the file says of itself (safetensors ``__metadata__``; format version and byte order of a zip file).
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    #: What a reader of the report should know, a sentence each.
+    notes: tuple[str, ...] = ()
+    #: First byte behind it in its only file, where something else may follow; None where the file must end with it.
+    end: int | None = None
