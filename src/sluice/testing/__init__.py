@@ -1,7 +1,8 @@
 """Helpers for tests of what is built on sluice.
 
 Sources that lie in memory, record their reads or fail them, the conformance suite of sources, an accelerator that needs
-no hardware, and a memory assertion. Names are resolved on first use: only those that hold tensors import torch.
+no hardware, a memory assertion, and programs under a hard memory limit. Names are resolved on first use: only those
+that hold tensors import torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sluice.measuring._limit import memory_limit_refusal, run_limited
     from sluice.testing._accelerator import FakeAccelerator
     from sluice.testing._conformance import check_source
     from sluice.testing._memory import MemorySource
@@ -24,18 +26,22 @@ __all__ = [
     "RecordingSource",
     "assert_peak",
     "check_source",
+    "memory_limit_refusal",
     "record_reads",
+    "run_limited",
 ]
 
 _HOMES = {
-    "FakeAccelerator": "_accelerator",
-    "MemorySource": "_memory",
-    "assert_peak": "_peak",
-    "check_source": "_conformance",
+    "FakeAccelerator": "testing._accelerator",
+    "MemorySource": "testing._memory",
+    "assert_peak": "testing._peak",
+    "check_source": "testing._conformance",
+    "memory_limit_refusal": "measuring",
+    "run_limited": "measuring",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'sluice.testing' has no attribute {name!r}")
-    return getattr(import_module(f"sluice.testing.{_HOMES.get(name, '_recording')}"), name)
+    return getattr(import_module(f"sluice.{_HOMES.get(name, 'testing._recording')}"), name)

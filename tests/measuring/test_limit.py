@@ -1,0 +1,146 @@
+"""Programs under a hard memory limit: what becomes of them, what is left behind, what is said where that is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from sluice._cgroups import memory_groups
+from sluice.measuring import LimitedGroup, limited_group, memory_limit_refusal, run_limited
+from sluice.measuring._limit import _parents
+
+MIB = 1 << 20
+
+TAKE = "import sys; room = bytearray(int(sys.argv[1])); print(len(room))"
+
+
+def take(nbytes: int) -> list[str]:
+    return [sys.executable, "-c", TAKE, str(nbytes)]
+
+
+@pytest.fixture
+def permitted() -> None:
+    if reason := memory_limit_refusal():
+        pytest.skip(reason)
+
+
+def test_a_program_that_takes_more_is_killed_and_said_to_be(permitted: None) -> None:
+    done = run_limited(take(160 * MIB), 96 * MIB)
+    assert done.oom_killed
+    assert done.returncode < 0
+    assert done.stdout == ""
+    assert done.peak_bytes is not None
+    assert 90 * MIB <= done.peak_bytes <= 96 * MIB
+
+
+def test_a_program_that_fits_ends_by_itself(permitted: None) -> None:
+    done = run_limited(take(64 * MIB), 160 * MIB)
+    assert (done.returncode, done.oom_killed, done.stdout) == (0, False, f"{64 * MIB}\n")
+    assert done.peak_bytes is not None
+    assert done.peak_bytes >= 64 * MIB
+
+
+def test_an_error_of_the_program_is_its_own(permitted: None) -> None:
+    done = run_limited([sys.executable, "-c", "import sys; sys.exit('my own error')"], 160 * MIB)
+    assert (done.returncode, done.oom_killed, done.stderr) == (1, False, "my own error\n")
+
+
+def test_arguments_reach_the_program_as_they_are(permitted: None) -> None:
+    arguments = ["$HOME; exit 3", "a b", "'", "*"]
+    done = run_limited([sys.executable, "-c", "import sys; print(sys.argv[1:])", *arguments], 160 * MIB)
+    assert done.stdout == f"{arguments}\n"
+
+
+def test_a_group_ends_what_runs_in_it_and_goes(permitted: None) -> None:
+    with limited_group(160 * MIB) as group:
+        process = subprocess.Popen(group.command(["sleep", "100"]))
+        while str(process.pid) not in (group.path / "cgroup.procs").read_text().split():
+            assert process.poll() is None
+    assert process.wait(timeout=10) < 0
+    assert not group.path.exists()
+
+
+def test_a_program_that_takes_too_long_is_killed(permitted: None) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_limited(["sleep", "100"], 160 * MIB, timeout_seconds=0.2)
+
+
+def test_the_interpreter_counts_because_the_program_joins_before_it_starts(permitted: None) -> None:
+    done = run_limited(take(0), 160 * MIB)
+    assert done.peak_bytes is not None
+    assert done.peak_bytes > MIB
+
+
+def test_a_limit_is_positive() -> None:
+    with pytest.raises(ValueError, match="positive"), limited_group(0):
+        pass
+
+
+def make(root: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_without_control_groups_the_refusal_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError, match="none is visible"), limited_group(MIB, root=tmp_path):
+        pass
+
+
+def test_a_refusal_says_where_and_what_is_needed_and_leaves_nothing(tmp_path: Path) -> None:
+    """A directory that is no control group: the kernel puts no files into what is made there."""
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/job\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "1\n",
+        },
+    )
+    with (
+        pytest.raises(PermissionError, match=r"run as root.*refused below .*memory/job"),
+        limited_group(MIB, root=root),
+    ):
+        pass
+    assert sorted(path.name for path in (root / "sys/fs/cgroup/memory/job").iterdir()) == [
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+    ]
+
+
+def test_version_2_makes_its_group_where_children_get_the_controller(tmp_path: Path) -> None:
+    """The process's own group holds processes, so its children have no memory controller; its ancestors' have."""
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/slice/service\n",
+            "sys/fs/cgroup/slice/service/memory.current": "1\n",
+            "sys/fs/cgroup/slice/service/cgroup.subtree_control": "\n",
+            "sys/fs/cgroup/slice/memory.current": "1\n",
+            "sys/fs/cgroup/slice/cgroup.subtree_control": "cpu memory\n",
+            "sys/fs/cgroup/cgroup.subtree_control": "cpu memory pids\n",
+        },
+    )
+    mount = root / "sys/fs/cgroup"
+    assert list(_parents(memory_groups(root))) == [mount / "slice", mount]
+
+
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [
+        (1, {"memory.oom_control": "under_oom 0\noom_kill 2\n", "memory.max_usage_in_bytes": "4096\n"}),
+        (2, {"memory.events": "oom 5\noom_kill 2\noom_group_kill 0\n", "memory.peak": "4096\n"}),
+    ],
+)
+def test_both_versions_tell_kills_and_peak(tmp_path: Path, version: int, files: dict[str, str]) -> None:
+    group = LimitedGroup(version=version, path=make(tmp_path, files), limit_bytes=8192)
+    assert (group.oom_kills, group.peak_bytes) == (2, 4096)
+
+
+def test_an_old_kernel_does_not_tell_the_peak(tmp_path: Path) -> None:
+    assert LimitedGroup(version=2, path=tmp_path, limit_bytes=8192).peak_bytes is None
