@@ -16,10 +16,12 @@ from torch import nn
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._errors import SaveError
+from sluice._manifest import HashAlgorithm
 from sluice._progress import Progress, byte_progress
 from sluice._units import format_bytes, parse_bytes
 from sluice.writing._chunks import Staging
-from sluice.writing._items import finished_dtype, flat_tensors
+from sluice.writing._items import finished_dtype, flat_tensors, named_tensors
+from sluice.writing._manifest import ManifestWriter, manifest_writer
 from sluice.writing._replacement import Replacement, saving
 from sluice.writing._safetensors import lay_out_safetensors, stored_once, write_safetensors
 from sluice.writing._shards import write_model_directory
@@ -77,6 +79,8 @@ def save(
     format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
+    manifest: str | os.PathLike[str] | None = None,
+    manifest_hash: HashAlgorithm = "sha256",
     overwrite: bool = False,
     progress: Progress = False,
 ) -> SaveReport:
@@ -94,15 +98,19 @@ def save(
             ``.ckpt`` are torch; without a suffix, or with ``max_shard_size``, a Hugging Face directory.
         dtype: Cast real floating-point tensors to this; None keeps each one's own.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"``; only for ``"huggingface"``.
-        overwrite: Whether what exists may be replaced.
+        manifest: Where to write the hash, dtype and shape of each tensor, for ``verify``; they are hashed on their way
+            to the disk, and this file gets its name after the data.
+        manifest_hash: ``"sha256"``, or ``"xxh3_128"``, which is faster and only finds damage.
+        overwrite: Whether what exists may be replaced, the manifest too.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
 
     Raises:
         SaveError: It cannot be saved so, or the operating system failed; what existed is intact.
         ValueError: The format is unknown or does not go with the other arguments.
+        ImportError: The hash needs a library that is not installed.
 
     Example:
-        >>> report = sluice.save(model, "model.safetensors", dtype=torch.bfloat16)
+        >>> report = sluice.save(model, "model.safetensors", dtype=torch.bfloat16, manifest="model.manifest.json")
     """
     started = time.perf_counter()
     destination = Path(os.fsdecode(path))
@@ -113,9 +121,12 @@ def save(
         limit_bytes=None if max_shard_size is None else parse_bytes(max_shard_size),
         overwrite=overwrite,
         staging=Staging.make(options.SAVE_STAGING_BYTES),
+        manifest=manifest_writer(manifest, manifest_hash, destination, overwrite=overwrite),
     )
     state = obj.state_dict() if isinstance(obj, (nn.Module, torch.optim.Optimizer)) else obj
     files, tensors, nbytes, tied = _WRITERS[chosen](job, state, progress)
+    if job.manifest:
+        job.manifest.commit()
     return SaveReport(
         destination=str(path),
         format=chosen,
@@ -148,6 +159,7 @@ class _Job:
     limit_bytes: int | None
     overwrite: bool
     staging: Staging
+    manifest: ManifestWriter | None
 
 
 #: Files, tensors, bytes of data, and names that were not stored because another name has the tensor.
@@ -156,10 +168,11 @@ _Written = tuple[list[Path], int, int, dict[str, str]]
 
 def _save_torch(job: _Job, state: object, progress: Progress) -> _Written:
     made = lay_out_torch_zip(state, job.dtype)
+    names = named_tensors(state) if job.manifest else {}
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
         wrote = stack.enter_context(_counting(progress, job.destination, made.nbytes))
-        out.commit(nbytes=write_torch_zip(made, out, job.staging, wrote))
+        out.commit(nbytes=write_torch_zip(made, out, job.staging, wrote, job.manifest, names))
     return [job.destination], made.tensors, made.nbytes, {}
 
 
@@ -170,7 +183,7 @@ def _save_safetensors(job: _Job, state: object, progress: Progress) -> _Written:
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
         wrote = stack.enter_context(_counting(progress, job.destination, nbytes))
-        write_safetensors(layout, tensors, out, job.staging, wrote)
+        write_safetensors(layout, tensors, out, job.staging, wrote, job.manifest)
         out.commit(nbytes=layout.nbytes)
     return [job.destination], len(tensors), nbytes, aliases
 
@@ -188,6 +201,7 @@ def _save_directory(job: _Job, state: object, progress: Progress) -> _Written:
             overwrite=job.overwrite,
             staging=job.staging,
             wrote=wrote,
+            manifest=job.manifest,
         )
     return files, len(tensors), nbytes, aliases
 
@@ -208,7 +222,7 @@ def _save_parameters(job: _Job, state: object, progress: Progress) -> _Written:
 def _save_parameter(job: _Job, name: str, tensor: torch.Tensor, wrote: Callable[[int], None]) -> Path:
     made = lay_out_torch_zip(tensor, job.dtype)
     with Replacement(job.destination / f"{name}.pt", overwrite=job.overwrite) as out:
-        out.commit(nbytes=write_torch_zip(made, out, job.staging, wrote))
+        out.commit(nbytes=write_torch_zip(made, out, job.staging, wrote, job.manifest, {name: tensor}))
     return job.destination / f"{name}.pt"
 
 

@@ -22,6 +22,7 @@ from sluice._options import Limits
 from sluice._records import Entry, Opaque
 
 __all__ = [
+    "component",
     "every_entry",
     "flatten",
     "leaves",
@@ -208,7 +209,7 @@ def _candidates(tree: object) -> dict[str, object]:
             found.setdefault(path, value)
             continue
         prefix = f"{path}." if value is not tree else ""
-        states += [(prefix + _component(name), child) for name, child in reversed(list(_children(value)))]
+        states += [(prefix + component(name), child) for name, child in reversed(list(_children(value)))]
     return dict(sorted(found.items(), key=lambda item: -below[id(item[1])][1]))
 
 
@@ -232,7 +233,7 @@ def _leaves(tree: object) -> Iterator[tuple[str, object, list[object]]]:
         prefix, children = stack[-1]
         for key, child in children:
             keys[-1] = key
-            name = prefix + (key if type(key) is str else _component(key))
+            name = prefix + (key if type(key) is str else component(key))
             if isinstance(child, _CONTAINERS):
                 stack.append((f"{name}.", _children(child)))
                 keys.append(None)
@@ -273,7 +274,7 @@ def _metadata(container: object) -> object:
     return getattr(container, "_metadata", None) if isinstance(container, OrderedDict) else None
 
 
-def _component(key: object) -> str:
+def component(key: object) -> str:
     """Return a key as a part of a dotted name; keys of odd types can be long or deep."""
     return str(key) if isinstance(key, (str, int)) else short_repr(key)
 
@@ -325,7 +326,7 @@ def _named_tensor_bytes(value: object) -> int | None:
 
 
 def _nothing_at(tree: object, key: str) -> MismatchError:
-    top = [_component(name) for name, _ in islice(_children(tree), _SHOWN)] if isinstance(tree, _CONTAINERS) else []
+    top = [component(name) for name, _ in islice(_children(tree), _SHOWN)] if isinstance(tree, _CONTAINERS) else []
     parts = dict.fromkeys(
         name[:end]
         for name, _ in islice(walk(tree), _COMPARED)

@@ -98,6 +98,14 @@ def test_views_stay_views_and_ties_stay_ties_for_torch(tmp_path: Path) -> None:
     assert (tmp_path / "f.pt").stat().st_size < 3000
 
 
+def test_what_shares_memory_with_its_conjugate_is_stored_as_what_it_stands_for(tmp_path: Path) -> None:
+    base = torch.randn(4, dtype=torch.complex64)
+    state = {"plain": base, "conjugate": base.conj(), "negative": base.conj().imag}
+    sluice.save(state, tmp_path / "f.pt")
+    loaded = torch.load(tmp_path / "f.pt", weights_only=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -15,17 +15,15 @@ spelled one way.
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from math import isfinite
 
 from sluice._columns import collector_paused
 from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeError, UnsupportedError
 from sluice._options import Limits
+from sluice._strict_json import kind_of, parse_strict_json
 from sluice.sources._local import LocalFile
 
 __all__ = ["ShardIndex", "is_plain_path", "parse_shard_index", "read_shard_index"]
@@ -71,7 +69,7 @@ def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
     if "weight_map" not in content:
         raise UnsupportedError("this is JSON text, not the index of a sharded checkpoint: no weight_map", file=path)
     if not isinstance(weight_map, dict) or not weight_map:
-        raise FormatError("weight_map is no object that names tensors", file=path, found=_kind(weight_map))
+        raise FormatError("weight_map is no object that names tensors", file=path, found=kind_of(weight_map))
     _check_weight_map(weight_map, path, limits)
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -97,38 +95,18 @@ def _parse(data: bytes, path: str, limits: Limits) -> dict[str, object]:
         expected = f"at most {_MOST_CONTAINERS} brackets"
         raise LimitError("the index has more lists and objects than an index needs", file=path, expected=expected)
     try:
-        content = json.loads(
-            data.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_refuse_constant
-        )
+        content = parse_strict_json(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the index is not strict JSON: {error}", file=path) from error
     if not isinstance(content, dict):
-        raise FormatError("the index is no JSON object", file=path, found=_kind(content))
+        raise FormatError("the index is no JSON object", file=path, found=kind_of(content))
     return content
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError(f"the name {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is given twice")
-    return made
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not isfinite(number):
-        raise ValueError(f"{text} is no finite number")
-    return number
-
-
-def _refuse_constant(text: str) -> object:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _check_weight_map(weight_map: dict[str, object], path: str, limits: Limits) -> None:
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise FormatError("the weight map gives no file name", file=path, tensor=name, found=_kind(file))
+            raise FormatError("the weight map gives no file name", file=path, tensor=name, found=kind_of(file))
     if len(weight_map) > limits.entries:
         raise _over_limit("entries", path, limits, found=len(weight_map))
     files = {str(file) for file in weight_map.values()}
@@ -169,8 +147,3 @@ def is_plain_path(file: str) -> bool:
 def _over_limit(limit: str, path: str, limits: Limits, *, found: int) -> CheckpointError:
     expected = f"at most {getattr(limits, limit)}"
     return LimitError(f"the index passes the limit {limit!r}", file=path, expected=expected, found=found)
-
-
-def _kind(value: object) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")

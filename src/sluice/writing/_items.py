@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import SaveError
+from sluice._options import Limits
+from sluice._tree import component
 
-__all__ = ["Span", "collect_spans", "finished_dtype", "flat_tensors", "refuse_unsupported"]
+__all__ = [
+    "Span",
+    "collect_spans",
+    "finished_dtype",
+    "flat_tensors",
+    "named_tensors",
+    "refuse_unsupported",
+    "storage_key",
+]
 
 
 @dataclass(slots=True)
@@ -50,19 +60,27 @@ def finished_dtype(tensor: torch.Tensor, dtype: str | None) -> str:
     return dtype if dtype is not None and is_castable(own) else own
 
 
-def collect_spans(tensors: Mapping[str, torch.Tensor]) -> dict[int, Span]:
-    """Return what the tensors need of each storage, by the storage's identity.
+def storage_key(tensor: torch.Tensor) -> Hashable:
+    """Return what tells apart what is stored: tensors of one storage, and their conjugates and negatives.
+
+    These are stored as what they stand for, so that they cannot share bytes with what they were made of.
+    """
+    # torch.save tells storages apart by this number, too.
+    return (tensor.untyped_storage()._cdata, tensor.is_conj(), tensor.is_neg())  # noqa: SLF001
+
+
+def collect_spans(tensors: Mapping[str, torch.Tensor]) -> dict[Hashable, Span]:
+    """Return what the tensors need of each storage, by ``storage_key``.
 
     Raises:
         SaveError: Tensors of different dtypes view one storage.
     """
-    spans: dict[int, Span] = {}
+    spans: dict[Hashable, Span] = {}
     for name, tensor in tensors.items():
         start = int(tensor.storage_offset())
         steps = (max(size - 1, 0) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         end = start + 1 + sum(steps) if tensor.numel() else start
-        key = tensor.untyped_storage()._cdata  # noqa: SLF001  (torch.save tells storages apart by it, too)
-        span = spans.setdefault(key, Span(tensor, start, end))
+        span = spans.setdefault(storage_key(tensor), Span(tensor, start, end))
         if span.tensor.dtype != tensor.dtype:
             raise SaveError(
                 "tensors of different dtypes share one storage",
@@ -91,3 +109,28 @@ def flat_tensors(state: Mapping[str, object]) -> Iterator[tuple[str, torch.Tenso
             )
         refuse_unsupported(value, name)
         yield name, value
+
+
+def named_tensors(state: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of a nested object by the dotted names that ``sluice.open`` will show.
+
+    Raises:
+        SaveError: Two have the same name, or they are nested deeper than ``sluice.open`` reads.
+    """
+    found: dict[str, torch.Tensor] = {}
+    waiting = [("", state, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            if name in found:
+                raise SaveError(
+                    "two tensors have the same dotted name, which a manifest cannot tell apart", tensor=name
+                )
+            found[name] = value
+        elif isinstance(value, (dict, list, tuple)):
+            if depth == Limits().depth:
+                raise SaveError("this is nested deeper than sluice reads", tensor=name, expected=Limits().depth)
+            prefix = f"{name}." if depth else ""
+            children = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(prefix + component(key), child, depth + 1) for key, child in reversed(list(children))]
+    return found

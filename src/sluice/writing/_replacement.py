@@ -125,6 +125,14 @@ class Replacement:
                     raise OSError(errno.EIO, "nothing was written")
                 offset, view = offset + written, view[written:]
 
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes that were written before."""
+        with saving(self.path):
+            data = os.pread(self._descriptor, nbytes, offset)
+            if not data:
+                raise OSError(errno.EIO, "bytes that were written are not there")
+            return data
+
     @contextmanager
     def stream(self) -> Iterator[IO[bytes]]:
         """Lend the file as a stream, for libraries that write to one; nothing is buffered when the block ends."""

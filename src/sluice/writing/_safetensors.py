@@ -18,6 +18,7 @@ from sluice._errors import SaveError
 from sluice.formats._safetensors_header import DTYPES
 from sluice.writing._chunks import Staging, chunks
 from sluice.writing._items import finished_dtype
+from sluice.writing._manifest import ManifestWriter
 from sluice.writing._replacement import Replacement
 
 __all__ = ["SafetensorsLayout", "lay_out_safetensors", "stored_once", "write_safetensors"]
@@ -112,6 +113,7 @@ def write_safetensors(
     file: Replacement,
     staging: Staging,
     wrote: Callable[[int], None],
+    manifest: ManifestWriter | None = None,
 ) -> None:
     """Write what was decided; the caller commits.
 
@@ -121,12 +123,18 @@ def write_safetensors(
         file: Where to.
         staging: For what is cast, strided or on an accelerator.
         wrote: Called with the bytes of each piece.
+        manifest: Gets a hash of each tensor.
     """
     file.reserve(layout.nbytes)
     file.write_at(0, layout.header)
     for name, dtype, start in layout.tensors:
         at = start
-        for piece in chunks(tensors[name], dtype, staging):
+        pieces = chunks(tensors[name], dtype, staging)
+        if manifest:
+            shape = tensors[name].shape
+            manifest.expect(name, dtype=dtype, shape=shape, nbytes=shape.numel() * ITEM_BYTES[dtype])
+            pieces = manifest.through(name, pieces)
+        for piece in pieces:
             file.write_at(at, piece)
             at += len(piece)
             wrote(len(piece))

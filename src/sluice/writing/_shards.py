@@ -23,6 +23,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice.writing._chunks import Staging
 from sluice.writing._items import finished_dtype
+from sluice.writing._manifest import ManifestWriter
 from sluice.writing._replacement import Replacement, is_leftover, locked_directory, saving, sync_directory
 from sluice.writing._safetensors import lay_out_safetensors, write_safetensors
 
@@ -64,6 +65,7 @@ def write_model_directory(
     overwrite: bool,
     staging: Staging,
     wrote: Callable[[int], None],
+    manifest: ManifestWriter | None = None,
 ) -> list[Path]:
     """Write the tensors and return the files of the model.
 
@@ -76,6 +78,7 @@ def write_model_directory(
         overwrite: Whether a model that is there may be replaced.
         staging: For what is cast, strided or on an accelerator.
         wrote: Called with the bytes of each piece.
+        manifest: Gets a hash of each tensor.
 
     Raises:
         SaveError: Nothing was changed that the old model needs.
@@ -88,7 +91,7 @@ def write_model_directory(
             problem = "the directory holds a model already; say overwrite=True to replace it"
             raise SaveError(problem, file=str(directory), found=old[0])
         _remove(directory, _leftovers(directory, old))
-        names = _write(directory, tensors, dtype, metadata, limit_bytes, old, staging, wrote)
+        names = _write(directory, tensors, dtype, metadata, limit_bytes, old, staging, wrote, manifest)
         _remove(directory, [name for name in old if name not in names])
     return [directory / name for name in names]
 
@@ -102,6 +105,7 @@ def _write(
     old: Iterable[str],
     staging: Staging,
     wrote: Callable[[int], None],
+    manifest: ManifestWriter | None = None,
 ) -> list[str]:
     """Write the files of the new model and return their names, the one that makes it the model last."""
     sizes = {name: tensor.numel() * ITEM_BYTES[finished_dtype(tensor, dtype)] for name, tensor in tensors.items()}
@@ -110,7 +114,7 @@ def _write(
     layouts = [lay_out_safetensors({name: tensors[name] for name in shard}, dtype, metadata) for shard in shards]
     for file, shard, layout in zip(names, shards, layouts, strict=True):
         with Replacement(directory / file, overwrite=True) as out:
-            write_safetensors(layout, {name: tensors[name] for name in shard}, out, staging, wrote)
+            write_safetensors(layout, {name: tensors[name] for name in shard}, out, staging, wrote, manifest)
             out.commit(nbytes=layout.nbytes)
     if len(shards) > 1:
         _write_index(directory / _INDEX, dict(zip(names, shards, strict=True)), sum(sizes.values()))

@@ -13,7 +13,7 @@ import io
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import IO, Any
 
 import torch
@@ -22,7 +22,8 @@ from torch._utils import _rebuild_parameter, _rebuild_tensor_v2, _rebuild_tensor
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._errors import SaveError
 from sluice.writing._chunks import Staging, chunks
-from sluice.writing._items import Span, collect_spans, finished_dtype, refuse_unsupported
+from sluice.writing._items import Span, collect_spans, finished_dtype, refuse_unsupported, storage_key
+from sluice.writing._manifest import ManifestWriter
 from sluice.writing._replacement import Replacement, saving
 
 __all__ = ["TorchZip", "lay_out_torch_zip", "write_torch_zip"]
@@ -127,7 +128,7 @@ class _Pickler(pickle.Pickler):
     """
 
     def __init__(
-        self, out: io.BytesIO, spans: dict[int, Span], dtype: str | None, tensors: dict[str, torch.Tensor]
+        self, out: io.BytesIO, spans: dict[Hashable, Span], dtype: str | None, tensors: dict[str, torch.Tensor]
     ) -> None:
         super().__init__(out, _PROTOCOL)
         self._spans = spans
@@ -150,7 +151,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, _StorageReference):
             return None
         tensor = value.tensor
-        key = tensor.untyped_storage()._cdata  # noqa: SLF001  (as in collect_spans)
+        key = storage_key(tensor)
         span = self._spans.get(key)
         number = self._numbers.get(key, 0)
         count = span.end - span.start if span else 0
@@ -165,7 +166,7 @@ class _Pickler(pickle.Pickler):
             return _rebuild_parameter, (tensor.detach(), tensor.requires_grad, collections.OrderedDict())
         refuse_unsupported(tensor, "")
         self._tensors[str(len(self._tensors))] = tensor
-        span = self._spans.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+        span = self._spans.get(storage_key(tensor))
         start = int(tensor.storage_offset()) - (span.start if span else 0)
         geometry = (_StorageReference(tensor), start, tuple(tensor.shape), tensor.stride())
         hooks: collections.OrderedDict[str, object] = collections.OrderedDict()
@@ -175,7 +176,14 @@ class _Pickler(pickle.Pickler):
         return _rebuild_tensor_v3, (*geometry, tensor.requires_grad, hooks, torch_dtype(dtype))
 
 
-def write_torch_zip(made: TorchZip, file: Replacement, staging: Staging, wrote: Callable[[int], None]) -> int:
+def write_torch_zip(
+    made: TorchZip,
+    file: Replacement,
+    staging: Staging,
+    wrote: Callable[[int], None],
+    manifest: ManifestWriter | None = None,
+    names: Mapping[str, torch.Tensor] | None = None,
+) -> int:
     """Write what was decided; the caller commits.
 
     Args:
@@ -183,10 +191,14 @@ def write_torch_zip(made: TorchZip, file: Replacement, staging: Staging, wrote: 
         file: Where to.
         staging: For what is cast or on an accelerator.
         wrote: Called with the bytes of each piece.
+        manifest: Gets a hash of each of ``names``.
+        names: The tensors by the names that they have in the finished checkpoint.
 
     Returns:
         Bytes of the file.
     """
+    if manifest:
+        _expect_tensors(made, names or {}, manifest, staging)
     file.reserve(made.nbytes)
     with saving(file.path), file.stream() as stream:
         with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -196,11 +208,28 @@ def write_torch_zip(made: TorchZip, file: Replacement, staging: Staging, wrote: 
             for number, (span, dtype) in enumerate(made.storages):
                 nbytes = (span.end - span.start) * ITEM_BYTES[dtype]
                 with archive.open(_record(stream, f"data/{number}", nbytes), "w", force_zip64=_is_large(nbytes)) as out:
-                    for piece in chunks(span.flat(), dtype, staging):
+                    pieces = chunks(span.flat(), dtype, staging)
+                    for piece in manifest.through(storage_key(span.tensor), pieces) if manifest else pieces:
                         out.write(piece)
                         wrote(len(piece))
             _write_record(archive, stream, "version", b"3\n")
         return stream.tell()
+
+
+def _expect_tensors(
+    made: TorchZip, tensors: Mapping[str, torch.Tensor], manifest: ManifestWriter, staging: Staging
+) -> None:
+    """Announce what will be written; what does not lie in row-major order in its storage is hashed now."""
+    spans = {storage_key(span.tensor): (span, dtype) for span, dtype in made.storages}
+    for name, tensor in tensors.items():
+        span, dtype = spans[storage_key(tensor)]
+        if tensor.is_contiguous():
+            start = (int(tensor.storage_offset()) - span.start) * ITEM_BYTES[dtype]
+            nbytes = tensor.numel() * ITEM_BYTES[dtype]
+            stored = storage_key(tensor)
+            manifest.expect(name, dtype=dtype, shape=tensor.shape, nbytes=nbytes, stored=stored, start=start)
+        else:
+            manifest.add(name, dtype=dtype, shape=tensor.shape, pieces=chunks(tensor, dtype, staging))
 
 
 def _write_record(archive: zipfile.ZipFile, stream: IO[bytes], name: str, content: bytes) -> None:

@@ -1,0 +1,258 @@
+"""The manifests that saves write: what is hashed, under which names, and when the file appears."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import sluice
+from oracles import bits
+from sluice import _options as options
+from sluice._manifest import HashAlgorithm, Manifest, TensorHash, parse_manifest, read_manifest
+from sluice.writing._manifest import ManifestWriter
+from sluice.writing._replacement import Replacement
+
+HASHES: dict[HashAlgorithm, Callable[[bytes], Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
+
+
+def expected(state: dict[str, torch.Tensor], algorithm: HashAlgorithm = "sha256") -> Manifest:
+    return Manifest(
+        algorithm=algorithm,
+        tensors={
+            name: TensorHash(
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=tuple(tensor.shape),
+                hash=HASHES[algorithm](bits(tensor.resolve_conj().resolve_neg())).hexdigest(),
+            )
+            for name, tensor in state.items()
+        },
+    )
+
+
+def states() -> dict[str, torch.Tensor]:
+    base = torch.randn(6, 8)
+    return {
+        "whole": base,
+        "row": base[2],
+        "rows": base[1:4],
+        "transposed": base.t(),
+        "strided": base[::2, 1:7:3],
+        "none": base[:0],
+        "alone": torch.randn(3, 5, dtype=torch.float64),
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "ints": torch.arange(7),
+        "e4m3": torch.arange(5).to(torch.float8_e4m3fn),
+    }
+
+
+@pytest.mark.parametrize("staging", [8, 40, 1 << 20])
+@pytest.mark.parametrize("to", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["f.pth", "f.safetensors", "directory", "sharded", "parameters"])
+def test_a_manifest_says_what_the_file_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: torch.dtype | None, staging: int
+) -> None:
+    monkeypatch.setattr(options, "SAVE_STAGING_BYTES", staging)
+    state = states()
+    special: dict[str, dict[str, Any]] = {
+        "parameters": {"format": "per-parameter"},
+        "sharded": {"max_shard_size": 200},
+    }
+    more = special.get(name, {})
+    sluice.save(state, tmp_path / name, dtype=to, manifest=tmp_path / "m.json", **more)
+    finished = {key: tensor.to(to) if to and tensor.is_floating_point() else tensor for key, tensor in state.items()}
+    manifest = read_manifest(str(tmp_path / "m.json"), sluice.Limits())
+    assert manifest == expected(finished)
+    with sluice.open(tmp_path / name) as checkpoint:
+        assert set(checkpoint) == set(manifest.tensors)
+        again = {key: tensor.read() for key, tensor in checkpoint.items()}
+    assert expected(again) == manifest
+
+
+@pytest.mark.parametrize("algorithm", HASHES)
+def test_ties_and_nested_states_have_the_names_that_open_shows(tmp_path: Path, algorithm: HashAlgorithm) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "tied": [model.weight, (model.weight,)],
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+    }
+    sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json", manifest_hash=algorithm)
+    with sluice.open(tmp_path / "f.pt") as checkpoint:
+        read = {name: tensor.read() for name, tensor in checkpoint.items()}
+    assert {"model.weight", "tied.0", "tied.1.0", "optimizer.state.0.exp_avg"} <= set(read)
+    assert read_manifest(str(tmp_path / "m.json"), sluice.Limits()) == expected(read, algorithm)
+
+
+def test_conjugates_and_negatives_are_hashed_as_what_they_stand_for(tmp_path: Path) -> None:
+    base = torch.randn(5, dtype=torch.complex64)
+    state = {"a": base, "b": base.conj(), "c": base.conj().imag, "d": base.conj()[1:3]}
+    sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    assert read_manifest(str(tmp_path / "m.json"), sluice.Limits()) == expected(state)
+
+
+def test_a_manifest_can_lie_in_the_model_directory(tmp_path: Path) -> None:
+    for _ in range(2):
+        path = tmp_path / "m" / "model.manifest.json"
+        sluice.save(states(), tmp_path / "m", manifest=path, max_shard_size=200, overwrite=True)
+        assert set(read_manifest(str(path), sluice.Limits()).tensors) == set(sluice.load_state_dict(tmp_path / "m"))
+    assert not [path for path in (tmp_path / "m").iterdir() if "partial" in path.name]
+
+
+def test_a_manifest_that_exists_is_asked_about_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("mine", encoding="utf-8")
+    with pytest.raises(sluice.SaveError, match=r"m\.json.* exists already"):
+        sluice.save(states(), tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
+    assert (tmp_path / "m.json").read_text(encoding="utf-8") == "mine"
+
+
+def test_it_appears_after_the_data_and_not_without_it(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def look(event: sluice.ProgressEvent) -> None:
+        seen.append((tmp_path / "m.json").exists())
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        sluice.save(states(), tmp_path / "f.pt", manifest=tmp_path / "m.json", progress=look)
+    assert seen == [False]
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_that_a_manifest_cannot_tell_apart_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    state = {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
+    with pytest.raises(sluice.SaveError, match="a manifest cannot tell apart") as refused:
+        sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    assert refused.value.tensor == "a.b"
+    circle: dict[str, object] = {}
+    circle["again"] = circle
+    with pytest.raises(sluice.SaveError, match="nested deeper than sluice reads; expected 64"):
+        sluice.save(circle, tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_goes_wrong_with_the_manifest_alone_says_that_the_data_is_there(tmp_path: Path) -> None:
+    with pytest.raises(sluice.SaveError, match=r"manifest is not written, the checkpoint is intact: .*No such file"):
+        sluice.save(states(), tmp_path / "f.pt", manifest=tmp_path / "nowhere" / "m.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["f.pt"]
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    cuts=st.lists(st.integers(0, 60), max_size=8),
+    order=st.randoms(use_true_random=False),
+    ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted), min_size=1, max_size=5),
+)
+def test_pieces_may_come_in_any_order(
+    tmp_path: Path, cuts: list[int], order: random.Random, ranges: list[list[int]]
+) -> None:
+    content = bytes(range(60))
+    manifest = ManifestWriter(tmp_path / "m.json", "sha256", overwrite=True)
+    for number, (start, end) in enumerate(ranges):
+        manifest.expect(str(number), dtype="uint8", shape=[end - start], nbytes=end - start, stored=7, start=start)
+    edges = sorted({0, 60, *cuts})
+    pieces = list(itertools.pairwise(edges))
+    order.shuffle(pieces)
+    written = bytearray(60)
+    for first, last in pieces:
+        written[first:last] = content[first:last]
+        manifest.piece(7, first, memoryview(content)[first:last], lambda at, nbytes: bytes(written[at : at + nbytes]))
+    manifest.done(7)
+    manifest.commit()
+    made = read_manifest(str(tmp_path / "m.json"), sluice.Limits())
+    for number, (start, end) in enumerate(ranges):
+        assert made.tensors[str(number)].hash == hashlib.sha256(content[start:end]).hexdigest()
+
+
+def test_a_tensor_whose_bytes_never_passed_is_no_part_of_a_manifest(tmp_path: Path) -> None:
+    manifest = ManifestWriter(tmp_path / "m.json", "sha256", overwrite=True)
+    manifest.expect("w", dtype="uint8", shape=[3], nbytes=3)
+    list(manifest.through("w", [memoryview(b"ab")]))
+    with pytest.raises(sluice.SaveError, match="no hash of this tensor"):
+        manifest.commit()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_written_can_be_looked_up(tmp_path: Path) -> None:
+    with Replacement(tmp_path / "f", overwrite=False) as file:
+        file.write_at(0, b"abcdef")
+        assert file.read_at(2, 3) == b"cde"
+        with pytest.raises(sluice.SaveError, match="not there"):
+            file.read_at(6, 1)
+
+
+def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a name of its own"):
+        sluice.save({}, tmp_path / "f.pt", manifest=tmp_path / "x" / ".." / "f.pt")
+    with pytest.raises(ValueError, match="unknown hash 'md5': one of sha256, xxh3_128"):
+        sluice.save({}, tmp_path / "f.pt", manifest=tmp_path / "m", manifest_hash="md5")  # type: ignore[arg-type]
+
+
+def test_a_missing_library_is_named_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "xxhash", None)
+    with pytest.raises(ImportError, match=r"pip install 'sluice\[hash\]'"):
+        sluice.save(states(), tmp_path / "f.pt", manifest=tmp_path / "m.json", manifest_hash="xxh3_128")
+    assert not list(tmp_path.iterdir())
+
+
+GOOD = {"format": "sluice-manifest", "version": 1, "algorithm": "sha256", "tensors": {}}
+TENSOR = {"dtype": "float32", "shape": [2], "hash": "00"}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "not strict JSON"),
+        (b"[" * 100_000, "not strict JSON"),
+        (b'{"a": 1, "a": 2}', "given twice"),
+        (b"[]", "no manifest"),
+        (b'{"weight_map": {}}', "no manifest"),
+        (GOOD | {"version": 2}, "another version; expected 1; found 2"),
+        (GOOD | {"version": True}, "another version"),
+        (GOOD | {"algorithm": "md5"}, "unknown hash; expected one of sha256, xxh3_128; found md5"),
+        (GOOD | {"algorithm": ["sha256"]}, "unknown hash"),
+        (GOOD | {"tensors": [1]}, "no object of tensors; found a list"),
+        (GOOD | {"tensors": {"a": 1}}, "'a'.*no object of this tensor; found a number"),
+        (GOOD | {"tensors": {"a": TENSOR | {"shape": [-1]}}}, "'a'.*lacks a field"),
+        (GOOD | {"tensors": {"a": TENSOR | {"shape": [True]}}}, "'a'.*lacks a field"),
+        (GOOD | {"tensors": {"a": TENSOR | {"shape": 3}}}, "'a'.*lacks a field"),
+        (GOOD | {"tensors": {"a": TENSOR | {"layout": 3}}}, "'a'.*lacks a field"),
+        (GOOD | {"tensors": {"a": {"dtype": "float32", "shape": []}}}, "'a'.*lacks a field"),
+        (GOOD | {"tensors": {"a": TENSOR, "b": TENSOR, "c": TENSOR}}, "too many tensors; expected at most 2"),
+    ],
+    ids=range(17),
+)
+def test_what_is_no_manifest_is_refused(content: bytes | dict[str, object], problem: str) -> None:
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    with pytest.raises(sluice.CheckpointError, match=problem):
+        parse_manifest(data, "m.json", sluice.Limits(entries=2))
+
+
+def test_a_manifest_is_bounded_before_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(GOOD), encoding="utf-8")
+    with pytest.raises(sluice.LimitError, match=r"too large; expected at most 9 bytes \(header_bytes\)"):
+        read_manifest(str(tmp_path / "m.json"), sluice.Limits(header_bytes=9))
+
+
+def test_a_layout_is_kept() -> None:
+    one = TensorHash(dtype="float32", shape=(2, 3), layout="sparse_coo", hash="ab")
+    manifest = Manifest(algorithm="sha256", tensors={'a"\n\u00e4': one})
+    assert parse_manifest(manifest.encode(), "m.json", sluice.Limits()) == manifest
