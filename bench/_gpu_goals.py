@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench._records import State
-from bench._summary import Row
 from sluice._units import format_bytes
+from sluice.benchmark._records import State
+from sluice.benchmark._summary import Row
 
 __all__ = ["Figures", "Goal", "judge"]
 

@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from bench._gpu_goals import Goal
-from bench._records import Run
 from bench.puzzle import Puzzle
 from bench.timeline import Trace
 from sluice._units import format_bytes
+from sluice.benchmark._records import Run
 
 __all__ = ["Section", "append", "device_section", "goals_section", "limits_section", "print_sections", "puzzle_section"]
 

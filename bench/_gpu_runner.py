@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from bench._cache import make_cold, make_warm
-from bench._methods import METHODS
-from bench._process import run_job
-from bench._records import Job, Outcome, Precision, Run, Scenario, State
-from bench._runner import REFERENCE
+from sluice.benchmark._cache import make_cold, make_warm
+from sluice.benchmark._methods import METHODS
+from sluice.benchmark._process import run_job
+from sluice.benchmark._records import Job, Outcome, Precision, Run, Scenario, State
+from sluice.benchmark._runner import REFERENCE
 
 __all__ = ["run_within"]
 

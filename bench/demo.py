@@ -11,17 +11,17 @@ import click
 import torch
 from rich.panel import Panel
 
-from bench import _machine
-from bench._cache import make_cold
-from bench._folder import temporary_folder
-from bench._process import run_job
-from bench._records import Job, Precision, Run, Scenario
-from bench._runner import REFERENCE, run_with_progress
-from bench._summary import summarise
-from bench._table import console_for_tables, print_tables, write_results
-from bench.tutorial.model import SIZES, final_bytes, make_checkpoint
-from bench.tutorial.strategies import STRATEGIES
 from sluice._units import format_bytes
+from sluice.benchmark import _machine
+from sluice.benchmark._cache import make_cold
+from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark._process import run_job
+from sluice.benchmark._records import Job, Precision, Run, Scenario
+from sluice.benchmark._runner import REFERENCE, run_with_progress
+from sluice.benchmark._strategies import STRATEGIES
+from sluice.benchmark._summary import summarise
+from sluice.benchmark._table import console_for_tables, print_tables, write_results
+from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
 
 __all__ = ["choose_size", "main"]
 

@@ -17,10 +17,7 @@ import click
 import torch
 from rich.console import Console
 
-from bench import _machine
 from bench import puzzle as puzzles
-from bench._cache import make_cold
-from bench._folder import temporary_folder
 from bench._gpu_child import run_task
 from bench._gpu_goals import Figures, judge
 from bench._gpu_report import (
@@ -33,15 +30,18 @@ from bench._gpu_report import (
     puzzle_section,
 )
 from bench._gpu_runner import run_within
-from bench._records import Outcome, Precision, Run, Scenario, State
-from bench._runner import REFERENCE
-from bench._summary import raw_seconds, summarise
-from bench._table import console_for_tables, print_tables, write_results
 from bench.puzzle import Puzzle
 from bench.timeline import Trace, Watcher, draw
-from bench.tutorial.model import SIZES, final_bytes, make_checkpoint
-from bench.tutorial.strategies import STRATEGIES
 from sluice._units import format_bytes
+from sluice.benchmark import _machine
+from sluice.benchmark._cache import make_cold
+from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark._records import Outcome, Precision, Run, Scenario, State
+from sluice.benchmark._runner import REFERENCE
+from sluice.benchmark._strategies import STRATEGIES
+from sluice.benchmark._summary import raw_seconds, summarise
+from sluice.benchmark._table import console_for_tables, print_tables, write_results
+from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
 
 __all__ = ["main", "scenarios_for"]
 

@@ -11,14 +11,14 @@ import click
 import torch
 from rich.console import Console
 
-from bench import _machine
-from bench._folder import temporary_folder
-from bench._records import Precision, Scenario, State
-from bench._runner import run_with_progress
-from bench._summary import summarise
-from bench._table import console_for_tables, print_tables, write_results
-from bench.peers import PEERS
-from bench.tutorial.model import ONE_TENSOR, SIZES, CheckpointFormat, final_bytes, make_checkpoint
+from sluice.benchmark import _machine
+from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark._peers import PEERS
+from sluice.benchmark._records import Precision, Scenario, State
+from sluice.benchmark._runner import run_with_progress
+from sluice.benchmark._summary import summarise
+from sluice.benchmark._table import console_for_tables, print_tables, write_results
+from sluice.benchmark.gpt2 import ONE_TENSOR, SIZES, CheckpointFormat, final_bytes, make_checkpoint
 
 __all__ = ["CASES", "main"]
 

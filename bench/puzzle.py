@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bench.tutorial.model import random_weight
+from sluice.benchmark.gpt2 import random_weight
 
 __all__ = ["FULL", "Puzzle", "choose", "load", "make_file"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sluice
-from bench.tutorial.model import GPTConfig, GPTModel
+from sluice.benchmark.gpt2 import GPTConfig, GPTModel
 
 _DOCS = Path(__file__).parent.parent / "docs" / "rules.md"
 

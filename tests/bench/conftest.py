@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.tutorial.model import make_checkpoint
+from sluice.benchmark.gpt2 import make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench._cache import cached_share, make_cold, make_warm
+from sluice.benchmark._cache import cached_share, make_cold, make_warm
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_the_share_counts_pages(folder: Path) -> None:
 
 
 def test_a_file_that_stays_is_not_called_cold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench._cache._PAUSE_SECONDS", 0)
+    monkeypatch.setattr("sluice.benchmark._cache._PAUSE_SECONDS", 0)
     monkeypatch.setattr("os.posix_fadvise", lambda *_: None)
     make_warm(folder)
     assert not make_cold(folder)
@@ -40,7 +40,7 @@ def test_a_file_that_stays_is_not_called_cold(folder: Path, monkeypatch: pytest.
 
 def test_what_is_warm_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_warm(folder)
-    monkeypatch.setattr("bench._cache._READINGS", 1)
-    monkeypatch.setattr("bench._cache._READ_BYTES", 0)  # a read would bring in nothing
+    monkeypatch.setattr("sluice.benchmark._cache._READINGS", 1)
+    monkeypatch.setattr("sluice.benchmark._cache._READ_BYTES", 0)  # a read would bring in nothing
     assert make_warm(folder)
     assert not make_cold(folder) or not make_warm(folder)

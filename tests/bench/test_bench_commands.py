@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 
 from bench import demo, load
-from bench._folder import temporary_folder
-from bench._records import Outcome, Run, Scenario, Verdict
 from bench.demo import choose_size
+from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark._records import Outcome, Run, Scenario, Verdict
 
 _FINALS = {"small": 1 << 30, "medium": 2 << 30, "large": 4 << 30}
 _TRUTH = Verdict(weights="abc", logits=(1.0,))
@@ -126,7 +126,7 @@ def test_the_demo_keeps_its_checkpoints_when_asked(monkeypatch: pytest.MonkeyPat
 
 def test_the_demo_chooses_a_size_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[str] = []
-    monkeypatch.setattr("bench._machine.free_memory_bytes", lambda: 0)
+    monkeypatch.setattr("sluice.benchmark._machine.free_memory_bytes", lambda: 0)
     monkeypatch.setattr(demo, "_PROBE_BYTES", 1 << 20)
     monkeypatch.setattr(demo, "make_checkpoint", lambda _path, size, _dtype, kind: made.append(f"{size} {kind}"))
     result = _demo(monkeypatch, FakeRunner(), tmp_path)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from bench import _child, _gpu_runner, _machine, gpu, puzzle
-from bench._methods import METHODS
-from bench._records import Job, Outcome, Scenario, State, Verdict
+from bench import _gpu_runner, gpu, puzzle
+from sluice.benchmark import _child, _machine
+from sluice.benchmark._methods import METHODS
+from sluice.benchmark._records import Job, Outcome, Scenario, State, Verdict
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -9,8 +9,8 @@ import pytest
 
 from bench._gpu_goals import Figures, Goal, judge
 from bench._gpu_report import limits_section
-from bench._records import Outcome, Run, State
-from bench._summary import Row
+from sluice.benchmark._records import Outcome, Run, State
+from sluice.benchmark._summary import Row
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from bench import _raw
-from bench._child import touch, verdict
-from bench._methods import METHODS
-from bench._records import Job, Precision, Verdict
-from bench.peers import GPU_PEERS, PEERS
-from bench.tutorial.strategies import STRATEGIES
+from sluice.benchmark import _raw
+from sluice.benchmark._child import touch, verdict
+from sluice.benchmark._methods import METHODS
+from sluice.benchmark._peers import GPU_PEERS, PEERS
+from sluice.benchmark._records import Job, Precision, Verdict
+from sluice.benchmark._strategies import STRATEGIES
 
 _LOADERS = [
     (method.name, suffix)

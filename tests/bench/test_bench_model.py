@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bench.tutorial.model import (
+from sluice.benchmark.gpt2 import (
     SIZES,
     CheckpointFormat,
     GPTConfig,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import _process
-from bench._process import run_job
-from bench._records import Job, Outcome
-from bench.tutorial.model import final_bytes
+from sluice.benchmark import _process
+from sluice.benchmark._process import run_job
+from sluice.benchmark._records import Job, Outcome
+from sluice.benchmark.gpt2 import final_bytes
 
 
 def _job(method: str, checkpoint: Path, *, verify: bool = False) -> Job:

@@ -12,7 +12,7 @@ import torch
 from bench import puzzle
 from bench._gpu_child import run_task
 from bench.puzzle import FULL, Puzzle, choose, make_file
-from bench.tutorial.model import random_weight
+from sluice.benchmark.gpt2 import random_weight
 
 GIB = 1 << 30
 SMALL = Puzzle(layers=3, width=64)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bench import _runner
-from bench._records import Job, Outcome, Run, Scenario, State, Status, Verdict
-from bench._runner import run_with_progress
-from bench._summary import summarise
-from bench._table import print_tables, write_results
+from sluice.benchmark import _runner
+from sluice.benchmark._records import Job, Outcome, Run, Scenario, State, Status, Verdict
+from sluice.benchmark._runner import run_with_progress
+from sluice.benchmark._summary import summarise
+from sluice.benchmark._table import print_tables, write_results
 
 _TRUTH = Verdict(weights="abc", logits=(1.0, -2.0))
 

@@ -195,7 +195,7 @@ class GPTModel(nn.Module):
 
 
 def gpt2(size: str = "small") -> GPTModel:
-    """Return an untrained GPT-2 of this size: ``sluice load FILE --model bench.tutorial.model:gpt2``."""
+    """Return an untrained GPT-2 of this size: ``sluice load FILE --model sluice.benchmark.gpt2:gpt2``."""
     return GPTModel(config(size))
 
 

@@ -31,7 +31,7 @@ class Job:
 
     #: Name of the method in the registry.
     method: str
-    #: Name of the model, for ``bench.tutorial.model.build``.
+    #: Name of the model, for ``sluice.benchmark.gpt2.build``.
     model: str
     #: The checkpoint: a file, or for ``per-parameter`` a directory.
     checkpoint: str
@@ -111,7 +111,7 @@ class Scenario:
 
     #: Heading of its table.
     title: str
-    #: Name of the model, for ``bench.tutorial.model.build``.
+    #: Name of the model, for ``sluice.benchmark.gpt2.build``.
     model: str
     #: Dtype of the finished model.
     dtype: Precision

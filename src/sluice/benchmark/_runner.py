@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from bench._cache import make_cold, make_warm
-from bench._process import run_job
-from bench._records import Job, Outcome, Run, Scenario, State
+from sluice.benchmark._cache import make_cold, make_warm
+from sluice.benchmark._process import run_job
+from sluice.benchmark._records import Job, Outcome, Run, Scenario, State
 
 __all__ = ["REFERENCE", "run_scenarios", "run_with_progress"]
 

@@ -13,14 +13,11 @@ import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import IO, Any, cast
 
-from bench._records import Job, Outcome, Verdict
+from sluice.benchmark._records import Job, Outcome, Verdict
 
 __all__ = ["run_job"]
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 #: Between two looks at the memory of a process.
 _SAMPLE_SECONDS = 0.002
@@ -79,10 +76,10 @@ class _Sampler:
 
 def run_job(job: Job, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Outcome:
     """Run a job in a fresh process and return what became of it; never raises for what the job does."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, sys.path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench._child", json.dumps(dataclasses.asdict(job))],
+            [sys.executable, "-m", "sluice.benchmark._child", json.dumps(dataclasses.asdict(job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=complaints,

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from bench._records import Job, Loaded, Method
-from bench.tutorial.model import build
+from sluice.benchmark._records import Job, Loaded, Method
+from sluice.benchmark.gpt2 import build
 
 __all__ = ["STRATEGIES"]
 

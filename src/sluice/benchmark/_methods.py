@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bench._records import Method
-from bench.peers import GPU_PEERS, PEERS, REFERENCE
-from bench.tutorial.strategies import STRATEGIES
+from sluice.benchmark._peers import GPU_PEERS, PEERS, REFERENCE
+from sluice.benchmark._records import Method
+from sluice.benchmark._strategies import STRATEGIES
 
 __all__ = ["METHODS"]
 

@@ -14,9 +14,9 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from bench import _raw
-from bench._records import Job, Loaded, Method
-from bench.tutorial.model import build, random_weight
+from sluice.benchmark import _raw
+from sluice.benchmark._records import Job, Loaded, Method
+from sluice.benchmark.gpt2 import build, random_weight
 
 __all__ = ["GPU_PEERS", "PEERS", "REFERENCE"]
 

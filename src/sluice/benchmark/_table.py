@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bench._records import Run, Scenario, State
-from bench._summary import Row, summarise
 from sluice._units import format_bytes
+from sluice.benchmark._records import Run, Scenario, State
+from sluice.benchmark._summary import Row, summarise
 
 __all__ = ["console_for_tables", "print_tables", "write_results"]
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from bench._records import Outcome, Precision, Run, Scenario, State, Status, Verdict
-from bench._runner import REFERENCE
+from sluice.benchmark._records import Outcome, Precision, Run, Scenario, State, Status, Verdict
+from sluice.benchmark._runner import REFERENCE
 
 __all__ = ["Row", "raw_seconds", "summarise"]
 

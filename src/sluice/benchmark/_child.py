@@ -1,4 +1,4 @@
-"""The measured process: ``python -m bench._child JOB``, started by ``bench._process`` and by nothing else.
+"""The measured process: ``python -m sluice.benchmark._child JOB``, started by ``_process`` and by nothing else.
 
 It speaks one JSON object a line: ``ready`` when imports and context are done, ``loaded`` when every weight was touched,
 ``verified`` with the digests, or ``failed``. After ``ready`` and ``loaded`` it waits for a line, so that its parent can
@@ -24,9 +24,9 @@ from typing import IO
 import torch
 from torch import nn
 
-from bench._methods import METHODS
-from bench._records import Job, Verdict
-from bench.tutorial.model import GPTConfig, GPTModel
+from sluice.benchmark._methods import METHODS
+from sluice.benchmark._records import Job, Verdict
+from sluice.benchmark.gpt2 import GPTConfig, GPTModel
 
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
