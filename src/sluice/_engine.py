@@ -18,7 +18,7 @@ from sluice._geometry import round_down, round_up
 from sluice._records import LoadPlan, Method, Read
 from sluice._staging import StagingBuffer, StagingPool
 from sluice._targets import Targets
-from sluice._threads import join_threads, start_threads
+from sluice._threads import Worker, join_threads, start_threads
 from sluice.sources import DirectIOUnavailable, Source
 
 __all__ = ["Outcome", "execute"]
@@ -140,12 +140,12 @@ class _Crew:
         )
         self._reads = iter(plan.reads)
         self._take = threading.Lock()
-        self._stop = threading.Event()
+        self._stopped = False
         self._process = os.getpid()
         self._results: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
         self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
-        self._readers: list[threading.Thread] = []
-        self._copiers: list[threading.Thread] = []
+        self._readers: list[Worker] = []
+        self._copiers: list[Worker] = []
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class _Crew:
                 self._read()
             yield
         finally:
-            self._stop.set()
+            self._stopped = True
             try:
                 join_threads(self._readers)
             finally:
@@ -182,7 +182,7 @@ class _Crew:
     def _read(self) -> None:
         """Read until nothing is left; the work of a reader."""
         try:
-            while not self._stop.is_set():
+            while not self._stopped:
                 with self._take:
                     read = next(self._reads, None)
                 if read is None:
@@ -217,7 +217,7 @@ class _Crew:
         """Copy a buffer's content to its targets and give it back, in any case: a reader may be waiting for it."""
         read = filled.done.read
         try:
-            if self._stop.is_set():
+            if self._stopped:
                 return
             # Grad and inference mode belong to each thread: parameters made of inference tensors could not be trained.
             with torch.inference_mode(mode=False), torch.no_grad():

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Self
 
 from sluice import _options as options
 from sluice._records import Peaks
-from sluice._threads import join_threads, start_threads
+from sluice._threads import Worker, join_threads, start_threads
 
 __all__ = ["MemorySample", "PeakMeter", "read_memory"]
 
@@ -86,8 +86,8 @@ class PeakMeter:
 
     def __init__(self, interval_seconds: float = options.SAMPLE_SECONDS) -> None:
         self._interval = interval_seconds
-        self._stop = threading.Event()
-        self._samplers: list[threading.Thread] = []
+        self._stopped = False
+        self._samplers: list[Worker] = []
         self._base = self._highest = read_memory()
         self._exact = False
 
@@ -100,14 +100,14 @@ class PeakMeter:
         try:
             start_threads(self._samplers, 1, self._sample, "sluice-sampler")
         except BaseException:  # an interrupt: nobody would end the block
-            self._stop.set()
+            self._stopped = True
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
+        self._stopped = True
         join_threads(self._samplers)
         self._take()
 
@@ -123,7 +123,8 @@ class PeakMeter:
         )
 
     def _sample(self) -> None:
-        while not self._stop.wait(self._interval):
+        while not self._stopped:
+            time.sleep(self._interval)
             self._take()
 
     def _take(self) -> None:

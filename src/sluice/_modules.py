@@ -10,6 +10,7 @@ attributes).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,6 +33,11 @@ __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"
 
 #: Attributes in which a module keeps what it registers.
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
+
+#: Types of most other attributes; they hold no tensor.
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
 
 #: Levels of lists and dicts in which attributes are looked through for tensors.
 _NESTING = 3
@@ -291,6 +297,8 @@ def _attributes_on_meta(prefix: str, module: nn.Module, found: dict[int, _Found]
     if isinstance(module, nn.RNNBase):
         recomputed.add("_flat_weights")  # where parametrizations change its weights
     for name, value in vars(module).items():
+        if type(value) in _PLAIN or (type(value) in _CONTAINERS and not value):
+            continue  # nearly all of them, so it counts
         if name in _REGISTERED or name in recomputed:
             continue  # weight_norm, spectral_norm and pruning compute their attribute before each forward
         if any(tensor.is_meta and id(tensor) not in found for tensor in _tensors_in(value)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import gc
 import os
 import random
@@ -19,7 +18,7 @@ import torch
 
 import sluice
 from leaks import Holdings, open_files
-from sluice._threads import join_threads, start_threads
+from sluice._threads import Worker, join_threads, start_threads
 
 COUNT, WIDTH = 3, 300_000
 
@@ -105,6 +104,7 @@ def test_a_callback_that_raises_at_any_event(file: Path, action: Callable[[], No
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of psutil, closed by Python
+@pytest.mark.timeout(method="thread")  # the other method needs the timer by which this test interrupts
 @pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("verb", ["load_into", "load_state_dict"])
 def test_an_interrupt_at_any_moment_leaves_nothing_behind(file: Path, count: int, verb: str) -> None:
@@ -136,30 +136,38 @@ def _interrupted(file: Path, verb: str, seconds: float) -> str:
 
     What is raised in a finalizer Python only prints.
     """
-    timer = threading.Timer(seconds, _thread.interrupt_main)
     finished = False
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        timer.start()
+        signal.setitimer(signal.ITIMER_REAL, seconds + 1e-6)
         _load(file, verb)
         finished = True
-        timer.join()
-        time.sleep(0.1)  # the interrupt comes here at the latest
+        time.sleep(seconds + 0.1)  # the interrupt comes here at the latest
     except KeyboardInterrupt:
-        timer.join()
         return "late" if finished else "interrupted"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
     return "lost"
 
 
-def test_an_interrupt_while_threads_are_joined_waits_for_them() -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupt_while_threads_are_joined_waits_for_them(count: int) -> None:
     release = threading.Event()
-    threads: list[threading.Thread] = []
+    threads: list[Worker] = []
+    caller = threading.main_thread().ident
+    assert caller is not None
 
     def work() -> None:
         release.wait(10)
 
-    start_threads(threads, 3, work, "test")
+    start_threads(threads, count, work, "test")
     kept = list(threads)
-    timers = [threading.Timer(0.05, _thread.interrupt_main), threading.Timer(0.15, release.set)]
+    # A real signal: _thread.interrupt_main() does not wake a thread that waits for a lock.
+    timers = [
+        threading.Timer(0.05, signal.pthread_kill, (caller, signal.SIGINT)),
+        threading.Timer(0.15, release.set),
+    ]
     for timer in timers:
         timer.start()
     with pytest.raises(KeyboardInterrupt):

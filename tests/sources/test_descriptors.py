@@ -223,7 +223,7 @@ def test_a_fork_inherits_no_readers_and_no_lock(files: list[Path]) -> None:
         source.read_at(0, 1)
 
         def hold():
-            with source.lend(), DESCRIPTORS._returned:
+            with source.lend(), DESCRIPTORS._lock:
                 locked.set()
                 done.wait()
 

@@ -16,7 +16,7 @@ from sluice._columns import collector_paused
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import INDEXING_THREADS, Limits
 from sluice._records import Index
-from sluice._threads import join_threads, start_threads
+from sluice._threads import Worker, join_threads, start_threads
 from sluice.formats import detect
 from sluice.formats._dcp import open_distributed
 from sluice.formats._directory import METADATA_FILE, Layout, check_inside, index_layout, survey
@@ -185,7 +185,7 @@ def _in_threads(work: Callable[[int], None], count: int) -> None:
                 failures[number] = error
                 waiting.clear()
 
-    threads: list[threading.Thread] = []
+    threads: list[Worker] = []
     try:
         start_threads(threads, min(INDEXING_THREADS, count) - 1, run, "sluice-index")
         run()

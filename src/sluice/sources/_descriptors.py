@@ -58,7 +58,7 @@ class DescriptorCache:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._open: OrderedDict[Key, Descriptor] = OrderedDict()  # the least recently used first
-        self._returned = threading.Condition(threading.Lock())  # a finalizer must not enter it a second time
+        self._new_lock()
         self._forsaken: deque[Key] = deque()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget_readers)
@@ -74,7 +74,7 @@ class DescriptorCache:
             OSError: Whatever ``open_file`` raises; too many open files only when closing others did not help.
         """
         while True:
-            with self._returned:
+            with self._lock:
                 self._drop_forsaken()
                 found = self._open.get(key)
                 if found is not None:
@@ -91,7 +91,7 @@ class DescriptorCache:
 
     def give_back(self, descriptor: Descriptor) -> None:
         """Say that one reader has finished with a descriptor."""
-        with self._returned:
+        with self._lock:
             descriptor.users -= 1
             if descriptor.users:
                 return
@@ -101,7 +101,7 @@ class DescriptorCache:
 
     def drop(self, key: Key) -> None:
         """Close the descriptor of ``key``, if there is one; while it is read from, when the last reader is done."""
-        with self._returned:
+        with self._lock:
             self._drop(key)
 
     def forsake(self, key: Key) -> None:
@@ -110,11 +110,14 @@ class DescriptorCache:
         They run wherever the collector does: maybe in this thread, inside of another method.
         """
         self._forsaken.append(key)
-        if self._returned.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:
                 self._drop_forsaken()
-            finally:
-                self._returned.release()
+
+    def _new_lock(self) -> None:
+        # Entered by itself: entering a condition is Python, and an interrupt in the midst of it keeps the lock taken.
+        self._lock = threading.Lock()  # no RLock: a finalizer must not enter it a second time
+        self._returned = threading.Condition(self._lock)
 
     def _drop(self, key: Key) -> None:
         found = self._open.pop(key, None)
@@ -129,7 +132,7 @@ class DescriptorCache:
             self._drop(self._forsaken.popleft())
 
     def _keep(self, key: Key, number: int) -> Descriptor:
-        with self._returned:
+        with self._lock:
             found = self._open.get(key)
             if found is None:
                 found = self._open[key] = Descriptor(number)
@@ -153,7 +156,7 @@ class DescriptorCache:
 
     def _make_room(self) -> bool:
         """Close half of what is open, or wait for a reader; return False when neither can free a descriptor."""
-        with self._returned:
+        with self._lock:
             before = len(self._open)
             if not before:  # the descriptors are other people's: a smaller cache would help nobody
                 return False
@@ -165,7 +168,7 @@ class DescriptorCache:
 
     def _forget_readers(self) -> None:
         """After a fork: the other threads do not exist here, neither do their reads nor the lock they may hold."""
-        self._returned = threading.Condition(threading.Lock())
+        self._new_lock()
         for descriptor in self._open.values():
             descriptor.users = 0
 
