@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sluice import hf, rules
-    from sluice._api import load_into, load_state_dict
+    from sluice._api import load_into, load_optimizer, load_state_dict
     from sluice._checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
     from sluice._empty_init import empty_init
     from sluice._errors import (
@@ -78,6 +78,7 @@ __all__ = [
     "empty_init",
     "hf",
     "load_into",
+    "load_optimizer",
     "load_state_dict",
     "measure",
     "open",
@@ -99,6 +100,7 @@ _HOMES = {
     "SaveReport": "_save",
     "empty_init": "_empty_init",
     "load_into": "_api",
+    "load_optimizer": "_api",
     "load_state_dict": "_api",
     "measure": "measuring",
     "open": "_checkpoint",

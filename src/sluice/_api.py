@@ -5,30 +5,32 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 
-from sluice import _module_load, _transfer, _tree
+from sluice import _module_load, _optimizers, _transfer, _tree
 from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
 from sluice._composites import component_requests, with_tensors
 from sluice._devices import Device, device_name, parse_placement
 from sluice._dtypes import dtype_name, is_castable
-from sluice._errors import MismatchError, UnsafeContentError
-from sluice._load_table import tensor_rows
+from sluice._engine import Outcome
+from sluice._errors import MismatchError
+from sluice._load_table import casts, request_rows, tensor_rows
 from sluice._measure import PeakMeter
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress, byte_progress
-from sluice._records import Entry, Peaks, Request
+from sluice._records import Entry, LoadPlan, Peaks, Request
 from sluice._renaming import Rename
 from sluice._report import LoadReport
 from sluice._rules import Rule, apply_rules
 from sluice._selection import only_state_dict
 from sluice._targets import Targets
 
-__all__ = ["load_entries", "load_into", "load_state_dict"]
+__all__ = ["load_entries", "load_into", "load_optimizer", "load_state_dict"]
 
 
 def load_into(
@@ -142,6 +144,79 @@ def load_entries(
     return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
 
 
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    source: CheckpointSource,
+    *,
+    model: torch.nn.Module | None = None,
+    key: str | None = None,
+    device: str | torch.device | None = None,
+    memory: MemoryLimits | None = None,
+    limits: Limits | None = None,
+    progress: Progress = False,
+) -> LoadReport:
+    """Fill an optimizer with the state of a checkpoint, as ``optimizer.load_state_dict`` would: without a second copy.
+
+    Each tensor is read straight to its final device and in its final dtype, which are torch's choice: floating-point
+    parameters decide for their state, ``step`` keeps its own dtype unless ``fused`` or ``capturable`` says otherwise.
+    The state is swapped in at the end, by ``optimizer.load_state_dict`` itself: until then the optimizer is as it was.
+
+    Args:
+        optimizer: Made of the parameters of the model, in as many groups as in the checkpoint. Load the model first.
+        source: As in ``load_into``. Of a directory with an ``optimizer.pt`` or ``optimizer.bin`` beside the model, that
+            file is read. An open checkpoint that ``load_into`` has read too is indexed once.
+        model: Names the parameters, where the checkpoint has state by name (torch.distributed.checkpoint, FSDP). An
+            optimizer that was made of ``named_parameters()`` does without. Numbered state needs no names.
+        key: Part of the checkpoint, as ``"optimizer"``. None finds the only state that fits.
+        device: Where the state stays until the first ``step``, which moves it to the parameters. None puts it there
+            at once.
+        memory: How much memory may grow, and the size of the staging buffers.
+        limits: Bounds for hostile files.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+
+    Returns:
+        What was read and how, under which key, and predicted beside measured memory.
+
+    Raises:
+        CheckpointError: The file is damaged, unsafe or of an unknown kind.
+        MismatchError: No state, or more than one, fits the optimizer; every reason or candidate is listed.
+        BudgetError: The memory limits cannot be kept; nothing was read.
+        ValueError: The device cannot be used.
+        ReadError: The operating system failed a read.
+        SourceChangedError: The file changed meanwhile.
+
+    Example:
+        >>> with sluice.open("run.pt") as checkpoint:
+        ...     sluice.load_into(model, checkpoint)
+        ...     optimizer = torch.optim.AdamW(model.parameters())
+        ...     report = sluice.load_optimizer(optimizer, checkpoint)
+        ...     scheduler.load_state_dict(checkpoint.tree["scheduler"])
+    """
+    started = time.perf_counter()
+    with PeakMeter() as meter, _optimizers.optimizer_checkpoint(source, limits=limits) as checkpoint:
+        job = _optimizers.prepare_optimizer(
+            optimizer,
+            checkpoint,
+            model=model,
+            key=key,
+            device=None if device is None else device_name(device),
+            options=TransferOptions(memory=memory),
+        )
+        outcome, device_memory = _optimizers.fill_optimizer(job, checkpoint, progress=progress)
+    plan, found = job.prepared.plan, job.found
+    seconds = time.perf_counter() - started
+    return replace(
+        _transfer_report(plan, outcome, checkpoint, seconds=seconds, measured=meter.peaks),
+        key=found.key,
+        device_memory=device_memory,
+        missing=found.missing,
+        unexpected=found.unexpected,
+        cast=casts(job.requests),
+        rows=partial(request_rows, job.requests, [view.target for view in job.prepared.views], plan, checkpoint.index),
+        notes=(*checkpoint.index.notes, *found.notes, *plan.reasons),
+    )
+
+
 def load_state_dict(
     source: CheckpointSource,
     *,
@@ -213,13 +288,7 @@ def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, ob
             tensor=key or "",
             found=type(chosen).__name__,
         )
-    for name, opaque in _tree.opaques(chosen).items():
-        raise UnsafeContentError(
-            "the state dict holds an object that only running code could build",
-            file=checkpoint.path,
-            tensor=name,
-            found=opaque.qualified_name,
-        )
+    _tree.refuse_opaques(chosen, checkpoint.path)
     return chosen
 
 
@@ -246,14 +315,33 @@ def _report(
     job: _module_load.Job, done: _module_load.Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks
 ) -> LoadReport:
     plan, match = job.prepared.plan, job.match
+    return replace(
+        _transfer_report(plan, done.outcome, checkpoint, seconds=seconds, measured=measured),
+        key=job.selection.key,
+        prefix=job.selection.prefix,
+        placement=job.placement,
+        device_memory=done.device_memory,
+        missing=done.installed.missing,
+        unexpected=done.installed.unexpected,
+        tied=match.tied,
+        cast=casts(match.requests),
+        origins={request.name: request.entry.origin for request in match.requests if request.entry.origin},
+        replaced=done.installed.replaced,
+        initialised=tuple(name for slot in match.initialised for name in job.state.outline.slots[slot].names),
+        rows=partial(tensor_rows, job.decided(checkpoint)),
+        notes=(*checkpoint.index.notes, *job.selection.notes, *done.notes, *plan.reasons),
+    )
+
+
+def _transfer_report(
+    plan: LoadPlan, outcome: Outcome, checkpoint: Checkpoint, *, seconds: float, measured: Peaks
+) -> LoadReport:
+    """Return what is the same for whatever was filled."""
     return LoadReport(
         source=checkpoint.path,
         format=checkpoint.format,
         files=checkpoint.files,
-        key=job.selection.key,
-        prefix=job.selection.prefix,
         devices=tuple(sorted({target.device for target in plan.targets})),
-        placement=job.placement,
         tensors=len(plan.targets),
         final_bytes=plan.final_bytes,
         read_bytes=plan.read_bytes,
@@ -261,16 +349,6 @@ def _report(
         seconds=seconds,
         predicted=plan.predicted,
         measured=measured,
-        device_memory=done.device_memory,
-        reads=done.outcome.read_bytes,
-        stepped_down=done.outcome.stepped_down,
-        missing=done.installed.missing,
-        unexpected=done.installed.unexpected,
-        tied=match.tied,
-        cast=job.cast,
-        origins={request.name: request.entry.origin for request in match.requests if request.entry.origin},
-        replaced=done.installed.replaced,
-        initialised=tuple(name for slot in match.initialised for name in job.state.outline.slots[slot].names),
-        rows=partial(tensor_rows, job.decided(checkpoint)),
-        notes=(*checkpoint.index.notes, *job.selection.notes, *done.notes, *plan.reasons),
+        reads=outcome.read_bytes,
+        stepped_down=outcome.stepped_down,
     )

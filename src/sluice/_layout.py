@@ -247,7 +247,8 @@ def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
     for position, request in enumerate(requests):
         entry = request.entry  # an assembled one shares memory with its like only
         source = (entry.parts or entry.storage, entry.dtype, entry.factors)
-        groups[*source, request.dtype, request.device].append(position)
+        apart = position if request.alone else None
+        groups[*source, request.dtype, request.device, apart].append(position)
     return groups.values()
 
 

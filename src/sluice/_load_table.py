@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -15,7 +15,7 @@ from sluice._records import Entry, Index, LoadPlan, Request
 from sluice._table import TensorRow
 from sluice._tree import walk
 
-__all__ = ["Decided", "tensor_rows"]
+__all__ = ["Decided", "casts", "request_rows", "tensor_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,24 @@ def tensor_rows(decided: Decided) -> tuple[TensorRow, ...]:
         rows.append(row)
         rows.extend(replace(row, name=other, how=f"tied to {slot.names[0]}") for other in slot.names[1:])
     return (*rows, *decided.computed)
+
+
+def casts(requests: Iterable[Request]) -> dict[str, int]:
+    """Return the number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``."""
+    changes = [(request.entry.dtype, request.dtype) for request in requests]
+    return dict(Counter(f"{old}->{new}" for old, new in changes if old != new))
+
+
+def request_rows(
+    requests: Sequence[Request], targets: Sequence[int], plan: LoadPlan, index: Index
+) -> tuple[TensorRow, ...]:
+    """Return one row for each request, whose target has the position in ``targets``."""
+    in_place = {read.into for read in plan.reads}
+    names = _SourceNames(index)
+    return tuple(
+        _filled(request.name, request, _how(plan, target, request, in_place), names.of(request.entry))
+        for request, target in zip(requests, targets, strict=True)
+    )
 
 
 def _how(plan: LoadPlan, number: int, request: Request, in_place: set[int | None]) -> str:

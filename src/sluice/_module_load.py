@@ -7,7 +7,6 @@ change while they are read; a failure there says which.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,14 +16,13 @@ import torch
 from torch import nn
 
 from sluice import _transfer, _tree
-from sluice._accelerators import allocator_bytes
 from sluice._checkpoint import Checkpoint
 from sluice._composites import component_requests, with_tensors
 from sluice._device_memory import scratch_bytes
 from sluice._devices import check_prefixes, choose_placement
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._engine import Outcome
-from sluice._errors import MismatchError, PartialLoadError, UnsafeContentError
+from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
 from sluice._initial_values import initial_values
 from sluice._install import Installed, finish_loading, install, install_one
@@ -36,7 +34,7 @@ from sluice._modules import ModuleState, collect
 from sluice._options import TransferOptions
 from sluice._placement import Placement, device_of
 from sluice._progress import Progress, byte_progress
-from sluice._records import DeviceMemory, DevicePlan, Entry, Request
+from sluice._records import DeviceMemory, Entry, Request
 from sluice._renaming import Rename
 from sluice._rules import Rule
 from sluice._selection import Selection, select
@@ -66,12 +64,6 @@ class Job:
     extra_state: Mapping[str, object]
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...] = ()
-
-    @property
-    def cast(self) -> dict[str, int]:
-        """Number of tensors for each change of dtype."""
-        changes = [(request.entry.dtype, request.dtype) for request in self.match.requests]
-        return dict(Counter(f"{old}->{new}" for old, new in changes if old != new))
 
     def decided(self, checkpoint: Checkpoint) -> Decided:
         """Return what the report's table is made from, which holds no tensor."""
@@ -128,7 +120,8 @@ def prepare_module(
     tree = checkpoint.index.tree
     selection = select(tree, state.outline, key=key, rename=rename, rules=rules, limits=checkpoint.limits)
     if strict:
-        _refuse_opaque(_tree.subtree(tree, selection.key or ""), selection.prefix, checkpoint)
+        chosen = _tree.subtree(tree, selection.key or "")
+        _tree.refuse_opaques(chosen, checkpoint.path, prefix=selection.prefix)
     followed = follow_loading(model, selection.entries, selection.extra_state, versions=selection.versions)
     matched = partial(
         match,
@@ -221,7 +214,7 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
         plan, {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.match.requests[i].existing}
     )
     finished: set[int] = set()
-    before = {device.device: allocator_bytes(device.device) for device in plan.devices}
+    before = _transfer.allocator_state(plan)
     initial = _initial_values(job, targets)
 
     def completed(position: int) -> None:
@@ -240,7 +233,7 @@ def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) 
     installed = install(job.state, job.match, tensors, initial, placement=job.placement)
     missing, unexpected = finish_loading(job.state, job.match, extra_state, strict=strict)
     installed = replace(installed, missing=missing, unexpected=unexpected)
-    memory = tuple(_device_memory(device, before[device.device]) for device in plan.devices)
+    memory = _transfer.device_memory(plan, before)
     return Done(outcome=outcome, installed=installed, device_memory=memory, notes=tuple(notes))
 
 
@@ -269,29 +262,6 @@ def _read_tree(checkpoint: Checkpoint, tree: object) -> object:
     prepared = _transfer.prepare(checkpoint, requests, share_storages=True)
     tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan))
     return with_tensors(tree, entries, tensors, file=checkpoint.path)
-
-
-def _device_memory(device: DevicePlan, before: tuple[int, int] | None) -> DeviceMemory:
-    after = allocator_bytes(device.device)
-    grown = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
-    return DeviceMemory(
-        device=device.device,
-        requested_bytes=device.reservation.requested_bytes,
-        predicted_bytes=device.predicted_bytes,
-        allocated_bytes=grown and grown[0],
-        reserved_bytes=grown and grown[1],
-    )
-
-
-def _refuse_opaque(chosen: object, prefix: str, checkpoint: Checkpoint) -> None:
-    for name, opaque in _tree.opaques(chosen).items():
-        if name.startswith(prefix):
-            raise UnsafeContentError(
-                "the state dict holds an object that only running code could build",
-                file=checkpoint.path,
-                tensor=name,
-                found=opaque.qualified_name,
-            )
 
 
 def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str]:

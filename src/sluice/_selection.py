@@ -32,7 +32,7 @@ from sluice._rules import Rule, apply_rules
 from sluice._tree import flatten, likely_state_dicts, state_dict_candidates, subtree
 from sluice._units import format_bytes
 
-__all__ = ["Selection", "only_state_dict", "select"]
+__all__ = ["Selection", "only_state_dict", "select", "unwrap"]
 
 #: Components that torch.compile, DistributedDataParallel and DataParallel put into names.
 _WRAPPERS = frozenset({"module", "_orig_mod"})
@@ -128,7 +128,7 @@ class _View:
             return self.prefix.removesuffix(".")
         parts = next(iter(self.names)).split(".")
         heads = (".".join(parts[:count]) for count in range(1, len(parts)))
-        return next(head for head in heads if f"{_unwrap(head)}." == self.prefix)
+        return next(head for head in heads if f"{unwrap(head)}." == self.prefix)
 
 
 def select(
@@ -279,13 +279,13 @@ def _forms(mapping: _Mapping, outline: Outline) -> Iterator[_Form]:
     }
     entries = mapping.entries
     yield _Form(mapping=mapping, unwrapped=False, found={name: name for name in entries}, own=own)
-    found, bare = ({_unwrap(name): name for name in names} for names in (entries, own))
+    found, bare = ({unwrap(name): name for name in names} for names in (entries, own))
     changed = found.keys() != entries.keys() or bare.keys() != own.keys()
     if changed and len(found) == len(entries) and len(bare) == len(own):
         yield _Form(mapping=mapping, unwrapped=True, found=found, own=bare)
 
 
-def _unwrap(name: str) -> str:
+def unwrap(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -386,12 +386,12 @@ def _selection(view: _View, *, whole: bool) -> Selection:
     module_of = {_module_of(seen): _module_of(name) for seen, name in own.items()}
     versions = {}
     for path, version in mapping.versions.items():
-        seen = _unwrap(path) if view.form.unwrapped else path
+        seen = unwrap(path) if view.form.unwrapped else path
         if f"{seen}.".startswith(view.prefix) and seen[len(view.prefix) :] in module_of:
             versions[module_of[seen[len(view.prefix) :]]] = version
     extra_state = {}
     for path, value in mapping.extra_state.items():
-        seen = _unwrap(path) if view.form.unwrapped else path
+        seen = unwrap(path) if view.form.unwrapped else path
         if seen.startswith(view.prefix):
             bare = seen[len(view.prefix) :]
             extra_state[own.get(bare, bare)] = value

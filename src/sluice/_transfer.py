@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sluice._accelerators import device_facts
+from sluice._accelerators import allocator_bytes, device_facts
 from sluice._engine import Outcome, execute
 from sluice._facts import host_headroom, machine_facts, mappable
 from sluice._layout import Computed, View, computed_targets, shared_targets, single_targets
 from sluice._mapped import NOTHING_MAPPED, plan_mapping
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._planner import check_device_budget, check_host_budget, plan_load
-from sluice._records import LoadPlan, Request
+from sluice._records import DeviceMemory, DevicePlan, LoadPlan, Request
 from sluice._targets import Targets
 from sluice._units import parse_bytes
 
 if TYPE_CHECKING:
     from sluice._checkpoint import Checkpoint
 
-__all__ = ["Prepared", "device_limit", "prepare", "run"]
+__all__ = ["Prepared", "allocator_state", "device_limit", "device_memory", "prepare", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,3 +126,25 @@ def run(
         targets.discard()
         raise
     return targets.tensors(prepared.views), outcome
+
+
+def allocator_state(plan: LoadPlan) -> dict[str, tuple[int, int] | None]:
+    """Return what torch's allocator has allocated and reserved of each accelerator of a plan, before it runs."""
+    return {device.device: allocator_bytes(device.device) for device in plan.devices}
+
+
+def device_memory(plan: LoadPlan, before: Mapping[str, tuple[int, int] | None]) -> tuple[DeviceMemory, ...]:
+    """Return how the memory of each accelerator of a plan has grown since ``before``."""
+    return tuple(_grown(device, before[device.device]) for device in plan.devices)
+
+
+def _grown(device: DevicePlan, before: tuple[int, int] | None) -> DeviceMemory:
+    after = allocator_bytes(device.device)
+    grown = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
+    return DeviceMemory(
+        device=device.device,
+        requested_bytes=device.reservation.requested_bytes,
+        predicted_bytes=device.predicted_bytes,
+        allocated_bytes=grown and grown[0],
+        reserved_bytes=grown and grown[1],
+    )

@@ -17,7 +17,7 @@ from itertools import islice
 from reprlib import repr as short_repr
 from typing import Any, TypeAlias
 
-from sluice._errors import FormatError, LimitError, MismatchError
+from sluice._errors import FormatError, LimitError, MismatchError, UnsafeContentError
 from sluice._options import Limits
 from sluice._records import Entry, Opaque
 
@@ -29,6 +29,7 @@ __all__ = [
     "likely_state_dicts",
     "map_leaves",
     "opaques",
+    "refuse_opaques",
     "sizes",
     "state_dict_candidates",
     "subtree",
@@ -61,6 +62,23 @@ def leaves(tree: object) -> Iterator[tuple[str, object]]:
 def opaques(tree: object) -> dict[str, Opaque]:
     """Return the objects that were not built, by dotted name."""
     return {name: leaf for name, leaf, _ in _leaves(tree) if isinstance(leaf, Opaque)}
+
+
+def refuse_opaques(tree: object, file: str, *, prefix: str = "") -> None:
+    """Refuse a part of a checkpoint that is to be loaded whole and holds an object that was not built.
+
+    Args:
+        tree: The part.
+        file: The checkpoint, for messages.
+        prefix: Only names that start with it count.
+
+    Raises:
+        UnsafeContentError: There is one.
+    """
+    for name, opaque in opaques(tree).items():
+        if name.startswith(prefix):
+            problem = "the state dict holds an object that only running code could build"
+            raise UnsafeContentError(problem, file=file, tensor=name, found=opaque.qualified_name)
 
 
 def flatten(tree: object, limits: Limits) -> dict[str, Entry]:

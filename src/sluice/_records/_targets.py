@@ -27,6 +27,8 @@ class Request:
     existing: bool = False
     #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
     replaces: bool = False
+    #: True where it shares memory with no other tensor, whatever the file does.
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

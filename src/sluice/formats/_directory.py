@@ -44,7 +44,15 @@ from sluice._errors import (
 from sluice._options import Limits
 from sluice.formats._shard_index import ShardIndex, read_shard_index
 
-__all__ = ["METADATA_FILE", "PARAMETER_SUFFIX", "Layout", "check_inside", "index_layout", "survey"]
+__all__ = [
+    "METADATA_FILE",
+    "PARAMETER_SUFFIX",
+    "Layout",
+    "check_inside",
+    "index_layout",
+    "optimizer_files",
+    "survey",
+]
 
 PARAMETER_SUFFIX = ".pt"
 
@@ -74,6 +82,8 @@ _STEM = "|".join(sorted({stem for pair in _STEMS for stem in pair}))
 _MODEL_FILE = re.compile(rf"(?P<stem>{_STEM}){_VARIANT}(?P<rest>\.safetensors|\.bin)")
 _MODEL_INDEX = re.compile(rf"(?P<stem>(?:{_STEM})\.(?:safetensors|bin)\.index){_VARIANT}(?P<rest>\.json)")
 _FURTHER_MODEL = re.compile(rf"(?:{_STEM})_\d+(?:\.safetensors|\.bin)")  # accelerate numbers what it prepared
+_OPTIMIZER_FILE = re.compile(r"optimizer(?:_\d+)?\.(?:bin|pt)")  # of transformers' Trainer and of accelerate
+_OPTIMIZER_DIRECTORY = re.compile(r"optimizer(?:_\d+)?")  # of accelerate with FSDP: a distributed checkpoint
 _ANY_INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
 _NUMBERED = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>.*\.safetensors)")
 
@@ -107,6 +117,30 @@ class Layout:
     shard_index: ShardIndex | None = None
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...] = ()
+
+
+def optimizer_files(directory: str) -> list[str]:
+    """Return the paths of the optimizers' states that stand in a directory beside a model; none for a file.
+
+    Raises:
+        ReadError: The directory cannot be listed.
+    """
+    try:
+        with os.scandir(directory) as listing:
+            names = sorted(
+                entry.name
+                for entry in listing
+                if _OPTIMIZER_FILE.fullmatch(entry.name)
+                or (
+                    _OPTIMIZER_DIRECTORY.fullmatch(entry.name)
+                    and os.path.exists(os.path.join(entry.path, METADATA_FILE))
+                )
+            )
+    except (NotADirectoryError, FileNotFoundError):
+        return []
+    except OSError as error:
+        raise ReadError(f"listing failed: {error.strerror}", file=directory) from error
+    return [os.path.join(directory, name) for name in names]
 
 
 def survey(directory: str, limits: Limits) -> Layout:

@@ -1,0 +1,68 @@
+"""A step pre-hook of optimizers that moves state to its parameters once, and is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["move_at_first_step"]
+
+# torch documents the hooks of optimizers and keeps their dicts private: there is no public way to ask for them.
+# ruff: noqa: SLF001
+
+
+def move_at_first_step(optimizer: Optimizer) -> None:
+    """Move the state of an optimizer to the devices of its parameters when ``step`` is next called.
+
+    One tensor at a time: what was on the host is given back as soon as it has arrived.
+    """
+    handle: RemovableHandle
+
+    def move(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        for group in optimizer.param_groups:
+            steps_too = bool(group.get("capturable") or group.get("fused"))
+            for parameter in group["params"]:
+                _move(optimizer.state.get(parameter), parameter.device, steps_too=steps_too)
+        _remove(optimizer, handle)
+
+    handle = optimizer.register_step_pre_hook(move)
+
+
+def _move(value: Any, device: torch.device, *, steps_too: bool) -> Any:
+    """Return a value with its tensors on the device; dicts and lists are changed where they stand."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device=device)
+    if isinstance(value, dict):
+        for name, child in value.items():
+            if name != "step" or steps_too or not isinstance(child, torch.Tensor):
+                value[name] = _move(child, device, steps_too=steps_too)
+    elif isinstance(value, list):
+        value[:] = [_move(child, device, steps_too=steps_too) for child in value]
+    elif isinstance(value, tuple):
+        return tuple(_move(child, device, steps_too=steps_too) for child in value)
+    return value
+
+
+def _remove(optimizer: Optimizer, handle: RemovableHandle) -> None:
+    """Remove the pre-hook that is running: at once where it is the last one, else when the step is done.
+
+    torch is iterating over the hooks, and a dict that loses a key fails its iterator unless that is at the end.
+    """
+    if _is_last(optimizer._optimizer_step_pre_hooks, handle):
+        handle.remove()
+        return
+
+    def finish(optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        if _is_last(optimizer._optimizer_step_post_hooks, own):
+            own.remove()
+
+    own = optimizer.register_step_post_hook(finish)
+
+
+def _is_last(hooks: Mapping[int, Any], handle: RemovableHandle) -> bool:
+    return next(reversed(list(hooks)), None) == handle.id
