@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sluice import hf, rules
     from sluice._api import load_into, load_optimizer, load_state_dict
     from sluice._checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
+    from sluice._convert import convert
     from sluice._empty_init import empty_init
     from sluice._errors import (
         BudgetError,
@@ -75,6 +76,7 @@ __all__ = [
     "TruncatedError",
     "UnsafeContentError",
     "UnsupportedError",
+    "convert",
     "empty_init",
     "hf",
     "load_into",
@@ -98,6 +100,7 @@ _HOMES = {
     "Peaks": "_records",
     "ProgressEvent": "_progress",
     "SaveReport": "_save",
+    "convert": "_convert",
     "empty_init": "_empty_init",
     "load_into": "_api",
     "load_optimizer": "_api",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,11 +18,34 @@ from sluice._errors import ReadError, TruncatedError
 from sluice._geometry import round_down, round_up
 from sluice._records import LoadPlan, Method, Read
 from sluice._staging import StagingBuffer, StagingPool
-from sluice._targets import Targets
 from sluice._threads import Worker, join_threads, start_threads
 from sluice.sources import DirectIOUnavailable, Source
 
-__all__ = ["Outcome", "execute"]
+__all__ = ["Outcome", "TargetMemory", "execute"]
+
+
+class TargetMemory(Protocol):
+    """Where the bytes of a plan go: memory of the host and of devices, or a file under construction."""
+
+    def map_files(self, sources: Sequence[Source]) -> None:
+        """Map the ranges of files that the plan wants mapped."""
+        ...
+
+    def begin(self, staging: StagingPool) -> None:
+        """Prepare for copies out of ``staging``."""
+        ...
+
+    def window(self, position: int, offset: int, nbytes: int) -> memoryview:
+        """Return memory of a target that is read into without staging, from ``offset`` on."""
+        ...
+
+    def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
+        """Copy what was read out of a staging buffer, where it begins at byte ``first``; called from any thread."""
+        ...
+
+    def finish(self) -> None:
+        """Return once every copy is done, whether the plan succeeded or not."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +71,7 @@ class _Done:
 def execute(
     plan: LoadPlan,
     sources: Sequence[Source],
-    targets: Targets,
+    targets: TargetMemory,
     *,
     progress: Callable[[int], None] | None = None,
     completed: Callable[[int], None] | None = None,
@@ -129,7 +153,7 @@ class _Crew:
     no read under way meanwhile.
     """
 
-    def __init__(self, plan: LoadPlan, sources: Sequence[Source], targets: Targets) -> None:
+    def __init__(self, plan: LoadPlan, sources: Sequence[Source], targets: TargetMemory) -> None:
         self._plan = plan
         self._sources = sources
         self._targets = targets

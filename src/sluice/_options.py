@@ -41,6 +41,9 @@ class Limits:
     name_bytes: int = 4_096
     #: Dimensions of a tensor; torch itself allows 64.
     dimensions: int = 64
+    #: Bytes that a conversion may write beyond those that the file holds, because tensors are expanded or overlap. A
+    #: few hundred bytes can describe a tensor of a terabyte.
+    repeated_bytes: int = 16 << 30
     #: Whether files of a checkpoint directory may be symbolic links that lead outside it. Hugging Face snapshots are.
     symlinks_outside: bool = True
 
@@ -148,6 +151,9 @@ OVERHEAD_BYTES = 16 << 20
 #: Records of the plan for each tensor, in bytes.
 OVERHEAD_PER_TENSOR_BYTES = 2 << 10
 
+#: Index and layout of a conversion for each tensor, in bytes.
+OVERHEAD_PER_CONVERTED_TENSOR_BYTES = 1 << 10
+
 #: Boxes that reshaping one tensor may take where strides cannot express it. Each is a copy of its own: more of them
 #: cost more than they move.
 RESHAPE_BOXES = 4096
@@ -164,6 +170,16 @@ OPEN_FILES = 64
 
 #: Threads that index the files of a directory. They wait for the disk or the network; parsing takes turns anyway.
 INDEXING_THREADS = 8
+
+#: Elements of a file under construction that come in shorter runs are put together in memory first, where they fit it:
+#: a write takes as long as copying about this many bytes.
+SHORTEST_RUN_BYTES = 64 << 10
+
+#: Copies that one plan of a conversion holds at most: their records take about a kilobyte each.
+STREAM_FILLS = 4096
+
+#: Bytes of one piece that is cast or put in another order on its way to a file.
+SCRATCH_BYTES = 512 << 10
 
 #: Bytes of the buffer that a save uses for what is cast, strided or on an accelerator. Larger ones are no faster.
 SAVE_STAGING_BYTES = 16 << 20

@@ -27,7 +27,14 @@ from sluice._records import (
 )
 from sluice._units import format_bytes
 
-__all__ = ["check_device_budget", "check_host_budget", "plan_load", "staging_buffer_bytes"]
+__all__ = [
+    "check_device_budget",
+    "check_host_budget",
+    "most_threads",
+    "plan_load",
+    "reader_count",
+    "staging_buffer_bytes",
+]
 
 
 def plan_load(
@@ -55,8 +62,8 @@ def plan_load(
     runs = [run for run in collapse_fills(targets) if run.target not in mapped.blocks]
     reads, leads = _plan_reads(runs, targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
-    threads = _most_threads(targets, facts, staging_bytes)
-    readers = min(_readers(reads, facts), threads)
+    threads = most_threads(targets, facts, staging_bytes)
+    readers = min(reader_count(reads, facts), threads)
     staged = sum(read.into is None for read in reads)
     # While one buffer is filled, another one is emptied by a copier or still being sent to an accelerator; a reader
     # that copies by itself needs one.
@@ -189,7 +196,7 @@ def _plan_reads(
     return reads, leads
 
 
-def _readers(reads: Sequence[Read], facts: MachineFacts) -> int:
+def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
     """Return the number of threads: those that wait for a disk sleep, those that copy cached pages need a core each."""
     total = sum(read.nbytes for read in reads)
     waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
@@ -197,7 +204,7 @@ def _readers(reads: Sequence[Read], facts: MachineFacts) -> int:
     return max(1, min(wanted, len(reads)))
 
 
-def _most_threads(targets: Sequence[Target], facts: MachineFacts, staging_bytes: int) -> int:
+def most_threads(targets: Sequence[Target], facts: MachineFacts, staging_bytes: int) -> int:
     """Return the number of threads whose stacks and arenas fit beside the weights under a limit on virtual memory."""
     if facts.address_space_bytes is None:
         return options.WAITING_READERS + facts.cores  # the most that is ever wanted

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -19,15 +19,15 @@ from sluice._errors import SaveError
 from sluice._manifest import HashAlgorithm
 from sluice._progress import Progress, byte_progress
 from sluice._units import format_bytes, parse_bytes
-from sluice.writing._chunks import Staging
-from sluice.writing._items import finished_dtype, flat_tensors, named_tensors
+from sluice.writing._chunks import Staging, chunks
+from sluice.writing._items import flat_tensors, named_tensors, outlines
 from sluice.writing._manifest import ManifestWriter, manifest_writer
 from sluice.writing._replacement import Replacement, saving
-from sluice.writing._safetensors import lay_out_safetensors, stored_once, write_safetensors
+from sluice.writing._safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing._shards import write_model_directory
 from sluice.writing._torch_zip import lay_out_torch_zip, write_torch_zip
 
-__all__ = ["SaveFormat", "SaveReport", "save"]
+__all__ = ["SaveFormat", "SaveReport", "check_file_names", "choose_format", "save"]
 
 #: ``huggingface`` is a directory: one safetensors file, or shards and their index.
 SaveFormat = Literal["safetensors", "torch", "huggingface", "per-parameter"]
@@ -59,13 +59,29 @@ class SaveReport:
     seconds: float
     #: Names that are not stored because another name has the same tensor: ``{name: stored name}``.
     tied: Mapping[str, str]
+    #: Bytes of each of ``files``.
+    file_bytes: tuple[int, ...]
+    #: Files that existed and were replaced or removed.
+    replaced: tuple[str, ...] = ()
+    #: How many tensors were cast, by both dtypes: ``{"float32 -> bfloat16": 148}``.
+    casts: Mapping[str, int] = field(default_factory=dict)
+    #: What a reader should know, such as what was left out of a conversion; a sentence each.
+    notes: tuple[str, ...] = ()
+    #: Whether nothing was written, because only that was asked for.
+    dry_run: bool = False
 
     def to_json(self) -> dict[str, object]:
         """Return every field as plain values that ``json.dumps`` takes."""
-        return {**asdict(self), "files": list(self.files)}
+        lists = {name: list(getattr(self, name)) for name in ("files", "file_bytes", "replaced", "notes")}
+        return {**asdict(self), **lists, "casts": dict(self.casts)}
 
     def __str__(self) -> str:
         speed = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+        if self.dry_run:
+            return (
+                f"{self.destination} ({self.format}): {self.tensors} tensors, {format_bytes(self.nbytes)} would be "
+                f"written to {len(self.files)} files"
+            )
         return (
             f"{self.destination} ({self.format}): {self.tensors} tensors, {format_bytes(self.nbytes)} in "
             f"{self.seconds:.2f} s, {speed:.2f} GB/s"
@@ -114,7 +130,7 @@ def save(
     """
     started = time.perf_counter()
     destination = Path(os.fsdecode(path))
-    chosen = _format(destination, format, max_shard_size)
+    chosen = choose_format(destination, format, max_shard_size)
     job = _Job(
         destination=destination,
         dtype=dtype_name(dtype) if dtype is not None else None,
@@ -135,10 +151,16 @@ def save(
         nbytes=nbytes,
         seconds=time.perf_counter() - started,
         tied=tied,
+        file_bytes=tuple(os.path.getsize(file) for file in files),
     )
 
 
-def _format(path: Path, asked: str | None, max_shard_size: int | str | None) -> str:
+def choose_format(path: Path, asked: str | None, max_shard_size: int | str | None) -> str:
+    """Return the format that a path and the arguments of ``save`` ask for.
+
+    Raises:
+        ValueError: None is known, or they do not go together.
+    """
     chosen = asked
     if chosen is None:
         sharded = path.suffix == "" or max_shard_size is not None
@@ -167,51 +189,48 @@ _Written = tuple[list[Path], int, int, dict[str, str]]
 
 
 def _save_torch(job: _Job, state: object, progress: Progress) -> _Written:
-    made = lay_out_torch_zip(state, job.dtype)
+    saved = lay_out_torch_zip(state, job.dtype)
+    nbytes = saved.made.nbytes
     names = named_tensors(state) if job.manifest else {}
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
-        wrote = stack.enter_context(_counting(progress, job.destination, made.nbytes))
-        out.commit(nbytes=write_torch_zip(made, out, job.staging, wrote, job.manifest, names))
-    return [job.destination], made.tensors, made.nbytes, {}
+        wrote = stack.enter_context(_counting(progress, job.destination, nbytes))
+        out.commit(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, names))
+    return [job.destination], saved.tensors, nbytes, {}
 
 
 def _save_safetensors(job: _Job, state: object, progress: Progress) -> _Written:
-    tensors, aliases = stored_once(_flat(state))
-    layout = lay_out_safetensors(tensors, job.dtype, {"format": "pt", **aliases})
+    tensors, aliases = _stored_once(_flat(state))
+    layout = lay_out_safetensors(outlines(tensors, job.dtype), {"format": "pt", **aliases})
     nbytes = layout.nbytes - len(layout.header)
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
         wrote = stack.enter_context(_counting(progress, job.destination, nbytes))
-        write_safetensors(layout, tensors, out, job.staging, wrote, job.manifest)
+        _write_safetensors(layout, tensors, out, job, wrote)
         out.commit(nbytes=layout.nbytes)
     return [job.destination], len(tensors), nbytes, aliases
 
 
 def _save_directory(job: _Job, state: object, progress: Progress) -> _Written:
-    tensors, aliases = stored_once(_flat(state))
-    nbytes = _data_bytes(tensors, job.dtype)
+    tensors, aliases = _stored_once(_flat(state))
+    described = outlines(tensors, job.dtype)
+    nbytes = _data_bytes(described)
     with _counting(progress, job.destination, nbytes) as wrote:
         files = write_model_directory(
             job.destination,
-            tensors,
-            dtype=job.dtype,
+            described,
             metadata={"format": "pt", **aliases},
             limit_bytes=job.limit_bytes,
             overwrite=job.overwrite,
-            staging=job.staging,
-            wrote=wrote,
-            manifest=job.manifest,
+            write=lambda layout, out: _write_safetensors(layout, tensors, out, job, wrote),
         )
     return files, len(tensors), nbytes, aliases
 
 
 def _save_parameters(job: _Job, state: object, progress: Progress) -> _Written:
     tensors = _flat(state)
-    nbytes = _data_bytes(tensors, job.dtype)
-    unusable = next((name for name in tensors if os.path.basename(name) != name or name in {"", ".", ".."}), None)
-    if unusable is not None:
-        raise SaveError("no file can have this name", tensor=unusable)
+    nbytes = _data_bytes(outlines(tensors, job.dtype))
+    check_file_names(tensors)
     with saving(str(job.destination)):
         job.destination.mkdir(parents=True, exist_ok=True)
     with _counting(progress, job.destination, nbytes) as wrote:
@@ -219,10 +238,17 @@ def _save_parameters(job: _Job, state: object, progress: Progress) -> _Written:
     return files, len(tensors), nbytes, {}
 
 
+def check_file_names(names: Iterable[str]) -> None:
+    """Raise ``SaveError`` where a tensor's name cannot be that of a file."""
+    unusable = next((name for name in names if os.path.basename(name) != name or name in {"", ".", ".."}), None)
+    if unusable is not None:
+        raise SaveError("no file can have this name", tensor=unusable)
+
+
 def _save_parameter(job: _Job, name: str, tensor: torch.Tensor, wrote: Callable[[int], None]) -> Path:
-    made = lay_out_torch_zip(tensor, job.dtype)
+    saved = lay_out_torch_zip(tensor, job.dtype)
     with Replacement(job.destination / f"{name}.pt", overwrite=job.overwrite) as out:
-        out.commit(nbytes=write_torch_zip(made, out, job.staging, wrote, job.manifest, {name: tensor}))
+        out.commit(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, {name: tensor}))
     return job.destination / f"{name}.pt"
 
 
@@ -240,8 +266,57 @@ def _flat(state: object) -> dict[str, torch.Tensor]:
     return dict(flat_tensors(state))
 
 
-def _data_bytes(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> int:
-    return sum(tensor.numel() * ITEM_BYTES[finished_dtype(tensor, dtype)] for tensor in tensors.values())
+def _data_bytes(tensors: Mapping[str, TensorOutline]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _stored_once(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return the tensors without further names of the same tensor, and those names with the one that stays.
+
+    The name that stays is the first in alphabetical order, as with safetensors' own ``save_model``.
+    """
+    firsts: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.numel() == 0:
+            continue
+        same = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        kept = firsts.setdefault(same, name)
+        if kept != name:
+            aliases[name] = kept
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+
+
+def _write_safetensors(
+    layout: SafetensorsLayout,
+    tensors: Mapping[str, torch.Tensor],
+    file: Replacement,
+    job: _Job,
+    wrote: Callable[[int], None],
+) -> None:
+    """Write what was decided; the caller commits.
+
+    Args:
+        layout: From ``lay_out_safetensors``.
+        tensors: The same tensors.
+        file: Where to.
+        job: How.
+        wrote: Called with the bytes of each piece.
+    """
+    file.reserve(layout.nbytes)
+    file.write_at(0, layout.header)
+    for name, dtype, start in layout.tensors:
+        at = start
+        pieces = chunks(tensors[name], dtype, job.staging)
+        if job.manifest:
+            shape = tensors[name].shape
+            job.manifest.expect(name, dtype=dtype, shape=shape, nbytes=shape.numel() * ITEM_BYTES[dtype])
+            pieces = job.manifest.through(name, pieces)
+        for piece in pieces:
+            file.write_at(at, piece)
+            at += len(piece)
+            wrote(len(piece))
 
 
 @contextmanager

@@ -27,9 +27,10 @@ from sluice._staging import StagingBuffer, StagingPool
 from sluice.sources import MappableSource
 from sluice.sources import Source as FileSource
 
-__all__ = ["Targets"]
+__all__ = ["BITS", "Targets", "turn_round"]
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+#: The dtype in which elements of so many bytes are copied where nothing is computed.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 class Targets:
@@ -131,7 +132,7 @@ class Targets:
         """
         started: set[str] = set()
         for swap in read.swaps:
-            _turn_round(swap, buffer, first)
+            turn_round(swap, buffer, first)
         try:
             for copy in read.copies:
                 self._copy(copy, buffer, first, started)
@@ -168,8 +169,8 @@ class Targets:
         )
         flat = self._flat(copy.target)
         bits = copy.dtype == self._plan.targets[copy.target].dtype and not (copy.factors or copy.math_bits)
-        flat = flat.view(_BITS[item]) if bits else flat
-        dtype = _BITS[item] if bits else torch_dtype(copy.dtype)
+        flat = flat.view(BITS[item]) if bits else flat
+        dtype = BITS[item] if bits else torch_dtype(copy.dtype)
         return _box(flat, copy), Source(raw, dtype, copy.shape, copy.source_stride, copy.factors, copy.math_bits)
 
     def tensors(self, views: Iterable[View]) -> list[torch.Tensor]:
@@ -265,7 +266,7 @@ def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return tensor
 
 
-def _turn_round(swap: Swap, buffer: StagingBuffer, first: int) -> None:
+def turn_round(swap: Swap, buffer: StagingBuffer, first: int) -> None:
     """Reverse the bytes of each number of a range of a staging buffer."""
     np.frombuffer(
         buffer.memory.mapping,

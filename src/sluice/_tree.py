@@ -28,6 +28,7 @@ __all__ = [
     "leaves",
     "likely_state_dicts",
     "map_leaves",
+    "odd_keys",
     "opaques",
     "refuse_opaques",
     "sizes",
@@ -100,6 +101,14 @@ def flatten(tree: object, limits: Limits) -> dict[str, Entry]:
             raise LimitError("the checkpoint has too many tensors", expected=f"at most {limits.entries} (entries)")
         entries[name] = leaf
     return entries
+
+
+def odd_keys(tree: object) -> Iterator[object]:
+    """Yield the keys of dicts with tensors below them that are neither text nor integers."""
+    below = sizes(tree)
+    for container in _bottom_up(tree):
+        if isinstance(container, dict) and below[id(container)][0]:
+            yield from (key for key in container if type(key) not in (str, int))
 
 
 def every_entry(tree: object) -> Iterator[Entry]:

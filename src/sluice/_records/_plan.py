@@ -27,7 +27,7 @@ __all__ = [
 Method = Literal["direct", "buffered"]
 
 #: How final memory comes to be; see ``Block.kind``.
-BlockKind = Literal["mapping", "arena", "mapped", "existing", "device", "empty"]
+BlockKind = Literal["mapping", "arena", "mapped", "existing", "device", "empty", "file"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Block:
 
     #: ``mapping``: an anonymous mapping of its own; ``arena``: a part of a small shared mapping; ``mapped``: pages of
     #: the file itself, which nothing reads; ``existing``: the caller's memory; ``device``: memory of an accelerator;
-    #: ``empty``: no bytes at all.
+    #: ``empty``: no bytes at all; ``file``: a part of a file under construction.
     kind: BlockKind
     #: Bytes before the target in its allocation: they make its address congruent with the file for direct reads.
     lead_bytes: int = 0

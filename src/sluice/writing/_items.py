@@ -11,6 +11,7 @@ from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import SaveError
 from sluice._options import Limits
 from sluice._tree import component
+from sluice.writing._safetensors import TensorOutline
 
 __all__ = [
     "Span",
@@ -18,6 +19,7 @@ __all__ = [
     "finished_dtype",
     "flat_tensors",
     "named_tensors",
+    "outlines",
     "refuse_unsupported",
     "storage_key",
 ]
@@ -58,6 +60,11 @@ def finished_dtype(tensor: torch.Tensor, dtype: str | None) -> str:
     """Return the dtype that a tensor has in the file: real floating point is cast, nothing else."""
     own = dtype_name(tensor.dtype)
     return dtype if dtype is not None and is_castable(own) else own
+
+
+def outlines(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict[str, TensorOutline]:
+    """Return what the file says of each tensor."""
+    return {name: TensorOutline(finished_dtype(tensor, dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from sluice._errors import SaveError
 
@@ -132,12 +132,6 @@ class Replacement:
             if not data:
                 raise OSError(errno.EIO, "bytes that were written are not there")
             return data
-
-    @contextmanager
-    def stream(self) -> Iterator[IO[bytes]]:
-        """Lend the file as a stream, for libraries that write to one; nothing is buffered when the block ends."""
-        with os.fdopen(os.dup(self._descriptor), "r+b") as stream:
-            yield stream
 
     def commit(self, *, nbytes: int | None = None) -> None:
         """Give the file its name, once all of it is on the disk.

@@ -15,19 +15,14 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice.writing._chunks import Staging
-from sluice.writing._items import finished_dtype
-from sluice.writing._manifest import ManifestWriter
 from sluice.writing._replacement import Replacement, is_leftover, locked_directory, saving, sync_directory
-from sluice.writing._safetensors import lay_out_safetensors, write_safetensors
+from sluice.writing._safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 
-__all__ = ["split_shards", "write_model_directory"]
+__all__ = ["ModelFiles", "plan_model_directory", "split_shards", "write_model_directory"]
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -55,71 +50,89 @@ def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list
     return shards
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """The decided files of a model; the one that makes them the model is the last."""
+
+    #: Name of each file of tensors, and what is in it.
+    shards: tuple[tuple[str, SafetensorsLayout], ...]
+    #: The index; empty for a single file.
+    index: bytes
+    #: Names of the files of the model that is there, in the order in which they can go.
+    old: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file by its name."""
+        sizes = {name: layout.nbytes for name, layout in self.shards}
+        return {**sizes, _INDEX: len(self.index)} if self.index else sizes
+
+
+def plan_model_directory(
+    directory: Path, tensors: Mapping[str, TensorOutline], *, metadata: Mapping[str, str], limit_bytes: int | None
+) -> ModelFiles:
+    """Decide the files of a model; nothing is changed.
+
+    Args:
+        directory: Where they go; it need not exist.
+        tensors: Without further names of the same tensor.
+        metadata: Text for the header of each file.
+        limit_bytes: Bytes of tensors in one shard; None for one file.
+
+    Raises:
+        SaveError: A name or a dtype that the format cannot hold.
+    """
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    shards = split_shards(sizes, limit_bytes)
+    with saving(str(directory)):
+        old = _model_files(directory) if directory.is_dir() else []
+    names = _shard_names(len(shards), taken=old)
+    layouts = [lay_out_safetensors({name: tensors[name] for name in shard}, metadata) for shard in shards]
+    index = _index(dict(zip(names, shards, strict=True)), sum(sizes.values())) if len(shards) > 1 else b""
+    return ModelFiles(shards=tuple(zip(names, layouts, strict=True)), index=index, old=tuple(old))
+
+
 def write_model_directory(
     directory: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, TensorOutline],
     *,
-    dtype: str | None,
     metadata: Mapping[str, str],
     limit_bytes: int | None,
     overwrite: bool,
-    staging: Staging,
-    wrote: Callable[[int], None],
-    manifest: ManifestWriter | None = None,
+    write: Callable[[SafetensorsLayout, Replacement], None],
 ) -> list[Path]:
     """Write the tensors and return the files of the model.
 
     Args:
         directory: Made when it does not exist.
         tensors: Without further names of the same tensor.
-        dtype: What real floating-point tensors are cast to; None for none.
         metadata: Text for the header of each file.
         limit_bytes: Bytes of tensors in one shard; None for one file.
         overwrite: Whether a model that is there may be replaced.
-        staging: For what is cast, strided or on an accelerator.
-        wrote: Called with the bytes of each piece.
-        manifest: Gets a hash of each tensor.
+        write: Writes what a file holds, without committing it.
 
     Raises:
         SaveError: Nothing was changed that the old model needs.
     """
+    plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)  # refuses before it is made
     with saving(str(directory)):
         directory.mkdir(parents=True, exist_ok=True)
     with locked_directory(str(directory)):
-        old = _model_files(directory)
-        if old and not overwrite:
+        files = plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)
+        if files.old and not overwrite:
             problem = "the directory holds a model already; say overwrite=True to replace it"
-            raise SaveError(problem, file=str(directory), found=old[0])
-        _remove(directory, _leftovers(directory, old))
-        names = _write(directory, tensors, dtype, metadata, limit_bytes, old, staging, wrote, manifest)
-        _remove(directory, [name for name in old if name not in names])
-    return [directory / name for name in names]
-
-
-def _write(
-    directory: Path,
-    tensors: Mapping[str, torch.Tensor],
-    dtype: str | None,
-    metadata: Mapping[str, str],
-    limit_bytes: int | None,
-    old: Iterable[str],
-    staging: Staging,
-    wrote: Callable[[int], None],
-    manifest: ManifestWriter | None = None,
-) -> list[str]:
-    """Write the files of the new model and return their names, the one that makes it the model last."""
-    sizes = {name: tensor.numel() * ITEM_BYTES[finished_dtype(tensor, dtype)] for name, tensor in tensors.items()}
-    shards = split_shards(sizes, limit_bytes)
-    names = _shard_names(len(shards), taken=old)
-    layouts = [lay_out_safetensors({name: tensors[name] for name in shard}, dtype, metadata) for shard in shards]
-    for file, shard, layout in zip(names, shards, layouts, strict=True):
-        with Replacement(directory / file, overwrite=True) as out:
-            write_safetensors(layout, {name: tensors[name] for name in shard}, out, staging, wrote, manifest)
-            out.commit(nbytes=layout.nbytes)
-    if len(shards) > 1:
-        _write_index(directory / _INDEX, dict(zip(names, shards, strict=True)), sum(sizes.values()))
-        names = [*names, _INDEX]
-    return names
+            raise SaveError(problem, file=str(directory), found=files.old[0])
+        _remove(directory, _leftovers(directory, files.old))
+        for name, layout in files.shards:
+            with Replacement(directory / name, overwrite=True) as out:
+                write(layout, out)
+                out.commit(nbytes=layout.nbytes)
+        if files.index:
+            with Replacement(directory / _INDEX, overwrite=True) as out:
+                out.write_at(0, files.index)
+                out.commit(nbytes=len(files.index))
+        _remove(directory, [name for name in files.old if name not in files.sizes])
+    return [directory / name for name in files.sizes]
 
 
 def _shard_names(count: int, *, taken: Iterable[str]) -> list[str]:
@@ -152,15 +165,12 @@ def _leftovers(directory: Path, model: Iterable[str]) -> list[str]:
     return [name for name in names if _TOKEN.fullmatch(name) or is_leftover(name, "model")]
 
 
-def _write_index(path: Path, shards: Mapping[str, Iterable[str]], total_bytes: int) -> None:
+def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
     index = {
         "metadata": {"total_size": total_bytes},
         "weight_map": {name: file for file, names in shards.items() for name in names},
     }
-    content = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
-    with Replacement(path, overwrite=True) as out:
-        out.write_at(0, content)
-        out.commit(nbytes=len(content))
+    return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _remove(directory: Path, names: Iterable[str]) -> None:

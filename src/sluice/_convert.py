@@ -1,0 +1,157 @@
+"""``sluice.convert``: any readable checkpoint in any form that ``save`` writes, through a fixed amount of memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from sluice._checkpoint import CheckpointSource, borrow
+from sluice._dtypes import dtype_name, why_no_cast
+from sluice._errors import MismatchError, UnsupportedError
+from sluice._manifest import HashAlgorithm
+from sluice._options import Limits, MemoryLimits, PageCache
+from sluice._progress import Progress
+from sluice._records import Entry
+from sluice._renaming import Rename
+from sluice._rules import Rule
+from sluice._save import SaveFormat, SaveReport, choose_format
+from sluice._tree import every_entry, walk
+from sluice._units import parse_bytes
+from sluice.converting._contents import flat_contents, whole_contents
+from sluice.converting._destination import check_destination
+from sluice.converting._job import Job, Written
+from sluice.converting._tensor_files import convert_to_directory, convert_to_safetensors
+from sluice.converting._torch_files import convert_to_parameters, convert_to_torch
+from sluice.writing._manifest import manifest_writer
+
+__all__ = ["convert"]
+
+
+def convert(
+    source: CheckpointSource,
+    destination: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
+    dtype: torch.dtype | None = None,
+    rename: Rename | None = None,
+    rules: Sequence[Rule] = (),
+    max_shard_size: int | str | None = None,
+    manifest: str | os.PathLike[str] | None = None,
+    manifest_hash: HashAlgorithm = "sha256",
+    overwrite: bool = False,
+    progress: Progress = False,
+    memory: MemoryLimits | None = None,
+    limits: Limits | None = None,
+    page_cache: PageCache = "auto",
+    dry_run: bool = False,
+) -> SaveReport:
+    """Write a checkpoint in another form, with a fixed amount of memory, whatever its size.
+
+    Bytes go from the source through the staging buffers to the new file; what stays as it is never becomes a tensor.
+    Host memory grows by at most the staging buffers, 1 KiB for each tensor and 32 MiB. The new file is written
+    beside its final name, synced and renamed, as ``save`` does it.
+
+    Args:
+        source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
+        destination: A file or a directory. It may be the source, if that is a single file or a Hugging Face model.
+        key: Part of the checkpoint, as in ``load_into``. None takes the whole object where the format can hold it
+            (``"torch"``), and otherwise the only state dict in it; the report says what was left out.
+        format: As in ``save``. ``"torch"`` keeps nested objects, plain values, Parameters and shared storages; the
+            others hold tensors by name.
+        dtype: Cast real floating-point tensors to this; None keeps each one's own.
+        rename: New names, as in ``load_into``.
+        rules: What the tensors become, by their new names; see ``sluice.rules``. With ``rename`` or ``rules`` a torch
+            file holds a flat state dict.
+        max_shard_size: Bytes of tensors in one shard, such as ``"5GB"``; only for ``"huggingface"``.
+        manifest: Where to write the hash, dtype and shape of each tensor, as in ``save``.
+        manifest_hash: ``"sha256"``, or ``"xxh3_128"``, which is faster and only finds damage.
+        overwrite: Whether what exists may be replaced, the manifest too.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+        memory: How much host memory may grow, and the size of the staging buffers; at least 2 MiB.
+        limits: Bounds for hostile files.
+        page_cache: How the source is read, as in ``load_into``.
+        dry_run: Decide everything and write nothing: the report says what would be written.
+
+    Returns:
+        What was written, its files and their bytes, casts, ties, and what was left out.
+
+    Raises:
+        CheckpointError: The source is damaged, unsafe or of an unknown kind, or holds what cannot be written.
+        MismatchError: There is no single state dict, or ``key``, ``rename`` or ``rules`` do not fit it.
+        BudgetError: The memory limits cannot be kept; nothing was read.
+        SaveError: It cannot be written so, or the operating system failed; what existed is intact.
+        ReadError: The operating system failed a read.
+        SourceChangedError: The source changed meanwhile.
+        ValueError: The format is unknown or does not go with the other arguments.
+        ImportError: The hash needs a library that is not installed.
+
+    Example:
+        >>> report = sluice.convert("model.pth", "model.safetensors", dtype=torch.bfloat16)
+        >>> report = sluice.convert("dcp-directory", "hf-model", max_shard_size="5GB")
+    """
+    started = time.perf_counter()
+    path = Path(os.fsdecode(destination))
+    chosen = choose_format(path, format, max_shard_size)
+    with borrow(source, limits=limits) as checkpoint:
+        check_destination(checkpoint, path, chosen)
+        read = whole_contents if chosen == "torch" else flat_contents
+        contents = read(checkpoint, key=key, rename=rename, rules=rules)
+        job = Job(
+            checkpoint=checkpoint,
+            destination=path,
+            dtype=None if dtype is None else dtype_name(dtype),
+            limit_bytes=None if max_shard_size is None else parse_bytes(max_shard_size),
+            overwrite=overwrite,
+            progress=progress,
+            memory=memory,
+            page_cache=page_cache,
+            manifest=None if dry_run else manifest_writer(manifest, manifest_hash, path, overwrite=overwrite),
+            dry_run=dry_run,
+        )
+        entries = list(every_entry(contents.tree))
+        _check(entries, contents.tree, job)
+        casts = Counter(f"{entry.dtype} -> {job.finished(entry)}" for entry in entries if job.casts(entry))
+        written = _WRITERS[chosen](job, contents.tree)
+        if job.manifest:
+            job.manifest.commit()
+    return SaveReport(
+        destination=str(path),
+        format=chosen,
+        files=tuple(str(file) for file in written.files),
+        file_bytes=tuple(written.files.values()),
+        replaced=written.replaced,
+        tensors=written.tensors,
+        nbytes=written.nbytes,
+        seconds=time.perf_counter() - started,
+        tied=written.tied,
+        casts=casts,
+        notes=(*checkpoint.index.notes, *contents.notes),
+        dry_run=dry_run,
+    )
+
+
+def _check(entries: Sequence[Entry], tree: object, job: Job) -> None:
+    """Refuse what no format here can hold, before anything is made."""
+    names = {id(entry): name for name, entry in walk(tree)}
+    for entry in entries:
+        name = names.get(id(entry), "_metadata")
+        if entry.composite is not None:
+            problem = f"a {entry.layout} tensor cannot be converted yet"
+            raise UnsupportedError(problem, file=job.checkpoint.path, tensor=name)
+        why = why_no_cast(entry.dtype, job.finished(entry), requires_grad=entry.requires_grad)
+        if why:
+            raise MismatchError(why, file=job.checkpoint.path, tensor=name)
+
+
+_WRITERS: dict[str, Callable[[Job, object], Written]] = {
+    "torch": convert_to_torch,
+    "safetensors": convert_to_safetensors,
+    "huggingface": convert_to_directory,
+    "per-parameter": convert_to_parameters,
+}

@@ -1,0 +1,1 @@
+"""From an open checkpoint to files under construction: what ``sluice.convert`` is made of."""

@@ -1,0 +1,205 @@
+"""Conversions to torch zip files: one with the whole object, or one for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from sluice import _options as options
+from sluice._checkpoint import borrow
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import SaveError
+from sluice._geometry import contiguous_stride
+from sluice._layout import View, shared_targets
+from sluice._records import Entry, Request, Target
+from sluice._save import check_file_names
+from sluice._slicing import boxes
+from sluice._tree import every_entry, flatten, walk
+from sluice.converting._contents import refuse_repeats
+from sluice.converting._job import Job, Written, existing
+from sluice.converting._stream import Stream
+from sluice.writing._chunks import Staging, chunks
+from sluice.writing._manifest import ManifestWriter
+from sluice.writing._replacement import Replacement, saving
+from sluice.writing._safetensors import TensorOutline
+from sluice.writing._torch_pickle import Described, pickle_object
+from sluice.writing._torch_zip import TorchZip
+
+__all__ = ["convert_to_parameters", "convert_to_torch"]
+
+#: Files of single parameters that are written together: each takes a descriptor.
+_FILES_AT_ONCE = 32
+
+
+def convert_to_torch(job: Job, tree: object) -> Written:
+    names = flatten(tree, job.checkpoint.limits) if job.manifest else {}
+    laid_out = _lay_out(job, tree, names)
+    made = laid_out.made
+    out = Replacement(job.destination, overwrite=job.overwrite or job.dry_run)
+    replaced = existing([job.destination])
+    if not job.dry_run:
+        with job.stream(laid_out.tensors, made.nbytes) as stream, out:
+            _fill_torch_files(job, stream, [(laid_out, out)])
+            out.commit(nbytes=made.finish(out))
+        _hash_written(job, job.destination, laid_out.apart)
+    return Written(
+        files={job.destination: made.file_bytes}, replaced=replaced, tensors=laid_out.tensors, nbytes=made.nbytes
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TorchFile:
+    """A decided torch file and what its storages are made of."""
+
+    made: TorchZip
+    targets: tuple[Target, ...]
+    tensors: int
+    #: What the manifest says of its tensors, by their names there.
+    hashed: Mapping[str, TensorOutline]
+    #: Names for the manifest of tensors that lie in row-major order in a storage: storage and first byte.
+    together: Mapping[str, tuple[int, int]]
+    #: Names for the manifest of the others, and what they are called in the file.
+    apart: Mapping[str, str]
+
+
+def _lay_out(job: Job, tree: object, hashed: Mapping[str, Entry]) -> _TorchFile:
+    """Decide a torch file: views of the same bytes share a storage, as in the source.
+
+    Args:
+        job: The conversion.
+        tree: What the file holds.
+        hashed: The tensors of the manifest, by their names in it.
+    """
+    names = {id(entry): name for name, entry in walk(tree)}
+    entries = list(every_entry(tree))
+    requests = [
+        Request(name=names.get(id(entry), "_metadata"), entry=entry, dtype=job.finished(entry), device="cpu")
+        for entry in entries
+    ]
+    targets, views = shared_targets(requests, job.checkpoint.index, job.offsets(entries))
+    positions = {id(entry): position for position, entry in enumerate(entries)}
+
+    def described(value: object) -> Described | None:
+        return _described(value, views[positions[id(value)]], targets) if isinstance(value, Entry) else None
+
+    made = TorchZip(pickle_object(tree, described), [target.nbytes for target in targets])
+    together: dict[str, tuple[int, int]] = {}
+    for name, entry in hashed.items():
+        view = views[positions[id(entry)]]
+        if view.stride == contiguous_stride(view.shape) and not view.math_bits:
+            together[name] = (view.target, view.start * ITEM_BYTES[targets[view.target].dtype])
+    apart = {name: names[id(entry)] for name, entry in hashed.items() if name not in together}
+    return _TorchFile(
+        made=made, targets=targets, tensors=len(entries), hashed=job.outlines(hashed), together=together, apart=apart
+    )
+
+
+def _described(entry: Entry, view: View, targets: Sequence[Target]) -> Described:
+    target = targets[view.target]
+    return Described(
+        storage=view.target,
+        elements=target.nbytes // ITEM_BYTES[target.dtype],
+        dtype=target.dtype,
+        start=view.start,
+        shape=view.shape,
+        stride=view.stride,
+        requires_grad=entry.requires_grad,
+        parameter=entry.parameter,
+        math_bits=view.math_bits,
+        attributes=entry.attributes,
+    )
+
+
+def _fill_torch_files(job: Job, stream: Stream, files: Sequence[tuple[_TorchFile, Replacement]]) -> None:
+    """Write the storages of files, all together in the order of the source; the caller finishes and commits each."""
+    targets: list[Target] = []
+    places: list[tuple[TorchZip, Replacement, int]] = []
+    for laid_out, out in files:
+        out.reserve(laid_out.made.records_bytes)
+        if job.manifest:
+            _expect(job.manifest, laid_out, len(targets))
+        targets += laid_out.targets
+        places += [(laid_out.made, out, number) for number in range(len(laid_out.targets))]
+    # A CRC is put together from long pieces; of what comes in short ones it is taken when all of it is there.
+    scattered = {position for position, target in enumerate(targets) if stream.is_scattered(target)}
+
+    def write(position: int, at: int, piece: memoryview) -> None:
+        made, out, number = places[position]
+        made.write(out, number, at, piece, account=position not in scattered)
+        if job.manifest:
+            job.manifest.piece(position, at, piece, partial(made.read, out, number))
+
+    stream.move(targets, write)
+    if job.manifest:
+        for position in range(len(targets)):
+            job.manifest.done(position)
+    for position in scattered:
+        made, out, number = places[position]
+        made.account_written(out, number)
+
+
+def _expect(manifest: ManifestWriter, laid_out: _TorchFile, first: int) -> None:
+    """Announce the tensors that will be hashed on their way; storages are numbered from ``first``."""
+    for name, (storage, start) in laid_out.together.items():
+        tensor = laid_out.hashed[name]
+        manifest.expect(
+            name, dtype=tensor.dtype, shape=tensor.shape, nbytes=tensor.nbytes, stored=first + storage, start=start
+        )
+
+
+def _hash_written(job: Job, path: Path, names: Mapping[str, str]) -> None:
+    """Hash tensors of a finished file whose elements it does not hold in row-major order."""
+    if job.manifest is None or not names:
+        return
+    staging = Staging.make(options.SCRATCH_BYTES)
+    with borrow(path, limits=job.checkpoint.limits) as checkpoint:
+        for name, own in names.items():
+            tensor = checkpoint[own]
+            dtype = tensor.entry.dtype
+            keys = boxes(tensor.shape, options.SAVE_STAGING_BYTES // ITEM_BYTES[dtype])
+            pieces = (piece for key in keys for piece in chunks(tensor[key].read(), dtype, staging))
+            job.manifest.add(name, dtype=dtype, shape=tensor.shape, pieces=pieces)
+
+
+def convert_to_parameters(job: Job, tree: object) -> Written:
+    assert isinstance(tree, dict)
+    check_file_names(tree)
+    refuse_repeats(tree, job.checkpoint)
+    job.offsets(list(tree.values()))
+    paths = {name: job.destination / f"{name}.pt" for name in tree}
+    replaced = existing(paths.values())
+    if replaced and not (job.overwrite or job.dry_run):
+        raise SaveError("the file exists already; say overwrite=True to replace it", file=replaced[0])
+    nbytes = sum(outline.nbytes for outline in job.outlines(tree).values())
+    files: dict[Path, int] = {}
+    if not job.dry_run:
+        with saving(str(job.destination)):
+            job.destination.mkdir(parents=True, exist_ok=True)
+    with job.stream(len(tree), nbytes) as stream:
+        for names in _batches(tree):
+            laid_out = [_lay_out(job, tree[name], {name: tree[name]} if job.manifest else {}) for name in names]
+            files |= {paths[name]: one.made.file_bytes for name, one in zip(names, laid_out, strict=True)}
+            if not job.dry_run:
+                _write_parameters(stream, list(zip(laid_out, map(paths.__getitem__, names), strict=True)), job)
+    return Written(files=files, replaced=replaced, tensors=len(tree), nbytes=nbytes)
+
+
+def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], job: Job) -> None:
+    with ExitStack() as stack:
+        outs = [stack.enter_context(Replacement(path, overwrite=job.overwrite)) for _, path in files]
+        laid_out = [one for one, _ in files]
+        _fill_torch_files(job, stream, list(zip(laid_out, outs, strict=True)))
+        for one, out in zip(laid_out, outs, strict=True):
+            out.commit(nbytes=one.made.finish(out))
+    for one, path in files:
+        _hash_written(job, path, one.apart)
+
+
+def _batches(names: Iterable[str]) -> Iterator[list[str]]:
+    left = iter(names)
+    while batch := list(islice(left, _FILES_AT_ONCE)):
+        yield batch

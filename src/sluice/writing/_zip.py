@@ -1,0 +1,195 @@
+"""A zip archive of stored records whose sizes are known beforehand, so that their bytes may come in any order.
+
+Every record begins at a multiple of 64, as direct reads and mappings want it: the extra field of its header is padded.
+CRCs are those of the pieces, moved to their place: CRC-32 is linear, so pieces need not come one after the other.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import zlib
+from array import array
+from collections.abc import Iterator
+from functools import cache
+
+__all__ = ["Archive"]
+
+_ALIGNMENT_BYTES = 64
+
+#: Fields of 32 bits hold this where the value is in a zip64 field.
+_ESCAPE_16, _ESCAPE_32 = 0xFFFF, 0xFFFFFFFF
+
+# signature, version needed, flags, method, time, date, CRC-32, stored bytes, bytes, name bytes, extra bytes
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+# signature, version made by, version needed, flags, method, time, date, CRC-32, stored bytes, bytes, name, extra and
+# comment bytes, disk, internal and external attributes, header offset
+_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
+# signature, bytes that follow, versions, disk, directory's disk, entries on the disk, entries, bytes, offset
+_END64 = struct.Struct("<4sQHHIIQQQQ")
+# signature, disk of the end record, its offset, disks
+_LOCATOR = struct.Struct("<4sIQI")
+# signature, disk, directory's disk, entries on the disk, entries, directory bytes, directory offset, comment bytes
+_END = struct.Struct("<4sHHHHIIH")
+
+#: Zip keeps the time of each record; a constant makes equal content equal files. It is the earliest that zip knows.
+_TIME, _DATE = 0, 33
+
+#: Version 4.5 of the specification has zip64; names are UTF-8.
+_VERSION, _UTF8 = 45, 0x0800
+
+_ZIP64_KIND = 1
+
+#: The kind of torch's own padding ("FB"), and the bytes before the content of an extra field.
+_PADDING_KIND, _EXTRA_HEADER_BYTES = b"FB", 4
+
+#: The polynomial of CRC-32, bit-reversed.
+_POLYNOMIAL = 0xEDB88320
+
+
+class Archive:
+    """Where the records of an archive lie, and their CRCs as far as their bytes are known. Columns, for 100,000."""
+
+    def __init__(self, directory: str) -> None:
+        """Begin with no records.
+
+        Args:
+            directory: The directory that all names are in.
+        """
+        self._directory = directory
+        self._names: list[str] = []
+        self._headers, self._sizes, self._crcs = array("Q"), array("Q"), array("I")
+        self._lock = threading.Lock()
+        #: First byte behind the last record, where the central directory begins.
+        self.end = 0
+
+    def add(self, name: str, nbytes: int) -> int:
+        """Append a record and return its number."""
+        self._names.append(name)
+        self._headers.append(self.end)
+        self._sizes.append(nbytes)
+        self._crcs.append(0)
+        number = len(self._names) - 1
+        self.end = self.data(number) + nbytes
+        return number
+
+    def data(self, number: int) -> int:
+        """Return the first byte of a record's data."""
+        return self._headers[number] + len(self.header(number))
+
+    def header(self, number: int) -> bytes:
+        """Return the local header of a record, to be written at ``header_offset`` once all of its data is known."""
+        name, nbytes = self._name(number), self._sizes[number]
+        large = nbytes >= _ESCAPE_32
+        extra = struct.pack("<HHQQ", _ZIP64_KIND, 16, nbytes, nbytes) if large else b""
+        begin = self._headers[number] + _LOCAL.size + len(name) + len(extra) + _EXTRA_HEADER_BYTES
+        padding = -begin % _ALIGNMENT_BYTES
+        extra += _PADDING_KIND + padding.to_bytes(2, "little") + b"Z" * padding
+        size = _ESCAPE_32 if large else nbytes
+        lengths = len(name), len(extra)
+        crc = self._crcs[number]
+        return _LOCAL.pack(b"PK\3\4", _VERSION, _UTF8, 0, _TIME, _DATE, crc, size, size, *lengths) + name + extra
+
+    def header_offset(self, number: int) -> int:
+        """Return the first byte of a record's local header."""
+        return self._headers[number]
+
+    def nbytes(self, number: int) -> int:
+        """Return the bytes of a record's data."""
+        return self._sizes[number]
+
+    def account(self, number: int, at: int, piece: bytes | memoryview) -> None:
+        """Add a piece of a record's data to its CRC; each byte once, in any order, from any thread.
+
+        Args:
+            number: The record.
+            at: Where the piece begins in the data.
+            piece: Its bytes.
+        """
+        crc = _moved(zlib.crc32(piece), self._sizes[number] - at - len(piece))
+        with self._lock:
+            self._crcs[number] ^= crc
+
+    def directory(self) -> Iterator[bytes]:
+        """Yield the central directory and the end records, piece by piece; they follow the last record."""
+        total = 0
+        for number in range(len(self._names)):
+            entry = self._entry(number)
+            total += len(entry)
+            yield entry
+        count = len(self._names)
+        after = self.end + total
+        # torch writes the zip64 records always, and so every reader of its files knows them.
+        yield _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, total, self.end)
+        yield _LOCATOR.pack(b"PK\6\7", 0, after, 1)
+        few, small, start = min(count, _ESCAPE_16), min(total, _ESCAPE_32), min(self.end, _ESCAPE_32)
+        yield _END.pack(b"PK\5\6", 0, 0, few, few, small, start, 0)
+
+    def _name(self, number: int) -> bytes:
+        return f"{self._directory}/{self._names[number]}".encode()
+
+    def _entry(self, number: int) -> bytes:
+        name, nbytes, header = self._name(number), self._sizes[number], self._headers[number]
+        wide = [value for value in (nbytes, nbytes, header) if value >= _ESCAPE_32]
+        extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64_KIND, 8 * len(wide), *wide) if wide else b""
+        size = min(nbytes, _ESCAPE_32)
+        return (
+            _ENTRY.pack(
+                b"PK\1\2",
+                _VERSION,
+                _VERSION,
+                _UTF8,
+                0,
+                _TIME,
+                _DATE,
+                self._crcs[number],
+                size,
+                size,
+                len(name),
+                len(extra),
+                0,
+                0,
+                0,
+                0,
+                min(header, _ESCAPE_32),
+            )
+            + name
+            + extra
+        )
+
+
+def _moved(crc: int, nbytes: int) -> int:
+    """Return what a piece's CRC adds to that of a whole in which ``nbytes`` bytes follow the piece."""
+    return _product(_power(nbytes), crc) if nbytes else crc
+
+
+@cache
+def _squares() -> tuple[int, ...]:
+    """Return x to the powers 1, 2, 4, ... modulo the polynomial."""
+    powers = [1 << 30]
+    while len(powers) < 64:
+        powers.append(_product(powers[-1], powers[-1]))
+    return tuple(powers)
+
+
+def _power(nbytes: int) -> int:
+    """Return x to the power of the bits in ``nbytes`` bytes, modulo the polynomial."""
+    result, left, square = 1 << 31, nbytes * 8, 0
+    while left:
+        if left & 1:
+            result = _product(_squares()[square], result)
+        left >>= 1
+        square += 1
+    return result
+
+
+def _product(a: int, b: int) -> int:
+    """Return the product of two polynomials modulo the polynomial; the highest bit is the lowest power."""
+    bit, product = 1 << 31, 0
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
