@@ -24,7 +24,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def item(value: object) -> bytes:
     """Return a value as an item of a distributed checkpoint."""
     out = io.BytesIO()
-    torch.save(value.clone(memory_format=torch.preserve_format) if isinstance(value, torch.Tensor) else value, out)
+    torch.save(value.clone() if isinstance(value, torch.Tensor) else value, out)
     return out.getvalue()
 
 

@@ -136,6 +136,7 @@ def test_json_is_complete() -> None:
                 "name": "big",
                 "dtype": "bfloat16",
                 "layout": "strided",
+                "math_bits": [],
                 "shape": [2, 256],
                 "stride": [256, 1],
                 "nbytes": 1024,
@@ -149,6 +150,7 @@ def test_json_is_complete() -> None:
                     "name": name,
                     "dtype": "float32",
                     "layout": "strided",
+                    "math_bits": [],
                     "shape": [4],
                     "stride": [1],
                     "nbytes": 16,
@@ -163,6 +165,7 @@ def test_json_is_complete() -> None:
         "storages": [{"key": "0", "file": 0, "nbytes": 1024}, {"key": "1", "file": 0, "nbytes": 16}],
         "state_dicts": [""],
         "shared": [{"storage": 1, "names": ["tied.0", "tied.1"]}],
+        "unsupported": [],
         "values": [
             {"name": "epoch", "value": 3},
             {"name": "loss", "text": "nan"},

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     )
     from sluice._options import Limits, MemoryLimits
     from sluice._progress import ProgressEvent
-    from sluice._records import Opaque, Peaks
+    from sluice._records import Opaque, Peaks, UnsupportedValue
     from sluice._report import LoadReport
     from sluice._save import SaveReport, save
     from sluice.measuring import MemoryReport, measure
@@ -76,6 +76,7 @@ __all__ = [
     "TruncatedError",
     "UnsafeContentError",
     "UnsupportedError",
+    "UnsupportedValue",
     "convert",
     "empty_init",
     "hf",
@@ -98,6 +99,7 @@ _HOMES = {
     "MemoryReport": "measuring",
     "Opaque": "_records",
     "Peaks": "_records",
+    "UnsupportedValue": "_records",
     "ProgressEvent": "_progress",
     "SaveReport": "_save",
     "convert": "_convert",

@@ -15,7 +15,7 @@ from sluice import _tree
 from sluice._dtypes import dtype_name, torch_dtype
 from sluice._errors import MismatchError
 from sluice._options import Limits, MemoryLimits, TransferOptions
-from sluice._records import Entry, Index, Request
+from sluice._records import Entry, Index, Opaque, Request
 from sluice._slicing import Key, slice_entry
 from sluice.formats._opening import open_path, open_section
 from sluice.formats._shards import OpenFile
@@ -189,7 +189,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @cached_property
     def tree(self) -> Any:
-        """The nested object of the file, with ``LazyTensor`` for tensors and ``Opaque`` for what is never loaded."""
+        """The nested object of the file, with ``LazyTensor`` for tensors.
+
+        ``Opaque`` stands for what is never loaded: objects that only running code could build, and, as
+        ``UnsupportedValue``, tensors of kinds that sluice does not read.
+        """
         names = {id(entry): name for name, entry in _tree.walk(self.index.tree)}
         return _tree.map_leaves(
             self.index.tree, lambda entry: LazyTensor(self, names.get(id(entry), "_metadata"), entry)
@@ -222,8 +226,27 @@ class Checkpoint(Mapping[str, LazyTensor]):
             self._offsets.update(self._files[position].locate(numbers))
         return self._offsets
 
+    @cached_property
+    def _not_built(self) -> dict[str, Opaque]:
+        return _tree.opaques(self.index.tree)
+
     def __getitem__(self, name: str) -> LazyTensor:
-        return LazyTensor(self, name, self.entries[name])
+        """Return the tensor of this name.
+
+        Raises:
+            KeyError: Nothing has it.
+            UnsafeContentError: It is an object that only running code could build.
+            UnsupportedError: It is a tensor of a kind that sluice does not read.
+        """
+        entry = self.entries.get(name)
+        if entry is not None:
+            return LazyTensor(self, name, entry)
+        if name in self._not_built:
+            raise _tree.refusal(self._not_built[name], name, self.path)
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -273,6 +296,8 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     Raises:
         CheckpointError: The file is damaged, unsafe or of an unknown kind; the subclass says how.
         MismatchError: ``key`` is not in the checkpoint.
+        UnsafeContentError: What ``key`` names, or the whole file, is an object that only running code could build.
+        UnsupportedError: What ``key`` names is a tensor of a kind that sluice does not read.
         ReadError: The file cannot be read.
         TypeError: ``source`` is a file object that can only be read in order, or one that decompresses or decodes.
 
@@ -284,7 +309,7 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     if isinstance(source, Checkpoint):
         if key is None:
             return source
-        index = replace(source.index, tree=_tree.subtree(source.index.tree, key))
+        index = replace(source.index, tree=_part(source.index.tree, key, source.path))
         return Checkpoint(source.path, index, source._files, source.limits)  # noqa: SLF001  (its own class)
     limits = limits or Limits()
     if isinstance(source, (str, bytes, os.PathLike)):
@@ -298,11 +323,18 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     checkpoint = Checkpoint(path, index, files, limits)
     if key is not None:
         try:
-            checkpoint.index = replace(index, tree=_tree.subtree(index.tree, key))
+            checkpoint.index = replace(index, tree=_part(index.tree, key, path))
         except BaseException:
             checkpoint.close()
             raise
     return checkpoint
+
+
+def _part(tree: object, key: str, path: str) -> object:
+    part = _tree.subtree(tree, key)
+    if isinstance(part, Opaque):
+        raise _tree.refusal(part, key, path)
+    return part
 
 
 @contextmanager

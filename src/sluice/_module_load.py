@@ -34,10 +34,10 @@ from sluice._modules import ModuleState, collect
 from sluice._options import TransferOptions
 from sluice._placement import Placement, device_of
 from sluice._progress import Progress, byte_progress
-from sluice._records import DeviceMemory, Entry, Request
-from sluice._renaming import Rename
+from sluice._records import DeviceMemory, Entry, Request, UnsupportedValue
+from sluice._renaming import Rename, rename_entries
 from sluice._rules import Rule
-from sluice._selection import Selection, select
+from sluice._selection import Selection, select, unwrap
 from sluice._slicing import boxes, slice_entry
 from sluice._table import TensorRow
 from sluice._targets import Targets
@@ -119,9 +119,7 @@ def prepare_module(
     state = collect(model)
     tree = checkpoint.index.tree
     selection = select(tree, state.outline, key=key, rename=rename, rules=rules, limits=checkpoint.limits)
-    if strict:
-        chosen = _tree.subtree(tree, selection.key or "")
-        _tree.refuse_opaques(chosen, checkpoint.path, prefix=selection.prefix)
+    _refuse_opaque(tree, selection, state, checkpoint, rename=rename, strict=strict)
     followed = follow_loading(model, selection.entries, selection.extra_state, versions=selection.versions)
     matched = partial(
         match,
@@ -262,6 +260,26 @@ def _read_tree(checkpoint: Checkpoint, tree: object) -> object:
     prepared = _transfer.prepare(checkpoint, requests, share_storages=True)
     tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan))
     return with_tensors(tree, entries, tensors, file=checkpoint.path)
+
+
+def _refuse_opaque(
+    tree: object,
+    selection: Selection,
+    state: ModuleState,
+    checkpoint: Checkpoint,
+    *,
+    rename: Rename | None,
+    strict: bool,
+) -> None:
+    """Refuse what the state dict holds and sluice does not build; without ``strict``, only tensors of the module."""
+    own = {unwrap(name) for slot in state.outline.slots for name in slot.names}
+    for name, leaf in _tree.opaques(_tree.subtree(tree, selection.key or "")).items():
+        for renamed in rename_entries({name: leaf}, rename):
+            spellings = [renamed, unwrap(renamed)]
+            behind = [one.removeprefix(selection.prefix) for one in spellings if one.startswith(selection.prefix)]
+            needed = isinstance(leaf, UnsupportedValue) and any(unwrap(one) in own for one in behind)
+            if needed or (strict and behind):
+                raise _tree.refusal(leaf, name, checkpoint.path)
 
 
 def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str]:

@@ -286,6 +286,7 @@ def _forms(mapping: _Mapping, outline: Outline) -> Iterator[_Form]:
 
 
 def unwrap(name: str) -> str:
+    """Return a name without the components that torch's wrappers put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 

@@ -17,9 +17,16 @@ from itertools import islice
 from reprlib import repr as short_repr
 from typing import Any, TypeAlias
 
-from sluice._errors import FormatError, LimitError, MismatchError, UnsafeContentError
+from sluice._errors import (
+    CheckpointError,
+    FormatError,
+    LimitError,
+    MismatchError,
+    UnsafeContentError,
+    UnsupportedError,
+)
 from sluice._options import Limits
-from sluice._records import Entry, Opaque
+from sluice._records import Entry, Opaque, UnsupportedValue
 
 __all__ = [
     "component",
@@ -30,6 +37,7 @@ __all__ = [
     "map_leaves",
     "odd_keys",
     "opaques",
+    "refusal",
     "refuse_opaques",
     "sizes",
     "state_dict_candidates",
@@ -65,6 +73,20 @@ def opaques(tree: object) -> dict[str, Opaque]:
     return {name: leaf for name, leaf, _ in _leaves(tree) if isinstance(leaf, Opaque)}
 
 
+def refusal(leaf: Opaque, name: str, file: str) -> CheckpointError:
+    """Return the error for something that was not built, and that is asked for.
+
+    Args:
+        leaf: What stands in its place.
+        name: Its dotted name.
+        file: The checkpoint, for messages.
+    """
+    if isinstance(leaf, UnsupportedValue):
+        return UnsupportedError(leaf.reason, file=leaf.file, tensor=name, found=leaf.qualified_name)
+    problem = "an object that only running code could build"
+    return UnsafeContentError(problem, file=file, tensor=name, found=leaf.qualified_name)
+
+
 def refuse_opaques(tree: object, file: str, *, prefix: str = "") -> None:
     """Refuse a part of a checkpoint that is to be loaded whole and holds an object that was not built.
 
@@ -74,12 +96,12 @@ def refuse_opaques(tree: object, file: str, *, prefix: str = "") -> None:
         prefix: Only names that start with it count.
 
     Raises:
-        UnsafeContentError: There is one.
+        UnsafeContentError: There is one that only running code could build.
+        UnsupportedError: There is one of a kind that sluice does not read.
     """
-    for name, opaque in opaques(tree).items():
+    for name, leaf in opaques(tree).items():
         if name.startswith(prefix):
-            problem = "the state dict holds an object that only running code could build"
-            raise UnsafeContentError(problem, file=file, tensor=name, found=opaque.qualified_name)
+            raise refusal(leaf, name, file)
 
 
 def flatten(tree: object, limits: Limits) -> dict[str, Entry]:

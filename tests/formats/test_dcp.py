@@ -363,3 +363,14 @@ def test_large_grids_are_checked_in_one_pass() -> None:
     boxes: list[Box] = [((i, j), (1, 2)) for i in range(150) for j in range(0, 300, 2)]
     assert first_miscount((150, 300), boxes) is None
     assert first_miscount((150, 300), [box for box in boxes if box[0] != (77, 12)]) == ((77, 12), 0)
+
+
+def test_conjugates_and_negatives(tmp_path: Path) -> None:
+    """torch saves them as views, and copies them when it loads."""
+    numbers = torch.randn(4, 3, dtype=torch.complex64)
+    save(tmp_path / "d", {"whole": numbers.clone().conj(), "negative": numbers.clone().conj().imag})
+    with sluice.open(tmp_path / "d") as checkpoint:
+        ours = sluice.load_state_dict(checkpoint)
+        assert same(dict(ours), torch_loaded(tmp_path / "d"))
+        assert not ours["whole"].is_conj()
+        assert torch.equal(checkpoint["whole"][1:3].read(), numbers.conj()[1:3])

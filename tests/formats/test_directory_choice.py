@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import sluice
 from directories import chosen, notes, refusal, save, save_sharded, tensors
@@ -135,3 +136,13 @@ def test_json_that_is_no_index(tmp_path: Path) -> None:
 def test_a_directory_whose_name_ends_like_an_index(tmp_path: Path) -> None:
     save(tmp_path / "x.json" / "model.safetensors", tensors("w"))
     assert chosen(tmp_path / "x.json") == ["model.safetensors"]
+
+
+def test_training_states_beside_a_model_are_named(tmp_path: Path) -> None:
+    for name in ("optimizer.pt", "scheduler.pt", "optimizer_1.bin", "training_args.bin", "other.bin"):
+        (tmp_path / name).write_bytes(b"")
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with sluice.open(tmp_path) as checkpoint:
+        assert checkpoint.index.notes == (
+            "Beside the model, each a checkpoint of its own: optimizer.pt, optimizer_1.bin, scheduler.pt.",
+        )

@@ -154,8 +154,8 @@ def test_files_of_big_endian_machines() -> None:
     big, little = (legacy_file({"w": WHOLE}, SIX, system={"little_endian": flag}) for flag in (False, True))
     assert index_of(big).storages == index_of(little).storages
     numbers = tensor_call(legacy_storage("7", 3, kind="ComplexFloatStorage"), shape=(3,))
-    with pytest.raises(UnsupportedError, match="complex numbers of a big-endian machine"):
-        index_of(legacy_file({"w": numbers}, {"7": (3, bytes(24))}, system={"little_endian": False}))
+    content = legacy_file({"w": numbers}, {"7": (3, bytes(24))}, system={"little_endian": False})
+    assert "complex numbers from a big-endian machine" in repr(index_of(content).tree)
 
 
 @pytest.mark.parametrize("part", ["magic", "version", "system", "keys"])
@@ -247,8 +247,7 @@ def test_a_view_that_starts_inside_an_element() -> None:
     """A dtype of its own, as newer files give it, in a view that does not start at a multiple of its size."""
     storage = legacy_storage("7", 6, view=("9", 1, 4))
     rebuilt = tensor_call(storage, shape=(1,), extra=(Global("torch", "float64"),), function="_rebuild_tensor_v3")
-    with pytest.raises(UnsupportedError, match="inside an element"):
-        index_of(legacy_file({"w": rebuilt}, SIX))
+    assert "inside an element" in repr(index_of(legacy_file({"w": rebuilt}, SIX)).tree)
 
 
 IDENTITY: tuple[Any, ...] = ("storage", Global("torch", "FloatStorage"), "7", "cpu", 6, None)

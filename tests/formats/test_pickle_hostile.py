@@ -249,8 +249,7 @@ def test_keys_that_cannot_be_hashed_safely(key: object) -> None:
         load(body(b"}(" + encode(key) + b"Nu"))
     with pytest.raises(UnsupportedError, match="key of type"):
         load(body(b"\x8f(" + encode(key) + b"\x90"))
-    with pytest.raises(UnsupportedError, match="key of type"):
-        load(Call(Global("builtins", "set"), ([key],)))
+    assert "key of type" in repr(load([Call(Global("builtins", "set"), ([key],))]))  # a value of its own: a leaf
 
 
 def test_the_limit_of_opcodes() -> None:

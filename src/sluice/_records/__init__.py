@@ -25,6 +25,7 @@ from sluice._records._index import (
     Quantized,
     Sparse,
     Storage,
+    UnsupportedValue,
 )
 from sluice._records._memory import DeviceMemory, Peaks
 from sluice._records._plan import (
@@ -72,4 +73,5 @@ __all__ = [
     "Storage",
     "Swap",
     "Target",
+    "UnsupportedValue",
 ]

@@ -20,6 +20,7 @@ __all__ = [
     "Quantized",
     "Sparse",
     "Storage",
+    "UnsupportedValue",
 ]
 
 #: Bits by which a tensor says that it is the conjugate or the negative of what its storage holds.
@@ -208,6 +209,19 @@ class Opaque:
 
     def __repr__(self) -> str:
         return f"<not loaded: {self.qualified_name}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsupportedValue(Opaque):
+    """A tensor, or another value, of a kind that sluice does not read. Its qualified name is what the file calls it."""
+
+    #: What it is, in words: ``"a nested tensor"``.
+    reason: str
+    #: The file that holds it.
+    file: str
+
+    def __repr__(self) -> str:
+        return f"<not loaded: {self.reason}, {self.qualified_name}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,14 +41,16 @@ def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool
       tensor_bytes  bytes of all tensors, each name in full
       stored_bytes  bytes of the storages that they view, each once
       dtypes        {dtype: {count, nbytes}}
-      tensors       [{name, dtype, layout, shape, stride, nbytes, storages,
-                      storage_offset, parameter, requires_grad}]; strides and offset
-                      in elements; layout is "strided" unless the tensor is sparse or
-                      quantized; several storages for a tensor made of several
+      tensors       [{name, dtype, layout, math_bits, shape, stride, nbytes,
+                      storages, storage_offset, parameter, requires_grad}]; strides
+                      and offset in elements; layout is "strided" unless the tensor is
+                      sparse or quantized; math_bits "conj" and "neg"; several
+                      storages for a tensor made of several
       storages      [{key, file, nbytes}]; "storages" and "file" count from 0
       shared        [{storage, names}], storages that several names view
       state_dicts   keys of what could be a model's state dict, the largest first;
                     "" is the whole
+      unsupported   [{name, reason, found, file}], tensors that sluice does not read
       values        [{name, value}] for other values, {name, text} for those that
                     JSON cannot hold, {name, not_loaded} for objects never built
     """

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 
-from sluice._records import Entry, Opaque
+from sluice._records import Entry, Opaque, UnsupportedValue
 from sluice._units import format_bytes
 from sluice.cli._text import printable, printable_name, printable_value, shorten
 
-__all__ = ["children", "describe", "outline", "print_outline"]
+__all__ = ["children", "describe", "describe_dtype", "outline", "print_outline"]
 
 #: What is shown without ``--all``: children of one container, lines, and characters of a name.
 _CHILDREN_SHOWN = 40
@@ -58,14 +58,21 @@ def describe(value: object) -> str:
     """Return one line on a value, safe for terminals; of a container only what it is."""
     if isinstance(value, Entry):
         kind = "Parameter " if value.parameter else ""
-        layout = "" if value.composite is None else f"{value.layout} "
-        return f"{kind}{layout}{value.dtype} {list(value.shape)}, {format_bytes(value.nbytes)}"
+        return f"{kind}{describe_dtype(value)} {list(value.shape)}, {format_bytes(value.nbytes)}"
+    if isinstance(value, UnsupportedValue):
+        return f"{printable(value.reason)}, {printable(value.qualified_name)} (not loaded)"
     if isinstance(value, Opaque):
         return f"{printable(value.qualified_name)} (not loaded)"
     if isinstance(value, (Mapping, list, tuple)):
         values = f": {printable_value(value)}" if _is_plain_list(value) else ""
         return f"{type(value).__name__} of {len(value):,}{values}"
     return printable_value(value)
+
+
+def describe_dtype(entry: Entry) -> str:
+    """Return its dtype, and what else its elements are: sparse, quantized, conjugated or negated."""
+    layout = () if entry.composite is None else (entry.layout,)
+    return " ".join((*layout, *entry.math_bits, entry.dtype))
 
 
 def _is_plain_list(value: object) -> bool:

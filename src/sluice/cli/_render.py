@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import islice
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,6 +14,7 @@ from sluice._records import Entry, Peaks
 from sluice._report import LoadReport
 from sluice._table import aligned
 from sluice._units import format_bytes
+from sluice.cli._outline import describe_dtype
 from sluice.cli._summary import SharedStorage, Summary
 from sluice.cli._text import path_and_key, printable, printable_name, shorten
 
@@ -71,6 +73,8 @@ def print_summary(summary: Summary, *, everything: bool) -> None:
         _print_state_dicts(console, summary)
     if summary.tensors:
         console.print(_dtypes(summary))
+    if summary.unsupported:
+        console.print(_unsupported(summary, everything=everything))
     if everything:
         _print_columns(_TENSOR_HEADERS, [_tensor_row(name, entry) for name, entry in summary.tensors.items()])
         _print_columns(_SHARED_HEADERS, [_shared_row(summary, shared, None) for shared in summary.shared])
@@ -112,6 +116,15 @@ def _contents(summary: Summary, *, everything: bool) -> Table:
     return table
 
 
+def _unsupported(summary: Summary, *, everything: bool) -> Table:
+    found = summary.unsupported
+    shown = len(found) if everything else _ROWS_SHOWN
+    table = _table(_cut_title("not loaded", len(found), shown), "what it is", "in the file")
+    for name, leaf in islice(found.items(), shown):
+        table.add_row(_name(name, _NAME_SHOWN), printable(leaf.reason), printable(leaf.qualified_name))
+    return table
+
+
 def _print_state_dicts(console: Console, summary: Summary) -> None:
     """Print what a load takes without ``key=``, or between what it has to choose."""
     found = summary.state_dicts
@@ -144,8 +157,7 @@ def _print_shortened(console: Console, summary: Summary) -> None:
 
 
 def _tensor_row(name: str, entry: Entry, shown: int | None = None) -> tuple[str, str, str, str]:
-    dtype = entry.dtype if entry.composite is None else f"{entry.dtype}, {entry.layout}"
-    return _name(name, shown), dtype, str(list(entry.shape)), format_bytes(entry.nbytes)
+    return _name(name, shown), describe_dtype(entry), str(list(entry.shape)), format_bytes(entry.nbytes)
 
 
 def _name(name: str, shown: int | None) -> str:

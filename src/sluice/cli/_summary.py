@@ -10,7 +10,7 @@ from math import isfinite
 from sluice import _tree
 from sluice._errors import LimitError
 from sluice._options import Limits
-from sluice._records import Entry, Index, Opaque
+from sluice._records import Entry, Index, Opaque, UnsupportedValue
 from sluice.cli._outline import children, describe
 from sluice.cli._text import printable_value
 
@@ -62,6 +62,8 @@ class Summary:
     shared: tuple[SharedStorage, ...]
     #: What stands at the top of the part; empty where that is tensors and nothing else.
     contents: tuple[Content, ...]
+    #: What sluice does not read, by dotted name.
+    unsupported: Mapping[str, UnsupportedValue]
     #: Keys of what could be the state dict of a model, the largest first; ``""`` is the whole part.
     state_dicts: tuple[str, ...]
 
@@ -103,13 +105,17 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
             if len(names) > 1 and index.storages[number].nbytes
         ),
         contents=tuple(_contents(index.tree)),
+        unsupported={
+            name: leaf for name, leaf in _tree.opaques(index.tree).items() if isinstance(leaf, UnsupportedValue)
+        },
         state_dicts=tuple(_tree.likely_state_dicts(index.tree)),
     )
 
 
 def _contents(tree: object) -> Iterator[Content]:
     """Yield what stands at the top, the largest first, unless that is tensors only."""
-    if not isinstance(tree, (dict, list, tuple)) or all(isinstance(value, Entry) for _, value in children(tree)):
+    tensors_only = (Entry, UnsupportedValue)
+    if not isinstance(tree, (dict, list, tuple)) or all(isinstance(value, tensors_only) for _, value in children(tree)):
         return
     below = _tree.sizes(tree)
     found = []
@@ -139,6 +145,10 @@ def to_json(summary: Summary, limits: Limits) -> dict[str, object]:
         "storages": [{"key": each.key, "file": each.file, "nbytes": each.nbytes} for each in index.storages],
         "state_dicts": summary.state_dicts,
         "shared": [{"storage": shared.storage, "names": shared.names} for shared in summary.shared],
+        "unsupported": [
+            {"name": name, "reason": leaf.reason, "found": leaf.qualified_name, "file": leaf.file}
+            for name, leaf in summary.unsupported.items()
+        ],
         "values": list(_values(index.tree, limits)),
         "notes": index.notes,
     }
@@ -149,6 +159,7 @@ def _tensor(name: str, entry: Entry) -> dict[str, object]:
         "name": name,
         "dtype": entry.dtype,
         "layout": entry.layout,
+        "math_bits": entry.math_bits,
         "shape": entry.shape,
         "stride": entry.stride,
         "nbytes": entry.nbytes,
@@ -160,7 +171,7 @@ def _tensor(name: str, entry: Entry) -> dict[str, object]:
 
 
 def _values(tree: object, limits: Limits) -> Iterator[dict[str, object]]:
-    others = ((name, leaf) for name, leaf in _tree.leaves(tree) if not isinstance(leaf, Entry))
+    others = ((name, leaf) for name, leaf in _tree.leaves(tree) if not isinstance(leaf, (Entry, UnsupportedValue)))
     for number, (name, leaf) in enumerate(others):
         if number == limits.entries:  # a small file can hold one value at millions of places
             raise LimitError("the checkpoint has too many values", expected=f"at most {limits.entries} (entries)")

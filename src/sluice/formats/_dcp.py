@@ -10,8 +10,8 @@ become one entry that is assembled from them. The tree has the nesting of what w
 
 To open a directory, the metadata, the values that are no tensors and the first bytes of each chunk are read.
 
-Refused: what the three modules refuse; files that are missing; chunks of another dtype or shape than the metadata says;
-a value that holds what only running code could build.
+Refused: what the three modules refuse; files that are missing; chunks of another dtype or shape than the metadata says.
+Values that only running code could build are placeholders with their names, as in a ``torch.save`` file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sluice._errors import CheckpointError, FormatError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._mismatch import SHOWN, section
 from sluice._options import Limits
-from sluice._records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage
+from sluice._records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue
 from sluice.formats._dcp_items import Item, ItemFile, ItemReader, ItemStorage, check_items
 from sluice.formats._dcp_metadata import Chunk, Contents, Place, TensorItem, read_metadata
 from sluice.formats._dcp_tree import nest
@@ -91,6 +91,8 @@ def _items_by_file(contents: Contents) -> dict[str, list[_Wanted]]:
     """Return the items of each file, sorted by offset; the files sorted by name."""
     files: defaultdict[str, list[_Wanted]] = defaultdict(list)
     for name, found in contents.items.items():
+        if isinstance(found, UnsupportedValue):
+            continue
         if isinstance(found, Place):
             files[found.file].append(_Wanted(Item(name=name, offset=found.offset, nbytes=found.nbytes), None, None))
             continue
@@ -141,9 +143,11 @@ class _Builder:
         self._header_bytes_left = limits.header_bytes
         self._files: list[_File] = []
         self._count = 0
-        #: The entry of each chunk, by tensor and start; the tree of each value, by name.
-        self._entries: dict[int, Entry] = {}
+        #: The entry of each chunk, by the chunk's identity; the tree of each value, by name.
+        self._entries: dict[int, Entry | UnsupportedValue] = {}
         self._values: dict[str, object] = {}
+        #: What is to say of the values, each note once.
+        self._notes: dict[str, None] = {}
 
     def add_file(self, source: LocalFile, wanted: Sequence[_Wanted]) -> None:
         """Add the items of the next file, sorted by offset."""
@@ -161,6 +165,9 @@ class _Builder:
                 entry = _whole(each.tensor, storage=storage)
             else:
                 inner, nbytes = next(headers)
+                if isinstance(inner, UnsupportedValue):
+                    self._entries[id(each.chunk)] = inner
+                    continue
                 self._check_chunk(inner, each, source)
                 storage = self._add_storage(each.item, inner, inner.storage, nbytes, offset=each.item.offset)
                 entry = replace(inner, storage=storage)
@@ -171,7 +178,7 @@ class _Builder:
     ) -> tuple[Index, tuple[OpenFile, ...]]:
         """Return the index of all files, and the files."""
         values = {
-            name: self._tensor(found) if isinstance(found, TensorItem) else self._values[name]
+            name: self._values[name] if isinstance(found, Place) else self._tensor(found)
             for name, found in contents.items.items()
         }
         tree = nest(values, contents.paths, self._limits, self._path)
@@ -181,7 +188,7 @@ class _Builder:
             storages=tuple(storage for file in self._files for storage in file.storages),
             tree=tree,
             metadata={"version": contents.version} if contents.version else {},
-            notes=(*layout.notes, *contents.notes, *_chunk_note(contents.items)),
+            notes=(*layout.notes, *contents.notes, *_chunk_note(contents.items), *self._notes),
         )
         return index, tuple(map(self._open_file, index.files, sources, self._files))
 
@@ -192,6 +199,7 @@ class _Builder:
         first = self._count
         for number, storage in enumerate(inner.storages):
             self._add_storage(item, None, number, storage.nbytes, offset=item.offset + storage.offset)
+        self._notes.update(dict.fromkeys(inner.notes))
         self._values[item.name] = _tree.map_leaves(inner.tree, partial(moved, by=first))
 
     def _add_storage(
@@ -221,11 +229,17 @@ class _Builder:
                 found=f"{inner.dtype} {list(inner.shape)}",
             )
 
-    def _tensor(self, tensor: TensorItem) -> Entry:
-        if len(tensor.chunks) == 1:
-            return self._entries[id(tensor.chunks[0])]
-        parts = tuple(Part(entry=self._entries[id(chunk)], start=chunk.start) for chunk in tensor.chunks)
-        return replace(_whole(tensor, storage=NO_STORAGE), parts=parts)
+    def _tensor(self, tensor: TensorItem | UnsupportedValue) -> Entry | UnsupportedValue:
+        """Return the entry of a tensor; torch copies chunks, so that conjugates are assembled: no views come out."""
+        if isinstance(tensor, UnsupportedValue):
+            return tensor
+        parts = []
+        for chunk in tensor.chunks:
+            entry = self._entries[id(chunk)]
+            if isinstance(entry, UnsupportedValue) or (len(tensor.chunks) == 1 and not entry.math_bits):
+                return entry
+            parts.append(Part(entry=entry, start=chunk.start))
+        return replace(_whole(tensor, storage=NO_STORAGE), parts=tuple(parts))
 
     def _open_file(self, record: FileRecord, source: LocalFile, file: _File) -> OpenFile:
         own = Index(format=_NAME, files=(record,), storages=tuple(file.storages), tree=None)
@@ -237,6 +251,6 @@ def _whole(tensor: TensorItem, *, storage: int) -> Entry:
     return Entry(dtype=tensor.dtype, shape=tensor.shape, stride=contiguous_stride(tensor.shape), storage=storage)
 
 
-def _chunk_note(items: Mapping[str, TensorItem | Place]) -> tuple[str, ...]:
+def _chunk_note(items: Mapping[str, object]) -> tuple[str, ...]:
     counts = [len(item.chunks) for item in items.values() if isinstance(item, TensorItem) and len(item.chunks) > 1]
     return (f"Tensors that are assembled from chunks: {len(counts)}, of {sum(counts)} chunks.",) if counts else ()

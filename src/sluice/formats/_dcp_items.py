@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
-from sluice import _tree
 from sluice._errors import CheckpointError, FormatError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import Entry, Index
+from sluice._records import Entry, Index, Opaque, UnsupportedValue
 from sluice.formats._coalesced import read_ranges
 from sluice.formats._safetensors import Safetensors
 from sluice.formats._torch_zip import TorchZip
@@ -109,30 +108,23 @@ class ItemReader:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._format = TorchZip(remembered=_REMEMBERED)
+        self._format = TorchZip(remembered=_REMEMBERED, whole_objects=True)
         self._chunks: dict[bytes, tuple[Entry, int]] = {}
 
     def value(self, source: Source, item: Item, limits: Limits) -> Index:
-        """Return the index of an item that holds a value.
+        """Return the index of an item that holds a value: any object, or the placeholder of one.
 
         Raises:
-            UnsafeContentError: It names something that only running code could build.
             CheckpointError: It is no ``torch.save`` file that sluice reads.
         """
         small = [(0, source.read_at(item.offset, item.nbytes))] if item.nbytes <= _SMALL_BYTES else []
         _, index = self._parse(source, item, limits, small)
-        for opaque in _tree.opaques(index.tree).values():
-            raise UnsafeContentError(
-                "a value holds an object that only running code could build",
-                file=source.path,
-                tensor=item.name,
-                offset=item.offset,
-                found=opaque.qualified_name,
-            )
         return index
 
-    def chunks(self, source: Source, items: Sequence[Item]) -> list[tuple[Entry, int]]:
+    def chunks(self, source: Source, items: Sequence[Item]) -> list[tuple[Entry | UnsupportedValue, int]]:
         """Return the tensor of each item, in the item's own numbering, and the bytes of its storage.
+
+        A tensor of a kind that sluice does not assemble is an ``UnsupportedValue`` without bytes.
 
         Args:
             source: Their file.
@@ -141,19 +133,21 @@ class ItemReader:
         Raises:
             CheckpointError: An item is not a ``torch.save`` file of one tensor.
         """
-        found = []
+        found: list[tuple[Entry | UnsupportedValue, int]] = []
         for some in _batches(items):
             sizes = [min(_HEAD_BYTES, item.nbytes) for item in some]
             heads = read_ranges(source, [item.offset for item in some], sizes)
             found += [self._chunk(source, item, head) for item, head in zip(some, heads, strict=True)]
         return found
 
-    def _chunk(self, source: Source, item: Item, head: bytes) -> tuple[Entry, int]:
+    def _chunk(self, source: Source, item: Item, head: bytes) -> tuple[Entry | UnsupportedValue, int]:
         kind = head[: head.find(_DESCRIPTOR) + 1]
         chunk = self._chunks.get(kind)
         if chunk is None:
             _, index = self._parse(source, item, self._limits, [(0, head)])
             entry = _tensor(index, source, item)
+            if isinstance(entry, UnsupportedValue):
+                return entry, 0
             chunk = entry, index.storages[entry.storage].nbytes
             if kind and len(self._chunks) < _REMEMBERED:
                 self._chunks[kind] = chunk
@@ -257,12 +251,18 @@ def _placed(section: Section, item: Item) -> Iterator[None]:
         raise
 
 
-def _tensor(index: Index, source: Source, item: Item) -> Entry:
+def _tensor(index: Index, source: Source, item: Item) -> Entry | UnsupportedValue:
+    if isinstance(index.tree, UnsupportedValue):
+        return index.tree
+    if isinstance(index.tree, Opaque):
+        found = index.tree.qualified_name
+        problem = "the item of a tensor holds an object that only running code could build"
+        raise UnsafeContentError(problem, file=source.path, tensor=item.name, offset=item.offset, found=found)
     if not isinstance(index.tree, Entry):
         raise _error("the item of a tensor holds something else", source, item, found=type(index.tree).__name__)
-    if index.tree.composite is not None or index.tree.math_bits:
-        problem = "a chunk that is sparse, quantized, conjugated or negated"
-        raise UnsupportedError(problem, file=source.path, tensor=item.name, offset=item.offset)
+    if index.tree.composite is not None:
+        reason = "a tensor in chunks that are not dense"
+        return UnsupportedValue(qualified_name=index.tree.layout, reason=reason, file=source.path)
     # torch copies the elements of a chunk, no more
     return replace(index.tree, parameter=False, requires_grad=False, attributes=None)
 

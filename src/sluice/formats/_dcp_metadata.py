@@ -15,8 +15,9 @@ Limits: the file's size (``header_bytes``), tensors and chunks together (``entri
 (``name_bytes``), and those of the pickle.
 
 Refused: a chunk that reaches out of its tensor or is stored nowhere; chunks that leave a hole or overlap; files outside
-the directory; items that the writer transformed (compressed, say); layouts other than strided. Ignored: chunks without
-elements, which uneven shards have, and stored items that nothing describes.
+the directory; items that the writer transformed (compressed, say). Ignored: chunks without
+elements, which uneven shards have, and stored items that nothing describes. Tensors of other layouts or of dtypes that
+no plain tensor has are leaves that say so.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from sluice._columns import collector_paused
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
+from sluice._records import UnsupportedValue
 from sluice.formats._dcp_cover import cut_dimensions, first_miscount
 from sluice.formats._dcp_objects import BYTES, MEMORY_FORMAT, MetadataObjects, Record
 from sluice.formats._pickle import Unpickler
@@ -91,8 +93,8 @@ class TensorItem:
 class Contents:
     """What the metadata describes."""
 
-    #: Tensors, and places of the values that are none, by flat name in the order of the file.
-    items: Mapping[str, TensorItem | Place]
+    #: Tensors, places of the values that are none, and tensors that are not read, by flat name in the file's order.
+    items: Mapping[str, TensorItem | Place | UnsupportedValue]
     #: The path of each item in the object that was saved, unchecked; those of one level may be missing.
     paths: Mapping[str, object]
     #: Version of the format; empty when it is not given.
@@ -194,7 +196,9 @@ class _Reader:
             raise UnsupportedError(problem, file=self._file, tensor=name, found=short_repr(transforms))
         return Place(file=file, offset=offset, nbytes=nbytes)
 
-    def _item(self, name: object, item: object, places: dict[str, dict[str, Place]]) -> TensorItem | Place:
+    def _item(
+        self, name: object, item: object, places: dict[str, dict[str, Place]]
+    ) -> TensorItem | Place | UnsupportedValue:
         if type(name) is not str:
             raise self._error("the name of an item is no text", found=type(name).__name__)
         stored = places.get(name, {})
@@ -206,6 +210,9 @@ class _Reader:
         fields = self._fields(item, "TensorStorageMetadata", "what describes an item", name)
         shape = self._sizes(fields.get("size"), name, "the size of a tensor")
         dtype = self._dtype(fields.get("properties"), name)
+        if isinstance(dtype, UnsupportedValue):
+            stored.clear()
+            return dtype
         if _numel(shape) * ITEM_BYTES[dtype] > _MAX_SIGNED:
             raise self._error("a tensor has more bytes than torch can count", name, found=shape)
         every = list(self._boxes(fields.get("chunks"), shape, name))
@@ -216,7 +223,7 @@ class _Reader:
             stored.pop(_spell(start), None)
         return TensorItem(name=name, dtype=dtype, shape=shape, chunks=chunks)
 
-    def _dtype(self, properties: object, name: str) -> str:
+    def _dtype(self, properties: object, name: str) -> str | UnsupportedValue:
         state = properties.state if type(properties) is Record and properties.kind == "TensorProperties" else None
         if type(state) is not tuple or len(state) != _PROPERTIES or state[3] is not MEMORY_FORMAT:
             raise self._error("the properties of a tensor are malformed", name)
@@ -224,11 +231,11 @@ class _Reader:
         if type(dtype) is not str or not dtype.startswith(DTYPE_PREFIX):
             raise self._error("a tensor's dtype is no torch.dtype", name)
         if dtype[len(DTYPE_PREFIX) :] not in ITEM_BYTES:
-            raise UnsupportedError(f"a tensor of dtype {dtype}", file=self._file, tensor=name)
+            problem = "a tensor of a dtype that plain tensors do not have"
+            return UnsupportedValue(qualified_name=dtype, reason=problem, file=self._file)
         if layout != "torch.strided":
-            raise UnsupportedError(
-                "a tensor that is not strided", file=self._file, tensor=name, found=short_repr(layout)
-            )
+            kind = layout if type(layout) is str else short_repr(layout)
+            return UnsupportedValue(qualified_name=kind, reason="a tensor that is not strided", file=self._file)
         return dtype[len(DTYPE_PREFIX) :]
 
     def _boxes(

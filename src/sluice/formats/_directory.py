@@ -13,7 +13,7 @@ Asked in this order; the first that is there is taken:
        adapter_model.bin                    adapter_model.bin.index.json
 
    Of a variant (``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``) only where no file without one is
-   there, and only one variant is. What else stands beside them, such as ``optimizer.bin``, is no model.
+   there, and only one variant is. What else stands beside them is no model; training states are named in a note.
 2. The only other ``*.index.json``.
 3. ``.metadata``: a torch.distributed.checkpoint directory, or what is left of one whose writing never ended.
 4. Parts: every ``*.safetensors``. Where their names count (``-00001-of-00003``), all must be there.
@@ -86,6 +86,9 @@ _OPTIMIZER_FILE = re.compile(r"optimizer(?:_\d+)?\.(?:bin|pt)")  # of transforme
 _OPTIMIZER_DIRECTORY = re.compile(r"optimizer(?:_\d+)?")  # of accelerate with FSDP: a distributed checkpoint
 _ANY_INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
 _NUMBERED = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>.*\.safetensors)")
+
+#: What accelerate and the Trainer of transformers write beside a model.
+_TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler)(_\d+)?\.(bin|pt)")
 
 #: How torch.distributed.checkpoint's writer for Hugging Face names the shard of one rank.
 _RANK_SHARD = re.compile(r"shard-\d{5}-.+\.safetensors")
@@ -286,6 +289,9 @@ def _choose_model(directory: str, names: set[str]) -> tuple[str | None, tuple[st
         notes.append(f"Only the variant {variants[0]!r} of the model is there.")
     if others:
         notes.append(f"{chosen.name} was taken, as it comes first by preference; left out: {_joined(others)}.")
+    beside = sorted(filter(_TRAINING_STATE.fullmatch, names))
+    if beside:
+        notes.append(f"Beside the model, each a checkpoint of its own: {_joined(beside)}.")
     return chosen.name, tuple(notes)
 
 

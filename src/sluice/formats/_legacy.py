@@ -19,8 +19,8 @@ rule at no multiple of its element size.
 Limits: those of a pickle (``_pickle``), ``Limits.header_bytes`` for each, and ``Limits.entries`` for the storages.
 
 Refused, where torch does not look: an object that declares a storage which the list of keys does not name, or the
-reverse; a key named twice; system information without byte order; complex numbers of a big-endian machine; a file that
-is also a tar archive, as 0.1 wrote them, with the magic number for the name of its first member.
+reverse; a key named twice; system information without byte order; a file that is also a tar archive, as 0.1 wrote them,
+with the magic number for the name of its first member.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from operator import add
 from typing import Never
 
 from sluice._columns import collector_paused, records_from_columns
-from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError, UnsupportedError
+from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError
 from sluice._options import Limits
 from sluice._records import FileRecord, Index, Storage
 from sluice.formats._coalesced import read_ranges
@@ -75,13 +75,12 @@ class Legacy:
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():
             start, little_endian = _check_preamble(source, limits)
-            objects = LegacyObjects(limits, min(source.identity.nbytes, limits.header_bytes))
+            pickle_bytes = min(source.identity.nbytes, limits.header_bytes)
+            objects = LegacyObjects(limits, pickle_bytes, little_endian=little_endian)
             tree, unpickler, end = unpickle_at(source, start, objects, limits)
             notes = check_object(tree, unpickler, objects, limits, source.path)
             order, data_start = _read_order(source, end, objects.storages, limits)
             offsets, end = _check_counts(source, order, data_start)
-            if not little_endian:
-                _check_real(objects.storages, source)
             return Index(
                 format=self.name,
                 files=(FileRecord(path=source.path, identity=source.identity),),
@@ -148,13 +147,6 @@ def _check_preamble(source: Source, limits: Limits) -> tuple[int, bool]:
     if type(little_endian) is not bool:
         raise FormatError("the file does not say its byte order", file=source.path, offset=start)
     return end, little_endian
-
-
-def _check_real(storages: Iterable[StorageReference], source: Source) -> None:
-    for storage in storages:
-        if storage.nbytes and storage.dtype.startswith("complex"):
-            problem = f"storage {storage.key!r} holds complex numbers of a big-endian machine, which torch misreads"
-            raise UnsupportedError(problem, file=source.path)
 
 
 def _read_order(

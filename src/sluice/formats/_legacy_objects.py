@@ -8,8 +8,8 @@
   ``(tensor, gradient, hooks, requires_grad, volatile)``: the tensor's ``Entry``, as a parameter; no gradient is kept
 
 Refused: one key for two storages or two views, as torch would take the first it met for both; a view that reaches out
-of its storage, which torch cuts off; untyped storages, which torch writes (for dtypes such as ``float8_e5m2``) but
-fails to read.
+of its storage, which torch cuts off. Not read: untyped storages, which torch writes (for dtypes such as
+``float8_e5m2``) but fails to read; complex numbers of a big-endian machine, whose halves torch exchanges.
 """
 
 from __future__ import annotations
@@ -48,8 +48,16 @@ _UNTYPED = "torch.storage.UntypedStorage"
 class LegacyObjects(TorchObjects):
     """What the pickle of one legacy file may name, and the storages and tensors that it did name."""
 
-    def __init__(self, limits: Limits, pickle_bytes: int) -> None:
+    def __init__(self, limits: Limits, pickle_bytes: int, *, little_endian: bool = True) -> None:
+        """Start with nothing named.
+
+        Args:
+            limits: Bounds on tensors, dimensions and names.
+            pickle_bytes: Size of the pickle.
+            little_endian: Whether a machine that is so wrote the file.
+        """
         super().__init__(limits, pickle_bytes)
+        self._little_endian = little_endian
         self._views: dict[str, StorageReference] = {}
         for name, dtype in _TENSOR_CLASSES.items():
             self.names["torch", name] = Constructor(
@@ -75,11 +83,15 @@ class LegacyObjects(TorchObjects):
         if len(identity) != _IDENTITY_FIELDS:
             raise FormatError("a persistent id of the wrong length", expected=_IDENTITY_FIELDS, found=len(identity))
         kind, key, view = identity[1], identity[2], identity[5]
-        if type(kind) is StorageKind and kind.qualified_name == _UNTYPED:
-            raise UnsupportedError("an untyped storage, which torch itself does not read from legacy files")
         if type(key) is str and key in self._views:
             raise FormatError(f"{key!r} is the key of a storage and of a view")
         storage = super().load_persistent(identity[:5])
+        if type(kind) is StorageKind and kind.qualified_name == _UNTYPED:
+            problem = "a tensor of an untyped storage, which torch itself does not read from legacy files"
+            raise UnsupportedError(problem, found=_UNTYPED)
+        if storage.nbytes and storage.dtype.startswith("complex") and not self._little_endian:
+            problem = "a tensor of complex numbers from a big-endian machine, which torch misreads"
+            raise UnsupportedError(problem, found=f"torch.{storage.dtype}")
         return storage if view is None else self._view(storage, view)
 
     def _view(self, storage: StorageReference, view: object) -> StorageReference:

@@ -8,7 +8,8 @@ crash it.
 - A global is looked up in a table of exact ``(module, name)`` pairs. What the table does not hold becomes an ``Opaque``
   leaf that keeps its name: calling it, filling it or giving it state changes nothing.
 - Only a ``Constructor`` of the caller's table builds anything. When one refuses its arguments, the machine goes on
-  with a ``Refusal`` in their place; ``check_tree`` raises its error with the name of the tensor.
+  with a ``Refusal`` in their place; ``check_tree`` raises its error with the name of the tensor. What is of a kind that
+  sluice does not read, and what is made of that, becomes an ``UnsupportedValue``: an inert leaf as well.
 - Every opcode without a handler is refused, by name and offset.
 - Bounds come before use: opcodes, marks, memo numbers, lengths of text and bytes, integers and tuples as keys. Nothing
   is sized by a declared value and no step recurses, however deep the data.

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import Entry, Opaque
+from sluice._records import Entry, Opaque, UnsupportedValue
 from sluice.formats._pickle_keys import KeyGuard
 
 __all__ = ["ARGUMENTS", "HOOKS", "Allowlist", "Constructor", "Consumed", "Machine", "Pending", "Refusal"]
@@ -18,6 +18,9 @@ AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
 
 #: Marks open at once for each level of nesting: a container, a call inside it, its arguments and a storage's id.
 _MARKS_PER_LEVEL = 4
+
+#: Arguments that are searched for what cannot be read. No call of torch's has more.
+_PARTS_LOOKED_AT = 8
 
 _DICT_KINDS = frozenset({dict, OrderedDict, Counter})
 
@@ -80,6 +83,13 @@ class Refusal:
     error: CheckpointError
 
 
+def _unsupported_part(given: object) -> UnsupportedValue | None:
+    """Return the first unsupported value among what a call is given; torch nests the parts of tensors once."""
+    parts = given[:_PARTS_LOOKED_AT] if type(given) is tuple else (given,)
+    nested = [inner for part in parts if type(part) is tuple for inner in part[:_PARTS_LOOKED_AT]]
+    return next((part for part in (*parts, *nested) if type(part) is UnsupportedValue), None)
+
+
 class Machine:
     """Stack, marks and memo of one pickle. Its attributes are for the opcode handlers.
 
@@ -114,10 +124,11 @@ class Machine:
         self.hooks_class = allowlist.names.get(("collections", "OrderedDict"))
         #: Sizes and strides that tensors share, by their opcodes.
         self.shared: dict[bytes, tuple[int, ...]] = {}
-        #: The first value that was refused.
+        #: The first value that was refused because the file is at fault.
         self.refusal: Refusal | None = None
         self._file = file
         self._offset = offset
+        self._unsupported = 0
         self._max_frames = _MARKS_PER_LEVEL * limits.depth
 
     def error(
@@ -199,7 +210,7 @@ class Machine:
         try:
             value = function.build(arguments)
         except CheckpointError as error:
-            return self._refuse(error, position)
+            return self._refuse(error, position, function.qualified_name, arguments)
         if type(value) is Entry:
             self._forget(arguments)
         return value
@@ -219,7 +230,7 @@ class Machine:
         try:
             target.value = target.finish(state)
         except CheckpointError as error:
-            target.value = self._refuse(error, position)
+            target.value = self._refuse(error, position, "a tensor of torch before 0.4", state)
         return target.value
 
     def resolve(self, identity: object, position: int) -> object:
@@ -227,11 +238,29 @@ class Machine:
         try:
             return self.allowlist.load_persistent(identity)
         except CheckpointError as error:
-            return self._refuse(error, position)
+            return self._refuse(error, position, "a storage", identity)
 
-    def _refuse(self, error: CheckpointError, position: int) -> Refusal:
+    def _refuse(self, error: CheckpointError, position: int, name: str, given: object) -> Refusal | UnsupportedValue:
+        """Return what stands in the place of a value that could not be built.
+
+        Args:
+            error: Why.
+            position: The opcode that would have built it.
+            name: What the file calls it, where the error does not say that.
+            given: What it would have been built from.
+        """
         if isinstance(error, LimitError):
             raise self._located(error, position)
+        made_of = _unsupported_part(given)
+        if made_of is not None:
+            return made_of
+        if isinstance(error, UnsupportedError):
+            self._unsupported += 1
+            if self._unsupported > self.limits.entries:
+                problem = f"the pickle has more than {self.limits.entries} values that sluice does not read"
+                raise self.error(LimitError, problem, position)
+            found = name if error.found is None else str(error.found)
+            return UnsupportedValue(qualified_name=found, reason=error.problem, file=self._file)
         # The first refusal also causes those that follow: they were given its stand-in.
         if self.refusal is None:
             self.refusal = Refusal(error=self._located(error, position))

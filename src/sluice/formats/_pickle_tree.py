@@ -6,11 +6,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import Entry, Opaque
+from sluice._records import Entry, Opaque, UnsupportedValue
 from sluice.formats._pickle_machine import Pending, Refusal
+from sluice.formats._torch_objects import StorageReference
 
 __all__ = ["check_tree"]
 
@@ -18,6 +20,9 @@ _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple})
 
 #: Sets hold nothing but plain values: they are leaves here.
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry})
+
+
+_BARE_STORAGE = "a storage that no tensor views"
 
 
 @dataclass(slots=True)
@@ -35,14 +40,14 @@ class _Visit:
 
 
 def check_tree(tree: object, limits: Limits, file: str) -> None:
-    """Check that walking ``tree`` ends, at a bounded depth and after a bounded number of steps.
+    """Check that walking ``tree`` ends, at a bounded depth and after a bounded number of steps; replace storages in it.
 
     A pickle of a kilobyte can describe 2**40 leaves, by lists that hold the next one twice, or a list inside itself.
     Here each container is visited once, whatever the number of places where it appears.
 
     Raises:
         FormatError: A value could not be built; names its place.
-        UnsupportedError: The same, or a container holds itself, or a storage stands where a value should be.
+        UnsupportedError: A container holds itself, or a storage stands in a tuple or is the whole tree.
         LimitError: It is deeper than ``limits.depth``, or has more than ``limits.nodes`` leaves.
     """
     _TreeCheck(limits, file).run(tree)
@@ -74,7 +79,7 @@ class _TreeCheck:
                 elif kind in _LEAVES or issubclass(kind, Opaque):
                     visit.leaves += 1
                 else:
-                    raise self._leaf_error(child)
+                    self._check_leaf(visit, child)
             else:
                 self._leave()
 
@@ -103,13 +108,24 @@ class _TreeCheck:
         if len(self._path) - 1 + height > self._limits.depth:  # the root of the path is no container
             raise LimitError(f"the checkpoint nests deeper than {self._limits.depth} levels", file=self._file)
 
+    def _check_leaf(self, visit: _Visit, leaf: object) -> None:
+        """Replace a storage in a dict or a list by what says that it is not read; refuse what is no value."""
+        container: Any = visit.container
+        replaceable = type(container) is list or (isinstance(container, dict) and container.get(visit.key) is leaf)
+        if not isinstance(leaf, StorageReference) or not replaceable:
+            raise self._leaf_error(leaf)
+        container[visit.key] = UnsupportedValue(
+            qualified_name=f"torch.storage of {leaf.dtype}", reason=_BARE_STORAGE, file=self._file
+        )
+        visit.leaves += 1
+
     def _leaf_error(self, leaf: object) -> CheckpointError:
         if isinstance(leaf, Refusal):
             leaf.error.tensor = self._name() or None
             return leaf.error
         if isinstance(leaf, Pending):
             return FormatError("an object without its state", file=self._file, tensor=self._name() or None)
-        return UnsupportedError("a storage that no tensor views", file=self._file, tensor=self._name() or None)
+        return UnsupportedError(_BARE_STORAGE, file=self._file, tensor=self._name() or None)
 
     def _name(self) -> str:
         return ".".join(str(visit.key) for visit in self._path[1:])

@@ -17,7 +17,8 @@ no writer needs it and readers disagree on it: a name given twice, fields other 
 header, metadata that is ``null``, sizes that torch cannot hold.
 
 Dtypes: torch packs two F4 values in one element, so the last dimension is halved, as in safetensors' own torch reader.
-F6 has no dtype in torch.
+F6 has no dtype in torch: such tensors are leaves that say so. A dtype that the format does not have refuses the file:
+nothing says how many bytes it takes.
 
 The tree is a flat dict in the order of the data in the file, whatever the order in the header.
 """
@@ -33,7 +34,7 @@ from operator import add, sub
 from sluice._columns import collector_paused, records_from_columns
 from sluice._errors import FormatError, LimitError, TruncatedError
 from sluice._options import Limits
-from sluice._records import Entry, FileRecord, Index, Storage
+from sluice._records import Entry, FileRecord, Index, Storage, UnsupportedValue
 from sluice.formats._safetensors_header import LENGTH_BYTES, Columns, parse_header
 from sluice.sources import Source
 
@@ -109,7 +110,7 @@ def _read_header(source: Source, limits: Limits) -> bytes:
 
 def _in_file_order(columns: Columns) -> Columns:
     """Return the tensors sorted by the place of their data; those without data come before what starts there."""
-    names, begins, ends, layouts = columns
+    names, begins, ends, layouts, unsupported = columns
     if begins[1:] == ends[:-1]:
         return columns  # as writers leave them
     order = sorted(range(len(names)), key=list(zip(begins, ends, strict=True)).__getitem__)
@@ -118,6 +119,7 @@ def _in_file_order(columns: Columns) -> Columns:
         begins=[begins[number] for number in order],
         ends=[ends[number] for number in order],
         layouts=[layouts[number] for number in order],
+        unsupported=unsupported,
     )
 
 
@@ -148,7 +150,7 @@ def _check_cover(columns: Columns, source: Source, data_start: int) -> None:
 
 
 def _storages(columns: Columns, data_start: int) -> tuple[Storage, ...]:
-    names, begins, ends, _ = columns
+    names, begins, ends, *_ = columns
     made = records_from_columns(
         Storage,
         len(names),
@@ -160,8 +162,8 @@ def _storages(columns: Columns, data_start: int) -> tuple[Storage, ...]:
     return tuple(made)
 
 
-def _tree(columns: Columns, path: str) -> dict[str, Entry]:
-    names, _, _, layouts = columns
+def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:
+    names, layouts = columns.names, columns.layouts
     made = records_from_columns(
         Entry,
         len(names),
@@ -170,8 +172,10 @@ def _tree(columns: Columns, path: str) -> dict[str, Entry]:
         stride=(layout.stride for layout in layouts),
         storage=range(len(names)),
     )
-    tree = dict(zip(names, made, strict=True))
+    tree: dict[str, Entry | UnsupportedValue] = dict(zip(names, made, strict=True))
     if len(tree) != len(names) or "__metadata__" in tree:
         twice = next(name for name, count in Counter([*names, "__metadata__"]).items() if count > 1)
         raise FormatError("the name is given twice or reserved", file=path, tensor=twice)
+    for name, layout in columns.unsupported.items():
+        tree[name] = UnsupportedValue(qualified_name=layout.dtype, reason=layout.unsupported, file=path)
     return tree

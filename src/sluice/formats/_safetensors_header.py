@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import prod
 from typing import NamedTuple
 
 from sluice._dtypes import ITEM_BYTES
@@ -23,6 +24,8 @@ LENGTH_BYTES = 8
 
 #: Largest size that torch can hold; it counts elements and bytes in signed 64 bits.
 _TORCH_MAX = 2**63 - 1
+
+_F4_BITS = 4
 
 #: Layouts to remember. Models have a few dozen; a header that makes each one different must not double its memory.
 _KNOWN_LAYOUTS = 4096
@@ -49,6 +52,9 @@ DTYPES = {
     b"F8_E8M0": "float8_e8m0fnu",
     b"F4": "float4_e2m1fn_x2",
 }
+
+#: Dtypes of the format that torch does not have, and the bits of an element.
+FOREIGN_DTYPES = {b"F6_E2M3": 6, b"F6_E3M2": 6}
 
 
 def _grammar(pattern: bytes) -> re.Pattern[bytes]:
@@ -80,6 +86,8 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     nbytes: int
+    #: Why torch could not hold such a tensor; empty where it could.
+    unsupported: str = ""
 
 
 class Columns(NamedTuple):
@@ -89,6 +97,8 @@ class Columns(NamedTuple):
     begins: list[int]
     ends: list[int]
     layouts: list[Layout]
+    #: Those that torch could not hold, by name.
+    unsupported: dict[str, Layout]
 
 
 def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dict[str, str]]:
@@ -115,7 +125,7 @@ class _Parser:
         self._path = path
         self._limits = limits
         self._layouts: dict[tuple[bytes, bytes], Layout] = {}
-        self.columns = Columns([], [], [], [])
+        self.columns = Columns([], [], [], [], {})
         self.metadata: dict[str, str] | None = None
 
     def parse(self) -> None:
@@ -134,7 +144,7 @@ class _Parser:
     def _add(self, match: re.Match[bytes]) -> bytes:
         """Add the tensor of ``match`` to the columns; return what follows it."""
         raw_name, dtype, shape, begin_text, end_text, after = match.groups()
-        names, begins, ends, layouts = self.columns
+        names, begins, ends, layouts, unsupported = self.columns
         if len(names) == self._limits.entries or len(raw_name) > self._limits.name_bytes:
             raise self._over_limit("name_bytes" if len(names) < self._limits.entries else "entries", match.start(1))
         name = self._text(raw_name, match.start(1))
@@ -157,6 +167,8 @@ class _Parser:
                 expected=f"{layout.nbytes} bytes for shape {list(layout.shape)} of {layout.dtype}",
                 found=f"bytes {begin} to {end}",
             )
+        if layout.unsupported:
+            unsupported[name] = layout
         names.append(name)
         begins.append(begin)
         ends.append(end)
@@ -165,16 +177,15 @@ class _Parser:
 
     def _layout(self, dtype: bytes, shape_text: bytes, where: int, name: str) -> Layout:
         torch_name = DTYPES.get(dtype)
-        if torch_name is None:
+        if torch_name is None and dtype not in FOREIGN_DTYPES:
             found = dtype.decode("utf-8", "backslashreplace")
             raise self._error(UnsupportedError, "torch has no such dtype", where, name, found=found)
         if shape_text.count(b",") >= self._limits.dimensions:
             raise self._over_limit("dimensions", where)
         shape = [int(size) for size in shape_text.split(b",")] if shape_text else []
+        if torch_name is None or (dtype == b"F4" and not (shape and shape[-1] % 2 == 0)):
+            return self._foreign_layout(dtype, shape, where, name)
         if dtype == b"F4":
-            if not shape or shape[-1] % 2:
-                problem = "torch packs F4 values in pairs, and the last dimension is not even"
-                raise self._error(UnsupportedError, problem, where, name, found=shape)
             shape[-1] //= 2
         strides = []
         step = 1
@@ -185,6 +196,18 @@ class _Parser:
             raise self._error(FormatError, "the shape is larger than torch can hold", where, name, found=shape)
         nbytes = 0 if 0 in shape else step * ITEM_BYTES[torch_name]
         return Layout(torch_name, tuple(shape), tuple(reversed(strides)), nbytes)
+
+    def _foreign_layout(self, dtype: bytes, shape: list[int], where: int, name: str) -> Layout:
+        """Return the layout of a tensor that the format knows and torch does not."""
+        bits = prod(shape) * FOREIGN_DTYPES.get(dtype, _F4_BITS)
+        if bits % 8:
+            problem = f"the elements of a tensor of {dtype.decode()} end inside a byte"
+            raise self._error(UnsupportedError, problem, where, name, found=shape)
+        if bits // 8 > _TORCH_MAX:
+            raise self._error(FormatError, "the shape is larger than torch can hold", where, name, found=shape)
+        odd = "torch packs F4 values in pairs, and the last dimension is not even"
+        reason = odd if dtype == b"F4" else "torch has no such dtype"
+        return Layout(dtype.decode(), tuple(shape), (), bits // 8, reason)
 
     def _read_metadata(self, position: int) -> tuple[int, bytes]:
         """Read ``"__metadata__"`` at ``position``; return where it ends and what follows it."""

@@ -21,7 +21,7 @@ from sluice import _tree
 from sluice._columns import records_from_columns
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._mismatch import SHOWN, section
-from sluice._records import NO_STORAGE, Entry, Index, Sparse, Storage
+from sluice._records import NO_STORAGE, Entry, Index, Opaque, Sparse, Storage, UnsupportedValue
 from sluice.formats._directory import PARAMETER_SUFFIX, Layout
 from sluice.formats._protocol import Locator
 from sluice.formats._shard_index import ShardIndex
@@ -136,7 +136,8 @@ def _add_missing(problems: _Problems, layout: Layout, missing: Sequence[str]) ->
 def _part(layout: Layout, name: str, tree: object) -> dict[str, object] | None:
     """Return the state dict that a file contributes, or None when it holds something else."""
     if layout.kind == "parameters":
-        return {name.removesuffix(PARAMETER_SUFFIX): tree} if isinstance(tree, Entry) else None
+        one = isinstance(tree, (Entry, UnsupportedValue))
+        return {name.removesuffix(PARAMETER_SUFFIX): tree} if one else None
     return tree if isinstance(tree, dict) and all(type(key) is str for key in tree) else None
 
 
@@ -237,7 +238,9 @@ def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
     if shard_index is None or shard_index.total_bytes is None:
         return ()
     assert isinstance(index.tree, dict)
-    named = (index.tree[name] for name in shard_index.weight_map)
+    named = [index.tree[name] for name in shard_index.weight_map]
+    if any(isinstance(value, Opaque) for value in named):
+        return ()  # nothing says how many bytes they have
     entries = [value for value in named if isinstance(value, Entry)]
     by_name = sum(entry.nbytes for entry in entries)
     stored = sum(index.storages[number].nbytes for number in {n for entry in entries for n in entry.storages})

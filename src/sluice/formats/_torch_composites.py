@@ -8,7 +8,7 @@
 What their shapes and dtypes can show is checked here. Whether indices point into the tensor only their data shows:
 that is checked when they are read, before torch is given them.
 
-Refused with ``UnsupportedError``: quantized dtypes of less than a byte, symmetric schemes, which torch does not load.
+Not read: quantized dtypes of less than a byte, symmetric schemes, which torch does not load.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice._records import NO_STORAGE, Entry, Quantized, Sparse
 
-__all__ = ["MAX_SIGNED", "QUANTIZED_DTYPES", "quantized", "sparse"]
+__all__ = ["MAX_SIGNED", "PACKED_DTYPES", "QUANTIZED_DTYPES", "quantized", "sparse"]
 
 #: torch's sizes, strides and offsets are signed 64-bit integers.
 MAX_SIGNED = 2**63 - 1
 
-#: Dtype of the integers of each quantized dtype; None where several share a byte.
-QUANTIZED_DTYPES: dict[str, str | None] = {
-    "qint8": "int8",
-    "quint8": "uint8",
-    "qint32": "int32",
-    "quint4x2": None,
-    "quint2x4": None,
-}
+#: Dtype of the integers of each quantized dtype.
+QUANTIZED_DTYPES: dict[str, str] = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+
+#: The same of those that pack several integers in a byte, which sluice does not read: how their storages are counted.
+PACKED_DTYPES: dict[str, str] = {"quint4x2": "uint8", "quint2x4": "uint8"}
 
 _INDEX_DTYPES = frozenset({"int32", "int64"})
 

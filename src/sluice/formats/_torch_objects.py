@@ -8,7 +8,8 @@
 
 Python attributes of tensors are kept with them, except whole objects, which are counted. In a big-endian file a tensor
 must have the dtype that its storage was saved as: torch turns the bytes of storages round, not those of tensors.
-Refused with ``UnsupportedError``: nested, meta and subclassed tensors, dtypes without a plain strided tensor.
+Not read: nested, meta and subclassed tensors, dtypes without a plain strided tensor. Their ``UnsupportedError`` becomes
+a leaf of the tree (``Machine.call``); their storages are declared all the same, as others may lie behind them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice._records import Entry, MathBit, Opaque
 from sluice.formats._pickle import Constructor, KeyGuard
-from sluice.formats._torch_composites import MAX_SIGNED, QUANTIZED_DTYPES, quantized, sparse
+from sluice.formats._torch_composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
 from sluice.formats._torch_values import DTYPE_PREFIX, PlainValues, constructor
 
 __all__ = ["StorageKind", "StorageReference", "TorchObjects"]
@@ -34,7 +35,7 @@ __all__ = ["StorageKind", "StorageReference", "TorchObjects"]
 #: ``("storage", class, key, location, elements)``
 _IDENTITY_FIELDS = 5
 
-_STORAGE_DTYPES: dict[str, str | None] = {
+_STORAGE_DTYPES: dict[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -50,9 +51,8 @@ _STORAGE_DTYPES: dict[str, str | None] = {
     "QInt8Storage": "qint8",
     "QInt32Storage": "qint32",
     "QUInt8Storage": "quint8",
-    # Elements of less than a byte are not read: no dtype.
-    "QUInt4x2Storage": None,
-    "QUInt2x4Storage": None,
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
 }
 
 _UNSUPPORTED_TENSORS = {
@@ -78,8 +78,8 @@ _LOCATION = re.compile(
 class StorageKind(Opaque):
     """A storage class; where the tree holds one as a value, it is an opaque leaf."""
 
-    #: Dtype of its elements; None where sluice does not read it.
-    dtype: str | None
+    #: Dtype of its elements.
+    dtype: str
 
 
 class StorageReference(NamedTuple):
@@ -100,8 +100,8 @@ class StorageReference(NamedTuple):
 
     @property
     def element_dtype(self) -> str:
-        """Dtype of its elements as plain numbers: ``int8`` for ``qint8``."""
-        return QUANTIZED_DTYPES.get(self.dtype) or self.dtype
+        """Dtype of its elements as plain numbers: ``int8`` for ``qint8``, ``uint8`` where several share a byte."""
+        return QUANTIZED_DTYPES.get(self.dtype) or PACKED_DTYPES.get(self.dtype) or self.dtype
 
 
 class TorchObjects:
@@ -152,7 +152,6 @@ class TorchObjects:
 
         Raises:
             FormatError: It is malformed, or contradicts an earlier declaration of the same storage.
-            UnsupportedError: It is a storage of a quantized dtype of less than a byte.
         """
         if type(identity) is StorageReference:  # what stands for its id in the memo
             return identity
@@ -163,8 +162,6 @@ class TorchObjects:
             raise FormatError("a malformed storage", expected="class, key and number of elements")
         if type(location) is not str or location not in self._locations:
             self._check_location(location)
-        if kind.dtype is None:
-            raise UnsupportedError("a quantized storage of less than a byte an element", found=kind.qualified_name)
         known = self._by_key.get(key)
         if known is None:
             known = StorageReference(len(self.storages), key, kind.dtype, numel, 0)
@@ -211,6 +208,8 @@ class TorchObjects:
     def _rebuild_qtensor(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (7,))
         storage, offset, size, stride, parameters, requires_grad, hooks = arguments
+        if type(storage) is StorageReference and storage.dtype in PACKED_DTYPES:
+            raise UnsupportedError("a quantized tensor of less than a byte an element", found=f"torch.{storage.dtype}")
         if type(storage) is not StorageReference or storage.dtype not in QUANTIZED_DTYPES:
             raise FormatError("a quantized tensor that is no view of a quantized storage")
         _check_hooks(hooks)
@@ -226,12 +225,13 @@ class TorchObjects:
         dtype = dtype or storage.dtype
         item_bytes = ITEM_BYTES.get(dtype)
         if item_bytes is None:
-            raise UnsupportedError(f"a tensor of dtype {dtype}")
+            raise UnsupportedError("a tensor of a dtype that plain tensors do not have", found=f"torch.{dtype}")
         _check_requires_grad(dtype, requires_grad)
         self._check_view(storage, item_bytes, offset, size, stride)
         if self._big_endian and storage.nbytes and number_bytes(dtype) != number_bytes(storage.element_dtype):
             raise UnsupportedError(
-                f"a tensor of {dtype} in a big-endian file, which torch itself reads without turning its bytes round"
+                "a tensor in a big-endian file that torch itself reads without turning its bytes round",
+                found=f"torch.{dtype}",
             )
         skipped, inside = divmod(storage.start, item_bytes)
         if inside:

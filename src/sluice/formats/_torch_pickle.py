@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sluice._errors import UnsafeContentError
 from sluice._options import Limits
-from sluice._records import Opaque
+from sluice._records import Opaque, UnsupportedValue
 from sluice.formats._pickle import Unpickler
 from sluice.formats._pickle_tree import check_tree
 from sluice.formats._torch_objects import TorchObjects
@@ -16,7 +16,7 @@ _NAMES_IN_NOTE = 5
 
 
 def check_object(
-    tree: object, unpickler: Unpickler, objects: TorchObjects, limits: Limits, file: str
+    tree: object, unpickler: Unpickler, objects: TorchObjects, limits: Limits, file: str, *, whole_objects: bool = False
 ) -> tuple[str, ...]:
     """Check the object of a file and return notes on what of it is not kept.
 
@@ -26,15 +26,16 @@ def check_object(
         objects: What it was allowed to name.
         limits: Bounds on its depth and size.
         file: The file, for messages.
+        whole_objects: Whether it may be an object of some class itself: one of many values, not a file by itself.
 
     Raises:
         CheckpointError: A value in it could not be built, or was dropped by the pickle after it could not be built.
-        UnsafeContentError: It is a whole object of some class.
+        UnsafeContentError: It is a whole object of some class, so that there is nothing to open the file for.
     """
     check_tree(tree, limits, file)
     if unpickler.refusal is not None:  # of a value that did not reach the tree
         raise unpickler.refusal.error
-    if isinstance(tree, Opaque):
+    if isinstance(tree, Opaque) and not (whole_objects or isinstance(tree, UnsupportedValue)):
         raise UnsafeContentError(f"the file holds a whole {tree.qualified_name} object, not a state dict", file=file)
     return _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], objects)
 

@@ -71,12 +71,15 @@ class TorchZip:
 
     name = "torch-zip"
 
-    def __init__(self, *, remembered: int = 0) -> None:
+    def __init__(self, *, remembered: int = 0, whole_objects: bool = False) -> None:
         """Prepare to read files.
 
         Args:
             remembered: Pickles of one tensor or plain value that are run once for all files that hold the same bytes.
+            whole_objects: Whether a file may hold an object of some class, which sluice does not build, and nothing
+                else.
         """
+        self._whole_objects = whole_objects
         self._remembered = remembered
         self._known: dict[tuple[bytes, bool], _Unpickled] = {}
 
@@ -128,7 +131,8 @@ class TorchZip:
         tree = unpickler.load()
         if unpickler.end != len(data):
             raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
-        notes = check_object(tree, unpickler, objects, limits, source.path)
+        whole_objects = self._whole_objects
+        notes = check_object(tree, unpickler, objects, limits, source.path, whole_objects=whole_objects)
         made = _Unpickled(tree, objects.storages, notes)
         if type(tree) in _IMMUTABLE and len(self._known) < self._remembered and len(data) <= _REMEMBERED_BYTES:
             self._known[data, big_endian] = made

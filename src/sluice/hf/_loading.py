@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from sluice import _tree
 from sluice._api import load_entries
 from sluice._checkpoint import open as open_checkpoint
 from sluice._devices import Device
@@ -31,6 +32,7 @@ from sluice._empty_init import empty_init
 from sluice._errors import UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress
+from sluice._records import UnsupportedValue
 from sluice._report import LoadReport
 from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._library import find_library
@@ -102,6 +104,9 @@ def from_pretrained(
     if experts_implementation is not None:
         config._experts_implementation = experts_implementation
     with open_checkpoint(path, limits=limits) as checkpoint:
+        for name, leaf in _tree.opaques(checkpoint.index.tree).items():
+            if isinstance(leaf, UnsupportedValue):  # its conversions decide what is needed: it may be
+                raise _tree.refusal(leaf, name, path)
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
         model = _build(library, model_class, config, chosen)
         names = Names.of(library, model, checkpoint.entries, path)
