@@ -28,7 +28,8 @@ class Holdings:
     def now(cls) -> Holdings:
         return cls(
             descriptors=open_files(),
-            threads=frozenset(threading.enumerate()),
+            # One without an identity was interrupted before it was made; it will never run, but stays in Python's list.
+            threads=frozenset(thread for thread in threading.enumerate() if thread.ident is not None),
             temporary=frozenset(os.listdir(tempfile.gettempdir())),
         )
 
@@ -58,5 +59,5 @@ def open_files() -> Counter[str]:
 
 def _wait_for_threads(known: frozenset[threading.Thread]) -> None:
     deadline = time.monotonic() + _THREAD_GRACE
-    for thread in set(threading.enumerate()) - known:
+    for thread in Holdings.now().threads - known:
         thread.join(max(0.0, deadline - time.monotonic()))

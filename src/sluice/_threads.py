@@ -45,11 +45,22 @@ class Worker(threading.Thread):
             return False
         return not self._ended or self.is_alive()
 
+    def forget(self) -> None:
+        """Let go of the work, which will not be done: an interrupt came before the thread was made.
+
+        Python keeps such a thread in its list for ever.
+        """
+        self._work = _nothing
+
     def finish(self) -> None:
         """Wait for its end."""
         with self._running:
             pass
         self.join()
+
+
+def _nothing() -> None:
+    """Do no work."""
 
 
 def start_threads(threads: list[Worker], count: int, work: Callable[[], None], name: str) -> None:
@@ -79,6 +90,8 @@ def join_threads(threads: Sequence[Worker]) -> None:
         # Interrupted while it was started, a thread may be on its way and not yet known to be alive.
         while thread.ident is None and thread in threading.enumerate() and time.monotonic() < deadline:
             time.sleep(0.001)
+        if thread.ident is None:
+            thread.forget()
         while thread.unfinished:
             try:
                 thread.finish()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
 import signal
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +178,18 @@ def test_an_interrupt_while_threads_are_joined_waits_for_them(count: int) -> Non
     assert not any(thread.is_alive() for thread in kept)
     for timer in timers:
         timer.join()
+
+
+def test_a_thread_that_an_interrupt_kept_from_starting_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = torch.zeros(1)
+    alive = weakref.ref(held)
+    threads: list[Worker] = []
+    monkeypatch.setattr(Worker, "start", lambda _: interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        start_threads(threads, 1, functools.partial(str, held), "test")  # type: ignore[arg-type]
+    join_threads(threads)
+    del held
+    assert alive() is None
 
 
 def test_a_checkpoint_that_nobody_closed_gives_its_descriptors_back(file: Path) -> None:
