@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-long fuzz check
+.PHONY: help install demo test test-long fuzz check docs notebook
 
 help:
 	@echo "make install          create .venv with everything the project needs"
@@ -13,14 +13,16 @@ help:
 	@echo "make test             the tests that CI runs"
 	@echo "make test-long        all tests, with full counts"
 	@echo "make fuzz [SECONDS=60] fuzz every parser, for so many seconds each"
-	@echo "make check            lint, format, types and layers"
+	@echo "make check            lint, format, types, layers and the documentation's links"
+	@echo "make docs             build the documentation site into site/"
+	@echo "make notebook [SIZE=xl] run the notebook and keep its outputs"
 
 install: $(INSTALLED)
 
 # The stamp is newer than both files while .venv holds what they ask for.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,bench,docs]'
 	touch $@
 
 demo: install
@@ -42,3 +44,13 @@ check: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(MKDOCS) --site-dir $(VENV)/site
+
+# A warning, such as a broken link or a page that is not in the navigation, is an error. The variable silences news.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+docs: install
+	$(MKDOCS)
+
+notebook: install
+	SLUICE_NOTEBOOK_SIZE=$(or $(SIZE),medium) $(BIN)/jupyter execute --inplace notebooks/memory_efficient_loading.ipynb

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,17 @@ import pytest
 import torch
 
 import sluice
+from documents import ROOT, run_document
 from sluice.benchmark.gpt2 import GPTConfig, GPTModel
-
-_DOCS = Path(__file__).parent.parent / "docs" / "rules.md"
 
 CONFIG = GPTConfig(vocab_size=211, context_length=24, emb_dim=48, n_heads=4, n_layers=3, qkv_bias=True)
 TOKENS = torch.arange(2 * 20).view(2, 20) * 5
 
 
 @pytest.fixture(scope="module")
-def docs() -> Mapping[str, Any]:
-    """What the examples of the page define, run one after the other."""
-    names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", _DOCS.read_text(encoding="utf-8"), re.DOTALL):
-        exec(compile(block, str(_DOCS), "exec"), names)
-    return names
+def docs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
+    """What the examples of the page define."""
+    return run_document(ROOT / "docs" / "rules.md", tmp_path_factory.mktemp("docs")).namespace
 
 
 @pytest.fixture(scope="module")

@@ -98,6 +98,8 @@ def load_into(
         ...     model = GPTModel(config)
         >>> report = sluice.load_into(model, "model.pth", dtype=torch.bfloat16)
         >>> print(report)
+        model.pth (torch-zip): ... tensors, ... on cpu
+        ...
     """
     started = time.perf_counter()
     with PeakMeter() as meter, borrow(source, limits=limits) as checkpoint:
@@ -187,9 +189,9 @@ def load_optimizer(
 
     Example:
         >>> with sluice.open("run.pt") as checkpoint:
-        ...     sluice.load_into(model, checkpoint)
+        ...     weights = sluice.load_into(model, checkpoint)
         ...     optimizer = torch.optim.AdamW(model.parameters())
-        ...     report = sluice.load_optimizer(optimizer, checkpoint)
+        ...     state = sluice.load_optimizer(optimizer, checkpoint)
         ...     scheduler.load_state_dict(checkpoint.tree["scheduler"])
     """
     started = time.perf_counter()

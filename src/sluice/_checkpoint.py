@@ -149,6 +149,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     Example:
         >>> with sluice.open("model.pth") as checkpoint:
         ...     print(checkpoint.format, len(checkpoint))
+        torch-zip 39
     """
 
     def __init__(self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits) -> None:
@@ -305,6 +306,7 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         >>> with sluice.open("model.safetensors") as checkpoint:
         ...     for name, tensor in checkpoint.items():
         ...         print(name, tensor.dtype, tensor.shape)
+        wte.weight torch.float32 (64, 16)
     """
     if isinstance(source, Checkpoint):
         if key is None:

@@ -92,8 +92,8 @@ def convert(
         ImportError: The hash needs a library that is not installed.
 
     Example:
-        >>> report = sluice.convert("model.pth", "model.safetensors", dtype=torch.bfloat16)
-        >>> report = sluice.convert("dcp-directory", "hf-model", max_shard_size="5GB")
+        >>> report = sluice.convert("model.pth", "half.safetensors", dtype=torch.bfloat16)
+        >>> report = sluice.convert("run.pt", "hf-model", key="model", max_shard_size="5GB")
     """
     started = time.perf_counter()
     path = Path(os.fsdecode(destination))

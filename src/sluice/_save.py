@@ -126,7 +126,7 @@ def save(
         ImportError: The hash needs a library that is not installed.
 
     Example:
-        >>> report = sluice.save(model, "model.safetensors", dtype=torch.bfloat16, manifest="model.manifest.json")
+        >>> report = sluice.save(model, "half.safetensors", dtype=torch.bfloat16, manifest="model.manifest.json")
     """
     started = time.perf_counter()
     destination = Path(os.fsdecode(path))

@@ -11,6 +11,7 @@ import sys
 import time
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +99,29 @@ def test_the_report_is_plain_data_rows_a_table_and_a_picture() -> None:
     assert report.table().row_count == len(list(report.lines())) + 1
     assert "host, total" in str(report)
     pytest.importorskip("matplotlib")
-    assert report.figure().axes[0].get_ylabel() == "growth of host memory, GiB"
+    assert report.figure().axes[0].get_ylabel() == "growth of memory, GiB"
+
+
+def test_reports_share_a_picture() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    panels = Figure().subplots(1, 2)
+    for panel in panels:
+        with sluice.measure() as memory:
+            touch(8 * MIB)
+            memory.mark("half")
+        memory.report.draw(panel)
+    assert [text.get_text() for panel in panels for text in panel.texts] == ["half", "half"]
+    assert all(len(panel.collections) == 3 for panel in panels)
+
+
+def test_a_notebook_shows_a_table() -> None:
+    with sluice.measure() as memory:
+        pass
+    bundle = memory.report._repr_mimebundle_([], [])
+    assert "<pre" in bundle["text/html"]
+    assert "host, total" in bundle["text/plain"]
 
 
 def test_an_exception_passes_and_the_report_is_there() -> None:
@@ -205,6 +228,9 @@ class FakeModule:
     def max_memory_reserved(self, _: int) -> int:
         return 24 * MIB
 
+    def get_device_properties(self, _: int) -> object:
+        return type("Properties", (), {"uuid": "b"})
+
 
 def test_accelerators_that_are_in_use_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Torch:
@@ -223,7 +249,7 @@ def test_accelerators_that_are_in_use_are_asked(monkeypatch: pytest.MonkeyPatch)
 
 def test_neighbours_are_joined_by_their_larger_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sampler, "MOST_SAMPLES", 64)
-    sampler = _sampler.Sampler(os.getpid(), pss=False, cgroup="", devices=list)
+    sampler = _sampler.Sampler(os.getpid(), pss=False, cgroup="", devices=_sampler.Devices(wanted=False))
     for _ in range(64):
         sampler.take()
     assert len(sampler.columns[0]) == 32
@@ -233,18 +259,75 @@ def test_neighbours_are_joined_by_their_larger_reading(monkeypatch: pytest.Monke
     assert sampler.columns[1][0] == 7
 
 
-def test_nvml_tells_the_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Info:
-        used = 7 * MIB
+@pytest.fixture
+def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ``pynvml`` of two devices that the helper process finds; the file that is returned has the second one's use."""
+    used = tmp_path / "used"
+    used.write_text(str(7 * MIB))
+    (tmp_path / "pynvml.py").write_text(f"""
+import pathlib
 
-    class Nvml:
-        nvmlInit = nvmlShutdown = staticmethod(lambda: None)
-        nvmlDeviceGetCount = staticmethod(lambda: 2)
-        nvmlDeviceGetHandleByIndex = staticmethod(lambda number: number)
-        nvmlDeviceGetMemoryInfo = staticmethod(lambda _: Info)
+class NVMLError(Exception):
+    pass
 
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml)
-    with _sampler.device_memory(wanted=True) as devices:
-        assert devices() == [7 * MIB, 7 * MIB]
-    with _sampler.device_memory(wanted=False) as devices:
-        assert devices() == []
+class Info:
+    def __init__(self, used):
+        self.used = used
+
+def nvmlInit():
+    if not pathlib.Path({str(used)!r}).exists():
+        raise NVMLError("driver not loaded")
+
+def nvmlDeviceGetCount():
+    return 2
+
+def nvmlDeviceGetHandleByIndex(number):
+    return number
+
+def nvmlDeviceGetUUID(handle):
+    return f"GPU-{{'ab'[handle]}}"
+
+def nvmlDeviceGetMemoryInfo(handle):
+    if not handle:
+        raise NVMLError("GPU is lost")
+    return Info(int(pathlib.Path({str(used)!r}).read_text()))
+""")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    start = subprocess.Popen
+
+    def start_with_the_fake(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return start([word for word in command if word != "-I"], env=environment, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start_with_the_fake)
+    return used
+
+
+def test_nvml_tells_the_whole_device_whatever_torch_calls_it(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", type("Torch", (), {"cuda": FakeModule()}))
+    with sluice.measure() as memory:
+        for used in (47, 17):
+            nvml.with_suffix(".new").write_text(str(used * MIB))
+            nvml.with_suffix(".new").replace(nvml)  # at no moment empty
+            time.sleep(0.1)
+    report = memory.report
+    assert report.separate_process
+    [device] = report.devices
+    assert device.device == "cuda:0"
+    assert (device.whole_device_bytes, device.whole_device_final_bytes) == (40 * MIB, 10 * MIB)
+    assert "cuda:0 all processes" in [row[0] for row in report.lines()]
+    assert "device0" not in report.timeline.columns  # it did not answer
+    assert max(report.timeline.columns["device1"]) == 47 * MIB
+    assert "device1_bytes" in next(report.timeline.rows())
+    pytest.importorskip("matplotlib")
+    [line] = report.figure().axes[0].get_lines()
+    assert line.get_label() == "GPU 1, all processes"
+
+
+def test_a_machine_without_a_driver_is_measured_without_devices(nvml: Path) -> None:
+    nvml.unlink()
+    with sluice.measure() as memory:
+        time.sleep(0.1)
+    assert memory.report.separate_process
+    assert len(memory.report.timeline) > 3
+    assert not [name for name in memory.report.timeline.columns if name.startswith("device")]

@@ -60,7 +60,7 @@ def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
         say("absent", reason=str(error))
         return
     _claim_memory(2 * _size_on_disk(job.checkpoint))
-    _make_context(job.device)
+    make_context(job.device)
     gc.collect()
     say("ready", peak_was_reset=_reset_peak())
     answers.readline()
@@ -117,7 +117,7 @@ def _reset_peak() -> bool:
     return True
 
 
-def _make_context(device: str) -> None:
+def make_context(device: str) -> None:
     """Do once what torch does on first use: the meta device's lazy imports and the accelerator's context."""
     config = GPTConfig(vocab_size=8, context_length=8, emb_dim=8, n_heads=2, n_layers=1, qkv_bias=True)
     with torch.device("meta"):

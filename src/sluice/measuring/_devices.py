@@ -31,6 +31,11 @@ class DeviceMeter:
         """Return the bytes that each allocator has given out now."""
         return {device: module.memory_allocated(number) for device, module, number in _devices()}
 
+    def uuids(self) -> dict[str, str]:
+        """Return the UUID of each device, as NVML writes it; a device that has none is left out."""
+        found = {device: _uuid(module, number) for device, module, number in _devices()}
+        return {device: uuid for device, uuid in found.items() if uuid}
+
     def growth(self) -> dict[str, tuple[int, int, int]]:
         """Return for each device its largest growth of allocated and of reserved bytes, and the growth that remains.
 
@@ -45,6 +50,11 @@ class DeviceMeter:
                 module.memory_allocated(number) - start.allocated,
             )
         return found
+
+
+def _uuid(module: Any, number: int) -> str:
+    uuid = str(getattr(module.get_device_properties(number), "uuid", ""))
+    return f"GPU-{uuid}" if uuid else ""
 
 
 def _devices() -> list[tuple[str, Any, int]]:

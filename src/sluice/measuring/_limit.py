@@ -137,7 +137,7 @@ def run_limited(
         subprocess.TimeoutExpired: It took too long, and was killed.
 
     Example:
-        >>> run_limited(["python", "-c", "bytes(1 << 30)"], 256 << 20).oom_killed
+        >>> run_limited(["python", "-c", "b'x' * (1 << 30)"], 256 << 20).oom_killed
         True
     """
     with limited_group(limit_bytes) as group:

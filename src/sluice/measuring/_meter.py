@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -121,8 +122,7 @@ class Measurement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         end, end_ns = read_memory(), time.monotonic_ns()
-        columns = self._helper.stop()
-        self._report = self._assemble(end, end_ns, columns)
+        self._report = self._assemble(end, end_ns, self._helper.stop())
         if self._on_report:
             self._on_report(self._report)
 
@@ -137,9 +137,9 @@ class Measurement:
 
         return measured
 
-    def _assemble(self, end: MemorySample, end_ns: int, columns: list[array[int]]) -> MemoryReport:
-        times, *readings = columns
-        names = [*_sampler.COLUMNS[1:], *(f"device{n}" for n in range(len(columns) - len(_sampler.COLUMNS)))]
+    def _assemble(self, end: MemorySample, end_ns: int, seen: _Seen) -> MemoryReport:
+        times, *readings = seen.columns
+        names = [*_sampler.COLUMNS[1:], *(f"device{n}" for n in range(len(seen.devices)))]
         known = {name: column for name, column in zip(names, readings, strict=True) if max(column, default=-1) >= 0}
         start = self._start
         return MemoryReport(
@@ -151,7 +151,7 @@ class Measurement:
             final=_growth(end, start),
             pss_bytes=max(known["pss"]) - known["pss"][0] if "pss" in known else None,
             cgroup=_cgroup(self._group, known),
-            devices=tuple(_device_reports(self._devices, known)),
+            devices=tuple(_device_reports(self._devices, seen.devices, known)),
             marks=tuple(self._marks),
             timeline=Timeline(seconds=array("d", ((t - self._begin_ns) / 1e9 for t in times)), columns=known),
         )
@@ -201,11 +201,19 @@ def _cgroup(group: MemoryGroup | None, columns: dict[str, array[int]]) -> Cgroup
     )
 
 
-def _device_reports(meter: DeviceMeter, columns: dict[str, array[int]]) -> list[DeviceReport]:
+def _device_reports(meter: DeviceMeter, seen: list[str], columns: dict[str, array[int]]) -> list[DeviceReport]:
+    """Set what torch's allocators say beside what NVML says of the same devices.
+
+    Args:
+        meter: Torch's devices.
+        seen: UUIDs of NVML's devices, in the order of the columns ``device0`` and so on.
+        columns: What was sampled.
+    """
+    uuids = meter.uuids()
     reports = []
     for device, (allocated, reserved, final) in meter.growth().items():
-        kind, _, number = device.partition(":")
-        whole = columns.get(f"device{number}") if kind == "cuda" else None
+        uuid = uuids.get(device)
+        whole = columns.get(f"device{seen.index(uuid)}") if uuid in seen else None
         reports.append(
             DeviceReport(
                 device=device,
@@ -213,6 +221,7 @@ def _device_reports(meter: DeviceMeter, columns: dict[str, array[int]]) -> list[
                 reserved_bytes=reserved,
                 final_bytes=final,
                 whole_device_bytes=max(whole) - whole[0] if whole else None,
+                whole_device_final_bytes=whole[-1] - whole[0] if whole else None,
             )
         )
     return reports
@@ -220,6 +229,16 @@ def _device_reports(meter: DeviceMeter, columns: dict[str, array[int]]) -> list[
 
 def _print_report(name: str, report: MemoryReport) -> None:
     sys.stderr.write(f"{name}: {report}\n")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Seen:
+    """What the helper saw."""
+
+    #: ``_sampler.COLUMNS``, and one column for each device.
+    columns: list[array[int]]
+    #: UUIDs of the devices.
+    devices: list[str] = field(default_factory=list)
 
 
 class _Helper:
@@ -258,17 +277,18 @@ class _Helper:
                 process = None
         return cls(process, interval_seconds)
 
-    def stop(self) -> list[array[int]]:
-        """End the sampling and return the columns."""
+    def stop(self) -> _Seen:
+        """End the sampling and return what was seen."""
         if self._process is None:
-            return self._stop_thread()
+            return _Seen(columns=self._stop_thread())
         answer, _ = self._process.communicate(b"\n")
         head, _, body = answer.partition(b"\n")
         if not head:  # the helper was killed: start, end and marks still count
-            return [array("q") for _ in _sampler.COLUMNS]
+            return _Seen(columns=[array("q") for _ in _sampler.COLUMNS])
         found = json.loads(head)
         length = found["samples"] * _ITEM_BYTES
-        return [array("q", body[n * length : (n + 1) * length]) for n in range(found["columns"])]
+        columns = [array("q", body[n * length : (n + 1) * length]) for n in range(found["columns"])]
+        return _Seen(columns=columns, devices=found["devices"])
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._interval):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,16 @@ from sluice._records import Peaks
 from sluice._units import format_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from rich.table import Table
 
 __all__ = ["CgroupReport", "DeviceReport", "Mark", "MemoryReport", "Timeline"]
 
 _GIB = 1 << 30
+
+#: Kinds of host memory from the bottom of the picture up, in colours that differ in brightness too.
+_KIND_COLOURS = {"anon": "#d95f02", "file": "#7fb3d5", "shmem": "#4d4d4d"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,8 @@ class DeviceReport:
     final_bytes: int
     #: Largest growth of the whole device's use, by all processes, through NVML; None where that is not installed.
     whole_device_bytes: int | None
+    #: What the whole device used more at the end than when the block began, in bytes; None where NVML is not installed.
+    whole_device_final_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +156,8 @@ class MemoryReport:
             )
             yield f"{device.device} reserved", format_bytes(device.reserved_bytes), "", ""
             if device.whole_device_bytes is not None:
-                yield f"{device.device} all processes", format_bytes(device.whole_device_bytes), "", ""
+                final = "" if device.whole_device_final_bytes is None else format_bytes(device.whole_device_final_bytes)
+                yield f"{device.device} all processes", format_bytes(device.whole_device_bytes), final, ""
 
     def table(self) -> Table:
         """Return the figures as a rich table."""
@@ -167,7 +174,7 @@ class MemoryReport:
         return table
 
     def figure(self) -> Figure:
-        """Return the timeline as a matplotlib figure: host memory by kind, stacked, with the marks.
+        """Return the timeline as a matplotlib figure; what ``draw`` shows, with a legend.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -178,18 +185,40 @@ class MemoryReport:
             raise ImportError("the picture needs matplotlib: pip install sluice[bench]") from error
         figure = Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
-        kinds = ("anon", "file", "shmem")
+        self.draw(axes)
+        axes.legend(loc="upper left")
+        return figure
+
+    def draw(self, axes: Axes) -> None:
+        """Draw the timeline into axes of a matplotlib figure, so that several reports can share one picture.
+
+        Growth of host memory by kind is stacked, in GiB over seconds; each device that NVML saw is a line, and each
+        mark a dotted one.
+
+        Args:
+            axes: Where to draw. Limits and legend are the caller's.
+        """
         columns = self.timeline.columns
-        bases = dict(zip(kinds, (self.start.anon_bytes, self.start.file_bytes, self.start.shmem_bytes), strict=True))
-        grown = [[(value - bases[kind]) / _GIB for value in columns[kind]] for kind in kinds]
-        axes.stackplot(self.timeline.seconds, *grown, labels=("anonymous", "file-backed", "shared"), alpha=0.8)
+        seconds = self.timeline.seconds
+        bases = {kind: getattr(self.start, f"{kind}_bytes") for kind in _KIND_COLOURS}
+        # Pages that the process had before the block and lost in it would make a stack of negative height.
+        grown = [[max(0, value - bases[kind]) / _GIB for value in columns.get(kind, ())] for kind in _KIND_COLOURS]
+        if seconds:
+            labels = ("host, anonymous", "host, file-backed", "host, shared")
+            axes.stackplot(seconds, *grown, labels=labels, colors=tuple(_KIND_COLOURS.values()), alpha=0.8)
+        for name, column in columns.items():
+            if name.startswith("device"):
+                line = [(value - column[0]) / _GIB for value in column]
+                axes.plot(seconds, line, label=f"GPU {name.removeprefix('device')}, all processes", linewidth=1.5)
         for mark in self.marks:
             axes.axvline(mark.seconds, color="black", linewidth=0.8, linestyle=":")
             axes.annotate(mark.name, (mark.seconds, 1), xycoords=("data", "axes fraction"), rotation=90, va="top")
         axes.set_xlabel("seconds")
-        axes.set_ylabel("growth of host memory, GiB")
-        axes.legend(loc="upper left")
-        return figure
+        axes.set_ylabel("growth of memory, GiB")
+
+    def _repr_mimebundle_(self, include: Sequence[str], exclude: Sequence[str], **options: Any) -> dict[str, str]:
+        """Show the table where a notebook shows the report."""
+        return self.table()._repr_mimebundle_(include, exclude, **options)
 
     def __str__(self) -> str:
         rows = "; ".join(f"{label.strip()} {peak}" for label, peak, _, _ in self.lines())

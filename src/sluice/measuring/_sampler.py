@@ -15,8 +15,8 @@ import select
 import sys
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from typing import Any
 
 #: Beyond this many samples, neighbours are joined and the interval is doubled: hours take no more than some 15 MB.
 MOST_SAMPLES = 200_000
@@ -42,10 +42,10 @@ class Sampler:
         pid: The process to look at.
         pss: Whether to read its proportional set size too.
         cgroup: The file with its control group's usage; empty for none.
-        devices: Return the bytes in use of each device.
+        devices: The devices to look at.
     """
 
-    def __init__(self, pid: int, *, pss: bool, cgroup: str, devices: Callable[[], list[int]]) -> None:
+    def __init__(self, pid: int, *, pss: bool, cgroup: str, devices: Devices) -> None:
         self._status = os.open(f"/proc/{pid}/status", os.O_RDONLY)  # read again for each sample
         order = [name.decode() for name in _ORDER.findall(os.pread(self._status, 1 << 16, 0))]
         self._order = [order.index(name) for name in ("RssAnon", "RssFile", "RssShmem", "VmHWM")]
@@ -54,7 +54,7 @@ class Sampler:
         self._pss = ABSENT
         self._cgroup = cgroup
         self._devices = devices
-        self.columns = [array("q") for _ in range(len(COLUMNS) + len(devices()))]
+        self.columns = [array("q") for _ in range(len(COLUMNS) + len(devices.names))]
 
     def take(self) -> None:
         """Take one sample; raises ``ProcessLookupError`` when the process has ended."""
@@ -64,7 +64,7 @@ class Sampler:
             raise ProcessLookupError("the process has ended")
         values = [int(found[position]) << 10 for position in self._order]
         for column, value in zip(
-            self.columns, (now, *values, self._read_pss(now), self._read_cgroup(), *self._devices()), strict=True
+            self.columns, (now, *values, self._read_pss(now), self._read_cgroup(), *self._devices.used()), strict=True
         ):
             column.append(value)
         if len(self.columns[0]) >= MOST_SAMPLES:
@@ -110,36 +110,53 @@ def watch(sampler: Sampler, interval_seconds: float, stop: int) -> None:
         return
 
 
-@contextmanager
-def device_memory(wanted: bool) -> Iterator[Callable[[], list[int]]]:  # noqa: FBT001  (a setting of the script)
-    """Lend a function that returns the bytes in use of each NVIDIA device; without NVML it returns none."""
-    try:
+class Devices:
+    """NVIDIA devices as NVML counts them; none where it is not wanted, not installed or finds no driver.
+
+    Args:
+        wanted: Whether to look at all.
+    """
+
+    def __init__(self, *, wanted: bool) -> None:
+        #: UUID of each device. Torch counts devices in another order than NVML where CUDA_VISIBLE_DEVICES says so.
+        self.names: list[str] = []
+        self._handles: list[Any] = []
         if not wanted:
-            raise ImportError
-        import pynvml  # type: ignore[import-not-found, unused-ignore]  # comes with nvidia-ml-py
-    except ImportError:
-        yield list
-        return
-    pynvml.nvmlInit()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
-        yield lambda: [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
-    finally:
-        pynvml.nvmlShutdown()
+            return
+        try:
+            import pynvml  # type: ignore[import-not-found, unused-ignore]  # comes with nvidia-ml-py
+        except ImportError:  # this process looks for modules in fewer places than the one that asked
+            return
+        self._nvml = pynvml
+        with suppress(pynvml.NVMLError):  # a machine without a driver, or a container without the devices
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+            self.names = [str(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+            self._handles = handles
+
+    def used(self) -> list[int]:
+        """Return the bytes in use of each device; ``ABSENT`` for one that does not answer."""
+        return [self._used(handle) for handle in self._handles]
+
+    def _used(self, handle: Any) -> int:
+        try:
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        except self._nvml.NVMLError:
+            return ABSENT
 
 
 def main(settings: dict[str, object]) -> None:
     """Run the helper process; ``settings`` come as JSON in the first argument."""
-    with device_memory(bool(settings["nvml"])) as devices:
-        sampler = Sampler(
-            int(str(settings["pid"])), pss=bool(settings["pss"]), cgroup=str(settings["cgroup"]), devices=devices
-        )
-        sampler.take()
-        sys.stdout.buffer.write(b"ready\n")
-        sys.stdout.buffer.flush()
-        watch(sampler, float(str(settings["interval_seconds"])), sys.stdin.fileno())
-        sampler.close()
-    header = {"columns": len(sampler.columns), "samples": len(sampler.columns[0])}
+    devices = Devices(wanted=bool(settings["nvml"]))
+    sampler = Sampler(
+        int(str(settings["pid"])), pss=bool(settings["pss"]), cgroup=str(settings["cgroup"]), devices=devices
+    )
+    sampler.take()
+    sys.stdout.buffer.write(b"ready\n")
+    sys.stdout.buffer.flush()
+    watch(sampler, float(str(settings["interval_seconds"])), sys.stdin.fileno())
+    sampler.close()
+    header = {"columns": len(sampler.columns), "samples": len(sampler.columns[0]), "devices": devices.names}
     sys.stdout.buffer.write(json.dumps(header).encode() + b"\n")
     for column in sampler.columns:
         sys.stdout.buffer.write(column.tobytes())

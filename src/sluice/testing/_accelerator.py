@@ -49,7 +49,12 @@ class FakeAccelerator:
         released: Whether what was cached has been given back.
 
     Example:
-        >>> targets = Targets(plan, accelerators={"fake:0": FakeAccelerator()})
+        >>> device = FakeAccelerator(capacity_bytes=16)
+        >>> memory = device.allocate(4, torch.float32)
+        >>> device.allocate(1, torch.float32)
+        Traceback (most recent call last):
+            ...
+        sluice._errors.BudgetError: the fake accelerator is out of memory...
     """
 
     def __init__(self, *, capacity_bytes: int | None = None, seed: int = 0) -> None:

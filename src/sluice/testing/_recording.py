@@ -66,8 +66,8 @@ class RecordingSource(_WrappedSource):
         reads: What was read so far; safe to look at while other threads read.
 
     Example:
-        >>> source = RecordingSource(LocalFile("model.safetensors"))
-        >>> index = Safetensors().read_index(source, Limits())
+        >>> with closing(RecordingSource(LocalFile("model.safetensors"))) as source:
+        ...     index = Safetensors().read_index(source, Limits())
         >>> source.reads[0]
         RecordedRead(offset=0, nbytes=8, direct=False)
     """
@@ -100,8 +100,9 @@ def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
     Example:
         >>> with sluice.open("model.safetensors") as checkpoint:
         ...     (recording,) = record_reads(checkpoint)
-        ...     checkpoint["wte.weight"][:10].read()
-        ...     print(recording.read_bytes)
+        ...     rows = checkpoint["wte.weight"][:10].read()
+        ...     print(recording.read_bytes == rows.nbytes)
+        True
     """
     files = checkpoint._files  # noqa: SLF001  (the seam is for tests: users of the library have no sources)
     recordings = tuple(RecordingSource(file.source) for file in files)

@@ -1,0 +1,152 @@
+"""What ``sluice.measure`` costs: workloads with and without it, in turn, and the processor time of its helper."""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+import sluice
+from sluice.benchmark import _machine
+from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark.gpt2 import SIZES, build, make_checkpoint
+
+__all__ = ["Cost", "compare"]
+
+#: Additions of the loop, and products of square matrices of a thousand rows: about a second each.
+_ADDITIONS, _PRODUCTS, _ROWS = 20_000_000, 40, 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What measuring one workload costs; medians over the runs."""
+
+    #: What ran.
+    workload: str
+    #: The workload by itself.
+    alone_seconds: float
+    #: The workload, inside of the block.
+    measured_seconds: float
+    #: Begin and end of the block together: the helper starts, and hands over its samples.
+    ends_seconds: float
+    #: Processor time of the helper, its start included, over the length of the block; 1 is one core.
+    helper_share: float
+    #: Samples taken in a second.
+    samples_per_second: float
+
+    @property
+    def slowdown(self) -> float:
+        """By how much the workload took longer; noise can make it negative."""
+        return self.measured_seconds / self.alone_seconds - 1
+
+    def row(self) -> str:
+        """Return a row of the Markdown table."""
+        return (
+            f"| {self.workload} | {self.alone_seconds:.2f} s | {self.slowdown:+.1%} | {self.ends_seconds * 1e3:.0f} ms "
+            f"| {self.helper_share:.1%} | {self.samples_per_second:.0f} |"
+        )
+
+
+_HEADER = (
+    "| workload | alone | with the meter | begin and end | helper's share of a core | samples a second |\n"
+    "|---|---:|---:|---:|---:|---:|"
+)
+
+
+def compare(name: str, work: Callable[[], object], *, runs: int, interval_seconds: float, pss: bool = False) -> Cost:
+    """Run a workload with and without the meter in turn, so that what else the machine does meets both alike.
+
+    Args:
+        name: What to call it.
+        work: Does the same each time.
+        runs: How often each way; one more before is not counted.
+        interval_seconds: The meter's.
+        pss: The meter's.
+    """
+    work()
+    alone, measured, ends, shares, rates = [], [], [], [], []
+    for _ in range(runs):
+        alone.append(_seconds(work))
+        before, begin = _children_seconds(), time.perf_counter()
+        with sluice.measure(interval_seconds=interval_seconds, pss=pss) as memory:
+            inside = _seconds(work)
+        whole = time.perf_counter() - begin
+        measured.append(inside)
+        ends.append(whole - inside)
+        shares.append((_children_seconds() - before) / whole)
+        rates.append(len(memory.report.timeline) / memory.report.seconds)
+    return Cost(
+        workload=name,
+        alone_seconds=statistics.median(alone),
+        measured_seconds=statistics.median(measured),
+        ends_seconds=statistics.median(ends),
+        helper_share=statistics.median(shares),
+        samples_per_second=statistics.median(rates),
+    )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # those that have ended
+    return used.ru_utime + used.ru_stime
+
+
+def _add() -> int:
+    total = 0
+    for number in range(_ADDITIONS):
+        total += number
+    return total
+
+
+def _multiply() -> None:
+    matrix = torch.ones(_ROWS, _ROWS)
+    for _ in range(_PRODUCTS):
+        torch.mm(matrix, matrix)
+
+
+def _loader(path: Path, size: str) -> Callable[[], object]:
+    def load() -> None:
+        with sluice.empty_init():
+            model = build(size)
+        sluice.load_into(model, path, page_cache="keep")
+
+    return load
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--size", type=click.Choice(SIZES), default="medium", show_default=True, help="Of the model to load.")
+@click.option("--runs", type=click.IntRange(1), default=9, show_default=True, help="Of each workload, each way.")
+@click.option("--interval-ms", type=float, default=1.0, show_default=True, help="Between two samples.")
+@click.option("--directory", type=click.Path(path_type=Path), help="For the checkpoint; else the temp folder.")
+def main(size: str, runs: int, interval_ms: float, directory: Path | None) -> None:
+    """Measure what sluice.measure costs a loop in Python, products on all cores, and a load."""
+    interval_seconds = interval_ms / 1e3
+    with temporary_folder(directory) as folder:
+        make_checkpoint(folder / "model.pth", size, torch.float32, "torch")
+        load = _loader(folder / "model.pth", size)
+        workloads: list[tuple[str, Callable[[], object], bool]] = [
+            ("a loop in Python", _add, False),
+            (f"products of matrices, {os.cpu_count()} threads", _multiply, False),
+            (f"load of GPT-2 {size}, cached", load, False),
+            (f"load of GPT-2 {size}, cached, `pss=True`", load, True),
+        ]
+        click.echo("\n".join(f"- {key}: {value}" for key, value in _machine.describe(folder, ["torch"]).items()))
+        click.echo(f"- a sample every {interval_ms:g} ms, medians of {runs} runs\n\n{_HEADER}")
+        for name, work, pss in workloads:
+            click.echo(compare(name, work, runs=runs, interval_seconds=interval_seconds, pss=pss).row())
+
+
+if __name__ == "__main__":
+    main()
