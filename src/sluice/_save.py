@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,12 +22,13 @@ from sluice._units import format_bytes, parse_bytes
 from sluice.writing._chunks import Staging, chunks
 from sluice.writing._items import flat_tensors, named_tensors, outlines
 from sluice.writing._manifest import ManifestWriter, manifest_writer
-from sluice.writing._replacement import Replacement, saving
+from sluice.writing._parameters import check_file_names, parameter_directory, parameter_file
+from sluice.writing._replacement import NewFile, Replacement, saving
 from sluice.writing._safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing._shards import write_model_directory
 from sluice.writing._torch_zip import lay_out_torch_zip, write_torch_zip
 
-__all__ = ["SaveFormat", "SaveReport", "check_file_names", "choose_format", "save"]
+__all__ = ["SaveFormat", "SaveReport", "choose_format", "save"]
 
 #: ``huggingface`` is a directory: one safetensors file, or shards and their index.
 SaveFormat = Literal["safetensors", "torch", "huggingface", "per-parameter"]
@@ -95,6 +96,7 @@ def save(
     format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
     manifest: str | os.PathLike[str] | None = None,
     manifest_hash: HashAlgorithm = "sha256",
     overwrite: bool = False,
@@ -114,6 +116,8 @@ def save(
             ``.ckpt`` are torch; without a suffix, or with ``max_shard_size``, a Hugging Face directory.
         dtype: Cast real floating-point tensors to this; None keeps each one's own.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"``; only for ``"huggingface"``.
+        metadata: Text for the headers of safetensors files, such as ``checkpoint.metadata``; in a torch file such texts
+            are part of ``obj``.
         manifest: Where to write the hash, dtype and shape of each tensor, for ``verify``; they are hashed on their way
             to the disk, and this file gets its name after the data.
         manifest_hash: ``"sha256"``, or ``"xxh3_128"``, which is faster and only finds damage.
@@ -131,10 +135,13 @@ def save(
     started = time.perf_counter()
     destination = Path(os.fsdecode(path))
     chosen = choose_format(destination, format, max_shard_size)
+    if metadata and chosen not in {"safetensors", "huggingface"}:
+        raise ValueError(f"metadata goes into the header of safetensors files; {chosen!r} has none")
     job = _Job(
         destination=destination,
         dtype=dtype_name(dtype) if dtype is not None else None,
         limit_bytes=None if max_shard_size is None else parse_bytes(max_shard_size),
+        metadata={"format": "pt", **(metadata or {})},
         overwrite=overwrite,
         staging=Staging.make(options.SAVE_STAGING_BYTES),
         manifest=manifest_writer(manifest, manifest_hash, destination, overwrite=overwrite),
@@ -161,14 +168,17 @@ def choose_format(path: Path, asked: str | None, max_shard_size: int | str | Non
     Raises:
         ValueError: None is known, or they do not go together.
     """
-    chosen = asked
-    if chosen is None:
-        sharded = path.suffix == "" or max_shard_size is not None
-        chosen = "huggingface" if sharded else _SUFFIXES.get(path.suffix)
+    if asked is not None and asked not in _WRITERS:
+        raise ValueError(f"unknown format {asked!r}: one of {', '.join(_WRITERS)}")
+    suffix = path.suffix.lower()
+    named = _SUFFIXES.get(suffix)
+    if named is None and (suffix == "" or max_shard_size is not None):
+        named = "huggingface"
+    chosen = asked or named
     if chosen is None:
         raise ValueError(f"no format for the suffix {path.suffix!r}: name one with format=")
-    if chosen not in _WRITERS:
-        raise ValueError(f"unknown format {asked!r}: one of {', '.join(_WRITERS)}")
+    if suffix in _SUFFIXES and chosen != named:
+        raise ValueError(f"format={chosen!r} contradicts the suffix {path.suffix!r}, which is that of {named!r}")
     if max_shard_size is not None and chosen != "huggingface":
         raise ValueError(f"max_shard_size goes with a directory of shards, not with {chosen!r}")
     return chosen
@@ -179,6 +189,7 @@ class _Job:
     destination: Path
     dtype: str | None
     limit_bytes: int | None
+    metadata: Mapping[str, str]
     overwrite: bool
     staging: Staging
     manifest: ManifestWriter | None
@@ -201,7 +212,7 @@ def _save_torch(job: _Job, state: object, progress: Progress) -> _Written:
 
 def _save_safetensors(job: _Job, state: object, progress: Progress) -> _Written:
     tensors, aliases = _stored_once(_flat(state))
-    layout = lay_out_safetensors(outlines(tensors, job.dtype), {"format": "pt", **aliases})
+    layout = lay_out_safetensors(outlines(tensors, job.dtype), _metadata(job, aliases))
     nbytes = layout.nbytes - len(layout.header)
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
@@ -219,7 +230,7 @@ def _save_directory(job: _Job, state: object, progress: Progress) -> _Written:
         files = write_model_directory(
             job.destination,
             described,
-            metadata={"format": "pt", **aliases},
+            metadata=_metadata(job, aliases),
             limit_bytes=job.limit_bytes,
             overwrite=job.overwrite,
             write=lambda layout, out: _write_safetensors(layout, tensors, out, job, wrote),
@@ -229,27 +240,22 @@ def _save_directory(job: _Job, state: object, progress: Progress) -> _Written:
 
 def _save_parameters(job: _Job, state: object, progress: Progress) -> _Written:
     tensors = _flat(state)
-    nbytes = _data_bytes(outlines(tensors, job.dtype))
     check_file_names(tensors)
-    with saving(str(job.destination)):
-        job.destination.mkdir(parents=True, exist_ok=True)
-    with _counting(progress, job.destination, nbytes) as wrote:
-        files = [_save_parameter(job, name, tensor, wrote) for name, tensor in tensors.items()]
-    return files, len(tensors), nbytes, {}
-
-
-def check_file_names(names: Iterable[str]) -> None:
-    """Raise ``SaveError`` where a tensor's name cannot be that of a file."""
-    unusable = next((name for name in names if os.path.basename(name) != name or name in {"", ".", ".."}), None)
-    if unusable is not None:
-        raise SaveError("no file can have this name", tensor=unusable)
-
-
-def _save_parameter(job: _Job, name: str, tensor: torch.Tensor, wrote: Callable[[int], None]) -> Path:
-    saved = lay_out_torch_zip(tensor, job.dtype)
-    with Replacement(job.destination / f"{name}.pt", overwrite=job.overwrite) as out:
-        out.commit(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, {name: tensor}))
-    return job.destination / f"{name}.pt"
+    stored, aliases = _stored_once(tensors)
+    nbytes = _data_bytes(outlines(stored, job.dtype))
+    with ExitStack() as stack:
+        wrote = stack.enter_context(_counting(progress, job.destination, nbytes))
+        hidden = stack.enter_context(parameter_directory(job.destination, tensors, overwrite=job.overwrite))
+        for name, tensor in stored.items():
+            same = [name, *(other for other, kept in aliases.items() if kept == name)]
+            saved = lay_out_torch_zip(tensor, job.dtype)
+            with NewFile(hidden / parameter_file(name)) as out:
+                named = dict.fromkeys(same, tensor)
+                out.seal(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, named))
+        with saving(str(job.destination)):
+            for name, kept in aliases.items():  # stored once, and readable under both names
+                os.link(hidden / parameter_file(kept), hidden / parameter_file(name))
+    return [job.destination / parameter_file(name) for name in tensors], len(stored), nbytes, aliases
 
 
 _WRITERS: dict[str, Callable[[_Job, object, Progress], _Written]] = {
@@ -264,6 +270,17 @@ def _flat(state: object) -> dict[str, torch.Tensor]:
     if not isinstance(state, Mapping):
         raise SaveError("this format holds a state dict", found=type(state).__name__)
     return dict(flat_tensors(state))
+
+
+def _metadata(job: _Job, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return the texts of a safetensors header: the caller's, and the other names of tensors."""
+    wrong = next((part for item in job.metadata.items() for part in item if not isinstance(part, str)), None)
+    if wrong is not None:
+        raise SaveError("metadata of safetensors is text to text", found=repr(wrong))
+    for name in job.metadata.keys() & aliases.keys():
+        if job.metadata[name] != aliases[name]:
+            raise SaveError("the metadata has the name of a tensor that is stored under another", tensor=name)
+    return {**job.metadata, **aliases}
 
 
 def _data_bytes(tensors: Mapping[str, TensorOutline]) -> int:
@@ -291,7 +308,7 @@ def _stored_once(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.T
 def _write_safetensors(
     layout: SafetensorsLayout,
     tensors: Mapping[str, torch.Tensor],
-    file: Replacement,
+    file: NewFile,
     job: _Job,
     wrote: Callable[[int], None],
 ) -> None:

@@ -20,12 +20,29 @@ def place() -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.mark.parametrize("kills", [50, pytest.param(1000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("mode", ["torch", "safetensors", "huggingface", "sharded"])
-def test_a_killed_save_leaves_the_old_model_or_the_new_one(place: Path, mode: str, kills: int) -> None:
+FILES = ("torch", "safetensors")
+DIRECTORIES = ("huggingface", "sharded", "per-parameter")
+
+
+@pytest.mark.parametrize(
+    ("kills", "modes"),
+    [
+        pytest.param(50, FILES, id="50-files"),
+        pytest.param(50, DIRECTORIES, id="50-directories"),
+        *(pytest.param(1000, (mode,), marks=pytest.mark.long, id=f"1000-{mode}") for mode in FILES + DIRECTORIES),
+    ],
+)
+@pytest.mark.parametrize("start", ["over", "new"])
+def test_a_killed_save_leaves_the_old_model_or_the_new_one(
+    place: Path, start: str, kills: int, modes: tuple[str, ...]
+) -> None:
     script = Path(__file__).with_name("kill_loop.py")
     done = subprocess.run(
-        [sys.executable, str(script), mode, str(kills), str(place)], capture_output=True, text=True, check=False
+        [sys.executable, str(script), start, str(kills), str(place), *modes],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert f"{kills} kills" in done.stdout
+    assert done.stdout.count(f"{kills} kills") == len(modes)
+    print(done.stdout)

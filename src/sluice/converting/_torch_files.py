@@ -16,7 +16,6 @@ from sluice._errors import SaveError
 from sluice._geometry import contiguous_stride
 from sluice._layout import View, shared_targets
 from sluice._records import Entry, Request, Target
-from sluice._save import check_file_names
 from sluice._slicing import boxes
 from sluice._tree import every_entry, flatten, walk
 from sluice.converting._contents import refuse_repeats
@@ -24,7 +23,8 @@ from sluice.converting._job import Job, Written, existing
 from sluice.converting._stream import Stream
 from sluice.writing._chunks import Staging, chunks
 from sluice.writing._manifest import ManifestWriter
-from sluice.writing._replacement import Replacement, saving
+from sluice.writing._parameters import check_file_names, parameter_directory, parameter_file
+from sluice.writing._replacement import NewFile, Replacement
 from sluice.writing._safetensors import TensorOutline
 from sluice.writing._torch_pickle import Described, pickle_object
 from sluice.writing._torch_zip import TorchZip
@@ -114,10 +114,10 @@ def _described(entry: Entry, view: View, targets: Sequence[Target]) -> Described
     )
 
 
-def _fill_torch_files(job: Job, stream: Stream, files: Sequence[tuple[_TorchFile, Replacement]]) -> None:
+def _fill_torch_files(job: Job, stream: Stream, files: Sequence[tuple[_TorchFile, NewFile]]) -> None:
     """Write the storages of files, all together in the order of the source; the caller finishes and commits each."""
     targets: list[Target] = []
-    places: list[tuple[TorchZip, Replacement, int]] = []
+    places: list[tuple[TorchZip, NewFile, int]] = []
     for laid_out, out in files:
         out.reserve(laid_out.made.records_bytes)
         if job.manifest:
@@ -170,31 +170,33 @@ def convert_to_parameters(job: Job, tree: object) -> Written:
     check_file_names(tree)
     refuse_repeats(tree, job.checkpoint)
     job.offsets(list(tree.values()))
-    paths = {name: job.destination / f"{name}.pt" for name in tree}
+    paths = {name: job.destination / parameter_file(name) for name in tree}
     replaced = existing(paths.values())
     if replaced and not (job.overwrite or job.dry_run):
         raise SaveError("the file exists already; say overwrite=True to replace it", file=replaced[0])
     nbytes = sum(outline.nbytes for outline in job.outlines(tree).values())
     files: dict[Path, int] = {}
-    if not job.dry_run:
-        with saving(str(job.destination)):
-            job.destination.mkdir(parents=True, exist_ok=True)
-    with job.stream(len(tree), nbytes) as stream:
+    with ExitStack() as stack:
+        stream = stack.enter_context(job.stream(len(tree), nbytes))
+        hidden = None
+        if not job.dry_run:
+            hidden = stack.enter_context(parameter_directory(job.destination, tree, overwrite=job.overwrite))
         for names in _batches(tree):
             laid_out = [_lay_out(job, tree[name], {name: tree[name]} if job.manifest else {}) for name in names]
             files |= {paths[name]: one.made.file_bytes for name, one in zip(names, laid_out, strict=True)}
-            if not job.dry_run:
-                _write_parameters(stream, list(zip(laid_out, map(paths.__getitem__, names), strict=True)), job)
+            if hidden:
+                places = [hidden / parameter_file(name) for name in names]
+                _write_parameters(stream, list(zip(laid_out, places, strict=True)), job)
     return Written(files=files, replaced=replaced, tensors=len(tree), nbytes=nbytes)
 
 
 def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], job: Job) -> None:
     with ExitStack() as stack:
-        outs = [stack.enter_context(Replacement(path, overwrite=job.overwrite)) for _, path in files]
+        outs = [stack.enter_context(NewFile(path)) for _, path in files]
         laid_out = [one for one, _ in files]
         _fill_torch_files(job, stream, list(zip(laid_out, outs, strict=True)))
         for one, out in zip(laid_out, outs, strict=True):
-            out.commit(nbytes=one.made.finish(out))
+            out.seal(nbytes=one.made.finish(out))
     for one, path in files:
         _hash_written(job, path, one.apart)
 

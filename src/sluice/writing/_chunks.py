@@ -33,20 +33,22 @@ class Staging:
 def chunks(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[memoryview]:
     """Yield the bytes of a strided tensor in row-major order.
 
-    A piece is valid until the next one is asked for. A dense host tensor that is not cast is not copied.
+    A piece is valid until the next one is asked for. A dense host tensor that is not cast is not copied. The bytes of a
+    conjugated or negated view are those of its values.
 
     Args:
         tensor: On any device.
         dtype: The dtype of the bytes.
         staging: Of at least one element.
     """
-    tensor = tensor.detach().resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor.detach()
+    tensor = tensor.detach()
+    lazy = tensor.is_conj() or tensor.is_neg()
     finished = torch_dtype(dtype)
     if tensor.numel() == 0:
         return
     with torch.inference_mode(mode=False), torch.no_grad():
         limit = max(1, staging.memory.nbytes // finished.itemsize)
-        if tensor.device.type == "cpu" and tensor.dtype == finished and tensor.is_contiguous():
+        if tensor.device.type == "cpu" and tensor.dtype == finished and tensor.is_contiguous() and not lazy:
             yield from _in_place(tensor, staging.memory.nbytes)
             return
         for piece in _pieces(tensor, limit):

@@ -2,107 +2,58 @@
 
 The new file is written beside the old one under a hidden name, synced, given its name by a rename, and the directory
 is synced after. A crash at any moment leaves the old file or the new one, and perhaps a hidden file, which the next
-save of the same name removes. A hidden file is locked by its writer: no other writer takes a live one for a leftover.
+save of the same name removes (``_hidden``).
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from sluice._errors import SaveError
+from sluice.writing._hidden import ATTEMPTS, close, hidden_path, remove_leftovers, saving, syncing, try_lock
 
-try:
-    from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # Windows refuses to delete files that are open, which protects a live one as well
-    flock = None  # type: ignore[assignment]
+__all__ = ["NewFile", "Replacement", "kind_of_file", "saving"]
 
-__all__ = ["Replacement", "is_leftover", "locked_directory", "saving", "sync_directory"]
-
-_SUFFIX = ".sluice-partial"
-
-#: Longest name of most file systems, in bytes.
-_NAME_BYTES = 255
-
-#: Attempts to make a hidden file that nobody removed before it was locked; each failure takes another process's help.
-_ATTEMPTS = 16
+#: Answers of file systems that cannot reserve space, and of those that have no hard links.
+_NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-@contextmanager
-def saving(path: str) -> Iterator[None]:
-    """Turn the operating system's errors inside the block into ``SaveError``."""
-    try:
-        yield
-    except OSError as error:
-        raise SaveError(f"the operating system refused: {error.strerror or error}", file=path) from error
+class NewFile:
+    """A file that is being filled: made in a ``with`` block, where nothing may have its name, and closed after it."""
 
-
-class Replacement:
-    """A file under construction. Use it in a ``with`` block and ``commit`` it; without that, nothing has happened.
-
-    Example:
-        >>> with Replacement("model.bin", overwrite=True) as file:
-        ...     file.write_at(0, b"abc")
-        ...     file.commit()
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool) -> None:
-        """Look at what is there; nothing is changed.
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Nothing is made yet.
 
         Args:
-            path: The file to make or replace. Symbolic links are followed: what they point to is replaced.
-            overwrite: Whether a file that exists may be replaced.
-
-        Raises:
-            SaveError: Something is there that may not or can not be replaced.
+            path: Its name.
         """
         self.path = os.fsdecode(path)
-        self._overwrite = overwrite
-        with saving(self.path):
-            self._final = os.path.realpath(self.path)
-            self._directory, self._name = os.path.split(self._final)
-            self._mode = self._existing_mode()
-        self._hidden = ""
         self._descriptor = -1
-
-    def _existing_mode(self) -> int | None:
-        """Return the permissions of the file that is there, or None for none."""
-        try:
-            found = os.lstat(self._final)
-        except FileNotFoundError:
-            return None
-        if not stat.S_ISREG(found.st_mode):
-            raise SaveError("only a regular file can be replaced", file=self.path, found=_kind(found.st_mode))
-        if not self._overwrite:
-            raise SaveError("the file exists already; say overwrite=True to replace it", file=self.path)
-        return stat.S_IMODE(found.st_mode)
 
     def __enter__(self) -> Self:
         with saving(self.path):
-            _remove_leftovers(self._directory, self._name)
-            for _ in range(_ATTEMPTS):
-                self._hidden = os.path.join(self._directory, _hidden_name(self._name))
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-                self._descriptor = os.open(self._hidden, flags, 0o666)
-                if _lock(self._descriptor) and os.fstat(self._descriptor).st_nlink:
-                    return self
-                os.close(self._descriptor)  # another writer took it for a leftover before it was locked
-            raise SaveError("hidden files of this save are removed as fast as they are made", file=self.path)
+            self._make(self.path)
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._hidden:
-            with suppress(OSError):
-                os.unlink(self._hidden)
-        with suppress(OSError):
-            os.close(self._descriptor)
+        self._close()
+
+    def _make(self, path: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        self._descriptor = os.open(path, flags, 0o666)
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close(descriptor)
 
     def reserve(self, nbytes: int) -> None:
         """Take the space for ``nbytes`` bytes now, so that a full disk is an error before the work, not after it."""
@@ -112,7 +63,7 @@ class Replacement:
             try:
                 os.posix_fallocate(self._descriptor, 0, nbytes)
             except OSError as error:
-                if error.errno not in {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}:
+                if error.errno not in _NO_RESERVE:
                     raise
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
@@ -133,6 +84,116 @@ class Replacement:
                 raise OSError(errno.EIO, "bytes that were written are not there")
             return data
 
+    def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
+        """Make what is written durable, under the name that it has now.
+
+        Args:
+            nbytes: Size of the file; None leaves it at what was written or reserved.
+            mode: Permissions; None leaves those that new files get.
+
+        Raises:
+            SaveError: The operating system failed.
+        """
+        with saving(self.path):
+            if nbytes is not None:
+                os.ftruncate(self._descriptor, nbytes)
+            if mode is not None and hasattr(os, "fchmod"):
+                os.fchmod(self._descriptor, mode)
+            os.fsync(self._descriptor)
+
+
+class Replacement(NewFile):
+    """A file under construction. Use it in a ``with`` block and ``commit`` it; without that, nothing has happened.
+
+    Example:
+        >>> with Replacement("model.bin", overwrite=True) as file:
+        ...     file.write_at(0, b"abc")
+        ...     file.commit()
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool, in_set: bool = False) -> None:
+        """Look at what is there; nothing is changed.
+
+        Args:
+            path: The file to make or replace. Symbolic links are followed: what they point to is replaced.
+            overwrite: Whether a file that exists may be replaced.
+            in_set: It belongs to a set of files whose directory the caller has locked. It is sealed and named with
+                the others; a symbolic link in its place is replaced itself.
+
+        Raises:
+            SaveError: Something is there that may not or can not be replaced.
+        """
+        super().__init__(path)
+        self._overwrite = overwrite
+        self._in_set = in_set
+        with saving(self.path):
+            self._final = self.path if in_set else os.path.realpath(self.path)
+            self._directory, self._name = os.path.split(self._final)
+            self._old = self._existing()
+        self._hidden = ""
+
+    def _existing(self) -> os.stat_result | None:
+        """Return what the system says of the file that is there, or None for none."""
+        try:
+            found = os.lstat(self._final)
+        except FileNotFoundError:
+            return None
+        if self._in_set and stat.S_ISLNK(found.st_mode):
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            raise SaveError("only a regular file can be replaced", file=self.path, found=kind_of_file(found.st_mode))
+        if not self._overwrite:
+            raise SaveError("the file exists already; say overwrite=True to replace it", file=self.path)
+        if not os.access(self._final, os.W_OK):
+            raise SaveError("the file is read-only", file=self.path)
+        return found
+
+    def __enter__(self) -> Self:
+        try:
+            with saving(self.path):
+                if not self._in_set:
+                    remove_leftovers(self._directory, self._name)
+                self._make_hidden()
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def _make_hidden(self) -> None:
+        for _ in range(ATTEMPTS):
+            self._hidden = hidden_path(self._directory, self._name, in_set=self._in_set)
+            self._make(self._hidden)
+            if self._in_set or (try_lock(self._descriptor) is not False and os.fstat(self._descriptor).st_nlink):
+                return
+            self._close()  # another writer took it for a leftover before it was locked
+        raise SaveError("hidden files of this save are removed as fast as they are made", file=self.path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if self._hidden:
+            with suppress(OSError):  # it has its name already, or cannot be removed: the next save tries again
+                os.unlink(self._hidden)
+        self._close()
+
+    def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
+        """Make what is written durable, with the owner and permissions of the file that it replaces."""
+        if self._old is not None:
+            mode = stat.S_IMODE(self._old.st_mode) if mode is None else mode
+            self._keep_owner(self._old)
+        super().seal(nbytes=nbytes, mode=mode)
+        if self._in_set:
+            self._close()  # there can be more of them than descriptors
+
+    def _keep_owner(self, old: os.stat_result) -> None:
+        with suppress(OSError):  # only root may give files away
+            new = os.fstat(self._descriptor)
+            if hasattr(os, "fchown") and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+                os.fchown(self._descriptor, old.st_uid, old.st_gid)
+
     def commit(self, *, nbytes: int | None = None) -> None:
         """Give the file its name, once all of it is on the disk.
 
@@ -143,112 +204,48 @@ class Replacement:
             SaveError: It could not be made durable or named. What was there before is still there, except when
                 only the last step failed, the sync of the directory: then the new file has the name, whole.
         """
-        with saving(self.path):
-            if nbytes is not None:
-                os.ftruncate(self._descriptor, nbytes)
-            if self._mode is not None and hasattr(os, "fchmod"):
-                os.fchmod(self._descriptor, self._mode)
-            os.fsync(self._descriptor)
-            self._name_it()
-            self._hidden = ""
-            sync_directory(self._directory)
+        self.seal(nbytes=nbytes)
+        with syncing(self._directory, self.path, commits=True):
+            self.publish()
 
-    def _name_it(self) -> None:
-        if self._overwrite:
-            os.replace(self._hidden, self._final)
-            return
+    def publish(self) -> None:
+        """Give the sealed file its name; the caller syncs the directory."""
+        with saving(self.path):
+            if self._overwrite:
+                os.replace(self._hidden, self._final)
+            else:
+                self._link()
+
+    def _link(self) -> None:
         try:
             os.link(self._hidden, self._final)  # unlike a rename, it refuses when somebody was faster
-        except FileExistsError as error:
-            raise SaveError("the file was made by somebody else meanwhile", file=self.path) from error
         except OSError as error:
-            if error.errno not in {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}:
-                raise
-            os.replace(self._hidden, self._final)  # a file system without hard links
-            return
-        os.unlink(self._hidden)
+            if error.errno in _NO_LINKS and not os.path.lexists(self._final):
+                os.replace(self._hidden, self._final)
+                return
+            if isinstance(error, FileExistsError) or error.errno in _NO_LINKS:
+                raise SaveError("the file was made by somebody else meanwhile", file=self.path) from error
+            raise
+
+    @property
+    def is_published(self) -> bool:
+        """Whether a file that was sealed has its final name: what was renamed is no longer hidden."""
+        return not os.path.lexists(self._hidden)
+
+    def withdraw(self) -> None:
+        """Remove a published file, as far as that is possible."""
+        with suppress(OSError):
+            os.unlink(self._final)
 
 
-@contextmanager
-def locked_directory(path: str) -> Iterator[None]:
-    """Hold a directory's lock during the block, so that what another save left there is known to be dead.
-
-    Raises:
-        SaveError: Another save holds it.
-    """
-    if not hasattr(os, "O_DIRECTORY"):
-        yield
-        return
-    with saving(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if not _lock(descriptor):
-            raise SaveError("another save is writing to this directory", file=path)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def is_leftover(name: str, stem: str) -> bool:
-    """Return whether a name is that of the hidden file of a killed save of ``stem`` and what follows it."""
-    return name.startswith(f".{stem}") and name.endswith(_SUFFIX)
-
-
-def sync_directory(path: str) -> None:
-    """Make names in a directory durable; a no-op where directories cannot be opened (Windows)."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _hidden_name(name: str) -> str:
-    token = f".{secrets.token_hex(8)}{_SUFFIX}"
-    return f".{_stem(name)}{token}"
-
-
-def _stem(name: str) -> str:
-    """Return as much of a name as fits beside the rest of a hidden name."""
-    room = _NAME_BYTES - len(_SUFFIX) - 18
-    return os.fsencode(name)[:room].decode(errors="ignore")
-
-
-def _remove_leftovers(directory: str, name: str) -> None:
-    """Remove the hidden files of saves of this name that were killed."""
-    with os.scandir(directory) as entries:
-        hidden = [entry.path for entry in entries if is_leftover(entry.name, f"{_stem(name)}.")]
-    for path in hidden:
-        with suppress(OSError):  # not ours to remove: the save itself will say what it cannot do
-            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-            try:
-                if _lock(descriptor):
-                    os.unlink(path)
-            finally:
-                os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Return whether this process now holds the lock of an open file."""
-    if flock is None:
-        return True
-    try:
-        flock(descriptor, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: nobody else can hold one either
-        return True
-    return True
-
-
-def _kind(mode: int) -> str:
+def kind_of_file(mode: int) -> str:
+    """Return what a path is that is no regular file, from its mode; for messages."""
     for test, name in (
         (stat.S_ISDIR, "a directory"),
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),
         (stat.S_ISLNK, "a symbolic link that leads in a circle"),
+        (stat.S_ISREG, "a file"),
     ):
         if test(mode):
             return name

@@ -1,10 +1,13 @@
 """Writes a model directory as Hugging Face libraries read it: one safetensors file, or shards and their index.
 
-A crash at any moment leaves a directory that reads as the old model or as the new one. Shards come first, under names
-that nothing refers to yet; one step then makes them the model: the index is replaced or, where a single file was
-or becomes the model, that file is replaced or removed, because readers prefer it to an index. What only the old model
-needs goes last. Where old shards have the usual names, new ones get a token in theirs. The directory is locked
-meanwhile: shards with a token that no index names, and hidden files, are then known to be leftovers and are removed.
+A crash at any moment leaves a directory that reads as the old model or as the new one. All files are written under
+hidden names first. Then the shards get names that nothing refers to yet, and one step makes them the model: the index
+is renamed or, where a single file was or becomes the model, that file is replaced or removed, because readers prefer it
+to an index. What only the old model needs goes last. Where old shards have the usual names, new ones get a token in
+theirs.
+
+The directory is locked meanwhile: hidden files of a set are then known to be leftovers. The hidden index is on the disk
+before the first shard has its name, so that it tells the next save which shards a killed one has named in vain.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sluice._errors import SaveError
-from sluice.writing._replacement import Replacement, is_leftover, locked_directory, saving, sync_directory
+from sluice.writing._directories import locked_directory, made_directory, publish_set
+from sluice.writing._hidden import hidden_stem, saving, syncing
+from sluice.writing._replacement import Replacement
 from sluice.writing._safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 
 __all__ = ["ModelFiles", "plan_model_directory", "split_shards", "write_model_directory"]
@@ -115,24 +120,36 @@ def write_model_directory(
         SaveError: Nothing was changed that the old model needs.
     """
     plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)  # refuses before it is made
-    with saving(str(directory)):
-        directory.mkdir(parents=True, exist_ok=True)
-    with locked_directory(str(directory)):
+    with made_directory(str(directory)), locked_directory(str(directory)):
+        _remove_leftovers(directory)
         files = plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)
         if files.old and not overwrite:
             problem = "the directory holds a model already; say overwrite=True to replace it"
             raise SaveError(problem, file=str(directory), found=files.old[0])
-        _remove(directory, _leftovers(directory, files.old))
-        for name, layout in files.shards:
-            with Replacement(directory / name, overwrite=True) as out:
+        with ExitStack() as stack:
+            written = []
+            for name, layout in files.shards:
+                out = stack.enter_context(Replacement(directory / name, overwrite=True, in_set=True))
                 write(layout, out)
-                out.commit(nbytes=layout.nbytes)
-        if files.index:
-            with Replacement(directory / _INDEX, overwrite=True) as out:
+                out.seal(nbytes=layout.nbytes)
+                written.append(out)
+            if files.index:
+                out = stack.enter_context(Replacement(directory / _INDEX, overwrite=True, in_set=True))
                 out.write_at(0, files.index)
-                out.commit(nbytes=len(files.index))
+                out.seal(nbytes=len(files.index))
+                written.append(out)
+            _publish(directory, written, files.old)
         _remove(directory, [name for name in files.old if name not in files.sizes])
     return [directory / name for name in files.sizes]
+
+
+def _publish(directory: Path, files: Sequence[Replacement], old: Sequence[str]) -> None:
+    """Name the files of the new model; the step that makes it the model comes last."""
+    whole = directory / _WHOLE
+    if len(files) > 1 and _WHOLE in old:  # until this goes, readers do not look at the index
+        publish_set(str(directory), files, whole.unlink, lambda: not os.path.lexists(whole))
+    else:
+        publish_set(str(directory), files[:-1], files[-1].publish, lambda: files[-1].is_published)
 
 
 def _shard_names(count: int, *, taken: Iterable[str]) -> list[str]:
@@ -147,22 +164,31 @@ def _shard_names(count: int, *, taken: Iterable[str]) -> list[str]:
 
 
 def _model_files(directory: Path) -> list[str]:
-    """Return the files of the model that is there, in the order in which they can go: the preferred one first."""
-    found = [name for name in (_WHOLE, _INDEX) if (directory / name).exists()]
-    if _INDEX in found:
-        with suppress(OSError, ValueError, AttributeError, TypeError):  # a damaged index has no shards to remove
-            shards = set(json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            found += sorted(name for name in shards if os.path.basename(name) == name)
-    return [
-        *found,
-        *sorted(path.name for path in directory.iterdir() if _USUAL.fullmatch(path.name) and path.name not in found),
-    ]
+    """Return the files of the model that is there, the preferred one first."""
+    found = [name for name in (_WHOLE, _INDEX) if os.path.lexists(directory / name)]
+    found += sorted(_shards_of(directory / _INDEX)) if _INDEX in found else []
+    usual = (path.name for path in directory.iterdir() if _USUAL.fullmatch(path.name))
+    return [*found, *sorted(set(usual) - set(found))]
 
 
-def _leftovers(directory: Path, model: Iterable[str]) -> list[str]:
-    """Return what killed saves have left: hidden files, and shards with a token that the model does not have."""
-    names = {path.name for path in directory.iterdir()} - set(model)
-    return [name for name in names if _TOKEN.fullmatch(name) or is_leftover(name, "model")]
+def _shards_of(index: Path) -> set[str]:
+    """Return the shards that an index names; a damaged one names none."""
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return {name for name in shards if os.path.basename(name) == name}
+    return set()
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what killed saves have left: hidden files, and shards that were named without becoming a model."""
+    with saving(str(directory)):
+        names = os.listdir(directory)
+    hidden = [name for name in names if hidden_stem(name, in_set=True) is not None]
+    in_vain = set[str]().union(*(_shards_of(directory / name) for name in hidden))
+    model = {_WHOLE, _INDEX, *_shards_of(directory / _INDEX)}
+    orphans = [name for name in names if name in in_vain or _TOKEN.fullmatch(name)]
+    _remove(directory, [name for name in orphans if name not in model])
+    _remove(directory, hidden)  # after the shards that only a hidden index tells apart
 
 
 def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
@@ -173,9 +199,11 @@ def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
     return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _remove(directory: Path, names: Iterable[str]) -> None:
-    with saving(str(directory)):
+def _remove(directory: Path, names: Sequence[str]) -> None:
+    """Remove what nobody reads, as far as that is possible: the next save tries again what is left."""
+    if not names:
+        return
+    with suppress(OSError, SaveError), syncing(str(directory), str(directory)):
         for name in names:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 (directory / name).unlink()
-            sync_directory(str(directory))

@@ -17,7 +17,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice.writing._chunks import Staging, chunks
 from sluice.writing._items import Span, collect_spans, finished_dtype, refuse_unsupported, storage_key
 from sluice.writing._manifest import ManifestWriter
-from sluice.writing._replacement import Replacement
+from sluice.writing._replacement import NewFile
 from sluice.writing._torch_pickle import Described, pickle_object
 from sluice.writing._zip import Archive
 
@@ -67,9 +67,7 @@ class TorchZip:
         """Bytes of the whole file."""
         return self._archive.end + sum(map(len, self._archive.directory()))
 
-    def write(
-        self, file: Replacement, storage: int, at: int, piece: bytes | memoryview, *, account: bool = True
-    ) -> None:
+    def write(self, file: NewFile, storage: int, at: int, piece: bytes | memoryview, *, account: bool = True) -> None:
         """Write a piece of a storage, from any thread and in any order, each byte once.
 
         Args:
@@ -84,11 +82,11 @@ class TorchZip:
         if account:
             self._archive.account(number, at, piece)
 
-    def read(self, file: Replacement, storage: int, at: int, nbytes: int) -> bytes:
+    def read(self, file: NewFile, storage: int, at: int, nbytes: int) -> bytes:
         """Return bytes of a storage that were written before, from ``at`` on."""
         return file.read_at(self._archive.data(self._first + storage) + at, nbytes)
 
-    def account_written(self, file: Replacement, storage: int) -> None:
+    def account_written(self, file: NewFile, storage: int) -> None:
         """Take the CRC of a storage from the file, where all of it was written without."""
         number = self._first + storage
         nbytes = self._archive.nbytes(number)
@@ -98,7 +96,7 @@ class TorchZip:
             self._archive.account(number, at, piece)
             at += len(piece)
 
-    def finish(self, file: Replacement) -> int:
+    def finish(self, file: NewFile) -> int:
         """Write what stands around the storages, once all of them are written; return the bytes of the file."""
         for number, content in enumerate((*self._small.values(), _VERSION)):
             record = number if number < self._first else self._version
@@ -179,7 +177,7 @@ def lay_out_torch_zip(obj: object, dtype: str | None) -> SavedObject:
 
 def write_torch_zip(
     saved: SavedObject,
-    file: Replacement,
+    file: NewFile,
     staging: Staging,
     wrote: Callable[[int], None],
     manifest: ManifestWriter | None = None,

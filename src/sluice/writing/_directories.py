@@ -1,0 +1,200 @@
+"""Directories of a save: made durably, held by one writer, filled with sets of files, or replaced as a whole."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from sluice._errors import SaveError
+from sluice.writing._hidden import ATTEMPTS, close, hidden_path, remove_leftovers, saving, syncing, try_lock
+from sluice.writing._replacement import Replacement, kind_of_file
+
+__all__ = ["locked_directory", "made_directory", "publish_set", "replaced_directory"]
+
+#: Arguments of Linux's ``renameat2``: paths are relative to the working directory; both names change their content.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@contextmanager
+def made_directory(path: str) -> Iterator[None]:
+    """Make a directory and those above it durably; when the block fails, remove those that it made and are empty.
+
+    Raises:
+        SaveError: The operating system refused, or something else has the name.
+    """
+    made: list[str] = []
+    try:
+        _make(os.path.realpath(path), path, made)
+        yield
+    except BaseException:
+        for each in reversed(made):
+            with suppress(OSError):  # somebody else uses it by now
+                os.rmdir(each)
+        raise
+
+
+def _make(directory: str, saved: str, made: list[str]) -> None:
+    missing = []
+    while not os.path.lexists(directory):
+        missing.append(directory)
+        directory = os.path.dirname(directory)
+    with saving(saved):
+        found = os.stat(directory)
+    if not stat.S_ISDIR(found.st_mode):
+        raise SaveError("this is no directory", file=saved, found=kind_of_file(found.st_mode))
+    for each in reversed(missing):
+        with syncing(os.path.dirname(each), saved), saving(saved):
+            try:
+                os.mkdir(each)
+            except FileExistsError:
+                continue  # somebody was faster, and it is a directory or the next step fails
+            made.append(each)
+
+
+@contextmanager
+def locked_directory(path: str) -> Iterator[None]:
+    """Hold a directory's lock during the block, so that what another save left there is known to be dead.
+
+    Raises:
+        SaveError: Another save holds it.
+    """
+    if not hasattr(os, "O_DIRECTORY"):
+        yield
+        return
+    with saving(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if try_lock(descriptor) is False:
+            raise SaveError("another save is writing to this directory", file=path)
+        yield
+    finally:
+        close(descriptor)
+
+
+def publish_set(
+    directory: str, files: Sequence[Replacement], last: Callable[[], None], is_done: Callable[[], bool]
+) -> None:
+    """Name sealed files and then take the step that makes them count; without it, none of them keeps its name.
+
+    Args:
+        directory: The one that all are in.
+        files: What nothing refers to before the last step.
+        last: The last step.
+        is_done: Whether it has happened.
+
+    Raises:
+        SaveError: The operating system refused.
+    """
+    with syncing(directory, directory):
+        pass  # the hidden names, one of which tells a later save what was to be published
+    named: list[Replacement] = []
+    try:
+        with syncing(directory, directory):
+            for file in files:
+                named.append(file)
+                file.publish()
+        with syncing(directory, directory, commits=True), saving(directory):
+            last()
+    except BaseException:
+        if not is_done():
+            for file in named:
+                file.withdraw()
+        raise
+
+
+@contextmanager
+def replaced_directory(path: str, *, belongs: Callable[[str], bool], check: Callable[[str], None]) -> Iterator[str]:
+    """Lend a hidden directory that takes the place of another, or of nothing, when the block ends well.
+
+    Files of the old directory that do not belong to what is replaced are taken over by hard links.
+
+    Args:
+        path: The directory to make or replace; symbolic links are followed.
+        belongs: Whether a file of this name belongs to what is replaced.
+        check: Called with the finished hidden directory before it takes its place.
+
+    Raises:
+        SaveError: The operating system refused, or the old directory holds what cannot be taken over.
+    """
+    final = os.path.realpath(path)
+    parent, name = os.path.split(final)
+    with ExitStack() as stack:
+        stack.enter_context(made_directory(parent))
+        with saving(path):
+            remove_leftovers(parent, name, lambda hidden: _remove(hidden, belongs))
+        hidden = stack.enter_context(_hidden_directory(parent, name, path, belongs))
+        yield hidden
+        others = _others(final, path, belongs)
+        with syncing(hidden, path), saving(path):
+            if others is not None:
+                for other in others:
+                    os.link(os.path.join(final, other), os.path.join(hidden, other), follow_symlinks=False)
+                os.chmod(hidden, stat.S_IMODE(os.stat(final).st_mode))
+        check(hidden)
+        with syncing(parent, path, commits=True), saving(path):
+            if others is None:
+                os.rename(hidden, final)
+            else:
+                exchange(hidden, final)
+
+
+@contextmanager
+def _hidden_directory(parent: str, name: str, path: str, belongs: Callable[[str], bool]) -> Iterator[str]:
+    """Make and lock a hidden directory, and remove it or what has taken its place after the block."""
+    for _ in range(ATTEMPTS):
+        hidden = hidden_path(parent, name)
+        with ExitStack() as stack:
+            with saving(path):
+                stack.callback(_remove, hidden, belongs)
+                os.mkdir(hidden)
+                descriptor = os.open(hidden, os.O_RDONLY)
+                stack.callback(close, descriptor)
+                if try_lock(descriptor) is False or not os.path.lexists(hidden):
+                    continue  # another writer took it for a leftover before it was locked
+            yield hidden
+            return
+    raise SaveError("hidden directories of this save are removed as fast as they are made", file=path)
+
+
+def _others(final: str, path: str, belongs: Callable[[str], bool]) -> list[str] | None:
+    """Return the names in the old directory that stay; None when there is no directory."""
+    with saving(path):
+        try:
+            with os.scandir(final) as entries:
+                found = [entry for entry in entries if not belongs(entry.name)]
+        except FileNotFoundError:
+            return None
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                problem = "a directory that holds others cannot be replaced as a whole; save into a new one"
+                raise SaveError(problem, file=path, found=entry.name)
+    return [entry.name for entry in found]
+
+
+def exchange(one: str, other: str) -> None:
+    """Let two paths change their content in one step."""
+    swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
+    if swap is None:
+        raise SaveError("this system cannot exchange two directories; save into a new one", file=other)
+    if swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)} (exchanging two directories; save into a new one)")
+
+
+def _remove(hidden: str, belongs: Callable[[str], bool]) -> None:
+    """Remove a hidden directory: an unfinished one, or the old one after the exchange.
+
+    What somebody has put into it since stays, with the directory.
+    """
+    with suppress(OSError):
+        for path in _expendable(hidden, belongs):
+            os.unlink(path)
+        os.rmdir(hidden)
+
+
+def _expendable(hidden: str, belongs: Callable[[str], bool]) -> Iterable[str]:
+    with os.scandir(hidden) as entries:
+        return [entry.path for entry in entries if belongs(entry.name) or os.lstat(entry.path).st_nlink > 1]
