@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from sluice._records import Opaque, Peaks, UnsupportedValue
     from sluice._report import LoadReport
     from sluice._save import SaveReport, save
+    from sluice._verify import verify
+    from sluice._verify_report import NonFinite, VerifyProblem, VerifyReport
     from sluice.measuring import MemoryReport, measure
 
 __version__ = "0.1.0"
@@ -62,6 +64,7 @@ __all__ = [
     "MemoryLimits",
     "MemoryReport",
     "MismatchError",
+    "NonFinite",
     "Opaque",
     "PartialLoadError",
     "PathEscapeError",
@@ -77,6 +80,8 @@ __all__ = [
     "UnsafeContentError",
     "UnsupportedError",
     "UnsupportedValue",
+    "VerifyProblem",
+    "VerifyReport",
     "convert",
     "empty_init",
     "hf",
@@ -87,6 +92,7 @@ __all__ = [
     "open",
     "rules",
     "save",
+    "verify",
 ]
 
 #: Where each public name lives; every exception is in ``_errors``.
@@ -97,11 +103,14 @@ _HOMES = {
     "LoadReport": "_report",
     "MemoryLimits": "_options",
     "MemoryReport": "measuring",
+    "NonFinite": "_verify_report",
     "Opaque": "_records",
     "Peaks": "_records",
     "UnsupportedValue": "_records",
     "ProgressEvent": "_progress",
     "SaveReport": "_save",
+    "VerifyProblem": "_verify_report",
+    "VerifyReport": "_verify_report",
     "convert": "_convert",
     "empty_init": "_empty_init",
     "load_into": "_api",
@@ -110,6 +119,7 @@ _HOMES = {
     "measure": "measuring",
     "open": "_checkpoint",
     "save": "_save",
+    "verify": "_verify",
 }
 
 

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 
 from sluice import _tree
 from sluice._dtypes import dtype_name, torch_dtype
-from sluice._errors import MismatchError
+from sluice._errors import CheckpointError, MismatchError
 from sluice._options import Limits, MemoryLimits, TransferOptions
 from sluice._records import Entry, Index, Opaque, Request
 from sluice._slicing import Key, slice_entry
 from sluice.formats._opening import open_path, open_section
+from sluice.formats._protocol import Checksum
 from sluice.formats._shards import OpenFile
 from sluice.formats._streams import stream_source
 from sluice.sources import Source
@@ -215,6 +216,33 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if self._closed:
             raise ValueError("the checkpoint is closed")
         return tuple(file.source for file in self._files)
+
+    @cached_property
+    def stored_names(self) -> Mapping[str, str]:
+        """Names that a safetensors file keeps in its metadata for tensors that it stores under others; these names."""
+        if "safetensors" not in self.format:
+            return {}
+        entries = self.entries
+        return {name: stored for name, stored in self.metadata.items() if stored in entries and name not in entries}
+
+    def checksums(self) -> list[list[Checksum | CheckpointError]]:
+        """Return the checksums that each file records, and what is wrong with headers that should lead to one.
+
+        Raises:
+            ValueError: The checkpoint is closed.
+        """
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
+        return [file.checksums(self.limits) for file in self._files]
+
+    @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """The bytes of each file that are the checkpoint's: the first, and the first behind them."""
+        ends = (file.index.end for file in self._files)
+        return tuple(
+            (file.start, file.source.identity.nbytes if end is None else file.start + end)
+            for file, end in zip(self._files, ends, strict=True)
+        )
 
     def locate(self, storages: Iterable[int]) -> dict[int, int]:
         """Return the data offset of each of ``storages``; headers that were checked once are not read again."""

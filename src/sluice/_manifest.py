@@ -8,8 +8,8 @@ Layout::
 ``NAME`` is the dotted name that ``sluice.open`` shows. The hash is that of the bytes of a contiguous tensor: the
 elements in row-major order, little-endian, without gaps, conjugation and negation applied. So it does not depend on
 the file's format, nor on how the tensor lies in its storage. A sparse or quantized tensor also has its
-``"layout"`` (``"sparse_coo"``, ``"quantized"``), and the hash of what it is made of, one after the other: indices, then
-values; integers, then scales, then zero points, these two as float64 where the file has them as plain numbers.
+``"layout"`` (``"sparse_coo"``, ``"quantized"``), and the hash of the tensors that it is made of, one after the other:
+indices, then values; integers, then scales and zero points. Those that are plain numbers follow as float64.
 
 Refused: whatever is no strict JSON in UTF-8, names or fields of other kinds, other versions, unknown algorithms.
 """

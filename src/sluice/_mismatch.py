@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 
 from sluice._errors import MismatchError
 
-__all__ = ["SHOWN", "Findings", "section"]
+__all__ = ["SHOWN", "Findings", "closest", "section"]
 
 #: Lines shown of each kind of problem.
 SHOWN = 20
@@ -83,7 +83,7 @@ class Findings:
         text = _with_shape(" = ".join(map(repr, names)), shape)
         if shape is None:
             return text
-        close = _closest(names[0], [name for name, found in self.spare if found == shape])
+        close = closest(names[0], [name for name, found in self.spare if found == shape])
         return f"{text}; the checkpoint has {close!r} of the same shape" if close else text
 
 
@@ -103,7 +103,7 @@ def _describe_shapes(name: str, own: Shape, found: Shape) -> str:
     return f"{name!r} is {list(own)} in the module, {list(found)} in the checkpoint"
 
 
-def _closest(name: str, candidates: Sequence[str]) -> str | None:
+def closest(name: str, candidates: Sequence[str]) -> str | None:
     """Return the candidate most like ``name``, or None when there is no candidate."""
     matcher = SequenceMatcher(b=name, autojunk=False)
 

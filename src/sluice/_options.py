@@ -183,3 +183,22 @@ SCRATCH_BYTES = 512 << 10
 
 #: Bytes of the buffer that a save uses for what is cast, strided or on an accelerator. Larger ones are no faster.
 SAVE_STAGING_BYTES = 16 << 20
+
+#: Bytes of one batch of a scan. Two are held at once, and the staging of one plan beside them: 64 MiB together.
+SCAN_BATCH_BYTES = 24 << 20
+
+#: Staging of the plan of one batch; only what is small or strided goes through it.
+SCAN_STAGING_BYTES = 16 << 20
+
+#: Bytes of one range in which a scan reads a file: several of a batch are under way at once.
+SCAN_WINDOW_BYTES = 4 << 20
+
+#: Pieces of one batch: the records of a plan take about 2 KiB for each.
+SCAN_BATCH_PIECES = 2_000
+
+#: Bytes that are worth a job of their own: handing one to another thread takes about as long as hashing 64 KiB.
+SCAN_JOB_BYTES = 1 << 20
+
+#: How many times as large as its storage a tensor may be that a scan reads element by element. More is a stride of 0
+#: that would make a small file endless work.
+SCAN_REPEATS = 1_000

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 from sluice import _options as options
 
-__all__ = ["Worker", "join_threads", "start_threads"]
+__all__ = ["Job", "Worker", "Workers", "join_threads", "start_threads"]
+
+_Result = TypeVar("_Result")
 
 
 class Worker(threading.Thread):
@@ -99,3 +104,80 @@ def join_threads(threads: Sequence[Worker]) -> None:
                 interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+class Job(Generic[_Result]):
+    """Work that was handed to other threads."""
+
+    def __init__(self, work: Callable[[], _Result]) -> None:
+        self._work: Callable[[], _Result] | None = work
+        self._outcome: queue.SimpleQueue[tuple[_Result] | BaseException] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Do it; called once, by any thread."""
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            self._outcome.put((work(),))
+        except BaseException as error:  # noqa: BLE001  (raised again by whoever asks for the result)
+            self._outcome.put(error)
+
+    def result(self) -> _Result:
+        """Wait for its end, and return what it returned or raise what it raised; once."""
+        outcome = self._outcome.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome[0]
+
+
+class Workers:
+    """Threads that do jobs, in the order in which they come. Without any, the caller's own thread does them."""
+
+    def __init__(self, count: int, name: str) -> None:
+        """Start nothing yet.
+
+        Args:
+            count: How many threads; fewer where the process may start no more of them.
+            name: Their names begin with it.
+        """
+        self._count = count
+        self._name = name
+        self._threads: list[Worker] = []
+        self._waiting: queue.SimpleQueue[Job[object] | None] = queue.SimpleQueue()
+        self._stopped = False
+
+    def __enter__(self) -> Self:
+        try:
+            start_threads(self._threads, self._count, self._work, self._name)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def start(self, work: Callable[[], _Result]) -> Job[_Result]:
+        """Hand over some work."""
+        job = Job(work)
+        if self._threads:
+            self._waiting.put(job)  # type: ignore[arg-type]  # nobody puts anything into a job but itself
+        else:
+            job.run()
+        return job
+
+    def _end(self) -> None:
+        """Wait for what has begun; what has not is never done."""
+        self._stopped = True
+        for _ in range(self._count):  # also for one that an interrupt kept out of the list
+            self._waiting.put(None)
+        join_threads(self._threads)
+
+    def _work(self) -> None:
+        while (job := self._waiting.get()) is not None:
+            if self._stopped:
+                return
+            job.run()
+            del job  # its result may be large, and the next job long in coming

@@ -15,6 +15,7 @@ from sluice import __version__
 from sluice.cli._failures import failure_of
 from sluice.cli._inspect import inspect_command
 from sluice.cli._load import load_command
+from sluice.cli._verify import verify_command
 
 __all__ = ["main"]
 
@@ -47,9 +48,10 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
       sluice inspect model.pth
       sluice inspect model.safetensors --json | jq .tensor_bytes
       sluice load model.pth --model mypackage.models:build --dtype bfloat16
+      sluice verify model.pth
 
     \b
-    Exit codes:
+    Exit codes (verify has its own, see its --help):
       0    done
       1    the checkpoint, the model or the disk is at fault
       2    the command line is wrong
@@ -63,3 +65,4 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
 
 main.add_command(inspect_command)
 main.add_command(load_command)
+main.add_command(verify_command)

@@ -18,7 +18,7 @@ from sluice.cli._outline import describe_dtype
 from sluice.cli._summary import SharedStorage, Summary
 from sluice.cli._text import path_and_key, printable, printable_name, shorten
 
-__all__ = ["print_report", "print_summary"]
+__all__ = ["counted", "make_console", "make_table", "print_report", "print_summary"]
 
 #: Columns where the output is no terminal: a line of a file or a pipe is never folded.
 _UNBOUNDED_COLUMNS = 100_000
@@ -37,13 +37,15 @@ _TEXT_SHOWN = 200
 _CONTENTS_SHOWN = 20
 
 
-def _console() -> Console:
+def make_console() -> Console:
+    """Return where tables are printed."""
     # Markup and emoji codes off: names such as "[red]" or ":smile:" are a stranger's text.
     width = None if sys.stdout.isatty() else _UNBOUNDED_COLUMNS
     return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
-def _table(*headers: str) -> Table:
+def make_table(*headers: str) -> Table:
+    """Return a table without rows; a header that starts with ``>`` is of a column of numbers."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for header in headers:
         number = header.startswith(">")
@@ -53,19 +55,20 @@ def _table(*headers: str) -> Table:
     return table
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun: ``"1 tensor"``, ``"2,000 tensors"``."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def print_summary(summary: Summary, *, everything: bool) -> None:
     """Print the tables of ``sluice inspect``; with ``everything`` no list is cut."""
-    console = _console()
+    console = make_console()
     index = summary.index
     total = sum(file.identity.nbytes for file in index.files)
     console.print(path_and_key(summary.path, summary.key), style="bold")
-    console.print(f"{index.format}, {_count(len(index.files), 'file')}, {format_bytes(total)}")
+    console.print(f"{index.format}, {counted(len(index.files), 'file')}, {format_bytes(total)}")
     stored = f", {format_bytes(summary.stored_bytes)} stored" if summary.shared else ""
-    console.print(f"{_count(len(summary.tensors), 'tensor')}, {format_bytes(summary.tensor_bytes)}{stored}")
+    console.print(f"{counted(len(summary.tensors), 'tensor')}, {format_bytes(summary.tensor_bytes)}{stored}")
     if len(index.files) > 1:
         console.print(_files(summary, everything=everything))
     if summary.contents:
@@ -100,7 +103,7 @@ def _print_columns(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Non
 def _files(summary: Summary, *, everything: bool) -> Table:
     files = summary.index.files
     shown = len(files) if everything else _ROWS_SHOWN
-    table = _table(_cut_title("file", len(files), shown), ">bytes")
+    table = make_table(_cut_title("file", len(files), shown), ">bytes")
     for file in files[:shown]:
         table.add_row(printable(file.path), format_bytes(file.identity.nbytes))
     return table
@@ -109,7 +112,7 @@ def _files(summary: Summary, *, everything: bool) -> Table:
 def _contents(summary: Summary, *, everything: bool) -> Table:
     found = summary.contents
     shown = len(found) if everything else _CONTENTS_SHOWN
-    table = _table(_cut_title("contents", len(found), shown), "", ">tensors", ">bytes")
+    table = make_table(_cut_title("contents", len(found), shown), "", ">tensors", ">bytes")
     for content in found[:shown]:
         numbers = (f"{content.tensors:,}", format_bytes(content.nbytes)) if content.tensors else ("", "")
         table.add_row(shorten(content.label, _NAME_SHOWN), content.text, *numbers)
@@ -119,7 +122,7 @@ def _contents(summary: Summary, *, everything: bool) -> Table:
 def _unsupported(summary: Summary, *, everything: bool) -> Table:
     found = summary.unsupported
     shown = len(found) if everything else _ROWS_SHOWN
-    table = _table(_cut_title("not loaded", len(found), shown), "what it is", "in the file")
+    table = make_table(_cut_title("not loaded", len(found), shown), "what it is", "in the file")
     for name, leaf in islice(found.items(), shown):
         table.add_row(_name(name, _NAME_SHOWN), printable(leaf.reason), printable(leaf.qualified_name))
     return table
@@ -135,7 +138,7 @@ def _print_state_dicts(console: Console, summary: Summary) -> None:
 
 
 def _dtypes(summary: Summary) -> Table:
-    table = _table("dtype", ">tensors", ">bytes")
+    table = make_table("dtype", ">tensors", ">bytes")
     for dtype, (count, nbytes) in summary.dtypes.items():
         table.add_row(dtype, f"{count:,}", format_bytes(nbytes))
     return table
@@ -144,13 +147,13 @@ def _dtypes(summary: Summary) -> Table:
 def _print_shortened(console: Console, summary: Summary) -> None:
     if summary.tensors:
         console.print(_cut_title("Largest tensors", len(summary.tensors)), style="bold")
-        table = _table(*_TENSOR_HEADERS)
+        table = make_table(*_TENSOR_HEADERS)
         for name, entry in summary.largest(_ROWS_SHOWN):
             table.add_row(*_tensor_row(name, entry, _NAME_SHOWN))
         console.print(table)
     if summary.shared:
         console.print(_cut_title("Shared storages", len(summary.shared)), style="bold")
-        table = _table(*_SHARED_HEADERS)
+        table = make_table(*_SHARED_HEADERS)
         for shared in summary.shared[:_ROWS_SHOWN]:
             table.add_row(*_shared_row(summary, shared, _NAMES_SHOWN))
         console.print(table)
@@ -180,10 +183,10 @@ def _joined(names: Sequence[str], shown: int | None) -> str:
 
 def print_report(report: LoadReport) -> None:
     """Print the report of a load."""
-    console = _console()
+    console = make_console()
     console.print(f"{path_and_key(report.source, report.key)} ({report.format})", style="bold")
     console.print(
-        f"{_count(report.tensors, 'tensor')}, {format_bytes(report.final_bytes)} on {', '.join(report.devices)}"
+        f"{counted(report.tensors, 'tensor')}, {format_bytes(report.final_bytes)} on {', '.join(report.devices)}"
         f" in {report.seconds:.2f} s, {report.gb_per_second:.2f} GB/s"
     )
     console.print(_peaks(report))
@@ -193,7 +196,7 @@ def print_report(report: LoadReport) -> None:
     if report.prefix:
         console.print(f"prefix stripped: {printable(report.prefix)}")
     for change, count in report.cast.items():
-        console.print(f"cast {change}: {_count(count, 'tensor')}")
+        console.print(f"cast {change}: {counted(count, 'tensor')}")
     for label, names in report.name_lists().items():
         if names:
             console.print(f"{label} ({len(names):,}): {_joined(names, _NAMES_SHOWN)}")
@@ -210,7 +213,7 @@ _KINDS = {
 
 
 def _peaks(report: LoadReport) -> Table:
-    table = _table("growth of memory", ">predicted", ">measured")
+    table = make_table("growth of memory", ">predicted", ">measured")
     for name, label in _KINDS.items():
         table.add_row(label, _peak(report.predicted, name), _peak(report.measured, name))
     for device in report.device_memory:
@@ -225,6 +228,6 @@ def _peak(peaks: Peaks | None, name: str) -> str:
 
 def _reads(report: LoadReport) -> str:
     methods = ", ".join(f"{format_bytes(nbytes)} {method}" for method, nbytes in report.reads.items() if nbytes)
-    stepped = f"; {_count(report.stepped_down, 'read')} stepped down" if report.stepped_down else ""
+    stepped = f"; {counted(report.stepped_down, 'read')} stepped down" if report.stepped_down else ""
     mapped = f"; {format_bytes(report.mapped_bytes)} mapped" if report.mapped_bytes else ""
     return f"read {format_bytes(report.read_bytes)}" + (f": {methods}" if methods else "") + stepped + mapped

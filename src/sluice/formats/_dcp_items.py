@@ -12,7 +12,7 @@ is checked again, by a full parse, when ``locate`` looks for the data of a chunk
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
@@ -21,8 +21,10 @@ from sluice._errors import CheckpointError, FormatError, UnsafeContentError, Uns
 from sluice._options import Limits
 from sluice._records import Entry, Index, Opaque, UnsupportedValue
 from sluice.formats._coalesced import read_ranges
+from sluice.formats._protocol import Checksum
 from sluice.formats._safetensors import Safetensors
 from sluice.formats._torch_zip import TorchZip
+from sluice.formats._zip_records import record_checksums
 from sluice.sources import Source
 from sluice.sources._section import Section
 
@@ -214,6 +216,25 @@ class ItemFile:
             for (item, numbers), known in zip(some, ends, strict=True):
                 expected = [self._storages[number] for number in numbers]
                 found.update(zip(numbers, self._reader.offsets(source, item, known, expected), strict=True))
+        return found
+
+    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
+        found: list[Checksum | CheckpointError] = []
+        for item in dict.fromkeys(storage.item for storage in self._storages):
+            section = Section(source, item.offset, item.nbytes)
+            try:
+                with _placed(section, item):
+                    inside = record_checksums(section, limits)
+            except CheckpointError as error:
+                found.append(error)
+                continue
+            for one in inside:
+                if isinstance(one, Checksum):
+                    found.append(replace(one, name=f"{item.name}/{one.name}", offset=one.offset + item.offset))
+                    continue
+                with suppress(CheckpointError), _placed(section, item):
+                    raise one
+                found.append(one)
         return found
 
 

@@ -33,13 +33,14 @@ from operator import add
 from typing import Never
 
 from sluice._columns import collector_paused, records_from_columns
-from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsafeContentError
 from sluice._options import Limits
 from sluice._records import FileRecord, Index, Storage
 from sluice.formats._coalesced import read_ranges
 from sluice.formats._legacy_objects import LegacyObjects
 from sluice.formats._pickle import KeyGuard
 from sluice.formats._pickle_stream import unpickle_at
+from sluice.formats._protocol import Checksum
 from sluice.formats._torch_objects import StorageReference
 from sluice.formats._torch_pickle import check_object
 from sluice.sources import Source
@@ -90,6 +91,9 @@ class Legacy:
                 notes=notes,
                 end=end,
             )
+
+    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
+        return []  # the format has none
 
     def locate(
         self,

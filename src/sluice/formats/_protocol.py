@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+from sluice._errors import CheckpointError
 from sluice._options import Limits
 from sluice._records import Index
 from sluice.sources import Source
 
-__all__ = ["Format", "Locator"]
+__all__ = ["Checksum", "Format", "Locator"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksum:
+    """A CRC-32 that a file records of a range of its bytes."""
+
+    #: Name of the range in the file: that of the record.
+    name: str
+    #: First byte in the source.
+    offset: int
+    #: Bytes of the range.
+    nbytes: int
+    #: What the file says; 0 where its writer did not compute any.
+    crc: int
 
 
 class Locator(Protocol):
     """Finds the data of storages of one source."""
+
+    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
+        """Return the checksums of a source that was indexed; for a damaged header, what is wrong with it instead."""
+        ...
 
     def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
         """Return the data offset of those of ``storages`` that the index has not located.

@@ -32,9 +32,10 @@ from itertools import repeat
 from operator import add, sub
 
 from sluice._columns import collector_paused, records_from_columns
-from sluice._errors import FormatError, LimitError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import Limits
 from sluice._records import Entry, FileRecord, Index, Storage, UnsupportedValue
+from sluice.formats._protocol import Checksum
 from sluice.formats._safetensors_header import LENGTH_BYTES, Columns, parse_header
 from sluice.sources import Source
 
@@ -65,6 +66,9 @@ class Safetensors:
                 tree=tree,
                 metadata=metadata,
             )
+
+    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
+        return []  # the format has none
 
     def locate(
         self,

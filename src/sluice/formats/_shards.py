@@ -21,9 +21,10 @@ from sluice import _tree
 from sluice._columns import records_from_columns
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._mismatch import SHOWN, section
+from sluice._options import Limits
 from sluice._records import NO_STORAGE, Entry, Index, Opaque, Sparse, Storage, UnsupportedValue
 from sluice.formats._directory import PARAMETER_SUFFIX, Layout
-from sluice.formats._protocol import Locator
+from sluice.formats._protocol import Checksum, Locator
 from sluice.formats._shard_index import ShardIndex
 from sluice.sources import Source
 from sluice.sources._section import Section
@@ -62,10 +63,20 @@ class OpenFile:
         Args:
             storages: Positions in the index of the checkpoint.
         """
-        left = self.source.identity.nbytes - self.start
-        source = Section(self.source, self.start, left) if self.start else self.source
-        found = self.locator.locate(source, self.index, [number - self.first_storage for number in storages])
+        found = self.locator.locate(self._section(), self.index, [number - self.first_storage for number in storages])
         return {number + self.first_storage: offset + self.start for number, offset in found.items()}
+
+    def checksums(self, limits: Limits) -> list[Checksum | CheckpointError]:
+        """Return the checksums that the file records, with offsets in ``source``; see ``Locator``."""
+        found = self.locator.checksums(self._section(), limits)
+        for one in found if self.start else ():
+            if isinstance(one, CheckpointError) and one.offset is not None:
+                one.offset += self.start
+        return [replace(one, offset=one.offset + self.start) if isinstance(one, Checksum) else one for one in found]
+
+    def _section(self) -> Source:
+        left = self.source.identity.nbytes - self.start
+        return Section(self.source, self.start, left) if self.start else self.source
 
 
 class _Problems(defaultdict[str, list[str]]):

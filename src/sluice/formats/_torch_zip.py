@@ -27,14 +27,15 @@ from typing import NamedTuple
 
 from sluice._columns import records_from_columns
 from sluice._dtypes import number_bytes
-from sluice._errors import FormatError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice._records import Entry, FileRecord, Index, Storage
 from sluice.formats._pickle import Unpickler
+from sluice.formats._protocol import Checksum
 from sluice.formats._torch_objects import StorageReference, TorchObjects
 from sluice.formats._torch_pickle import check_object
 from sluice.formats._zip import Directory, Record, read_directory
-from sluice.formats._zip_records import locate_records, read_record
+from sluice.formats._zip_records import locate_records, read_record, record_checksums
 from sluice.sources import Source
 
 __all__ = ["TorchZip"]
@@ -118,6 +119,9 @@ class TorchZip:
             for storage in map(index.storages.__getitem__, wanted)
         ]
         return dict(zip(wanted, locate_records(source, records), strict=True))
+
+    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
+        return record_checksums(source, limits)
 
     def _unpickle(self, source: Source, directory: Directory, limits: Limits, *, big_endian: bool) -> _Unpickled:
         record = directory.record("data.pkl")

@@ -97,6 +97,8 @@ class Directory:
     crcs: array[int]
     #: First byte of the central directory.
     start: int
+    #: Full spelling of the names below ``archive`` that are not in lower case, by their key in ``positions``.
+    spelled: dict[str, str]
     #: Why the first compressed or encrypted record cannot be read; raised by callers, who may know a better reason.
     unsupported: UnsupportedError | None
 
@@ -115,6 +117,13 @@ class Directory:
             limit=self.limit(position),
             crc=self.crcs[position],
         )
+
+    def records(self) -> Iterator[Record]:
+        """Yield every record, in the order of the file."""
+        for name in self.positions:
+            record = self.record(self.spelled.get(name, name))
+            assert record is not None
+            yield record
 
     def limit(self, position: int) -> int:
         """Return the first byte after the record at ``position``."""
@@ -220,6 +229,7 @@ class _Parser:
         self._limits = limits
         self._file = file
         self._prefix = b""
+        self._spelled: dict[str, str] = {}
         self._unsupported: UnsupportedError | None = None
 
     def parse(self) -> Directory:
@@ -248,6 +258,7 @@ class _Parser:
             sizes=sizes,
             crcs=crcs,
             start=self._end.offset,
+            spelled=self._spelled,
             unsupported=self._unsupported,
         )
 
@@ -288,7 +299,10 @@ class _Parser:
             raise self._error(f"record {_printable(name)} is no plain path below the directory of the first record", at)
         try:
             prefix.decode()  # the directory's name is kept as text
-            return name[len(prefix) :].lower().decode()
+            key = name[len(prefix) :].lower().decode()
+            if key.encode() != name[len(prefix) :]:
+                self._spelled[key] = name[len(prefix) :].decode()
+            return key
         except UnicodeDecodeError:
             raise self._error(f"the name of record {_printable(name)} is not UTF-8", at) from None
 

@@ -11,12 +11,14 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from sluice._errors import FormatError, IntegrityError, LimitError
+from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
+from sluice._options import Limits
 from sluice.formats._coalesced import read_ranges
-from sluice.formats._zip import KNOWN_FLAGS, LOCAL_HEADER_BYTES, Record, zip64_fields
+from sluice.formats._protocol import Checksum
+from sluice.formats._zip import KNOWN_FLAGS, LOCAL_HEADER_BYTES, Record, read_directory, zip64_fields
 from sluice.sources import Source
 
-__all__ = ["locate_records", "read_record"]
+__all__ = ["locate_records", "read_record", "record_checksums"]
 
 # signature, flags, method, stored bytes, bytes, name bytes, extra bytes
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xIIHH")
@@ -69,6 +71,28 @@ def read_record(source: Source, record: Record, max_bytes: int) -> tuple[int, by
             found=f"{zlib.crc32(data):#010x}",
         )
     return offset, data
+
+
+def record_checksums(source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
+    """Return the CRC-32 of each record of an archive, also of those that nothing uses, in the order of the file."""
+    records = list(read_directory(source, limits).records())
+    try:
+        places: list[int | CheckpointError] = list(locate_records(source, records))
+    except CheckpointError:  # find out which
+        places = [_place_or_error(source, record) for record in records]
+    return [
+        Checksum(name=record.name, offset=place, nbytes=record.nbytes, crc=record.crc)
+        if isinstance(place, int)
+        else place
+        for record, place in zip(records, places, strict=True)
+    ]
+
+
+def _place_or_error(source: Source, record: Record) -> int | CheckpointError:
+    try:
+        return locate_records(source, [record])[0]
+    except CheckpointError as error:
+        return error
 
 
 def _header_bytes(record: Record) -> int:

@@ -1,0 +1,86 @@
+"""``sluice verify`` as a script meets it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import sluice
+from sluice.cli import main
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["verify", *map(str, arguments)])
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    sluice.save({"w": torch.arange(5.0), "n": torch.tensor([float("nan")])}, tmp_path / "f.safetensors")
+    return tmp_path / "f.safetensors"
+
+
+def spoil(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_0_when_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
+    done = run(checkpoint, "--write-manifest", tmp_path / "m.json", "--nan")
+    assert done.exit_code == 0
+    assert "2 tensors" in done.stdout
+    assert "manifest written" in done.stdout
+    assert "not finite" in done.stdout
+    assert done.stdout.rstrip().endswith("ok")
+    assert run(checkpoint, "--manifest", tmp_path / "m.json", "--quiet").stdout == ""
+    found = json.loads(run(checkpoint, "--manifest", tmp_path / "m.json", "--json", "--nan").stdout)
+    assert found["ok"] is True
+    assert found["non_finite"] == {"n": {"nan": 1, "inf": 0}}
+    assert found["hashes"]["w"]["shape"] == [5]
+
+
+def test_1_when_something_is_damaged(checkpoint: Path, tmp_path: Path) -> None:
+    run(checkpoint, "--write-manifest", tmp_path / "m.json", "--hash", "xxh3_128")
+    spoil(checkpoint)
+    done = run(checkpoint, "--manifest", tmp_path / "m.json")
+    assert done.exit_code == 1
+    assert "another xxh3_128" in done.stdout
+    assert "1 problem" in done.stdout
+    answer = run(checkpoint, "--manifest", tmp_path / "m.json", "--json")
+    assert answer.exit_code == 1
+    assert [one["kind"] for one in json.loads(answer.stdout)["problems"]] == ["hash"]
+    assert run(checkpoint, "--manifest", tmp_path / "m.json", "--quiet").exit_code == 1
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-4])
+    damaged = run(checkpoint, "--write-manifest", tmp_path / "n.json")
+    assert damaged.exit_code == 1
+    assert not (tmp_path / "n.json").exists()
+
+
+def test_2_when_there_is_no_answer(checkpoint: Path, tmp_path: Path) -> None:
+    missing = run(tmp_path / "nowhere")
+    assert missing.exit_code == 2
+    assert "does not exist" in missing.stderr
+    assert run(checkpoint, "--manifest", tmp_path / "nowhere").exit_code == 2
+    assert run(checkpoint, "--manifest", "a", "--write-manifest", "b").exit_code == 2
+    assert run(checkpoint, "--hash", "sha256").exit_code == 2
+    (tmp_path / "m.json").write_text("mine", encoding="utf-8")
+    kept = run(checkpoint, "--write-manifest", tmp_path / "m.json")
+    assert kept.exit_code == 2
+    assert "overwrite" in kept.stderr or "--force" in kept.stderr
+    assert (tmp_path / "m.json").read_text(encoding="utf-8") == "mine"
+    assert run(checkpoint, "--write-manifest", tmp_path / "m.json", "--force").exit_code == 0
+
+
+def test_names_of_strangers_are_made_safe(tmp_path: Path) -> None:
+    sluice.save({"w\x1b[31m[red]\n": torch.tensor([float("inf")])}, tmp_path / "f.pt")
+    done = run(tmp_path / "f.pt", "--nan")
+    assert done.exit_code == 0
+    assert "\x1b" not in done.stdout
+    assert "w\\x1b[31m[red]\\n" in done.stdout
+
+
+def test_the_help_says_the_exit_codes() -> None:
+    assert "Exit codes" in run("--help").stdout
