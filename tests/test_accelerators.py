@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 import sluice
 from plans import MIB, entry_of, facts, index_of, request, write_storages
 from sluice._accelerators import BlockingAccelerator, Source
+from sluice._budget import shortages
 from sluice._dtypes import dtype_name
 from sluice._engine import execute
 from sluice._layout import single_targets
-from sluice._planner import check_device_budget, plan_load
+from sluice._planner import plan_load
 from sluice._records import DeviceFacts, FileRecord, LoadPlan, MachineFacts, Request
 from sluice._staging import StagingPool
 from sluice._targets import Targets
@@ -219,19 +220,15 @@ def device_plan(free_bytes: int | None) -> LoadPlan:
 
 def test_the_device_budget_is_what_is_free_and_cached_or_what_the_caller_says() -> None:
     plan = device_plan(70 * MIB)
-    check_device_budget(plan, plan.devices[0], None)
-    check_device_budget(plan, plan.devices[0], 64 * MIB)
-    with pytest.raises(
-        sluice.BudgetError, match=r"memory of fake:0.*at most 10\.0 MiB \(MemoryLimits\(device=\.\.\.\)\)"
-    ):
-        check_device_budget(plan, plan.devices[0], 10 * MIB)
-    small = device_plan(20 * MIB)
-    with pytest.raises(
-        sluice.BudgetError, match=r"with a 16-bit dtype it needs .*at most 21\.0 MiB \(free on the device"
-    ):
-        check_device_budget(small, small.devices[0], None)
-    unknown = device_plan(None)
-    check_device_budget(unknown, unknown.devices[0], None)
+    assert not shortages(plan, sluice.MemoryLimits())
+    assert not shortages(plan, sluice.MemoryLimits(device=64 * MIB))
+    short = shortages(plan, sluice.MemoryLimits(device=10 * MIB))
+    assert "memory of fake:0" in str(short[0])
+    assert short[0].allowed == "at most 10.0 MiB (MemoryLimits(device=...))"
+    assert shortages(device_plan(20 * MIB), sluice.MemoryLimits())[0].allowed == (
+        "at most 21.0 MiB (free on the device)"
+    )
+    assert not shortages(device_plan(None), sluice.MemoryLimits())
 
 
 def test_blocking_copies_serve_devices_without_streams() -> None:

@@ -269,7 +269,7 @@ def test_a_file_larger_than_memory_is_ready_at_once(tmp_path: Path) -> None:
     with torch.no_grad():
         model[0][count - 1] = 7.0
     assert smaps(path)["Anonymous"] == 4096
-    with pytest.raises(sluice.BudgetError, match=r"load_into\(place='map'\) needs 16\.0 MiB"):
+    with pytest.raises(sluice.BudgetError, match=r"What would fit: place='map' \(needs 16\.0 MiB of host memory\)"):
         sluice.load_into(nn.ParameterList([nn.Parameter(torch.empty(count, device="meta"))]), path)
 
 

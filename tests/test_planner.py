@@ -7,7 +7,7 @@ import pytest
 import sluice
 from plans import FILE, MIB, entry, facts, index_of, request
 from sluice._layout import shared_targets, single_targets
-from sluice._planner import check_host_budget, plan_load
+from sluice._planner import plan_load
 from sluice._records import Fill, LoadPlan, MachineFacts, Request, Target
 
 
@@ -178,17 +178,6 @@ def test_reads_are_in_file_order() -> None:
     made = plan(requests, [(i * 21 * MIB, 20 * MIB) for i in range(3)], facts(cached=False))
     offsets = [read.offset for read in made.reads]
     assert offsets == sorted(offsets)
-
-
-def test_budget_names_what_is_needed_allowed_and_would_fit() -> None:
-    made = plan([big(mib=400)], [(0, 400 * MIB)], facts(cached=False))
-    check_host_budget(made, made.predicted.total_bytes, "MemoryLimits(host=...)")
-    with pytest.raises(sluice.BudgetError) as caught:
-        check_host_budget(made, 300 * MIB, "MemoryLimits(host=...)")
-    text = str(caught.value)
-    assert "400 MiB for weights" in text
-    assert "at most 300 MiB (MemoryLimits(host=...))" in text
-    assert "with a 16-bit dtype it needs 216 MiB" in text
 
 
 def test_views_of_one_storage_share_a_target_where_they_overlap_or_touch() -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sluice._convert import convert
     from sluice._empty_init import empty_init
     from sluice._errors import (
+        Alternative,
         BudgetError,
         CheckpointError,
         FormatError,
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from sluice._options import Limits, MemoryLimits
+    from sluice._plan import plan
+    from sluice._plan_report import PlanReport
     from sluice._progress import ProgressEvent
     from sluice._records import Opaque, Peaks, UnsupportedValue
     from sluice._report import LoadReport
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alternative",
     "BudgetError",
     "Checkpoint",
     "CheckpointError",
@@ -69,6 +73,7 @@ __all__ = [
     "PartialLoadError",
     "PathEscapeError",
     "Peaks",
+    "PlanReport",
     "ProgressEvent",
     "ReadError",
     "RemoteError",
@@ -90,6 +95,7 @@ __all__ = [
     "load_state_dict",
     "measure",
     "open",
+    "plan",
     "rules",
     "save",
     "verify",
@@ -106,6 +112,7 @@ _HOMES = {
     "NonFinite": "_verify_report",
     "Opaque": "_records",
     "Peaks": "_records",
+    "PlanReport": "_plan_report",
     "UnsupportedValue": "_records",
     "ProgressEvent": "_progress",
     "SaveReport": "_save",
@@ -118,6 +125,7 @@ _HOMES = {
     "load_state_dict": "_api",
     "measure": "measuring",
     "open": "_checkpoint",
+    "plan": "_plan",
     "save": "_save",
     "verify": "_verify",
 }

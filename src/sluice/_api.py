@@ -7,27 +7,24 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import torch
 
-from sluice import _module_load, _optimizers, _transfer, _tree
+from sluice import _module_load, _optimizers, _state_dict, _transfer
 from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
-from sluice._composites import component_requests, with_tensors
+from sluice._composites import with_tensors
 from sluice._devices import Device, device_name, parse_placement
-from sluice._dtypes import dtype_name, is_castable
+from sluice._dtypes import dtype_name
 from sluice._engine import Outcome
-from sluice._errors import MismatchError
 from sluice._load_table import casts, request_rows, tensor_rows
 from sluice._measure import PeakMeter
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress, byte_progress
-from sluice._records import Entry, LoadPlan, Peaks, Request
+from sluice._records import Entry, LoadPlan, Peaks
 from sluice._renaming import Rename
 from sluice._report import LoadReport
-from sluice._rules import Rule, apply_rules
-from sluice._selection import only_state_dict
+from sluice._rules import Rule
 from sluice._targets import Targets
 
 __all__ = ["load_entries", "load_into", "load_optimizer", "load_state_dict"]
@@ -103,9 +100,7 @@ def load_into(
     """
     started = time.perf_counter()
     with PeakMeter() as meter, borrow(source, limits=limits) as checkpoint:
-        job = _module_load.prepare_module(
-            model,
-            checkpoint,
+        wanted = _module_load.Wanted(
             placement=parse_placement(device),
             dtype=dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype),
             key=key,
@@ -114,6 +109,7 @@ def load_into(
             strict=strict,
             options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
         )
+        job = _module_load.prepare_module(model, checkpoint, wanted)
         done = _module_load.fill(job, checkpoint, strict=strict, progress=progress)
     return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
 
@@ -258,59 +254,24 @@ def load_state_dict(
     Example:
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
     """
-    where = device_name(device)
     with borrow(source, limits=limits) as checkpoint:
-        chosen = _find_state_dict(checkpoint, key)
-        if rules:
-            chosen = _ruled(chosen, rules, checkpoint)
-        names = {id(entry): name for name, entry in _tree.walk(chosen)}
-        wanted = list(_tree.every_entry(chosen))
-        requests = [_state_dict_requests(names.get(id(entry), "_metadata"), entry, where, dtype) for entry in wanted]
-        prepared = _transfer.prepare(
+        job = _state_dict.prepare_state_dict(
             checkpoint,
-            list(chain.from_iterable(requests)),
-            share_storages=True,
-            options=TransferOptions(memory=memory, page_cache=page_cache),
+            _state_dict.Wanted(
+                device=device_name(device),
+                dtype=None if dtype is None else dtype_name(dtype),
+                key=key,
+                rules=rules,
+                options=TransferOptions(memory=memory, page_cache=page_cache),
+            ),
         )
-        with byte_progress(progress, checkpoint.path, prepared.plan.read_bytes) as report:
-            tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan), progress=report)
-    values = with_tensors(chosen, wanted, tensors, file=checkpoint.path)
+        plan = job.prepared.plan
+        with byte_progress(progress, checkpoint.path, plan.read_bytes) as report:
+            tensors, _ = _transfer.run(checkpoint, job.prepared, Targets(plan), progress=report)
+    values = with_tensors(job.chosen, job.entries, tensors, file=checkpoint.path)
     state_dict = OrderedDict(values)
     state_dict.__dict__.update(getattr(values, "__dict__", {}))
     return state_dict
-
-
-def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, object]:
-    tree = checkpoint.index.tree
-    chosen = _tree.subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
-    if not isinstance(chosen, Mapping):
-        raise MismatchError(
-            "this part of the checkpoint is not a state dict",
-            file=checkpoint.path,
-            tensor=key or "",
-            found=type(chosen).__name__,
-        )
-    _tree.refuse_opaques(chosen, checkpoint.path)
-    return chosen
-
-
-def _ruled(chosen: Mapping[str, object], rules: Sequence[Rule], checkpoint: Checkpoint) -> Mapping[str, object]:
-    """Return a flat state dict of what rules make of the tensors, and of the other values as they are."""
-    made: dict[str, object] = {**apply_rules(_tree.flatten(chosen, checkpoint.limits), rules)}
-    for name, value in _tree.leaves(chosen):
-        if isinstance(value, Entry):
-            continue
-        if name in made:
-            raise MismatchError("rules give a tensor the name of another value", file=checkpoint.path, tensor=name)
-        made[name] = value
-    ruled = OrderedDict(made)
-    ruled.__dict__.update(getattr(chosen, "__dict__", {}))
-    return ruled
-
-
-def _state_dict_requests(name: str, entry: Entry, device: str, dtype: torch.dtype | None) -> list[Request]:
-    wanted = dtype_name(dtype) if dtype is not None and is_castable(entry.dtype) else None
-    return component_requests(name, entry, device=device, dtype=entry.cast or wanted)
 
 
 def _report(

@@ -11,6 +11,7 @@ import torch
 from sluice import _options as options
 from sluice._accelerators import accelerators, device_facts
 from sluice._auto_placement import Member, Room, auto_placement
+from sluice._budget import device_limit
 from sluice._device_memory import scratch_bytes
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
@@ -19,10 +20,9 @@ from sluice._modules import ModuleState, undivided
 from sluice._options import MemoryLimits
 from sluice._placement import Placement
 from sluice._planner import staging_buffer_bytes
-from sluice._transfer import device_limit
 from sluice._units import parse_bytes
 
-__all__ = ["Device", "check_prefixes", "choose_placement", "device_name", "parse_placement"]
+__all__ = ["Device", "check_prefixes", "choose_placement", "device_name", "other_devices", "parse_placement"]
 
 #: What the ``device`` of ``load_into`` takes.
 Device: TypeAlias = str | torch.device | Mapping[str, str | int | torch.device] | None
@@ -99,6 +99,14 @@ def choose_placement(state: ModuleState, found: Match, memory: MemoryLimits | No
         whole=undivided(state.module),
         one_block=all(slot.on_meta for slot in state.outline.slots),
     )
+
+
+def other_devices(placement: Placement | Literal["auto"]) -> tuple[str, ...]:
+    """Return what a caller could give as ``device`` instead: the first accelerator, ``"auto"``, the CPU."""
+    found = accelerators()
+    offered = (found[0], "auto", "cpu") if found else ("cpu",)
+    now = placement if placement == "auto" else placement.get("", "cpu")
+    return tuple(device for device in offered if device != now)
 
 
 def _members(state: ModuleState, found: Match) -> Iterator[Member]:

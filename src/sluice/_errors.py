@@ -23,9 +23,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
+from sluice._units import format_bytes
+
 __all__ = [
+    "Alternative",
     "BudgetError",
     "CheckpointError",
     "FormatError",
@@ -185,10 +190,55 @@ class MismatchError(SluiceError):
         self.unexpected = unexpected
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """A change of a load's arguments with which it fits; it was planned, not guessed."""
+
+    #: The change in words: ``"dtype=torch.bfloat16"``.
+    change: str
+    #: The same as arguments, to be given beside or instead of the ones that were.
+    arguments: Mapping[str, object]
+    #: Growth that its plan predicts, in bytes: of ``"host"`` and of each accelerator by its name.
+    needs: Mapping[str, int]
+
+    def __str__(self) -> str:
+        needs = ", ".join(f"{format_bytes(nbytes)} of {where} memory" for where, nbytes in self.needs.items())
+        return f"{self.change} (needs {needs})"
+
+
 class BudgetError(SluiceError):
-    """The load cannot keep the memory limits; no data was read."""
+    """The load cannot keep the memory limits; no data was read.
+
+    Attributes:
+        alternatives: What would fit, the smallest change first; empty where nothing that was tried does, or where the
+            system refused memory that the plan had counted on.
+
+    Example:
+        >>> try:
+        ...     sluice.load_into(model, "model.pth")
+        ... except sluice.BudgetError as error:
+        ...     sluice.load_into(model, "model.pth", **error.alternatives[0].arguments)
+    """
 
     advice = "Nothing was read: choose a smaller dtype, another device, or larger limits."
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        expected: object = None,
+        found: object = None,
+        alternatives: Sequence[Alternative] = (),
+    ) -> None:
+        super().__init__(problem, file=file, tensor=tensor, offset=offset, expected=expected, found=found)
+        self.alternatives = tuple(alternatives)
+
+    def __str__(self) -> str:
+        fits = "; ".join(map(str, self.alternatives))
+        return f"{super().__str__()} What would fit: {fits}." if fits else super().__str__()
 
 
 class ReadError(SluiceError):

@@ -7,7 +7,7 @@ change while they are read; a failure there says which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from sluice import _transfer, _tree
+from sluice._alternatives import Change, Offer, Replan, check_budget
 from sluice._checkpoint import Checkpoint
 from sluice._composites import component_requests, with_tensors
 from sluice._device_memory import scratch_bytes
-from sluice._devices import check_prefixes, choose_placement
+from sluice._devices import check_prefixes, choose_placement, other_devices, parse_placement
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._engine import Outcome
 from sluice._errors import MismatchError, PartialLoadError
@@ -31,10 +32,10 @@ from sluice._load_hooks import follow_loading
 from sluice._load_table import Decided
 from sluice._matching import Match, match
 from sluice._modules import ModuleState, collect
-from sluice._options import TransferOptions
+from sluice._options import MemoryLimits, TransferOptions
 from sluice._placement import Placement, device_of
 from sluice._progress import Progress, byte_progress
-from sluice._records import DeviceMemory, Entry, Request, UnsupportedValue
+from sluice._records import DeviceMemory, Entry, LoadPlan, Request, UnsupportedValue
 from sluice._renaming import Rename, rename_entries
 from sluice._rules import Rule
 from sluice._selection import Selection, select, unwrap
@@ -43,7 +44,49 @@ from sluice._table import TensorRow
 from sluice._targets import Targets
 from sluice._transfer import Prepared
 
-__all__ = ["Done", "Job", "fill", "prepare_entries", "prepare_module", "same_values"]
+__all__ = [
+    "Done",
+    "Job",
+    "Wanted",
+    "fill",
+    "module_changes",
+    "plan_module",
+    "prepare_entries",
+    "prepare_module",
+    "same_values",
+]
+
+#: The dtype that is offered where a load does not fit: half of float32, with its range.
+_SMALLER_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a caller asks for; see ``sluice.load_into``."""
+
+    #: Devices by prefixes of names, or that they are to be chosen.
+    placement: Placement | Literal["auto"]
+    #: None, ``"auto"`` or the name of a real floating-point dtype.
+    dtype: str | None = None
+    #: Part of the checkpoint; None finds it.
+    key: str | None = None
+    #: New names for those of the checkpoint.
+    rename: Rename | None = None
+    #: What the tensors become before they are matched.
+    rules: Sequence[Rule] = ()
+    #: Whether missing and unexpected names are errors.
+    strict: bool = True
+    #: How the bytes are moved.
+    options: TransferOptions
+
+    def with_change(self, change: Change) -> Wanted:
+        """Return the same with another dtype, device, place or staging."""
+        return replace(
+            self,
+            dtype=change.dtype or self.dtype,
+            placement=parse_placement(change.device) if change.device else self.placement,
+            options=_transfer.changed(self.options, change),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,37 +146,60 @@ class Done:
     notes: tuple[str, ...]
 
 
-def prepare_module(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    *,
-    placement: Placement | Literal["auto"],
-    dtype: str | None,
-    key: str | None,
-    rename: Rename | None,
-    rules: Sequence[Rule],
-    strict: bool,
-    options: TransferOptions,
-) -> Job:
-    """Decide a load and check all of it; see ``sluice.load_into`` for the arguments and errors."""
+def prepare_module(model: nn.Module, checkpoint: Checkpoint, wanted: Wanted) -> Job:
+    """Decide a load and check all of it; see ``sluice.load_into`` for the errors."""
+    job = plan_module(model, checkpoint, wanted)
+    memory = wanted.options.memory or MemoryLimits()
+    replan, offer = module_changes(model, checkpoint, wanted)
+    check_budget(job.prepared.plan, memory, replan, file=checkpoint.path, offer=offer)
+    return job
+
+
+def module_changes(model: nn.Module, checkpoint: Checkpoint, wanted: Wanted) -> tuple[Replan, Offer]:
+    """Return what plans the same load with other arguments, and the arguments that could be asked for."""
+
+    def replan(change: Change) -> LoadPlan:
+        return plan_module(model, checkpoint, wanted.with_change(change)).prepared.plan
+
+    def offer() -> list[Change]:
+        # Where a cast was asked for, the file's own dtypes can be what fits: they can be mapped, or are in place.
+        dtypes = (_SMALLER_DTYPE, "auto") if wanted.dtype not in {None, "auto"} else (_SMALLER_DTYPE,)
+        return [*_other_places(wanted.placement, wanted.options), *(Change(dtype=dtype) for dtype in dtypes)]
+
+    return replan, offer
+
+
+def _other_places(placement: Placement | Literal["auto"], options: TransferOptions) -> Iterator[Change]:
+    """Yield the changes that leave every value as it is."""
+    if options.place == "copy":
+        yield Change(place="map")
+    for device in other_devices(placement):
+        yield Change(device=device)
+
+
+def plan_module(model: nn.Module, checkpoint: Checkpoint, wanted: Wanted) -> Job:
+    """Decide a load and check all of it but the memory limits; nothing is touched."""
     state = collect(model)
     tree = checkpoint.index.tree
-    selection = select(tree, state.outline, key=key, rename=rename, rules=rules, limits=checkpoint.limits)
-    _refuse_opaque(tree, selection, state, checkpoint, rename=rename, strict=strict)
+    selection = select(
+        tree, state.outline, key=wanted.key, rename=wanted.rename, rules=wanted.rules, limits=checkpoint.limits
+    )
+    _refuse_opaque(tree, selection, state, checkpoint, rename=wanted.rename, strict=wanted.strict)
     followed = follow_loading(model, selection.entries, selection.extra_state, versions=selection.versions)
     matched = partial(
         match,
         state.outline,
         followed.entries,
-        dtype=dtype,
-        strict=strict,
+        dtype=wanted.dtype,
+        strict=wanted.strict,
         versions=selection.versions,
         extra_state=followed.extra_state,
         forgiven=followed.forgiven,
         problems=followed.problems,
     )
+    placement = wanted.placement
     if placement == "auto":
-        placement = choose_placement(state, matched(), options.memory)
+        placement = choose_placement(state, matched(), wanted.options.memory)
     else:
         check_prefixes(placement, state)
     found = matched(placement=placement)
@@ -147,11 +213,11 @@ def prepare_module(
         state=state,
         selection=selection,
         match=found,
-        prepared=_transfer.prepare(
+        prepared=_transfer.plan_transfer(
             checkpoint,
             found.requests,
             computed=_computed(state, found, placement),
-            options=options,
+            options=wanted.options,
         ),
         placement=placement,
         extra_state=extra_state,
@@ -186,14 +252,28 @@ def prepare_entries(
 
     Nothing is searched, and how modules load themselves plays no part: a library has seen to both.
     """
+    wanted = Wanted(placement=placement, options=options)
+    job = _plan_entries(model, checkpoint, entries, wanted)
+    check_budget(
+        job.prepared.plan,
+        options.memory or MemoryLimits(),
+        lambda change: _plan_entries(model, checkpoint, entries, wanted.with_change(change)).prepared.plan,
+        file=checkpoint.path,
+        offer=lambda: [*_other_places(placement, options)],
+    )
+    return job
+
+
+def _plan_entries(model: nn.Module, checkpoint: Checkpoint, entries: Mapping[str, Entry], wanted: Wanted) -> Job:
     state = collect(model)
     matched = partial(match, state.outline, entries, strict=False)
+    placement = wanted.placement
     if placement == "auto":
-        placement = choose_placement(state, matched(), options.memory)
+        placement = choose_placement(state, matched(), wanted.options.memory)
     else:
         check_prefixes(placement, state)
     found = matched(placement=placement)
-    prepared = _transfer.prepare(checkpoint, found.requests, options=options)
+    prepared = _transfer.plan_transfer(checkpoint, found.requests, options=wanted.options)
     selection = Selection(entries=entries, key=None, prefix="", versions={})
     return Job(state=state, selection=selection, match=found, prepared=prepared, placement=placement, extra_state={})
 

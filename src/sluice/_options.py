@@ -154,6 +154,12 @@ OVERHEAD_PER_TENSOR_BYTES = 2 << 10
 #: Index and layout of a conversion for each tensor, in bytes.
 OVERHEAD_PER_CONVERTED_TENSOR_BYTES = 1 << 10
 
+#: Host memory that the usual ways to load take beside tensors: the thread pool, objects, the heap's rest.
+METHOD_OVERHEAD_BYTES = 16 << 20
+
+#: Most that a read probe reads to tell how fast a load would be: a tenth of a second on a disk of 2 GB/s.
+PROBE_READ_BYTES = 128 << 20
+
 #: Boxes that reshaping one tensor may take where strides cannot express it. Each is a copy of its own: more of them
 #: cost more than they move.
 RESHAPE_BOXES = 4096

@@ -11,7 +11,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
 from sluice._geometry import round_down, round_up
 from sluice._layout import lay_out_blocks
-from sluice._mapped import NOTHING_MAPPED, Mapped, plan_mapping
+from sluice._mapped import NOTHING_MAPPED, Mapped
 from sluice._options import PageCache
 from sluice._reads import Run, StagedReads, collapse_fills, is_cached, overlapped, read_in_place, takes_bytes
 from sluice._records import (
@@ -27,14 +27,7 @@ from sluice._records import (
 )
 from sluice._units import format_bytes
 
-__all__ = [
-    "check_device_budget",
-    "check_host_budget",
-    "most_threads",
-    "plan_load",
-    "reader_count",
-    "staging_buffer_bytes",
-]
+__all__ = ["most_threads", "plan_load", "reader_count", "staging_buffer_bytes"]
 
 
 def plan_load(
@@ -70,6 +63,7 @@ def plan_load(
     waiting = readers > facts.cores
     useful = staged if on_devices else readers * 2 if waiting else readers
     buffers = min(max(1, staging_bytes // buffer_bytes), staged, useful)
+    predicted = _predict(targets, blocks, arenas, buffers * buffer_bytes)
     return LoadPlan(
         files=files,
         facts=facts,
@@ -82,10 +76,10 @@ def plan_load(
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(target.nbytes for target in targets),
-        predicted=_predict(targets, blocks, arenas, buffers * buffer_bytes),
+        predicted=predicted,
         devices=tuple(_device_plans(targets, reads, buffer_bytes)),
         reasons=(*mapped.reasons, *_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
-        drop_behind=page_cache == "bypass",
+        drop_behind=page_cache == "bypass" or (page_cache == "auto" and _crowded(reads, facts, predicted)),
         mapped_ranges=mapped.ranges,
     )
 
@@ -93,61 +87,6 @@ def plan_load(
 def _narrows_on_device(target: Target) -> bool:
     finished = ITEM_BYTES[target.dtype]
     return target.device != "cpu" and any(finished < ITEM_BYTES[fill.dtype] for fill in target.fills)
-
-
-def check_host_budget(plan: LoadPlan, limit_bytes: int, origin: str) -> None:
-    """Raise ``BudgetError`` when the predicted growth of host memory is above ``limit_bytes``.
-
-    Args:
-        plan: The plan to judge.
-        limit_bytes: What host memory may grow by.
-        origin: Where the limit comes from, for the message: "MemoryLimits(host=...)", "free memory".
-    """
-    needed = plan.predicted.total_bytes
-    if needed <= limit_bytes:
-        return
-    new = {i: plan.targets[i] for i, block in enumerate(plan.blocks) if block.kind in {"mapping", "arena"}}
-    mappable = plan_mapping(plan.targets, (True,) * len(plan.files)).blocks
-    saved = sum(target.nbytes for position, target in new.items() if position in mappable)
-    hint = f"; load_into(place='map') needs {format_bytes(needed - saved)}" if saved else ""
-    raise _budget_error("host memory", needed, limit_bytes, origin, list(new.values()), hint=hint)
-
-
-def check_device_budget(plan: LoadPlan, device: DevicePlan, limit_bytes: int | None) -> None:
-    """Raise ``BudgetError`` when an accelerator cannot hold what is planned for it.
-
-    Args:
-        plan: The plan to judge.
-        device: One of its devices.
-        limit_bytes: What its reserved memory may grow by; None takes what it has free.
-    """
-    needed, origin = device.predicted_bytes, "MemoryLimits(device=...)"
-    if limit_bytes is None:
-        known = next(facts for facts in plan.facts.devices if facts.device == device.device)
-        if known.free_bytes is None:
-            return
-        limit_bytes, origin = known.free_bytes + known.cached_bytes, "free on the device"
-    if needed > limit_bytes:
-        wanted = [t for t in plan.targets if t.device == device.device and not t.existing]
-        raise _budget_error(f"memory of {device.device}", needed, limit_bytes, origin, wanted)
-
-
-def _budget_error(
-    what: str, needed: int, limit_bytes: int, origin: str, allocated: Sequence[Target], *, hint: str = ""
-) -> BudgetError:
-    weights = sum(target.nbytes for target in allocated)
-    halved = needed - weights + sum(_half_bytes(target) for target in allocated)
-    fits = f"; with a 16-bit dtype it needs {format_bytes(halved)}" if halved < needed else ""
-    return BudgetError(
-        f"the load needs {format_bytes(needed)} of {what}: {format_bytes(weights)} for weights, "
-        f"{format_bytes(needed - weights)} for staging and overhead{fits}{hint}",
-        expected=f"at most {format_bytes(limit_bytes)} ({origin})",
-        found=format_bytes(needed),
-    )
-
-
-def _half_bytes(target: Target) -> int:
-    return target.nbytes // 2 if target.dtype == "float32" else target.nbytes
 
 
 def staging_buffer_bytes(staging_bytes: int) -> int:
@@ -211,6 +150,22 @@ def most_threads(targets: Sequence[Target], facts: MachineFacts, staging_bytes: 
     weights = sum(target.nbytes for target in targets if target.device == "cpu" and not target.existing)
     room = facts.address_space_bytes - weights - staging_bytes - options.RESERVED_ADDRESS_BYTES
     return max(1, room // options.THREAD_ADDRESS_BYTES)
+
+
+def _crowded(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks) -> bool:
+    """Return whether the file pages that the reads would leave do not fit the control group beside the weights.
+
+    The kernel takes such pages away before it kills, but it does so late, page by page and in the way of the load.
+    What is cached already is charged to whoever read it first, and stays.
+    """
+    if facts.memory_limit_bytes is None:
+        return False
+    left = sum(
+        read.nbytes
+        for read in reads
+        if read.methods[0] == "buffered" and not is_cached(facts.files[read.file], read.offset, read.nbytes)
+    )
+    return predicted.total_bytes + left > facts.memory_limit_bytes
 
 
 def _predict(targets: Sequence[Target], blocks: Sequence[Block], arenas: Sequence[int], staging_bytes: int) -> Peaks:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from sluice._accelerators import allocator_bytes, device_facts
+from sluice._alternatives import Change, check_budget
 from sluice._engine import Outcome, execute
-from sluice._facts import host_headroom, machine_facts, mappable
+from sluice._facts import machine_facts, mappable
 from sluice._layout import Computed, View, computed_targets, shared_targets, single_targets
 from sluice._mapped import NOTHING_MAPPED, plan_mapping
 from sluice._options import MemoryLimits, TransferOptions
-from sluice._planner import check_device_budget, check_host_budget, plan_load
+from sluice._planner import plan_load
 from sluice._records import DeviceMemory, DevicePlan, LoadPlan, Request
 from sluice._targets import Targets
 from sluice._units import parse_bytes
@@ -22,12 +23,12 @@ from sluice._units import parse_bytes
 if TYPE_CHECKING:
     from sluice._checkpoint import Checkpoint
 
-__all__ = ["Prepared", "allocator_state", "device_limit", "device_memory", "prepare", "run"]
+__all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A plan, checked against the budget, and the views that the requests asked for."""
+    """A plan, and the views that the requests asked for."""
 
     #: What the engine will do.
     plan: LoadPlan
@@ -37,7 +38,7 @@ class Prepared:
     computed: tuple[View, ...] = ()
 
 
-def prepare(
+def plan_transfer(
     checkpoint: Checkpoint,
     requests: Sequence[Request],
     *,
@@ -54,8 +55,9 @@ def prepare(
         computed: Further tensors that get memory and no values.
         options: How; None for the defaults.
 
+    Limits are not checked: ``prepare`` and the verbs do that.
+
     Raises:
-        BudgetError: The plan cannot keep the limits.
         CheckpointError: A header that belongs to the wanted data is damaged.
     """
     options = options or TransferOptions()
@@ -84,23 +86,39 @@ def prepare(
         page_cache=options.page_cache,
         mapped=mapped,
     )
-    _check_budget(plan, memory)
     return Prepared(plan=plan, views=views, computed=computed_views)
 
 
-def _check_budget(plan: LoadPlan, memory: MemoryLimits) -> None:
-    if memory.host is None:
-        check_host_budget(plan, *host_headroom(plan.facts))
-    else:
-        check_host_budget(plan, parse_bytes(memory.host), "MemoryLimits(host=...)")
-    for device in plan.devices:
-        check_device_budget(plan, device, device_limit(memory, device.device))
+def prepare(
+    checkpoint: Checkpoint,
+    requests: Sequence[Request],
+    *,
+    share_storages: bool = False,
+    options: TransferOptions | None = None,
+) -> Prepared:
+    """Plan the transfer of ``requests`` and check that it keeps its limits; see ``plan_transfer``.
+
+    Raises:
+        BudgetError: The plan cannot keep the limits; it says whether smaller staging would.
+        CheckpointError: A header that belongs to the wanted data is damaged.
+    """
+    options = options or TransferOptions()
+
+    def plan_with(change: Change) -> Prepared:
+        return plan_transfer(checkpoint, requests, share_storages=share_storages, options=changed(options, change))
+
+    prepared = plan_with(Change())
+    memory = options.memory or MemoryLimits()
+    check_budget(prepared.plan, memory, lambda change: plan_with(change).plan, file=checkpoint.path)
+    return prepared
 
 
-def device_limit(memory: MemoryLimits, device: str) -> int | None:
-    """Return the bytes that the caller lets an accelerator's memory grow by; None without a limit."""
-    limit = memory.device.get(device) if isinstance(memory.device, Mapping) else memory.device
-    return None if limit is None else parse_bytes(limit)
+def changed(options: TransferOptions, change: Change) -> TransferOptions:
+    """Return options with what a change says of staging and place."""
+    memory = options.memory or MemoryLimits()
+    if change.staging_bytes is not None:
+        memory = replace(memory, staging=change.staging_bytes)
+    return replace(options, memory=memory, place=change.place or options.place)
 
 
 def run(

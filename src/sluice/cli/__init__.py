@@ -15,6 +15,7 @@ from sluice import __version__
 from sluice.cli._failures import failure_of
 from sluice.cli._inspect import inspect_command
 from sluice.cli._load import load_command
+from sluice.cli._plan import plan_command
 from sluice.cli._verify import verify_command
 
 __all__ = ["main"]
@@ -47,6 +48,7 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
     Examples:
       sluice inspect model.pth
       sluice inspect model.safetensors --json | jq .tensor_bytes
+      sluice plan model.pth --model mypackage.models:build --host-limit 4GiB
       sluice load model.pth --model mypackage.models:build --dtype bfloat16
       sluice verify model.pth
 
@@ -65,4 +67,5 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
 
 main.add_command(inspect_command)
 main.add_command(load_command)
+main.add_command(plan_command)
 main.add_command(verify_command)

@@ -10,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sluice._plan_report import PlanReport
 from sluice._records import Entry, Peaks
 from sluice._report import LoadReport
 from sluice._table import aligned
@@ -18,7 +19,7 @@ from sluice.cli._outline import describe_dtype
 from sluice.cli._summary import SharedStorage, Summary
 from sluice.cli._text import path_and_key, printable, printable_name, shorten
 
-__all__ = ["counted", "make_console", "make_table", "print_report", "print_summary"]
+__all__ = ["counted", "make_console", "make_table", "print_plan", "print_report", "print_summary"]
 
 #: Columns where the output is no terminal: a line of a file or a pipe is never folded.
 _UNBOUNDED_COLUMNS = 100_000
@@ -231,3 +232,30 @@ def _reads(report: LoadReport) -> str:
     stepped = f"; {counted(report.stepped_down, 'read')} stepped down" if report.stepped_down else ""
     mapped = f"; {format_bytes(report.mapped_bytes)} mapped" if report.mapped_bytes else ""
     return f"read {format_bytes(report.read_bytes)}" + (f": {methods}" if methods else "") + stepped + mapped
+
+
+def print_plan(report: PlanReport, *, explain: bool) -> None:
+    """Print a plan; with ``explain`` also how each group of tensors would be moved."""
+    console = make_console()
+    for line in report.lines():
+        console.print(printable(line))
+    for label, names in (("missing", report.missing), ("unexpected", report.unexpected)):
+        if names:
+            console.print(f"{label} ({len(names):,}): {_joined(names, _NAMES_SHOWN)}")
+    console.print(_compared(report))
+    console.print(printable(report.verdict()), style="bold")
+    for note in report.notes:
+        console.print(f"note: {printable(note)}")
+    if explain:
+        explanation = report.explain()
+        console.print(explanation.table())
+        for line in explanation.lines():
+            console.print(printable(line))
+
+
+def _compared(report: PlanReport) -> Table:
+    left = {"method", "fits", "remark"}
+    table = make_table(*(header if header in left else f">{header}" for header in report.headers))
+    for row in report.rows():
+        table.add_row(*map(printable, row), style="bold" if row[0] == report.recommended else None)
+    return table

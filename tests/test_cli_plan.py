@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from sluice.cli import main
+
+MIB = 1 << 20
+
+NET = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width=1024):
+        super().__init__()
+        self.up = torch.nn.Linear(width, 4 * width)
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "plan_net.py").write_text(NET)
+    torch.save(torch.nn.ModuleDict({"up": torch.nn.Linear(1024, 4096)}).state_dict(), tmp_path / "net.pth")
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", "net.pth", *arguments])
+
+
+def test_a_plan_compares_recommends_and_explains() -> None:
+    done = run("--model", "plan_net:Net", "--dtype", "bfloat16", "--explain")
+    assert done.exit_code == 0, done.output
+    for text in ("naive", "mmap", "per-parameter", "recommended: sluice, because", "float32", "staging:"):
+        assert text in done.output
+
+
+def test_a_load_that_does_not_fit_ends_with_3_and_advice() -> None:
+    done = run("--model", "plan_net:Net", "--host-limit", "25MiB", "--json", "--explain")
+    assert done.exit_code == 3
+    report = json.loads(done.stdout)
+    assert report["fits"] is False
+    assert report["limits"][0] == {"where": "host", "nbytes": 25 * MIB, "origin": "MemoryLimits(host=...)"}
+    assert report["alternatives"]
+    assert report["explanation"]["groups"][0]["tensors"] == 1
+    assert run("--model", "plan_net:Net", "--memory", "25MiB", "--place", "map").exit_code == 0
+
+
+def test_without_a_model_the_checkpoint_is_enough() -> None:
+    done = run("--json", "--probe")
+    assert done.exit_code == 0
+    report = json.loads(done.stdout)
+    assert report["recommended"] == "sluice"
+    assert all(each["seconds"] > 0 for each in report["methods"])
+
+
+@pytest.mark.parametrize(
+    "options", [["--no-strict"], ["--place", "map"], ["--device", "auto"], ["--model-args", "{}"]], ids=str
+)
+def test_options_of_a_model_need_one(options: list[str]) -> None:
+    done = run(*options)
+    assert done.exit_code == 2
+    assert "need --model" in done.output
+
+
+def test_errors_are_a_paragraph(folder: Path) -> None:
+    (folder / "net.pth").write_bytes(b"PK\3\4 not a checkpoint")
+    done = run()
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: net.pth")
+    assert "Traceback" not in done.output
