@@ -51,6 +51,7 @@ _TENSOR_MODULES = {
     "sluice.benchmark._peers",
     "sluice.benchmark._process",
     "sluice.benchmark._records",
+    "sluice.benchmark._resuming",
     "sluice.benchmark._runner",
     "sluice.benchmark._strategies",
     "sluice.benchmark._summary",

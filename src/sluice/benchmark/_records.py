@@ -11,7 +11,23 @@ from typing import Literal
 import torch
 from torch import nn
 
-__all__ = ["Job", "Loaded", "Method", "Outcome", "Precision", "Run", "Scenario", "Start", "State", "Status", "Verdict"]
+__all__ = [
+    "REFERENCE",
+    "Job",
+    "Loaded",
+    "Method",
+    "Outcome",
+    "Precision",
+    "Run",
+    "Scenario",
+    "Start",
+    "State",
+    "Status",
+    "Verdict",
+]
+
+#: The method whose verdict is the truth, where a scenario names no other.
+REFERENCE = "reference"
 
 #: ``cold``: nothing of the checkpoint is in the page cache. ``warm``: all of it is.
 #: ``first``, ``second``, ``third``: loads of the same file one after another, the first of them cold.
@@ -123,6 +139,8 @@ class Scenario:
     checkpoints: dict[str, Path]
     #: F: bytes of the finished tensors.
     final_bytes: int
+    #: The method whose verdict is the truth.
+    reference: str = REFERENCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,12 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from sluice.benchmark._cache import make_cold, make_warm
 from sluice.benchmark._process import run_job
-from sluice.benchmark._records import Job, Outcome, Run, Scenario, State
+from sluice.benchmark._records import REFERENCE, Job, Outcome, Run, Scenario, State
 
 __all__ = ["REFERENCE", "run_scenarios", "run_with_progress"]
-
-#: The method whose verdict is the truth.
-REFERENCE = "reference"
 
 #: What to do to a checkpoint before a load; nothing before the second load in a row.
 _PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "first": make_cold, "warm": make_warm}
@@ -39,8 +36,8 @@ def run_scenarios(
         starting: Called before each run.
     """
     for scenario in scenarios:
-        starting(scenario, REFERENCE, scenario.states[0])
-        yield _run(scenario, REFERENCE, scenario.states[0], repetition=0)
+        starting(scenario, scenario.reference, scenario.states[0])
+        yield _run(scenario, scenario.reference, scenario.states[0], repetition=0)
     for repetition in range(repetitions):
         for scenario in scenarios:
             for method, state in _order(scenario):
@@ -49,7 +46,7 @@ def run_scenarios(
 
 
 def _run(scenario: Scenario, method: str, state: State, *, repetition: int) -> Run:
-    if method == REFERENCE:
+    if method == scenario.reference:
         outcome = run_job(_job(scenario, method, "", verify=True))
     elif (prepare := _PREPARATIONS.get(state)) and not prepare(scenario.checkpoints[method]):
         outcome = Outcome(status="failed", reason=f"the page cache could not be made {state}")

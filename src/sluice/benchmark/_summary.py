@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from sluice.benchmark._records import Outcome, Precision, Run, Scenario, State, Status, Verdict
-from sluice.benchmark._runner import REFERENCE
 
 __all__ = ["Row", "raw_seconds", "summarise"]
 
@@ -54,7 +53,7 @@ def raw_seconds(runs: Sequence[Run], state: State) -> float | None:
 def summarise(scenario: Scenario, runs: Sequence[Run]) -> list[Row]:
     """Return the rows of a scenario, in the order of its methods."""
     own = [run for run in runs if run.scenario == scenario.title]
-    truth = next((run.outcome.verdict for run in own if run.method == REFERENCE), None)
+    truth = next((run.outcome.verdict for run in own if run.method == scenario.reference), None)
     raw = {state: raw_seconds(own, state) for state in scenario.states}
     return [_row(scenario, method, own, truth, raw) for method in scenario.checkpoints]
 
