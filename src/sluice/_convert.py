@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from sluice._errors import MismatchError, UnsupportedError
 from sluice._manifest import HashAlgorithm
 from sluice._options import Limits, MemoryLimits, PageCache
 from sluice._progress import Progress
-from sluice._records import Entry
 from sluice._renaming import Rename
 from sluice._rules import Rule
 from sluice._save import SaveFormat, SaveReport, choose_format
@@ -114,9 +112,7 @@ def convert(
             manifest=None if dry_run else manifest_writer(manifest, manifest_hash, path, overwrite=overwrite),
             dry_run=dry_run,
         )
-        entries = list(every_entry(contents.tree))
-        _check(entries, contents.tree, job)
-        casts = Counter(f"{entry.dtype} -> {job.finished(entry)}" for entry in entries if job.casts(entry))
+        _check(job, contents.tree)
         written = _WRITERS[chosen](job, contents.tree)
         if job.manifest:
             job.manifest.commit()
@@ -130,16 +126,16 @@ def convert(
         nbytes=written.nbytes,
         seconds=time.perf_counter() - started,
         tied=written.tied,
-        casts=casts,
+        casts=written.casts,
         notes=(*checkpoint.index.notes, *contents.notes),
         dry_run=dry_run,
     )
 
 
-def _check(entries: Sequence[Entry], tree: object, job: Job) -> None:
+def _check(job: Job, tree: object) -> None:
     """Refuse what no format here can hold, before anything is made."""
     names = {id(entry): name for name, entry in walk(tree)}
-    for entry in entries:
+    for entry in every_entry(tree):
         name = names.get(id(entry), "_metadata")
         if entry.composite is not None:
             problem = f"a {entry.layout} tensor cannot be converted yet"

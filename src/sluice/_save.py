@@ -76,8 +76,12 @@ class SaveReport:
         lists = {name: list(getattr(self, name)) for name in ("files", "file_bytes", "replaced", "notes")}
         return {**asdict(self), **lists, "casts": dict(self.casts)}
 
+    @property
+    def gb_per_second(self) -> float:
+        """Bytes of tensor data in a second, in GB."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
+
     def __str__(self) -> str:
-        speed = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
         if self.dry_run:
             return (
                 f"{self.destination} ({self.format}): {self.tensors} tensors, {format_bytes(self.nbytes)} would be "
@@ -85,7 +89,7 @@ class SaveReport:
             )
         return (
             f"{self.destination} ({self.format}): {self.tensors} tensors, {format_bytes(self.nbytes)} in "
-            f"{self.seconds:.2f} s, {speed:.2f} GB/s"
+            f"{self.seconds:.2f} s, {self.gb_per_second:.2f} GB/s"
         )
 
 

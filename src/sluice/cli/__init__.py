@@ -12,6 +12,7 @@ import traceback
 import click
 
 from sluice import __version__
+from sluice.cli._convert import convert_command
 from sluice.cli._failures import failure_of
 from sluice.cli._inspect import inspect_command
 from sluice.cli._load import load_command
@@ -50,6 +51,7 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
       sluice inspect model.safetensors --json | jq .tensor_bytes
       sluice plan model.pth --model mypackage.models:build --host-limit 4GiB
       sluice load model.pth --model mypackage.models:build --dtype bfloat16
+      sluice convert model.pth model.safetensors --dtype bfloat16
       sluice verify model.pth
 
     \b
@@ -65,6 +67,7 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
             stream.reconfigure(errors="backslashreplace")
 
 
+main.add_command(convert_command)
 main.add_command(inspect_command)
 main.add_command(load_command)
 main.add_command(plan_command)

@@ -9,7 +9,7 @@ from itertools import islice
 
 from sluice import _tree
 from sluice._checkpoint import Checkpoint
-from sluice._errors import LimitError, MismatchError, UnsafeContentError
+from sluice._errors import LimitError, MismatchError
 from sluice._records import Entry
 from sluice._renaming import Rename, rename_entries
 from sluice._rules import Rule, apply_rules
@@ -41,11 +41,12 @@ def whole_contents(
     Raises:
         MismatchError: There is nothing at ``key``, no single state dict to rename, or the rules do not apply.
         UnsafeContentError: It holds an object that only running code could build.
+        UnsupportedError: It holds a tensor of a kind that sluice does not read.
     """
     tree = _with_ties(checkpoint)
     if rename is None and not rules:
         chosen = _tree.subtree(tree, key or "")
-        _refuse_opaque(chosen, checkpoint.path)
+        _tree.refuse_opaques(chosen, checkpoint.path)
         return Contents(tree=chosen, key=key or "", notes=tuple(_left_out(tree, chosen, key or "")))
     chosen, found = _state_dict(checkpoint, tree, key)
     made: dict[str, object] = {**_entries(checkpoint, chosen, rename, rules)}
@@ -65,6 +66,7 @@ def flat_contents(checkpoint: Checkpoint, *, key: str | None, rename: Rename | N
     Raises:
         MismatchError: There is nothing at ``key``, no single state dict, a name is no text, or the rules do not apply.
         UnsafeContentError: It holds an object that only running code could build.
+        UnsupportedError: It holds a tensor of a kind that sluice does not read.
     """
     tree = _with_ties(checkpoint)
     chosen, found = _state_dict(checkpoint, tree, key)
@@ -127,18 +129,8 @@ def _state_dict(checkpoint: Checkpoint, tree: object, key: str | None) -> tuple[
     if not isinstance(chosen, Mapping):
         problem = "this part of the checkpoint is not a state dict"
         raise MismatchError(problem, file=checkpoint.path, tensor=found, found=type(chosen).__name__)
-    _refuse_opaque(chosen, checkpoint.path)
+    _tree.refuse_opaques(chosen, checkpoint.path)
     return chosen, found
-
-
-def _refuse_opaque(tree: object, file: str) -> None:
-    for name, opaque in _tree.opaques(tree).items():
-        raise UnsafeContentError(
-            "an object that only running code could build cannot be converted; take a part without it with key=",
-            file=file,
-            tensor=name,
-            found=opaque.qualified_name,
-        )
 
 
 def _entries(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,9 +51,10 @@ class Job:
         wanted = self.dtype if self.dtype is not None and is_castable(entry.dtype) else entry.dtype
         return entry.cast or wanted
 
-    def casts(self, entry: Entry) -> bool:
-        """Return whether an entry has another dtype in the file."""
-        return self.finished(entry) != entry.dtype
+    def casts(self, entries: Iterable[Entry]) -> Counter[str]:
+        """Return how many entries have another dtype in the file, by both dtypes."""
+        pairs = ((entry.dtype, self.finished(entry)) for entry in entries)
+        return Counter(f"{own} -> {finished}" for own, finished in pairs if own != finished)
 
     def outlines(self, entries: Mapping[str, Entry]) -> dict[str, TensorOutline]:
         """Return what the file says of each entry."""
@@ -83,6 +85,8 @@ class Written:
     tensors: int
     #: Bytes of tensor data.
     nbytes: int
+    #: Tensors that are cast, by both dtypes.
+    casts: Mapping[str, int]
     #: Names that are not stored, with the one that is.
     tied: Mapping[str, str] = field(default_factory=dict)
 

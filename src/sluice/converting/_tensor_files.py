@@ -31,7 +31,12 @@ def convert_to_safetensors(job: Job, tree: object) -> Written:
             _fill_safetensors(job, entries, stream, layout, out)
             out.commit(nbytes=layout.nbytes)
     return Written(
-        files={job.destination: layout.nbytes}, replaced=replaced, tensors=len(entries), nbytes=nbytes, tied=aliases
+        files={job.destination: layout.nbytes},
+        replaced=replaced,
+        tensors=len(entries),
+        nbytes=nbytes,
+        casts=job.casts(entries.values()),
+        tied=aliases,
     )
 
 
@@ -53,7 +58,14 @@ def convert_to_directory(job: Job, tree: object) -> Written:
             )
         files = dict(zip(paths, files.values(), strict=True))
     replaced = tuple(str(job.destination / name) for name in planned.old)
-    return Written(files=files, replaced=replaced, tensors=len(entries), nbytes=nbytes, tied=aliases)
+    return Written(
+        files=files,
+        replaced=replaced,
+        tensors=len(entries),
+        nbytes=nbytes,
+        casts=job.casts(entries.values()),
+        tied=aliases,
+    )
 
 
 def _once(job: Job, tree: object) -> tuple[dict[str, Entry], dict[str, str]]:

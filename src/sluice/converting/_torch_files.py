@@ -12,7 +12,6 @@ from pathlib import Path
 from sluice import _options as options
 from sluice._checkpoint import borrow
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import SaveError
 from sluice._geometry import contiguous_stride
 from sluice._layout import View, shared_targets
 from sluice._records import Entry, Request, Target
@@ -47,7 +46,11 @@ def convert_to_torch(job: Job, tree: object) -> Written:
             out.commit(nbytes=made.finish(out))
         _hash_written(job, job.destination, laid_out.apart)
     return Written(
-        files={job.destination: made.file_bytes}, replaced=replaced, tensors=laid_out.tensors, nbytes=made.nbytes
+        files={job.destination: made.file_bytes},
+        replaced=replaced,
+        tensors=laid_out.tensors,
+        nbytes=made.nbytes,
+        casts=job.casts(every_entry(tree)),
     )
 
 
@@ -171,9 +174,7 @@ def convert_to_parameters(job: Job, tree: object) -> Written:
     refuse_repeats(tree, job.checkpoint)
     job.offsets(list(tree.values()))
     paths = {name: job.destination / parameter_file(name) for name in tree}
-    replaced = existing(paths.values())
-    if replaced and not (job.overwrite or job.dry_run):
-        raise SaveError("the file exists already; say overwrite=True to replace it", file=replaced[0])
+    replaced = existing(sorted(job.destination.glob(parameter_file("*"))))  # all of them, whatever their names
     nbytes = sum(outline.nbytes for outline in job.outlines(tree).values())
     files: dict[Path, int] = {}
     with ExitStack() as stack:
@@ -187,7 +188,7 @@ def convert_to_parameters(job: Job, tree: object) -> Written:
             if hidden:
                 places = [hidden / parameter_file(name) for name in names]
                 _write_parameters(stream, list(zip(laid_out, places, strict=True)), job)
-    return Written(files=files, replaced=replaced, tensors=len(tree), nbytes=nbytes)
+    return Written(files=files, replaced=replaced, tensors=len(tree), nbytes=nbytes, casts=job.casts(tree.values()))
 
 
 def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], job: Job) -> None:

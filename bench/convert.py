@@ -1,0 +1,148 @@
+"""``python -m bench.convert``: how fast ``sluice.convert`` is beside ``cp`` and ``sync`` of the same file, cold."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import track
+
+import sluice
+from sluice.benchmark import _machine
+from sluice.benchmark._cache import make_cold
+from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark._table import console_for_tables
+from sluice.benchmark.gpt2 import SIZES, make_checkpoint
+
+__all__ = ["CASES", "main"]
+
+#: What every ratio is against.
+_COPY = "cp"
+
+#: The goal: the speed of the copy, times this.
+_GOAL = 0.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One conversion."""
+
+    #: Ending of the source.
+    source: str
+    #: Name of what is written.
+    destination: str
+    #: Dtype of what is written; None for the source's.
+    dtype: torch.dtype | None = None
+    #: Bytes of one shard.
+    shard: str | None = None
+
+
+#: Every conversion by its name on the command line. The source is in fp32.
+CASES = {
+    "pth-pth": Case(source=".pth", destination="out.pth"),
+    "pth-safetensors": Case(source=".pth", destination="out.safetensors"),
+    "safetensors-pth": Case(source=".safetensors", destination="out.pth"),
+    "safetensors-shards": Case(source=".safetensors", destination="out", shard="500MB"),
+    "pth-safetensors-bf16": Case(source=".pth", destination="out.safetensors", dtype=torch.bfloat16),
+}
+
+
+def _copy(source: Path, destination: Path) -> None:
+    subprocess.run(["cp", "--reflink=never", str(source), str(destination)], check=True)
+    subprocess.run(["sync", str(destination)], check=True)
+
+
+def _convert(case: Case, source: Path, folder: Path) -> None:
+    sluice.convert(source, folder / case.destination, dtype=case.dtype, max_shard_size=case.shard)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _seconds(source: Path, made: Path, work: Callable[[], None]) -> float:
+    """Return how long the work takes with nothing of the source cached and nothing left to write."""
+    os.sync()
+    if not make_cold(source):
+        raise click.ClickException(f"{source} stays cached: there is no disk behind it")
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    _remove(made)
+    return seconds
+
+
+def measure(
+    cases: Mapping[str, Case], sources: Mapping[str, Path], runs: int, console: Console
+) -> dict[str, list[float]]:
+    """Return the seconds of each run of each case, and of the copies of its source, in turn."""
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for _ in track(range(runs), "rounds", console=console):
+        for suffix in sorted({case.source for case in cases.values()}):
+            source = sources[suffix]
+            made = source.with_name("copy")
+            seconds[f"{_COPY} {suffix}"].append(_seconds(source, made, partial(_copy, source, made)))
+            for name, case in cases.items():
+                if case.source == suffix:
+                    made = source.with_name(case.destination)
+                    seconds[name].append(_seconds(source, made, partial(_convert, case, source, source.parent)))
+    return dict(seconds)
+
+
+def table(cases: Mapping[str, Case], seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the lines of the table."""
+    lines = ["| conversion | seconds | `cp` + `sync` | speed / `cp` | spread |", "|---|---:|---:|---:|---:|"]
+    for name, case in cases.items():
+        own, copy = (statistics.median(seconds[key]) for key in (name, f"{_COPY} {case.source}"))
+        spread = f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f}"
+        lines.append(f"| {name} | {own:.2f} | {copy:.2f} | {copy / own:.2f} | {spread} |")
+    return lines
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--size", type=click.Choice(SIZES), default="large", show_default=True, help="Size of the model.")
+@click.option("--case", "names", type=click.Choice(list(CASES)), multiple=True, help="Only this one; repeatable.")
+@click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Repetitions; tables show medians.")
+@click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoints here and use those there are.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
+def main(size: str, names: tuple[str, ...], runs: int, directory: Path | None, out: Path) -> None:
+    """Convert a checkpoint and copy it, in turn, with nothing cached, each until it is on the disk."""
+    console = console_for_tables()
+    cases = {name: CASES[name] for name in names or CASES}
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    with nullcontext(directory) if directory else temporary_folder() as folder:
+        machine = _machine.describe(folder, ("torch", "sluice", "safetensors"))
+        sources = {case.source: folder / f"{size}{case.source}" for case in cases.values()}
+        for suffix, path in sources.items():
+            if not path.exists():
+                with console.status(f"making {path.name}"):
+                    make_checkpoint(path, size, torch.float32, "torch" if suffix == ".pth" else "safetensors")
+        nbytes = {path.name: path.stat().st_size for path in sources.values()}
+        seconds = measure(cases, sources, runs, console)
+    lines = table(cases, seconds)
+    command = " ".join(["python -m bench.convert", f"--size {size}", f"--runs {runs}", *(f"--case {n}" for n in names)])
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    out.mkdir(parents=True, exist_ok=True)
+    text = "\n".join([f"`{command}`", "", *(f"- {key}: {value}" for key, value in machine.items()), "", *lines, ""])
+    (out / "convert.md").write_text(text, encoding="utf-8")
+    record = {"command": command, "machine": machine, "source_bytes": nbytes, "seconds": seconds}
+    (out / "convert.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    console.print(f"written: {out}/convert.md, {out}/convert.json; goal: {_GOAL}", highlight=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
