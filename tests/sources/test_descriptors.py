@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -39,8 +38,8 @@ def cache() -> Iterator[DescriptorCache]:
         made.drop(key)
 
 
-def opening(path: Path) -> Callable[[], int]:
-    return partial(os.open, path, os.O_RDONLY)
+def opening(path: Path) -> Callable[[list[int]], None]:
+    return lambda opened: opened.append(os.open(path, os.O_RDONLY))
 
 
 def are_open(files: Sequence[Path]) -> list[bool]:
@@ -55,7 +54,7 @@ def use(cache: DescriptorCache, path: Path) -> Descriptor:
     return descriptor
 
 
-def refuse() -> int:
+def refuse(_: list[int] | None = None) -> None:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
@@ -113,8 +112,8 @@ def test_none_left_gives_up_half_of_the_cache_for_good(files: list[Path]) -> Non
         use(cache, path)
     answers = iter([refuse, refuse, opening(files[8])])
 
-    def open_at_the_third_try() -> int:
-        return next(answers)()
+    def open_at_the_third_try(opened: list[int]) -> None:
+        next(answers)(opened)
 
     cache.give_back(cache.take((files[8], False), open_at_the_third_try))
     assert sum(are_open(files)) == 2  # two refusals: 8 to 4 to 2
@@ -129,11 +128,11 @@ def test_none_left_waits_for_a_reader_to_finish(cache: DescriptorCache, files: l
     lent = cache.take((files[0], False), opening(files[0]))
     refused = threading.Event()
 
-    def open_when_the_other_is_closed() -> int:
+    def open_when_the_other_is_closed(opened: list[int]) -> None:
         if are_open(files[:1]) == [True]:
             refused.set()
             refuse()
-        return os.open(files[1], os.O_RDONLY)
+        opened.append(os.open(files[1], os.O_RDONLY))
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(cache.take, (files[1], False), open_when_the_other_is_closed)
@@ -165,17 +164,17 @@ def test_a_file_says_that_none_are_left(files: list[Path], monkeypatch: pytest.M
 
 def test_two_threads_that_open_one_file_share_its_descriptor(cache: DescriptorCache, files: list[Path]) -> None:
     together = threading.Barrier(2, timeout=10)
-    opened = []
+    numbers = []
 
-    def open_at_once() -> int:
+    def open_at_once(opened: list[int]) -> None:
         together.wait()
         opened.append(os.open(files[0], os.O_RDONLY))
-        return opened[-1]
+        numbers.extend(opened)
 
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.map(lambda _: cache.take((files[0], False), open_at_once), range(2))
     assert one is two
-    assert len(opened) == 2
+    assert len(numbers) == 2
     assert open_files()[str(files[0])] == 1
     cache.give_back(one)
     cache.give_back(two)
@@ -241,6 +240,16 @@ def test_a_fork_inherits_no_readers_and_no_lock(files: list[Path]) -> None:
         sys.exit(os.waitstatus_to_exitcode(status))
     """
     subprocess.run([sys.executable, "-c", code, str(files[0])], check=True, timeout=60)
+
+
+def test_an_interrupt_right_after_the_opening_leaves_nothing_open(cache: DescriptorCache, files: list[Path]) -> None:
+    def interrupted(opened: list[int]) -> None:
+        opened.append(os.open(files[0], os.O_RDONLY))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cache.take((files[0], False), interrupted)
+    assert are_open(files[:1]) == [False]
 
 
 def test_descriptors_that_others_hold_do_not_shrink_an_empty_cache(cache: DescriptorCache, files: list[Path]) -> None:

@@ -63,12 +63,13 @@ class DescriptorCache:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget_readers)
 
-    def take(self, key: Key, open_file: Callable[[], int]) -> Descriptor:
+    def take(self, key: Key, open_file: Callable[[list[int]], None]) -> Descriptor:
         """Return the descriptor of ``key``, opened if need be; it stays open until ``give_back``.
 
         Args:
             key: What it belongs to.
-            open_file: Opens it. Called without the lock, as a network disk can take its time.
+            open_file: Opens it and adds the descriptor to the list. Called without the lock, as a network disk can
+                take its time. What is in the list is closed whatever is raised.
 
         Raises:
             OSError: Whatever ``open_file`` raises; too many open files only when closing others did not help.
@@ -81,13 +82,16 @@ class DescriptorCache:
                     self._open.move_to_end(key)
                     found.users += 1
                     return found
+            opened: list[int] = []
             try:
-                number = open_file()
+                open_file(opened)
+                return self._keep(key, opened)
             except OSError as error:
                 if error.errno not in _NONE_LEFT or not self._make_room():
                     raise
-            else:
-                return self._keep(key, number)
+            finally:
+                for number in opened:
+                    os.close(number)
 
     def give_back(self, descriptor: Descriptor) -> None:
         """Say that one reader has finished with a descriptor."""
@@ -131,13 +135,11 @@ class DescriptorCache:
         while self._forsaken:
             self._drop(self._forsaken.popleft())
 
-    def _keep(self, key: Key, number: int) -> Descriptor:
+    def _keep(self, key: Key, opened: list[int]) -> Descriptor:
         with self._lock:
             found = self._open.get(key)
-            if found is None:
-                found = self._open[key] = Descriptor(number)
-            else:  # another thread was faster
-                os.close(number)
+            if found is None:  # otherwise another thread was faster
+                found = self._open[key] = Descriptor(opened.pop())
             found.users += 1
             self._close_idle(self._bound())
         return found

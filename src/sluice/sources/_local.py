@@ -169,23 +169,22 @@ class LocalFile:
         finally:
             DESCRIPTORS.give_back(descriptor)
 
-    def _open(self, *, direct: bool) -> int:
+    def _open(self, opened: list[int], *, direct: bool) -> None:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
         if direct:
             if not hasattr(os, "O_DIRECT"):
                 raise DirectIOUnavailable(self._path)
             flags |= os.O_DIRECT
         try:
-            descriptor = os.open(self._path, flags)
+            # One step: an interrupt that comes during the call cannot get between it and the list.
+            opened.extend(map(os.open, (self._path,), (flags,)))
         except OSError as error:
             if direct and error.errno == errno.EINVAL:
                 raise DirectIOUnavailable(self._path) from error
             raise
-        found = _identity(os.fstat(descriptor))
+        found = _identity(os.fstat(opened[0]))
         if found != self._identity:
-            os.close(descriptor)
             raise self._changed(found)
-        return descriptor
 
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
         with self.lend() as descriptor:
