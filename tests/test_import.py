@@ -20,9 +20,11 @@ _SLOW = ("torch", "numpy", "rich", "click", "psutil", "safetensors")
 _TENSOR_MODULES = {
     "sluice._accelerators",
     "sluice._api",
+    "sluice._comparing",
     "sluice._composites",
     "sluice._convert",
     "sluice._devices",
+    "sluice._diff",
     "sluice._empty_init",
     "sluice._engine",
     "sluice._file_targets",

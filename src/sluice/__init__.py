@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from sluice._api import load_into, load_optimizer, load_state_dict
     from sluice._checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
     from sluice._convert import convert
+    from sluice._diff import diff
+    from sluice._diff_report import DiffReport, TensorDifference
     from sluice._empty_init import empty_init
     from sluice._errors import (
         Alternative,
@@ -58,6 +60,7 @@ __all__ = [
     "BudgetError",
     "Checkpoint",
     "CheckpointError",
+    "DiffReport",
     "FormatError",
     "IncompleteCheckpointError",
     "IntegrityError",
@@ -81,6 +84,7 @@ __all__ = [
     "SaveReport",
     "SluiceError",
     "SourceChangedError",
+    "TensorDifference",
     "TruncatedError",
     "UnsafeContentError",
     "UnsupportedError",
@@ -88,6 +92,7 @@ __all__ = [
     "VerifyProblem",
     "VerifyReport",
     "convert",
+    "diff",
     "empty_init",
     "hf",
     "load_into",
@@ -105,6 +110,7 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "_checkpoint",
     "LazyTensor": "_checkpoint",
+    "DiffReport": "_diff_report",
     "Limits": "_options",
     "LoadReport": "_report",
     "MemoryLimits": "_options",
@@ -119,6 +125,8 @@ _HOMES = {
     "VerifyProblem": "_verify_report",
     "VerifyReport": "_verify_report",
     "convert": "_convert",
+    "TensorDifference": "_diff_report",
+    "diff": "_diff",
     "empty_init": "_empty_init",
     "load_into": "_api",
     "load_optimizer": "_api",

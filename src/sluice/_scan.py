@@ -16,6 +16,7 @@ import torch
 
 from sluice import _options as options
 from sluice._engine import execute
+from sluice._errors import LimitError
 from sluice._facts import machine_facts
 from sluice._geometry import contiguous_stride, round_down
 from sluice._layout import single_targets
@@ -27,7 +28,18 @@ from sluice._threads import Job, Workers
 if TYPE_CHECKING:
     from sluice._checkpoint import Checkpoint
 
-__all__ = ["Batch", "Piece", "PieceReader", "in_batches", "pipeline", "row_major", "windows", "work_through"]
+__all__ = [
+    "Batch",
+    "Piece",
+    "PieceReader",
+    "check_repeats",
+    "identity",
+    "in_batches",
+    "pipeline",
+    "row_major",
+    "windows",
+    "work_through",
+]
 
 _Item = TypeVar("_Item")
 _Read = TypeVar("_Read")
@@ -99,6 +111,30 @@ def row_major(entry: Entry) -> bool:
         return False
     steps = zip(entry.shape, entry.stride, contiguous_stride(entry.shape), strict=True)
     return 0 in entry.shape or all(size == 1 or step == dense for size, step, dense in steps)
+
+
+def identity(entry: Entry) -> object:
+    """Return what tells tensors of one checkpoint apart by what they hold: several names of one are read once."""
+    if entry.parts or entry.composite is not None:
+        return id(entry)
+    return entry.storage, entry.storage_offset, entry.dtype, entry.shape, entry.stride, entry.math_bits
+
+
+def check_repeats(checkpoint: Checkpoint, name: str, entry: Entry) -> None:
+    """Refuse a tensor that a stride of 0 makes so much larger than what is stored that reading it would not end.
+
+    Raises:
+        LimitError: It is such a tensor.
+    """
+    stored = sum(checkpoint.index.storages[number].nbytes for number in entry.storages)
+    if entry.nbytes > options.SCAN_REPEATS * max(1 << 20, stored):
+        raise LimitError(
+            "this tensor repeats its stored elements too often to be read one by one",
+            file=checkpoint.path,
+            tensor=name,
+            expected=f"at most {options.SCAN_REPEATS} times",
+            found=f"{entry.nbytes} bytes",
+        )
 
 
 def windows(first: int, end: int) -> Iterator[tuple[int, int]]:

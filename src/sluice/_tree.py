@@ -42,6 +42,7 @@ __all__ = [
     "sizes",
     "state_dict_candidates",
     "subtree",
+    "unsupported",
     "walk",
 ]
 
@@ -102,6 +103,11 @@ def refuse_opaques(tree: object, file: str, *, prefix: str = "") -> None:
     for name, leaf in opaques(tree).items():
         if name.startswith(prefix):
             raise refusal(leaf, name, file)
+
+
+def unsupported(tree: object) -> dict[str, UnsupportedValue]:
+    """Return the tensors and values of kinds that are not read, by dotted name."""
+    return {name: leaf for name, leaf, _ in _leaves(tree) if isinstance(leaf, UnsupportedValue)}
 
 
 def flatten(tree: object, limits: Limits) -> dict[str, Entry]:

@@ -28,7 +28,6 @@ from sluice._errors import (
     FormatError,
     IncompleteCheckpointError,
     IntegrityError,
-    LimitError,
     ReadError,
     TruncatedError,
 )
@@ -38,10 +37,21 @@ from sluice._numbers import NonFiniteCounter, has_non_finite
 from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._records import Entry, Quantized
-from sluice._scan import Batch, Piece, PieceReader, in_batches, pipeline, row_major, windows, work_through
+from sluice._scan import (
+    Batch,
+    Piece,
+    PieceReader,
+    check_repeats,
+    identity,
+    in_batches,
+    pipeline,
+    row_major,
+    windows,
+    work_through,
+)
 from sluice._slicing import boxes, slice_entry
 from sluice._threads import Workers
-from sluice._tree import walk
+from sluice._tree import unsupported, walk
 from sluice._verify_report import NonFinite, ProblemKind, VerifyProblem, VerifyReport
 from sluice.formats._protocol import Checksum
 
@@ -181,16 +191,8 @@ class _Verification:
         """Return each tensor once, with its names."""
         found: dict[object, _Content] = {}
         for name, entry in self._checkpoint.entries.items():
-            if entry.nbytes > options.SCAN_REPEATS * max(1 << 20, self._stored_bytes(entry)):
-                problem = "this tensor repeats its stored elements too often to be hashed or counted"
-                raise LimitError(
-                    problem,
-                    file=self._checkpoint.path,
-                    tensor=name,
-                    expected=f"at most {options.SCAN_REPEATS} times",
-                    found=f"{entry.nbytes} bytes",
-                )
-            content = found.setdefault(_identity(entry), _Content(entry))
+            check_repeats(self._checkpoint, name, entry)
+            content = found.setdefault(identity(entry), _Content(entry))
             if not content.names:
                 values = entry if entry.composite is None else entry.composite.values
                 counted = self._nan and has_non_finite(values.dtype) and not isinstance(entry.composite, Quantized)
@@ -198,9 +200,6 @@ class _Verification:
                 content.counter = NonFiniteCounter(values.dtype) if counted else None
             content.names.append(name)
         return list(found.values())
-
-    def _stored_bytes(self, entry: Entry) -> int:
-        return sum(self._checkpoint.index.storages[number].nbytes for number in entry.storages)
 
     def _place(self) -> None:
         """Decide which tensors lie in the files as they are hashed, and which are read apart."""
@@ -324,6 +323,7 @@ class _Verification:
             algorithm=self._algorithm,
             hashes=hashes,
             non_finite=self._non_finite(),
+            unsupported=tuple(unsupported(checkpoint.index.tree)),
             notes=checkpoint.index.notes,
         )
 
@@ -348,13 +348,6 @@ class _Verification:
 
     def _add(self, problem: VerifyProblem) -> None:
         self._problems[problem] = None
-
-
-def _identity(entry: Entry) -> object:
-    """Return what tells tensors apart by what they hold: several names of one are read once."""
-    if entry.parts or entry.composite is not None:
-        return id(entry)
-    return entry.storage, entry.storage_offset, entry.dtype, entry.shape, entry.stride, entry.math_bits
 
 
 def _storages(piece: Entry) -> tuple[int, ...]:
@@ -416,10 +409,14 @@ def _compare(manifest: Manifest, hashes: Mapping[str, TensorHash], checkpoint: C
     """Yield where a checkpoint is not as its manifest says."""
     entries = checkpoint.entries
     ties = checkpoint.stored_names
+    unread = unsupported(checkpoint.index.tree)
     extra = [name for name in entries if name not in manifest.tensors]
     for name, expected in manifest.tensors.items():
         stored = name if name in entries else ties.get(name, name)
         entry = entries.get(stored)
+        if entry is None and name in unread:
+            yield VerifyProblem(kind="unsupported", problem="sluice does not read this tensor", tensor=name)
+            continue
         if entry is None:
             close = closest(name, [other for other in extra if entries[other].shape == expected.shape])
             found = f"{close!r}, which the manifest does not have" if close else None

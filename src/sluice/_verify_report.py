@@ -23,7 +23,8 @@ from sluice._units import format_bytes
 __all__ = ["NonFinite", "ProblemKind", "VerifyProblem", "VerifyReport"]
 
 #: ``structure``, ``truncated``, ``incomplete``: what opening refuses, and damaged headers of records. ``checksum``: a
-#: record has another CRC-32. ``unreadable``: the operating system failed a read. The others are against a manifest.
+#: record has another CRC-32. ``unreadable``: the operating system failed a read. The others are against a manifest;
+#: ``unsupported``: it names a tensor of a kind that sluice does not read.
 ProblemKind = Literal[
     "structure",
     "truncated",
@@ -36,6 +37,7 @@ ProblemKind = Literal[
     "shape",
     "layout",
     "hash",
+    "unsupported",
 ]
 
 _KINDS: tuple[tuple[type[SluiceError], ProblemKind], ...] = (
@@ -135,6 +137,8 @@ class VerifyReport:
     hashes: Mapping[str, TensorHash] = field(default_factory=dict)
     #: The tensors with elements that are NaN or infinite; empty unless they were counted.
     non_finite: Mapping[str, NonFinite] = field(default_factory=dict)
+    #: Names of tensors of kinds that sluice does not read: their bytes were read, but not hashed or counted.
+    unsupported: tuple[str, ...] = ()
     #: What a reader should know of the checkpoint, a sentence each.
     notes: tuple[str, ...] = ()
 
@@ -178,6 +182,7 @@ class VerifyReport:
         lines.append(section("problems", [f"{one.kind}: {one}" for one in self.problems[:SHOWN]], self.problems))
         names = self.without_checksum
         lines.append(section("records without a CRC-32", [repr(name) for name in names[:SHOWN]], names))
+        lines.append(section("not hashed or counted", list(map(repr, self.unsupported[:SHOWN])), self.unsupported))
         counts = [f"{name!r}: {one.nan} NaN, {one.inf} infinite" for name, one in self.non_finite.items()]
         lines.append(section("elements that are not finite", counts[:SHOWN], counts))
         return "\n".join(line for line in lines if line)

@@ -13,6 +13,7 @@ import click
 
 from sluice import __version__
 from sluice.cli._convert import convert_command
+from sluice.cli._diff import diff_command
 from sluice.cli._failures import failure_of
 from sluice.cli._inspect import inspect_command
 from sluice.cli._load import load_command
@@ -53,9 +54,10 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
       sluice load model.pth --model mypackage.models:build --dtype bfloat16
       sluice convert model.pth model.safetensors --dtype bfloat16
       sluice verify model.pth
+      sluice diff model.pth model.safetensors
 
     \b
-    Exit codes (verify has its own, see its --help):
+    Exit codes (verify and diff have their own, see their --help):
       0    done
       1    the checkpoint, the model or the disk is at fault
       2    the command line is wrong
@@ -68,6 +70,7 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
 
 
 main.add_command(convert_command)
+main.add_command(diff_command)
 main.add_command(inspect_command)
 main.add_command(load_command)
 main.add_command(plan_command)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from rich.console import Console
 
+from sluice._diff_report import DiffReport, TensorDifference
 from sluice._units import format_bytes
 from sluice._verify_report import VerifyReport
 from sluice.cli._render import counted, make_console, make_table
 from sluice.cli._text import printable, printable_name, shorten
 
-__all__ = ["print_verification"]
+__all__ = ["print_diff", "print_verification"]
 
 #: Rows of a table.
 _ROWS_SHOWN = 40
@@ -57,11 +58,55 @@ def print_verification(report: VerifyReport, *, written: str | None) -> None:
     if report.without_checksum:
         names = ", ".join(printable_name(name) for name in report.without_checksum[:_ROWS_SHOWN])
         out.print(f"records without a CRC-32 ({len(report.without_checksum):,}): {names}")
+    if report.unsupported:
+        names = ", ".join(printable_name(name) for name in report.unsupported[:_ROWS_SHOWN])
+        out.print(f"not hashed or counted ({len(report.unsupported):,}): {names}")
     for note in report.notes:
         out.print(f"note: {printable(note)}")
     if written is not None:
         out.print(f"manifest written: {printable(written)}")
     out.print(f"{counted(len(report.problems), 'problem')}" if report.problems else "ok", style="bold")
+
+
+def print_diff(report: DiffReport) -> None:
+    """Print the report of ``sluice diff``."""
+    out = make_console()
+    out.print(f"a: {printable(report.a)} ({report.format_a})", style="bold")
+    out.print(f"b: {printable(report.b)} ({report.format_b})", style="bold")
+    speed = report.nbytes / report.seconds / 1e9 if report.seconds else 0.0
+    out.print(
+        f"{counted(report.common, 'common name')}; compared {format_bytes(report.nbytes)} in {report.seconds:.2f} s, "
+        f"{speed:.2f} GB/s"
+    )
+    if report.tied:
+        out.print(f"tied to a common name: {counted(len(report.tied), 'name')}")
+    if report.differences:
+        rows = make_table("tensor", "differs in", "a", "b", ">elements", ">max abs", ">max rel")
+        for one in report.differences[:_ROWS_SHOWN]:
+            rows.add_row(printable_name(one.name), _kinds(one), *_sides(one), *_amounts(one))
+        out.print(rows)
+        _print_rest(out, len(report.differences))
+    verdict = counted(len(report.differences), "tensor differs", "tensors differ") if report.differences else "the same"
+    out.print(verdict, style="bold")
+
+
+def _kinds(one: TensorDifference) -> str:
+    words = {"only_a": "only in a", "only_b": "only in b"}
+    text = ", ".join(words.get(kind, kind) for kind in one.kinds)
+    return f"{text}; close to it: {printable_name(one.similar)}" if one.similar else text
+
+
+def _sides(one: TensorDifference) -> tuple[str, str]:
+    sides = ((one.dtype_a, one.shape_a), (one.dtype_b, one.shape_b))
+    left, right = ("" if dtype is None else f"{dtype} {list(shape or ())}" for dtype, shape in sides)
+    return left, right
+
+
+def _amounts(one: TensorDifference) -> tuple[str, str, str]:
+    if "values" not in one.kinds:
+        return "", "", ""
+    nan = f", {one.nan:,} NaN" if one.nan else ""
+    return f"{one.different:,} of {one.elements:,}{nan}", f"{one.max_abs:.3g}", f"{one.max_rel:.3g}"
 
 
 def _value(value: str | None) -> str:

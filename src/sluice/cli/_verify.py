@@ -87,13 +87,14 @@ def verify_command(
       source, format, notes
       problems          [{kind, problem, file, tensor, offset, expected, found}]; kind is
                         structure, truncated, incomplete, checksum, unreadable, or against
-                        a manifest missing, extra, dtype, shape, layout, hash
+                        a manifest missing, extra, dtype, shape, layout, hash, unsupported
       tensors, nbytes, seconds
       checksums         number of CRC-32s that were compared
       without_checksum  names of records whose writer recorded none
       algorithm         name of the hash, or null
       hashes            {name: {dtype, shape, layout, hash}}
       non_finite        {name: {nan, inf}}, with --nan
+      unsupported       names of tensors that sluice does not read
     """
     if manifest and write_manifest:
         raise click.UsageError("--manifest compares and --write-manifest makes the truth: choose one")

@@ -1,0 +1,139 @@
+"""Tensors compared as numbers, block by block.
+
+Blocks of equal bytes are equal; only the others become numbers. Floating point is compared as float64, which holds
+every value of the narrower dtypes, integers as 64-bit integers, an integer with a floating-point number as float64.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from sluice._dtypes import dtype_name
+
+__all__ = ["Comparison"]
+
+_Array = np.ndarray[Any, np.dtype[Any]]
+
+#: Elements compared together: as float64 both sides stay in a processor's cache.
+_BLOCK_ELEMENTS = 1 << 15
+
+#: A dtype that packs two values in a byte, and has no conversion: only its bytes are compared.
+_PACKED = "float4_e2m1fn_x2"
+
+
+class Comparison:
+    """What was found of one pair of tensors so far. Pieces may come in any order and from any thread.
+
+    Two elements are the same when they are equal as numbers (so 0.0 and -0.0 are) or both NaN, whatever the bits of
+    it; a complex element with a NaN part is NaN. With tolerances also where ``|a - b| <= atol + rtol * |b|``.
+
+    Attributes:
+        different: Number of elements that are not the same.
+        nan: Those of them where one side is NaN and the other is not.
+        max_abs: Largest ``|a - b|`` of the others; infinite where one side is.
+        max_rel: Largest ``|a - b| / max(|a|, |b|)`` of the others: at most 2, or infinite.
+    """
+
+    def __init__(self, *, rtol: float, atol: float) -> None:
+        self.different = 0
+        self.nan = 0
+        self.max_abs = 0.0
+        self.max_rel = 0.0
+        self._rtol = rtol
+        self._atol = atol
+        self._lock = threading.Lock()
+
+    def update(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Compare two pieces of one shape, both row-major on the host."""
+        ours, theirs = a.flatten(), b.flatten()
+        alike = a.dtype == b.dtype
+        for first in range(0, ours.numel(), _BLOCK_ELEMENTS):
+            left, right = ours[first : first + _BLOCK_ELEMENTS], theirs[first : first + _BLOCK_ELEMENTS]
+            if not (alike and np.array_equal(_words(left), _words(right))):
+                self._compare(left, right)
+
+    def _compare(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        if _PACKED in {dtype_name(left.dtype), dtype_name(right.dtype)}:
+            self._add_bytes(left, right)
+            return
+        a, b = _numbers(left), _numbers(right)
+        with np.errstate(all="ignore"):
+            unequal = ~_same(a, b)
+            if not unequal.any():
+                return
+            a, b = a[unequal], b[unequal]
+            absolute = _distance(a, b)
+            odd = np.isnan(a) ^ np.isnan(b) if a.dtype.kind in "fc" or b.dtype.kind in "fc" else np.zeros(len(a), bool)
+            size_b = np.abs(b.astype(np.complex128 if b.dtype.kind == "c" else np.float64))
+            size_a = np.abs(a.astype(np.complex128 if a.dtype.kind == "c" else np.float64))
+            absolute = np.where(np.isnan(absolute) & ~odd, np.inf, absolute)  # infinite parts of complex numbers
+            relative = absolute / np.maximum(size_a, size_b)
+            relative = np.where(np.isnan(relative) & ~odd, np.inf, relative)  # both are infinite
+            close = np.isfinite(absolute) & (absolute <= self._atol + self._rtol * size_b)
+            close &= bool(self._atol or self._rtol)  # a distance between large integers can round to 0
+        self._add(odd, absolute[~(close | odd)], relative[~(close | odd)])
+
+    def _add(self, odd: _Array, absolute: _Array, relative: _Array) -> None:
+        with self._lock:
+            self.nan += int(odd.sum())
+            self.different += int(odd.sum()) + len(absolute)
+            if len(absolute):
+                self.max_abs = max(self.max_abs, float(absolute.max()))
+                self.max_rel = max(self.max_rel, float(relative.max()))
+
+    def _add_bytes(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        alike = left.dtype == right.dtype
+        count = int(np.count_nonzero(_bytes(left) != _bytes(right))) if alike else left.numel()
+        with self._lock:
+            self.different += count
+
+
+def _bytes(tensor: torch.Tensor) -> _Array:
+    array: _Array = tensor.view(torch.uint8).numpy()
+    return array
+
+
+def _words(tensor: torch.Tensor) -> _Array:
+    """Return the bytes of a piece, eight at a time where they divide so."""
+    raw = _bytes(tensor)
+    return raw.view(np.uint64) if len(raw) % 8 == 0 else raw
+
+
+def _numbers(tensor: torch.Tensor) -> _Array:
+    if tensor.is_complex():
+        wide = tensor.to(torch.complex64).to(torch.complex128) if tensor.dtype == torch.complex32 else tensor
+        return np.asarray(wide.to(torch.complex128).numpy())
+    if tensor.is_floating_point():
+        # The smallest dtypes have a conversion to float32 only.
+        return np.asarray((tensor.to(torch.float32) if tensor.itemsize == 1 else tensor).to(torch.float64).numpy())
+    whole = tensor.numpy()
+    return whole if whole.dtype == np.uint64 else whole.astype(np.int64)
+
+
+def _same(a: _Array, b: _Array) -> _Array:
+    if {a.dtype.kind, b.dtype.kind} == {"i", "u"}:
+        # As float64, which numpy would take, large ones would be equal that are not.
+        return np.asarray((a.astype(np.uint64) == b.astype(np.uint64)) & _positive(a) & _positive(b))
+    equal = np.asarray(a == b)
+    floating = a.dtype.kind in "fc" or b.dtype.kind in "fc"
+    return equal | (np.isnan(a) & np.isnan(b)) if floating else equal
+
+
+def _positive(a: _Array) -> _Array:
+    return np.asarray(a >= 0) if a.dtype.kind == "i" else np.ones(len(a), bool)
+
+
+def _distance(a: _Array, b: _Array) -> _Array:
+    """Return ``|a - b|`` as float64; of integers rounded from the exact distance."""
+    if a.dtype == b.dtype and a.dtype.kind in "iu":
+        # In 64 bits without a sign the distance is exact, however far they are apart.
+        return np.asarray((np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)).astype(np.float64))
+    if {a.dtype.kind, b.dtype.kind} == {"i", "u"}:
+        exact = _distance(a.astype(np.uint64), b.astype(np.uint64))
+        return np.where(_positive(a) & _positive(b), exact, np.abs(a.astype(np.float64) - b.astype(np.float64)))
+    wide = np.complex128 if "c" in {a.dtype.kind, b.dtype.kind} else np.float64
+    return np.asarray(np.abs(a.astype(wide) - b.astype(wide)))
