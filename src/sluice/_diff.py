@@ -63,9 +63,11 @@ def diff(
         ValueError: A tolerance is negative.
 
     Example:
-        >>> report = sluice.diff("model.pth", "model.safetensors")
-        >>> for one in report.differences:
-        ...     print(one.name, one.kinds, one.max_abs)
+        >>> report = sluice.diff("model.pth", "model.pth")
+        >>> report.same
+        True
+        >>> [(one.name, one.kinds, one.max_abs) for one in report.differences]
+        []
     """
     started = time.perf_counter()
     if not (rtol >= 0 and atol >= 0):

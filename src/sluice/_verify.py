@@ -95,8 +95,9 @@ def verify(
         ImportError: The hash needs a library that is not installed.
 
     Example:
-        >>> report = sluice.verify("model.safetensors", manifest="model.manifest.json")
-        >>> assert report.ok, report
+        >>> sluice.verify("model.pth", hashes="sha256").write_manifest("pth.manifest.json")
+        >>> sluice.verify("model.pth", manifest="pth.manifest.json").ok
+        True
     """
     started = time.perf_counter()
     expected = None if manifest is None else read_manifest(os.fsdecode(manifest), limits or Limits())
