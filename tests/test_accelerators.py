@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import sluice
 from plans import MIB, entry_of, facts, index_of, request, write_storages
-from sluice._accelerators import BlockingAccelerator, Source
+from sluice._accelerators import BlockingAccelerator
 from sluice._budget import shortages
 from sluice._dtypes import dtype_name
 from sluice._engine import execute
+from sluice._host_copies import Source
 from sluice._layout import single_targets
 from sluice._planner import plan_load
 from sluice._records import DeviceFacts, FileRecord, LoadPlan, MachineFacts, Request

@@ -28,6 +28,7 @@ _TENSOR_MODULES = {
     "sluice._empty_init",
     "sluice._engine",
     "sluice._file_targets",
+    "sluice._host_copies",
     "sluice._initial_values",
     "sluice._initialisers",
     "sluice._install",

@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import torch
 
-from sluice import _options as options
 from sluice._device_memory import scratch_bytes
 from sluice._errors import BudgetError
+from sluice._host_copies import Source, copy_in_pieces
 from sluice._hostmemory import HostMemory
-from sluice._records import DeviceFacts, MathBit
+from sluice._records import DeviceFacts
 from sluice._staging import Ticket
 from sluice._units import format_bytes
 
@@ -33,72 +33,14 @@ __all__ = [
     "Accelerator",
     "BlockingAccelerator",
     "CudaAccelerator",
-    "Source",
     "accelerator",
     "accelerators",
     "allocator_bytes",
-    "copy_in_pieces",
     "device_facts",
-    "multiplied",
 ]
 
 #: ``cudaHostRegisterPortable``: page-locked for every device of the process.
 _PORTABLE = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A strided view of bytes on the host."""
-
-    #: The bytes from the first to the last element: one dimension of uint8, at any address.
-    raw: torch.Tensor
-    #: Dtype of the elements.
-    dtype: torch.dtype
-    #: Size of each dimension, in elements.
-    shape: tuple[int, ...]
-    #: Step of each dimension, in elements.
-    stride: tuple[int, ...]
-    #: What the elements are multiplied by on their way, one number after the other.
-    factors: tuple[float, ...] = ()
-    #: Whether the conjugate, the negative or both of the elements is wanted.
-    math_bits: tuple[MathBit, ...] = ()
-
-    def on_host(self) -> torch.Tensor:
-        """Return the view itself, not multiplied; bytes at an address that the dtype cannot have are moved first."""
-        aligned = self.raw.data_ptr() % self.dtype.itemsize == 0
-        return self.seen_in(self.raw if aligned else self.raw.clone())
-
-    def seen_in(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the view of a copy of the bytes."""
-        seen = raw.view(self.dtype).as_strided(self.shape, self.stride, raw.storage_offset() // self.dtype.itemsize)
-        if "conj" in self.math_bits:
-            seen = seen.conj()
-        if "neg" in self.math_bits:
-            seen = torch._neg_view(seen)  # noqa: SLF001 - there is no public name, and neg() would make a copy
-        return seen
-
-
-def multiplied(tensor: torch.Tensor, factors: Iterable[float]) -> torch.Tensor:
-    """Return ``tensor * factor * ...`` in the tensor's dtype, and the tensor itself without factors."""
-    for factor in factors:
-        tensor = tensor * factor
-    return tensor
-
-
-def copy_in_pieces(target: torch.Tensor, source: Source) -> None:
-    """Copy on the host, in pieces small enough that torch stays in this thread: the readers use every core."""
-    view = source.on_host()
-    if target.numel() <= options.CAST_PIECE_ELEMENTS:
-        target.copy_(multiplied(view, source.factors))
-        return
-    rows = max(1, options.CAST_PIECE_ELEMENTS // (target.numel() // target.shape[0]))
-    pieces = torch.split(target, rows), torch.split(view, rows)
-    if not source.factors:
-        # One call for all pieces: the interpreter lock is released for the whole of it.
-        torch._foreach_copy_(*pieces)
-        return
-    for into, piece in zip(*pieces, strict=True):
-        into.copy_(multiplied(piece, source.factors))
 
 
 class Accelerator(Protocol):
@@ -153,7 +95,7 @@ class BlockingAccelerator:
         return _allocate(self._device, count, dtype)
 
     def copy(self, target: torch.Tensor, source: Source) -> None:
-        if source.factors:
+        if source.factors or not source.aligned:
             copy_in_pieces(target, source)
         else:
             target.copy_(source.on_host())

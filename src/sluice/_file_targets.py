@@ -16,9 +16,9 @@ from math import prod
 import torch
 
 from sluice import _options as options
-from sluice._accelerators import Source, copy_in_pieces
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._geometry import span_elements
+from sluice._host_copies import Source, copy_in_pieces
 from sluice._hostmemory import HostMemory
 from sluice._records import Constant, Copy, LoadPlan, Read
 from sluice._slicing import boxes, slice_view

@@ -132,6 +132,10 @@ PROBES_PER_FILE = 4096
 #: would oversubscribe the machine (at::internal::GRAIN_SIZE is 32768).
 CAST_PIECE_ELEMENTS = 32_767
 
+#: Bytes that are moved at once where elements lie at addresses that their dtype cannot have: they stay in the cache of
+#: a core, and the calls between cost little.
+MOVED_BYTES = 256 << 10
+
 #: Processors from which casts to a narrower dtype for an accelerator are made on the host: one casts about 3 GB/s, and
 #: with fewer than 8 a bus of 25 GB/s carries the wider dtype sooner.
 HOST_CAST_CORES = 8

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch._utils import set_tensor_metadata
 
-from sluice._accelerators import Accelerator, Source, accelerator, copy_in_pieces, page_locked
+from sluice._accelerators import Accelerator, accelerator, page_locked
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._geometry import span_elements
+from sluice._host_copies import Source, copy_in_pieces
 from sluice._hostmemory import HostMemory
 from sluice._layout import View
 from sluice._records import Constant, Copy, LoadPlan, Read, Swap

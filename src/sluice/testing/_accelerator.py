@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from sluice._accelerators import Source, multiplied
 from sluice._errors import BudgetError
+from sluice._host_copies import Source, multiplied
 
 __all__ = ["FakeAccelerator"]
 
