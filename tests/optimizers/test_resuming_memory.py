@@ -54,8 +54,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("dtype", "device", "whole"),
-    [("float32", "cpu", False), ("float32", None, True), ("bfloat16", None, False)],
-    ids=["state alone", "model and state", "cast"],
+    [
+        pytest.param("float32", "cpu", False, id="state alone", marks=pytest.mark.long),
+        pytest.param("float32", None, True, id="model and state"),
+        pytest.param("bfloat16", None, False, id="cast"),
+    ],
 )
 def test_growth_is_the_finished_state_and_staging(run: Path, dtype: str, device: str | None, whole: bool) -> None:
     one = SHAPE[0] * SHAPE[1] * (2 if dtype == "bfloat16" else 4)
