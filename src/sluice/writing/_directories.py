@@ -41,10 +41,7 @@ def _make(directory: str, saved: str, made: list[str]) -> None:
     while not os.path.lexists(directory):
         missing.append(directory)
         directory = os.path.dirname(directory)
-    with saving(saved):
-        found = os.stat(directory)
-    if not stat.S_ISDIR(found.st_mode):
-        raise SaveError("this is no directory", file=saved, found=kind_of_file(found.st_mode))
+    _check_directory(directory, saved)
     for each in reversed(missing):
         with syncing(os.path.dirname(each), saved), saving(saved):
             try:
@@ -52,6 +49,17 @@ def _make(directory: str, saved: str, made: list[str]) -> None:
             except FileExistsError:
                 continue  # somebody was faster, and it is a directory or the next step fails
             made.append(each)
+
+
+def _check_directory(path: str, saved: str) -> None:
+    """Raise ``SaveError`` where something else than a directory has the name."""
+    with saving(saved):
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            return
+    if not stat.S_ISDIR(found.st_mode):
+        raise SaveError("this is no directory", file=saved, found=kind_of_file(found.st_mode))
 
 
 @contextmanager
@@ -121,6 +129,7 @@ def replaced_directory(path: str, *, belongs: Callable[[str], bool], check: Call
     """
     final = os.path.realpath(path)
     parent, name = os.path.split(final)
+    _check_directory(final, path)
     with ExitStack() as stack:
         stack.enter_context(made_directory(parent))
         with saving(path):
