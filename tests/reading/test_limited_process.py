@@ -1,9 +1,8 @@
-"""Loads in processes that may not have much: no thread, little address space, few descriptors, a memory cgroup."""
+"""Loads in processes that may not have much: no thread, little address space, few descriptors."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -38,9 +37,6 @@ def noted(thread):
     started.append(thread.name)
 threading.Thread.start = noted
 
-if "cgroup" in limits:
-    with open(limits["cgroup"], "w") as file:
-        file.write(str(os.getpid()))
 if "address_space" in limits:
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -105,11 +101,3 @@ def test_a_limit_on_address_space(file: Path, options: dict[str, str], readers: 
     room = final + 64 * MIB + 64 * MIB + readers * 72 * MIB
     threads, _, _ = load(file, {"address_space": room}, **options)
     assert 1 <= sum("reader" in name or "copier" in name for name in threads) <= readers
-
-
-@pytest.mark.parametrize("options", [{}, CAST], ids=["same dtype", "cast"])
-def test_a_memory_control_group(file: Path, options: dict[str, str]) -> None:
-    group = os.environ.get("SLUICE_MEMORY_CGROUP")
-    if group is None:
-        pytest.skip("SLUICE_MEMORY_CGROUP does not name a control group with a memory limit that the tests may join")
-    load(file, {"cgroup": str(Path(group) / "cgroup.procs")}, **options)

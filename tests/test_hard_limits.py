@@ -1,0 +1,261 @@
+"""Limits that hold: staging of every size, memory control groups, limits on virtual memory; each in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sluice.testing import memory_limit_refusal, run_limited
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and their effects are Linux's"),
+    pytest.mark.timeout(600),  # each test is several processes, which import torch
+]
+
+MIB = 1 << 20
+
+#: Loads what it is told and says how much memory grew, or what it was refused with. The limit is what was planned.
+LOAD = """
+import json, sys, torch, sluice
+from sluice.testing import assert_peak
+
+path, staging, options = json.loads(sys.argv[1])
+if "dtype" in options:
+    options["dtype"] = getattr(torch, options["dtype"])
+with sluice.open(path) as checkpoint:
+    shapes = {name: tensor.shape for name, tensor in checkpoint.items()}
+with torch.device("meta"):
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()})
+planned = sluice.plan(model, path, memory=sluice.MemoryLimits(staging=staging), **options)
+limit = planned.predicted.total_bytes
+memory = sluice.MemoryLimits(host=limit, staging=staging)
+with assert_peak(limit) as meter:
+    report = sluice.load_into(model, path, memory=memory, **options)
+for name in shapes:
+    assert bool((model[name].detach()[-1] == float(name)).all())
+try:
+    with torch.device("meta"):
+        model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()})
+    sluice.load_into(model, path, memory=sluice.MemoryLimits(host=limit - 1, staging=staging), **options)
+except sluice.BudgetError:
+    refused = True
+else:
+    refused = False
+print(json.dumps([limit, planned.staging_bytes, meter.peaks.total_bytes, refused]))
+"""
+
+
+def write(path: Path, shapes: list[tuple[int, ...]]) -> Path:
+    torch.save({str(i): torch.full(shape, float(i)) for i, shape in enumerate(shapes)}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """96 MiB in twelve tensors."""
+    return write(tmp_path_factory.mktemp("limits") / "f.pth", [(2048, 1024)] * 12)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One tensor of 96 MiB."""
+    return write(tmp_path_factory.mktemp("limits") / "one.pth", [(8192, 3072)])
+
+
+def load(path: Path, staging: str, **options: Any) -> tuple[int, int, int]:
+    """Load under the limit that the plan asks for; return it, the staging, and the growth."""
+    arguments = json.dumps([str(path), staging, options])
+    done = subprocess.run([sys.executable, "-c", LOAD, arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    limit, staged, grown, refused = json.loads(done.stdout)
+    assert refused, "one byte less than planned was accepted"
+    return limit, staged, grown
+
+
+STAGING_BYTES = {"1MiB": MIB, "7MiB": 7 * MIB, "64MiB": 64 * MIB, "256MiB": 256 * MIB, "1GiB": 1024 * MIB}
+SIZES = [pytest.param(size, marks=[] if size == "1MiB" else pytest.mark.long) for size in STAGING_BYTES]
+
+
+@pytest.mark.parametrize("staging", SIZES)
+@pytest.mark.parametrize("file", ["several", pytest.param("one", marks=pytest.mark.long)])
+def test_staging_of_any_size_is_kept(file: str, staging: str, request: pytest.FixtureRequest) -> None:
+    limit, staged, grown = load(request.getfixturevalue(file), staging, dtype="bfloat16", page_cache="bypass")
+    assert staged <= STAGING_BYTES[staging]
+    assert 48 * MIB <= grown <= limit <= (48 + 17) * MIB + staged
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("staging", list(STAGING_BYTES))
+@pytest.mark.parametrize("page_cache", ["keep", "bypass"])
+def test_staging_of_any_size_is_kept_without_a_cast(several: Path, staging: str, page_cache: str) -> None:
+    limit, staged, grown = load(several, staging, page_cache=page_cache)
+    assert 96 * MIB <= grown <= limit <= (96 + 17) * MIB + staged
+
+
+@pytest.mark.long
+def test_one_tensor_larger_than_staging_is_kept(one: Path) -> None:
+    limit, staged, grown = load(one, "1MiB", dtype="bfloat16")
+    assert staged <= MIB
+    assert 48 * MIB <= grown <= limit <= (48 + 18) * MIB
+
+
+#: Does everything but the load; or one kind of load. Builds inside, as a user's program does.
+PROGRAM = """
+import json, sys, torch, sluice
+
+method, path, options = json.loads(sys.argv[1])
+if "dtype" in options:
+    options["dtype"] = getattr(torch, options["dtype"])
+dtype = options.get("dtype", torch.float32)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for number in range(12):
+            self.register_parameter(str(number), torch.nn.Parameter(torch.zeros(2048, 4096)))
+
+if method == "sluice":
+    with sluice.empty_init():
+        model = Net()
+    report = sluice.load_into(model, path, **options)
+    print(json.dumps(report.reads))
+elif method == "naive":
+    model = Net().to(dtype)
+    model.load_state_dict(torch.load(path, weights_only=True))
+elif method == "meta-sequential":
+    with torch.device("meta"):
+        model = Net().to(dtype)
+    model.to_empty(device="cpu")
+    state = torch.load(path, weights_only=True)
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            weight.copy_(state[name])
+else:
+    sluice.empty_init, sluice.load_into  # the interpreter and its imports alone
+    with torch.device("meta"):
+        model = Net()
+if method != "nothing":
+    assert all(bool((weight.detach()[-1] == float(name)).all()) for name, weight in model.named_parameters())
+"""
+
+#: F of the program's model in fp32.
+FINAL = 12 * 2048 * 4096 * 4
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """384 MiB: more than the kernel could hide, large enough for direct reads."""
+    return write(tmp_path_factory.mktemp("limits") / "large.pth", [(2048, 4096)] * 12)
+
+
+@pytest.fixture(scope="module")
+def interpreter(large: Path) -> int:
+    """What the interpreter takes with its imports, in bytes, counted by a control group."""
+    if reason := memory_limit_refusal():
+        pytest.skip(reason)
+    done = run_limited(program("nothing", large), 4096 * MIB)
+    assert done.returncode == 0, done.stderr
+    assert done.peak_bytes is not None
+    return done.peak_bytes
+
+
+def program(method: str, path: Path, **options: Any) -> list[str]:
+    return [sys.executable, "-c", PROGRAM, json.dumps([method, str(path), options])]
+
+
+OPTIONS = [
+    {"dtype": "bfloat16", "page_cache": "bypass"},
+    pytest.param({}, marks=pytest.mark.long),
+    pytest.param({"page_cache": "bypass"}, marks=pytest.mark.long),
+    pytest.param({"page_cache": "keep"}, marks=pytest.mark.long),
+    pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long),
+    pytest.param({"dtype": "bfloat16", "page_cache": "keep"}, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_load_completes_in_a_control_group_where_the_naive_ways_are_killed(
+    large: Path, interpreter: int, options: dict[str, Any]
+) -> None:
+    """F + staging + 64 MiB + the interpreter; page cache counts in the group as well."""
+    final = FINAL // 2 if "dtype" in options else FINAL
+    limit = final + (64 + 64) * MIB + interpreter
+    done = run_limited(program("sluice", large, **options), limit)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+    assert done.peak_bytes is not None
+    assert final <= done.peak_bytes <= limit
+    dtype = {name: value for name, value in options.items() if name == "dtype"}
+    killed = run_limited(program("naive", large, **dtype), limit)
+    assert killed.oom_killed, killed
+    assert killed.returncode < 0
+
+
+@pytest.mark.long
+def test_the_leaner_ways_of_the_tutorial_are_killed_there_too(large: Path, interpreter: int) -> None:
+    killed = run_limited(program("meta-sequential", large), FINAL + (64 + 64) * MIB + interpreter)
+    assert killed.oom_killed, killed
+
+
+def test_a_load_that_does_not_fit_its_control_group_is_refused_and_not_killed(large: Path, interpreter: int) -> None:
+    done = run_limited(program("sluice", large), FINAL // 2 + interpreter)
+    assert (done.returncode, done.oom_killed) == (1, False)
+    assert "BudgetError" in done.stderr
+    assert "left in the control group" in done.stderr
+    assert "place='map'" in done.stderr
+
+
+#: Sets a limit on virtual memory above what the process has, loads, and says what came of it.
+VIRTUAL = """
+import json, os, resource, sys, torch, sluice
+
+path, room, options = json.loads(sys.argv[1])
+if "dtype" in options:
+    options["dtype"] = getattr(torch, options["dtype"])
+load_into, BudgetError, MemoryLimits = sluice.load_into, sluice.BudgetError, sluice.MemoryLimits
+outcomes = []
+for mib in room:
+    with torch.device("meta"):
+        model = torch.nn.ParameterDict({str(i): torch.nn.Parameter(torch.empty(2048, 1024)) for i in range(12)})
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + (mib << 20), resource.RLIM_INFINITY))
+    try:
+        load_into(model, path, **options)
+    except BudgetError as error:
+        outcomes.append("ulimit -v" in str(error) and bool(model["0"].is_meta))
+    else:
+        assert bool((model["11"].detach()[-1] == 11).all())
+        outcomes.append("loaded")
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+print(json.dumps(outcomes))
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.long),
+        pytest.param({"page_cache": "bypass"}, marks=pytest.mark.long),
+        pytest.param({"place": "map"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_limit_on_virtual_memory_is_found_and_ends_in_success_or_a_budget_error(
+    several: Path, options: dict[str, Any]
+) -> None:
+    room = [16, 64, 100, 120, 140, 160, 180, 200, 230, 260, 300, 400, 600, 1000]
+    arguments = json.dumps([str(several), room, options])
+    done = subprocess.run([sys.executable, "-c", VIRTUAL, arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = json.loads(done.stdout)
+    first = outcomes.index("loaded")
+    assert first > 0
+    assert outcomes[:first] == [True] * first
+    assert outcomes[first:] == ["loaded"] * (len(room) - first)
