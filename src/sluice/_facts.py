@@ -19,14 +19,10 @@ from sluice._cgroups import cgroup_headroom
 from sluice._errors import ReadError
 from sluice._geometry import round_up
 from sluice._records import DeviceFacts, FileFacts, MachineFacts
+from sluice._threads import address_space_room
 from sluice.sources import DirectIOUnavailable, MappableSource, Source
 from sluice.sources._local import LocalFile
 from sluice.sources._memory import MemoryFile
-
-try:
-    import resource
-except ImportError:  # Windows has no such limits
-    resource = None  # type: ignore[assignment]  # the one name for both
 
 __all__ = ["file_facts", "host_headroom", "machine_facts", "mappable"]
 
@@ -52,7 +48,7 @@ def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, 
         huge_pages=_huge_pages(),
         files=tuple(file_facts(source) if source else _NOT_ASKED for source in sources),
         devices=devices,
-        address_space_bytes=_address_space(),
+        address_space_bytes=address_space_room(),
     )
 
 
@@ -96,15 +92,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _address_space() -> int | None:
-    if resource is None:
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    return max(0, limit - psutil.Process().memory_info().vms)
 
 
 def _huge_pages() -> bool:

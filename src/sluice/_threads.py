@@ -10,9 +10,16 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+import psutil
+
 from sluice import _options as options
 
-__all__ = ["Job", "Worker", "Workers", "join_threads", "start_threads"]
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None  # type: ignore[assignment]  # the one name for both
+
+__all__ = ["Job", "Worker", "Workers", "address_space_room", "join_threads", "start_threads"]
 
 _Result = TypeVar("_Result")
 
@@ -68,6 +75,16 @@ def _nothing() -> None:
     """Do no work."""
 
 
+def address_space_room() -> int | None:
+    """Return the virtual memory that the process may still map, in bytes (RLIMIT_AS); None without a limit."""
+    if resource is None:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return max(0, limit - psutil.Process().memory_info().vms)
+
+
 def start_threads(threads: list[Worker], count: int, work: Callable[[], None], name: str) -> None:
     """Start ``count`` threads and add them to ``threads``; fewer where the process may start no more of them.
 
@@ -78,6 +95,11 @@ def start_threads(threads: list[Worker], count: int, work: Callable[[], None], n
         name: Their names begin with it.
     """
     for number in range(count):
+        # A thread that finds no memory for its own first steps ends before it says that it runs, and Python waits for
+        # that word for ever.
+        room = address_space_room()
+        if room is not None and room < options.THREAD_ADDRESS_BYTES:
+            return
         thread = Worker(work, f"{name}-{number}")
         threads.append(thread)
         try:
