@@ -227,7 +227,8 @@ class _Verification:
         known = {number: storages[number].offset for number in wanted if storages[number].located}
         unknown = [number for number in wanted if number not in known]
         try:
-            return known | {number: self._checkpoint.locate(unknown)[number] for number in unknown}
+            found = self._checkpoint.locate(unknown)
+            return known | {number: found[number] for number in unknown}
         except CheckpointError:  # find out which
             for number in unknown:
                 try:
