@@ -208,3 +208,10 @@ def test_bytes_that_are_no_opcode_are_refused() -> None:
 def test_misused_values_and_constructors(value: object) -> None:
     with pytest.raises(FormatError):
         load([value])
+
+
+@pytest.mark.parametrize("index", [-1, 128, 10**30, True])
+def test_devices_that_torch_does_not_have(index: object) -> None:
+    assert load([Call(Global("torch", "device"), ("cuda", 127))]) == ["cuda:127"]
+    with pytest.raises(FormatError, match=r"torch\.device"):
+        load([Call(Global("torch", "device"), ("cuda", index))])

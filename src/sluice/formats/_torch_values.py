@@ -170,7 +170,7 @@ def _complex(arguments: tuple[Any, ...]) -> complex:
 
 def _device(arguments: tuple[Any, ...]) -> str:
     kind, *index = arguments or (None,)
-    if type(kind) is not str or len(index) > 1 or any(type(number) is not int for number in index):
+    if type(kind) is not str or len(index) > 1 or any(type(one) is not int or not 0 <= one < 128 for one in index):
         raise FormatError("a torch.device of something other than a type and a number")
     return ":".join([kind, *map(str, index)])
 

@@ -1,0 +1,174 @@
+"""``python -m bench.index``: what it takes to open checkpoints of many tensors, beside the libraries themselves.
+
+Each figure is of a fresh process. Seconds are processor time where one process works by itself, so that a busy machine
+changes little, and wall time where threads or the start of a process count. The command fails where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from rich.table import Table
+from safetensors.torch import save_file
+
+from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark._table import console_for_tables
+
+__all__ = ["main"]
+
+#: Opens a file in a fresh process; prints processor and wall seconds, and the growth of its peak memory in bytes.
+_OPEN = """
+import sys, time
+import sluice
+
+def peak():
+    with open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+index = sluice.open
+with index(sys.argv[2]):  # imports what it needs
+    pass
+before = peak()
+wall, processor = time.perf_counter(), time.process_time()
+checkpoint = index(sys.argv[1])
+print([time.process_time() - processor, time.perf_counter() - wall, peak() - before])
+"""
+
+_TORCH = """
+import sys, time, torch
+
+start = time.process_time()
+torch.load(sys.argv[1], map_location="meta", weights_only=True)
+print([time.process_time() - start])
+"""
+
+_SAFETENSORS = """
+import sys, time, torch
+from safetensors import safe_open
+
+start = time.process_time()
+with safe_open(sys.argv[1], "pt") as opened:
+    for name in opened.keys():
+        part = opened.get_slice(name)
+        part.get_shape(), part.get_dtype()
+print([time.process_time() - start])
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    #: What was opened.
+    what: str
+    #: Seconds that sluice took.
+    ours: float
+    #: Seconds that the library took, or the seconds of the goal.
+    theirs: float
+    #: What ``theirs`` is.
+    beside: str
+    #: Largest permitted ratio of the two.
+    goal: float
+    #: Growth of sluice's peak memory, bytes for each tensor; None where it was not measured.
+    tensor_bytes: float | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether the goal was kept, and that of memory: 1 KiB for each tensor."""
+        return self.ours <= self.goal * self.theirs and (self.tensor_bytes or 0) <= 1024
+
+
+def _run(code: str, *arguments: Path) -> list[float]:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: list[float] = json.loads(done.stdout)
+    return found
+
+
+def _medians(measure: Callable[[], Sequence[float]], runs: int) -> list[float]:
+    return [statistics.median(column) for column in zip(*(measure() for _ in range(runs)), strict=True)]
+
+
+def _files(folder: Path, tensors: int, shards: int) -> Mapping[str, Path]:
+    names = (f"model.layers.{number // 10}.{number % 10}.weight" for number in range(tensors))
+    values = {name: torch.ones(1 + number % 10) for number, name in enumerate(names)}
+    paths = {name: folder / name for name in ("many.pth", "legacy.pth", "many.safetensors", "shards", "small.pth")}
+    torch.save(values, paths["many.pth"])
+    torch.save(values, paths["legacy.pth"], _use_new_zipfile_serialization=False)
+    save_file(values, paths["many.safetensors"])
+    torch.save({"w": torch.ones(1)}, paths["small.pth"])
+    paths["shards"].mkdir()
+    places = {}
+    for number in range(shards):
+        part = {f"layers.{number}.{which}": torch.ones(4) for which in range(20)}
+        name = f"model-{number:05}.safetensors"
+        save_file(part, paths["shards"] / name)
+        places.update(dict.fromkeys(part, name))
+    (paths["shards"] / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return paths
+
+
+def _started(*command: str) -> list[float]:
+    """Return the processor seconds of a command, its start included."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return [after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]
+
+
+def _rows(paths: Mapping[str, Path], tensors: int, shards: int, runs: int) -> list[Row]:
+    small = paths["small.pth"]
+    rows = []
+    libraries = {
+        "many.pth": ("torch.save, zip", _TORCH, "torch.load, meta", 1 / 3),
+        "legacy.pth": ("torch.save, legacy", _TORCH, "torch.load, meta", 1 / 3),
+        "many.safetensors": ("safetensors", _SAFETENSORS, "safetensors: names, shapes, dtypes", 1.5),
+    }
+    for file, (what, code, beside, goal) in libraries.items():
+        ours, _, grown = _medians(lambda file=file: _run(_OPEN, paths[file], small), runs)  # type: ignore[misc]
+        (theirs,) = _medians(lambda file=file, code=code: _run(code, paths[file]), runs)  # type: ignore[misc]
+        rows.append(Row(what=what, ours=ours, theirs=theirs, beside=beside, goal=goal, tensor_bytes=grown / tensors))
+    _, wall, _ = _medians(lambda: _run(_OPEN, paths["shards"], small), runs)
+    rows.append(Row(what=f"{shards:,} shards (wall)", ours=wall, theirs=2.0, beside="2 s", goal=1.0))
+    (ours,) = _medians(lambda: _started("-c", "from sluice.cli import main; main()", "inspect", str(small)), runs)
+    (theirs,) = _medians(lambda: _started("-c", "import torch"), runs)
+    rows.append(Row(what="sluice inspect FILE", ours=ours, theirs=theirs, beside="import torch", goal=0.25))
+    return rows
+
+
+@click.command()
+@click.option("--tensors", default=100_000, show_default=True, help="Tensors of a file.")
+@click.option("--shards", default=1000, show_default=True, help="Files of a directory.")
+@click.option("--runs", default=3, show_default=True, help="Fresh processes for each figure; the median counts.")
+def main(*, tensors: int, shards: int, runs: int) -> None:
+    """Measure how fast checkpoints of many tensors open, and what memory their index takes."""
+    with temporary_folder() as folder:
+        rows = _rows(_files(Path(folder), tensors, shards), tensors, shards, runs)
+    table = Table("file", "sluice, s", "beside, s", "which is", "ratio", "goal", "bytes a tensor", "kept")
+    for row in rows:
+        grown = "-" if row.tensor_bytes is None else f"{row.tensor_bytes:.0f}"
+        figures = (
+            f"{row.ours:.2f}",
+            f"{row.theirs:.2f}",
+            row.beside,
+            f"{row.ours / row.theirs:.2f}",
+            f"{row.goal:.2f}",
+        )
+        table.add_row(row.what, *figures, grown, "yes" if row.kept else "no")
+    console_for_tables().print(table)
+    if not all(row.kept for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
