@@ -34,7 +34,7 @@ class PlanReport:
         >>> report = sluice.plan(model, "model.pth", dtype=torch.bfloat16)
         >>> if not report.fits:
         ...     print(report.shortages, [str(each) for each in report.alternatives])
-        >>> print(report.explain())
+        >>> groups = report.explain()
     """
 
     #: Path of the checkpoint, as it was given.

@@ -17,7 +17,7 @@ import pytest
 
 import sluice
 from sluice._measure import PeakMeter
-from sluice.measuring import _sampler
+from sluice.measuring import _meter, _sampler
 
 MIB = 1 << 20
 
@@ -61,6 +61,22 @@ def test_a_load_inside_that_restarts_the_kernels_record_hides_nothing() -> None:
         with PeakMeter():
             pass
     assert memory.report.peaks.total_bytes >= 128 * MIB - SLACK
+
+
+def test_a_peak_before_the_block_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(128 * MIB)
+    start = _meter._Helper.start
+
+    def start_slowly(*args: Any, **kwargs: Any) -> _meter._Helper:
+        helper = start(*args, **kwargs)
+        touch(96 * MIB)  # by another thread, on a busy machine: before the block, but seen by the helper
+        return helper
+
+    monkeypatch.setattr(_meter._Helper, "start", start_slowly)
+    with sluice.measure() as memory:
+        touch(MIB)
+    peaks = memory.report.peaks
+    assert max(peaks.total_bytes, peaks.anon_bytes) < 48 * MIB
 
 
 def test_kinds_are_told_apart(tmp_path: Path) -> None:
@@ -171,6 +187,17 @@ def test_where_no_process_can_start_a_thread_samples(monkeypatch: pytest.MonkeyP
         touch(64 * MIB)
     assert not memory.report.separate_process
     assert memory.report.peaks.total_bytes >= 64 * MIB - SLACK
+
+
+def test_a_thread_with_a_long_interval_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    begin = time.monotonic()
+    with sluice.measure(interval_seconds=60):
+        pass
+    assert time.monotonic() - begin < 20
 
 
 def test_a_helper_that_was_killed_costs_the_timeline_only() -> None:

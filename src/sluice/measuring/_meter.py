@@ -7,9 +7,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import ParamSpec, Self, TypeVar
 from sluice._cgroups import MemoryGroup, memory_groups, tightest
 from sluice._measure import MemorySample, read_memory
 from sluice._records import Peaks
+from sluice._threads import Worker, join_threads, start_threads
 from sluice.measuring import _sampler
 from sluice.measuring._devices import DeviceMeter
 from sluice.measuring._report import CgroupReport, DeviceReport, Mark, MemoryReport, Timeline
@@ -29,6 +30,9 @@ __all__ = ["Measurement", "measure"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: The thread that samples where no process can be had looks this often whether the block has ended, in seconds.
+_NOTICE_SECONDS = 0.02
 
 #: Bytes of a 64-bit integer in the helper's answer.
 _ITEM_BYTES = 8
@@ -99,9 +103,10 @@ class Measurement:
         self._report = None
         self._devices = DeviceMeter()
         self._group = tightest(memory_groups())
+        # Before, so that the helper's first samples have nothing of earlier times; and after, to leave its start out.
+        _restart_record()
         self._helper = _Helper.start(self._interval, pss=self._pss, group=self._group)
-        with suppress(OSError):  # restarts VmHWM; where that is refused, samples have to do
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        _restart_record()
         self._begin_ns = time.monotonic_ns()
         self._start = read_memory()
         return self
@@ -147,7 +152,7 @@ class Measurement:
             interval_seconds=self._interval,
             separate_process=self._helper.separate,
             start=_growth(start, _NOTHING),
-            peaks=_peaks(start, [*self._marked, end], known),
+            peaks=_peaks(start, [*self._marked, end], known, bisect_left(times, self._begin_ns)),
             final=_growth(end, start),
             pss_bytes=max(known["pss"]) - known["pss"][0] if "pss" in known else None,
             cgroup=_cgroup(self._group, known),
@@ -155,6 +160,12 @@ class Measurement:
             marks=tuple(self._marks),
             timeline=Timeline(seconds=array("d", ((t - self._begin_ns) / 1e9 for t in times)), columns=known),
         )
+
+
+def _restart_record() -> None:
+    """Restart ``VmHWM``; where that is refused, samples have to do."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 _NOTHING = MemorySample(anon_bytes=0, file_bytes=0, shmem_bytes=0, peak_bytes=0)
@@ -169,16 +180,25 @@ def _growth(now: MemorySample, start: MemorySample) -> Peaks:
     )
 
 
-def _peaks(start: MemorySample, looks: list[MemorySample], columns: dict[str, array[int]]) -> Peaks:
-    """Return the largest growth over the helper's samples and this process's own looks at marks and at the end."""
+def _peaks(start: MemorySample, looks: list[MemorySample], columns: dict[str, array[int]], first: int) -> Peaks:
+    """Return the largest growth over the helper's samples and this process's own looks at marks and at the end.
+
+    Args:
+        start: The look at the beginning of the block.
+        looks: Those at marks and at the end.
+        columns: The helper's samples.
+        first: Number of its first sample in the block.
+    """
+    within: dict[str, array[int]] = {
+        kind: columns[kind][first:] for kind in ("anon", "file", "shmem", "peak") if kind in columns
+    }
 
     def highest(kind: str) -> int:
         seen: list[int] = [getattr(look, f"{kind}_bytes") for look in (start, *looks)]
-        return max(*seen, max(columns.get(kind, ()), default=0)) - seen[0]
+        return max(*seen, max(within.get(kind, ()), default=0)) - seen[0]
 
-    sums = map(sum, zip(*(columns[kind] for kind in ("anon", "file", "shmem") if kind in columns), strict=True))
-    # The first sample was taken before the kernel's record was restarted.
-    recorded = max(columns.get("peak", array("q"))[1:], default=0)
+    recorded = max(within.pop("peak", ()), default=0)
+    sums = map(sum, zip(*within.values(), strict=True))
     own = max(max(look.total_bytes, look.peak_bytes) for look in looks)
     total = max(start.total_bytes, own, recorded, max(sums, default=0))
     return Peaks(
@@ -248,12 +268,15 @@ class _Helper:
         self.separate = process is not None
         self._process = process
         self._interval = interval_seconds
-        self._stopped = threading.Event()
+        self._stopped = False
         self._samples: list[tuple[int, MemorySample]] = []
-        self._thread = threading.Thread(target=self._watch, name="sluice-sampler", daemon=True)
-        if process is None:
-            with suppress(RuntimeError):  # no thread either: start and end still count
-                self._thread.start()
+        self._samplers: list[Worker] = []
+        if process is None:  # where no thread can be had either, start, marks and end still count
+            try:
+                start_threads(self._samplers, 1, self._watch, "sluice-sampler")
+            except BaseException:  # an interrupt: nobody would end the block
+                self._stopped = True
+                raise
 
     @classmethod
     def start(cls, interval_seconds: float, *, pss: bool, group: MemoryGroup | None) -> _Helper:
@@ -291,13 +314,16 @@ class _Helper:
         return _Seen(columns=columns, devices=found["devices"])
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._interval):
-            self._samples.append((time.monotonic_ns(), read_memory()))
+        due = time.monotonic() + self._interval
+        while not self._stopped:
+            time.sleep(min(self._interval, _NOTICE_SECONDS))
+            if time.monotonic() >= due:
+                due += self._interval
+                self._samples.append((time.monotonic_ns(), read_memory()))
 
     def _stop_thread(self) -> list[array[int]]:
-        self._stopped.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._stopped = True
+        join_threads(self._samplers)
         absent = array("q", [_sampler.ABSENT]) * len(self._samples)
         return [
             array("q", (moment for moment, _ in self._samples)),
