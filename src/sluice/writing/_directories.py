@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,7 +146,7 @@ def replaced_directory(path: str, *, belongs: Callable[[str], bool], check: Call
         check(hidden)
         with syncing(parent, path, commits=True), saving(path):
             if others is None:
-                os.rename(hidden, final)
+                _name(hidden, final, path)
             else:
                 exchange(hidden, final)
 
@@ -166,6 +167,15 @@ def _hidden_directory(parent: str, name: str, path: str, belongs: Callable[[str]
             yield hidden
             return
     raise SaveError("hidden directories of this save are removed as fast as they are made", file=path)
+
+
+def _name(hidden: str, final: str, path: str) -> None:
+    try:
+        os.rename(hidden, final)
+    except OSError as error:
+        if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
+            raise
+        raise SaveError("the directory was made by somebody else meanwhile", file=path) from error
 
 
 def _others(final: str, path: str, belongs: Callable[[str], bool]) -> list[str] | None:
