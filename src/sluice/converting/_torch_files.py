@@ -84,6 +84,7 @@ def _lay_out(job: Job, tree: object, hashed: Mapping[str, Entry]) -> _TorchFile:
         for entry in entries
     ]
     targets, views = shared_targets(requests, job.checkpoint.index, job.offsets(entries))
+    del requests  # records of every tensor: what is not needed while the pickle is made has to be gone
     positions = {id(entry): position for position, entry in enumerate(entries)}
 
     def described(value: object) -> Described | None:
