@@ -215,9 +215,9 @@ class BudgetError(SluiceError):
 
     Example:
         >>> try:
-        ...     sluice.load_into(model, "model.pth")
+        ...     report = sluice.load_into(model, "model.pth")
         ... except sluice.BudgetError as error:
-        ...     sluice.load_into(model, "model.pth", **error.alternatives[0].arguments)
+        ...     report = sluice.load_into(model, "model.pth", **error.alternatives[0].arguments)
     """
 
     advice = "Nothing was read: choose a smaller dtype, another device, or larger limits."
