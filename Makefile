@@ -26,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: install
-	$(BIN)/python -m bench.demo $(if $(SIZE),--size $(SIZE))
+	$(BIN)/sluice bench --out demo-out $(if $(SIZE),--size $(SIZE))
 
 test: install
 	$(BIN)/pytest -n 2 -m 'not long'

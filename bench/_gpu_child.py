@@ -16,8 +16,8 @@ from typing import Any, cast
 
 import torch
 
-from bench import puzzle
-from bench.puzzle import Puzzle
+from bench import _puzzle as puzzle
+from bench._puzzle import Puzzle
 
 __all__ = ["run_task"]
 

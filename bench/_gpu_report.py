@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench._gpu_goals import Goal
-from bench.puzzle import Puzzle
+from bench._puzzle import Puzzle
 from bench.timeline import Trace
 from sluice._units import format_bytes
 from sluice.benchmark._records import Run
@@ -152,4 +152,4 @@ def append(directory: Path, name: str, sections: Sequence[Section], *, notes: Se
         for section in sections
     ]
     document["notes"] = list(notes)
-    (directory / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    (directory / f"{name}.json").write_text(json.dumps(document) + "\n", encoding="utf-8")

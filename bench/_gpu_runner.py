@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from sluice.benchmark._cache import make_cold, make_warm
-from sluice.benchmark._methods import METHODS
+from sluice.benchmark._methods import absence
 from sluice.benchmark._process import run_job
 from sluice.benchmark._records import Job, Outcome, Precision, Run, Scenario, State
 from sluice.benchmark._runner import REFERENCE
@@ -47,9 +46,8 @@ def run_within(scenarios: Sequence[Scenario], *, deadline: float, watch: Watch) 
 
 
 def _run(scenario: Scenario, method: str, state: State, *, deadline: float, watch: Watch) -> Outcome:
-    absent = _missing_package(method)
-    if absent:
-        return Outcome(status="absent", reason=f"{absent} is not installed")
+    if absent := absence(method):
+        return Outcome(status="absent", reason=absent)
     if _seconds_left(deadline) >= _LEAST_SECONDS and not _PREPARATIONS[state](scenario.checkpoints[method]):
         return Outcome(status="failed", reason=f"the page cache could not be made {state}")
     # The digests take longer than a load, and a method that is right once is right the next time.
@@ -74,12 +72,6 @@ def _run_job(scenario: Scenario, method: str, state: State, *, verify: bool, dea
 
 def _seconds_left(deadline: float) -> float:
     return deadline - time.monotonic()
-
-
-def _missing_package(method: str) -> str:
-    """Return a package that the method needs and that is not there, without importing it; empty when all are there."""
-    packages = (name.partition(":")[0].partition(".")[0] for name in METHODS[method].imports)
-    return next((package for package in packages if find_spec(package) is None), "")
 
 
 def _as_run(scenario: Scenario, method: str, state: State, outcome: Outcome) -> Run:

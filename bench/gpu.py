@@ -17,7 +17,7 @@ import click
 import torch
 from rich.console import Console
 
-from bench import puzzle as puzzles
+from bench import _puzzle as puzzles
 from bench._gpu_child import run_task
 from bench._gpu_goals import Figures, judge
 from bench._gpu_report import (
@@ -30,17 +30,18 @@ from bench._gpu_report import (
     puzzle_section,
 )
 from bench._gpu_runner import run_within
-from bench.puzzle import Puzzle
+from bench._puzzle import Puzzle
 from bench.timeline import Trace, Watcher, draw
 from sluice._units import format_bytes
 from sluice.benchmark import _machine
 from sluice.benchmark._cache import make_cold
 from sluice.benchmark._folder import temporary_folder
 from sluice.benchmark._records import Outcome, Precision, Run, Scenario, State
+from sluice.benchmark._results import write_results
 from sluice.benchmark._runner import REFERENCE
 from sluice.benchmark._strategies import STRATEGIES
 from sluice.benchmark._summary import raw_seconds, summarise
-from sluice.benchmark._table import console_for_tables, print_tables, write_results
+from sluice.benchmark._table import console_for_tables, print_tables
 from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
 
 __all__ = ["main", "scenarios_for"]

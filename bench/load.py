@@ -15,10 +15,12 @@ from sluice.benchmark import _machine
 from sluice.benchmark._folder import temporary_folder
 from sluice.benchmark._peers import PEERS
 from sluice.benchmark._records import Precision, Scenario, State
+from sluice.benchmark._results import write_results
 from sluice.benchmark._runner import run_with_progress
 from sluice.benchmark._summary import summarise
-from sluice.benchmark._table import console_for_tables, print_tables, write_results
-from sluice.benchmark.gpt2 import ONE_TENSOR, SIZES, CheckpointFormat, final_bytes, make_checkpoint
+from sluice.benchmark._table import console_for_tables, print_tables
+from sluice.benchmark._writing import CheckpointFormat
+from sluice.benchmark.gpt2 import ONE_TENSOR, SIZES, final_bytes, make_checkpoint
 
 __all__ = ["CASES", "main"]
 

@@ -1,191 +1,173 @@
-"""The puzzle of pytorch issue 75242: a half-precision model that fits the device, in a file that fits nowhere.
+"""``python -m bench.puzzle --scale 0.1``: the puzzle of pytorch issue 75242, with every way to load it.
 
-Its author has a GPU of 24 GB, 32 GB of host memory and a checkpoint of 40 GB in fp32. Here the file is written without
-ever holding it, the device is capped by torch's own allocator, and every weight is compared after the load.
+A checkpoint in fp32 of twice the half-precision model's size, on a machine whose memory holds the model but not the
+checkpoint beside it: 24 GB of device, 32 GB of host, 40 GB of file at full scale. Every method runs twice: without a
+limit, which shows what it needs, and in a memory control group of the host's size, which shows whether it survives.
+The interpreter with torch does not scale: below a scale of about 0.05 it leaves no room for the model.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import struct
-import time
-import zipfile
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+import click
+from rich.console import Console
 
-from sluice.benchmark.gpt2 import random_weight
+from bench._gpu_report import Section, append, print_sections
+from bench._puzzle import FULL, Puzzle, make_file
+from sluice._options import MemoryLimits
+from sluice._units import format_bytes, parse_bytes
+from sluice.benchmark import _machine
+from sluice.benchmark._comparison import Checkpoints, Subject, scenario
+from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark._records import PTH, Run, Scenario
+from sluice.benchmark._report import write_report
+from sluice.benchmark._results import write_results
+from sluice.benchmark._runner import run_with_progress
+from sluice.benchmark._strategies import STRATEGIES
+from sluice.benchmark._summary import Row, summarise
+from sluice.benchmark._table import console_for_tables, print_tables
+from sluice.measuring import memory_limit_refusal
 
-__all__ = ["FULL", "Puzzle", "choose", "load", "make_file"]
+__all__ = ["goal_bytes", "main", "outcome_section"]
 
-#: Length of a local header of a zip file before its name, and where the lengths of its name and extra field are.
-_LOCAL_HEADER, _NAME_AND_EXTRA = 30, struct.Struct("<26xHH")
+_PACKAGES = ("torch", "sluice", "accelerate")
 
-#: Seconds that the puzzle takes beside moving the file's bytes: a process, its context, the comparison.
-_SECONDS_BESIDE = 40.0
+#: The tutorial's methods and accelerate, the one peer that reads such a file.
+_METHODS = (*(method.name for method in STRATEGIES if method.name != "sluice"), "accelerate", "sluice")
 
-#: How often all bytes of the file move at about the speed of the disk: written, flushed, read, and some patience.
-_HANDLINGS = 3
+#: What sluice may take beside the finished model and its staging, in bytes.
+_BESIDE_BYTES = 64 << 20
 
-#: A smaller share of the full puzzle says nothing.
-_SMALLEST_SHARE = 1 / 32
-
-#: Shares of the free disk and of the free device that the puzzle may take.
-_SHARE_OF_FREE = 0.95
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Puzzle:
-    """One size of it."""
-
-    #: Number of square matrices.
-    layers: int
-    #: Rows and columns of each.
-    width: int = 8192
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the weights in the file, in fp32."""
-        return self.layers * self.width * self.width * 4
-
-    @property
-    def final_bytes(self) -> int:
-        """F: bytes of the finished weights, in bf16."""
-        return self.file_bytes // 2
-
-    @property
-    def device_limit_bytes(self) -> int:
-        """What torch's allocator may take: 24 GiB at full scale, and the same share of that at others."""
-        return int((24 << 30) * self.file_bytes / FULL.file_bytes)
-
-    @property
-    def share(self) -> float:
-        """The part of the full puzzle that this is, from 0 to 1."""
-        return self.file_bytes / FULL.file_bytes
-
-    def build(self) -> nn.Sequential:
-        """Return the model as its constructor makes it."""
-        matrices = (nn.Linear(self.width, self.width, bias=False) for _ in range(self.layers))
-        return nn.Sequential(*(module for matrix in matrices for module in (matrix, nn.Tanh())))
+#: One file, the same once more as a file for each parameter, and some room.
+_DISK_IN_FILES = 2.1
 
 
-#: 40 GB in fp32, 20 GB in half precision.
-FULL = Puzzle(layers=149)
+def goal_bytes(final_bytes: int) -> int:
+    """Return the growth that sluice is allowed: F + staging + 64 MiB."""
+    return final_bytes + parse_bytes(MemoryLimits().staging) + _BESIDE_BYTES
 
 
-def choose(*, disk_bytes: int, device_bytes: int, seconds: float, bytes_per_second: float) -> Puzzle | None:
-    """Return the largest puzzle that disk, device and time allow, or None when that says nothing.
-
-    Args:
-        disk_bytes: Free disk space.
-        device_bytes: Free memory of the device.
-        seconds: Time left.
-        bytes_per_second: How fast a checkpoint is written out.
-    """
-    share = min(
-        1.0,
-        _SHARE_OF_FREE * disk_bytes / FULL.file_bytes,
-        _SHARE_OF_FREE * device_bytes / FULL.device_limit_bytes,
-        (seconds - _SECONDS_BESIDE) * bytes_per_second / (_HANDLINGS * FULL.file_bytes),
+def outcome_section(size: Puzzle, free: Scenario, limited: Scenario | None, runs: Sequence[Run]) -> Section:
+    """Return one table of both runs: what each method needs, and what became of it under the limit."""
+    needed = {row.method: row for row in summarise(free, runs)}
+    survived = {row.method: row for row in summarise(limited, runs)} if limited else {}
+    rows = [(method, *_needs(row), _fate(survived.get(method))) for method, row in needed.items()]
+    limit = f"{size.host_limit_bytes / 1e9:.1f} GB of host memory"
+    if free.device_limit_bytes is not None:
+        limit += f" and {format_bytes(free.device_limit_bytes)} of the device"
+    return Section(
+        title=f"The puzzle of pytorch issue 75242 at scale {size.share:.2f}",
+        headings=("method", "host, peak", "peak / F", "seconds, cold", f"under {limit}"),
+        rows=tuple(rows),
+        notes=(
+            f"fp32 checkpoint of {size.file_bytes / 1e9:.2f} GB, F = {size.final_bytes / 1e9:.2f} GB in bf16 on the "
+            + ("device" if free.device == "cuda" else "CPU: there is no CUDA device, so its limit was not tried"),
+        ),
     )
-    return Puzzle(layers=int(share * FULL.layers)) if share >= _SMALLEST_SHARE else None
 
 
-def make_file(path: Path, puzzle: Puzzle, *, threads: int) -> None:
-    """Write the checkpoint, as ``torch.save`` lays it out, with no more than one matrix for each thread in memory."""
-    with FakeTensorMode():
-        model = puzzle.build()
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(model.state_dict(), path)
-    names = list(model.state_dict())
-    shape = torch.Size([puzzle.width, puzzle.width])
-    descriptor = os.open(path, os.O_WRONLY)
-
-    def write(number: int, offset: int) -> None:
-        weight = random_weight(names[number], shape)
-        content = memoryview(weight.numpy().data).cast("B")
-        while content:
-            written = os.pwrite(descriptor, content, offset)
-            content, offset = content[written:], offset + written
-
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(write, range(puzzle.layers), _storage_offsets(path)):
-                pass
-    finally:
-        os.close(descriptor)
+def _needs(row: Row) -> tuple[str, str, str]:
+    if "cold" not in row.seconds:
+        return (row.failures["cold"], "-", "-")
+    return (format_bytes(row.total_bytes), f"{row.over_final or 0:.2f}", f"{row.seconds['cold']:.2f}")
 
 
-def _storage_offsets(path: Path) -> list[int]:
-    """Return where the bytes of each storage begin, in the order in which their tensors were saved."""
-    with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
-        records = {
-            int(Path(info.filename).name): info
-            for info in archive.infolist()
-            if Path(info.filename).parent.name == "data"
-        }
-        offsets = []
-        for number in range(len(records)):
-            start = records[number].header_offset
-            stream.seek(start)
-            name, extra = _NAME_AND_EXTRA.unpack(stream.read(_LOCAL_HEADER))
-            offsets.append(start + _LOCAL_HEADER + name + extra)
-    return offsets
+def _fate(row: Row | None) -> str:
+    if row is None:
+        return "not tried"
+    if "cold" in row.seconds:
+        return f"survives, {row.seconds['cold']:.2f} s"
+    return f"{row.failures['cold']} at {format_bytes(row.total_bytes)}"
 
 
-def load(path: str, puzzle: Puzzle, device: str) -> dict[str, Any]:
-    """Load the file into a model on the device with sluice, under the cap, and return what that took.
-
-    Returns:
-        Seconds, peaks in bytes, the number of wrong matrices, and whether the model computes.
-    """
-    import sluice
-    from sluice._measure import PeakMeter
-
-    if device == "cuda":
-        torch.ones(1, device=device).to(torch.bfloat16)  # the context, which is not the load's
-        torch.cuda.empty_cache()
-        total = torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(1.0, puzzle.device_limit_bytes / total))
-        torch.cuda.reset_peak_memory_stats()
-    with sluice.empty_init():
-        model = puzzle.build()
-    with PeakMeter() as meter:
-        begin = time.perf_counter()
-        report = sluice.load_into(model, path, device=device, dtype=torch.bfloat16)
-        seconds = time.perf_counter() - begin
-    allocated, reserved = _device_peaks(device)
-    with torch.no_grad():
-        out = model(torch.ones(1, puzzle.width, dtype=torch.bfloat16, device=device))
-    return {
-        "seconds": seconds,
-        "read_bytes": report.read_bytes,
-        "host_growth_bytes": meter.peaks.total_bytes,
-        "device_allocated_bytes": allocated,
-        "device_reserved_bytes": reserved,
-        "wrong_matrices": _wrong_matrices(model),
-        "computes": bool(out.isfinite().all()),
-        "notes": report.notes,
-    }
+def _scenarios(size: Puzzle, path: Path, folder: Path, device: str, *, limited: bool) -> list[Scenario]:
+    subject = Subject(
+        model="bench._puzzle:build",
+        model_args=json.dumps({"layers": size.layers, "width": size.width}),
+        title=f"{size.file_bytes / 1e9:.1f} GB in fp32",
+        original=path,
+        kind=PTH,
+    )
+    device_limit = size.device_limit_bytes if device == "cuda" else None
+    checkpoints = Checkpoints(subject, folder)
+    limits = [None, size.host_limit_bytes] if limited else [None]
+    return [
+        scenario(
+            subject, checkpoints, _METHODS, "bfloat16", device=device, states=("cold",), host_limit_bytes=limit,
+            device_limit_bytes=device_limit,
+        )
+        for limit in limits
+    ]  # fmt: skip
 
 
-def _device_peaks(device: str) -> tuple[int, int]:
-    if device != "cuda":
-        return 0, 0
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--scale", type=click.FloatRange(1 / FULL.layers, 1), default=0.1, show_default=True, help="Share of the puzzle."
+)
+@click.option("--directory", type=click.Path(path_type=Path), help="Where to put the file; else the temp folder.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("puzzle-out"), show_default=True, help="Results.")
+def main(scale: float, directory: Path | None, out: Path) -> None:
+    """Load a checkpoint of twice the model's size under a limit that it does not fit into."""
+    console = console_for_tables()
+    size = Puzzle(layers=round(scale * FULL.layers))
+    device = _machine.device()
+    refusal = memory_limit_refusal()
+    with temporary_folder(directory) as folder:
+        if shutil.disk_usage(folder).free < _DISK_IN_FILES * size.file_bytes:
+            raise click.ClickException(f"it takes {format_bytes(_DISK_IN_FILES * size.file_bytes)} of disk")
+        machine = _machine.describe(folder, _PACKAGES)
+        path = folder / "puzzle.pth"
+        with console.status(f"making the file, {format_bytes(size.file_bytes)}"):
+            make_file(path, size, threads=len(os.sched_getaffinity(0)))
+            scenarios = _scenarios(size, path, folder, device, limited=refusal is None)
+        runs = run_with_progress(console, scenarios, repetitions=1)
+    command = f"python -m bench.puzzle --scale {scale:g}"
+    _write(out, size, scenarios, runs, machine=machine, command=command)
+    print_tables(console, scenarios, runs)
+    print_sections(console, [outcome_section(size, scenarios[0], _limited(scenarios), runs)])
+    if refusal:
+        console.print(f"no limit was tried: {refusal}", highlight=False, markup=False)
+    console.print(f"written: {out}/puzzle.md, {out}/puzzle.json, {out}/report.html", highlight=False, soft_wrap=True)
+    _judge(console, scenarios, runs)
 
 
-def _wrong_matrices(model: nn.Module) -> int:
-    """Compare every matrix with the random numbers that the file was made of, and count those that differ."""
+def _limited(scenarios: Sequence[Scenario]) -> Scenario | None:
+    return next((each for each in scenarios if each.host_limit_bytes is not None), None)
 
-    def is_wrong(item: tuple[str, torch.Tensor]) -> bool:
-        name, weight = item
-        return not torch.equal(weight, random_weight(name, weight.shape).to(weight.dtype).to(weight.device))
 
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return sum(pool.map(is_wrong, model.state_dict().items()))
+def _write(
+    out: Path,
+    size: Puzzle,
+    scenarios: Sequence[Scenario],
+    runs: Sequence[Run],
+    *,
+    machine: dict[str, str],
+    command: str,
+) -> None:
+    write_results(out, "puzzle", machine=machine, command=command, scenarios=scenarios, runs=runs)
+    append(out, "puzzle", [outcome_section(size, scenarios[0], _limited(scenarios), runs)])
+    title = f"The puzzle of pytorch issue 75242 at scale {size.share:.2f}"
+    write_report(out / "report.html", title=title, machine=machine, command=command, scenarios=scenarios, runs=runs)
+
+
+def _judge(console: Console, scenarios: Sequence[Scenario], runs: Sequence[Run]) -> None:
+    """Say whether sluice kept within its bound in every run, and fail where it did not."""
+    for each in scenarios:
+        (row,) = (row for row in summarise(each, runs) if row.method == "sluice")
+        if "cold" not in row.seconds or row.right is not True:
+            raise click.ClickException(f"sluice did not load it: {'; '.join(row.reasons) or 'wrong weights'}")
+        on_host = each.final_bytes if each.device == "cpu" else 0
+        found, allowed = row.total_bytes, goal_bytes(on_host)
+        text = f"sluice grew by {format_bytes(found)}; F + staging + 64 MiB is {format_bytes(allowed)}"
+        if found > allowed:
+            raise click.ClickException(text)
+        console.print(text, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

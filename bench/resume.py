@@ -11,10 +11,11 @@ from sluice._units import format_bytes
 from sluice.benchmark import _machine
 from sluice.benchmark._folder import temporary_folder
 from sluice.benchmark._records import Scenario
+from sluice.benchmark._results import write_results
 from sluice.benchmark._resuming import RESUMING, RESUMING_REFERENCE, make_run, resumed_bytes
 from sluice.benchmark._runner import run_with_progress
 from sluice.benchmark._summary import summarise
-from sluice.benchmark._table import console_for_tables, print_tables, write_results
+from sluice.benchmark._table import console_for_tables, print_tables
 from sluice.benchmark.gpt2 import SIZES
 
 __all__ = ["ALLOWED_BYTES", "main"]

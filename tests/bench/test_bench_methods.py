@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import mmap
 import pkgutil
@@ -13,16 +14,16 @@ from torch import nn
 
 from sluice.benchmark import _raw
 from sluice.benchmark._child import touch, verdict
-from sluice.benchmark._methods import METHODS
-from sluice.benchmark._peers import GPU_PEERS, PEERS
-from sluice.benchmark._records import Job, Precision, Verdict
+from sluice.benchmark._methods import LOADERS, METHODS, absence
+from sluice.benchmark._peers import GPU_PEERS, PEERS, REFERENCE
+from sluice.benchmark._records import OTHER, Job, Precision, Verdict
 from sluice.benchmark._strategies import STRATEGIES
 
 _LOADERS = [
     (method.name, suffix)
-    for method in METHODS.values()
+    for method in (*LOADERS.values(), REFERENCE)
     for suffix in method.reads
-    if not method.name.startswith("raw-")
+    if not method.name.startswith("raw-") and suffix != OTHER
 ]
 
 
@@ -59,8 +60,15 @@ def test_a_method_makes_the_right_model(
     assert verdict(model) == truth
 
 
+def test_a_missing_package_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = dataclasses.replace(METHODS["runai-streamer"], imports=("no_such_loader.part:name",))
+    monkeypatch.setitem(METHODS, "runai-streamer", method)
+    assert absence("runai-streamer") == "no_such_loader is not installed: pip install runai-model-streamer"
+    assert absence("sluice") == ""
+
+
 def test_names_are_unique() -> None:
-    assert len(METHODS) == len(STRATEGIES) + len(PEERS) + len(GPU_PEERS) + 1
+    assert len(LOADERS) == len(STRATEGIES) + len(PEERS) + len(GPU_PEERS)
 
 
 def test_one_changed_bit_changes_the_verdict() -> None:

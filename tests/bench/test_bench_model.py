@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sluice.benchmark._writing import CheckpointFormat
 from sluice.benchmark.gpt2 import (
     SIZES,
-    CheckpointFormat,
     GPTConfig,
     GPTModel,
     build,

@@ -48,7 +48,9 @@ def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
 def test_a_package_that_is_not_there_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accelerate.py").write_text("raise ImportError('no accelerate here')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert run_job(_job("accelerate", tmp_path)) == Outcome(status="absent", reason="no accelerate here")
+    assert run_job(_job("accelerate", tmp_path)) == Outcome(
+        status="absent", reason="no accelerate here; pip install accelerate"
+    )
 
 
 def test_a_method_that_takes_too_long_is_stopped(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench import puzzle
+from bench import _puzzle as puzzle
 from bench._gpu_child import run_task
-from bench.puzzle import FULL, Puzzle, choose, make_file
+from bench._puzzle import FULL, Puzzle, choose, make_file
 from sluice.benchmark.gpt2 import random_weight
 
 GIB = 1 << 30

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from sluice.benchmark import _runner
 from sluice.benchmark._records import Job, Outcome, Run, Scenario, State, Status, Verdict
+from sluice.benchmark._results import write_results
 from sluice.benchmark._runner import run_with_progress
 from sluice.benchmark._summary import summarise
-from sluice.benchmark._table import print_tables, write_results
+from sluice.benchmark._table import print_tables
 
 _TRUTH = Verdict(weights="abc", logits=(1.0, -2.0))
 
@@ -54,7 +55,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace processes and the page cache by fakes that write down what they are asked."""
     lines: list[str] = []
 
-    def run_job(job: Job) -> Outcome:
+    def run_job(job: Job, **_: object) -> Outcome:
         lines.append(f"{job.method} {Path(job.checkpoint).name} {'verify' if job.verify else ''}".strip())
         return Outcome(status="ok", seconds=1.0)
 

@@ -24,8 +24,10 @@ from typing import IO
 import torch
 from torch import nn
 
+from sluice.benchmark._machine import free_memory_bytes
 from sluice.benchmark._methods import METHODS
 from sluice.benchmark._records import Job, Verdict
+from sluice.benchmark._subjects import is_builtin
 from sluice.benchmark.gpt2 import GPTConfig, GPTModel
 
 _PAGE_BYTES = 4096
@@ -57,10 +59,10 @@ def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
         for name in method.imports:
             pkgutil.resolve_name(name)
     except ImportError as error:
-        say("absent", reason=str(error))
+        say("absent", reason=f"{error}; pip install {method.package}" if method.package else str(error))
         return
     _claim_memory(2 * _size_on_disk(job.checkpoint))
-    make_context(job.device)
+    make_context(job.device, job.device_limit_bytes)
     gc.collect()
     say("ready", peak_was_reset=_reset_peak())
     answers.readline()
@@ -73,7 +75,7 @@ def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
     say("loaded", seconds=seconds, **_device_peaks(job.device))
     answers.readline()
     if job.verify and isinstance(loaded, nn.Module):
-        say("verified", verdict=dataclasses.asdict(verdict(loaded)))
+        say("verified", verdict=dataclasses.asdict(verdict(loaded, with_logits=is_builtin(job.model))))
     elif job.verify:
         say("nothing to verify")
 
@@ -97,14 +99,13 @@ def _claim_memory(nbytes: int) -> None:
     The host of a virtual machine takes back what its guest has freed, and the next touch of such a page takes ten times
     as long. Without this, a method would pay for the memory that the one before it did not use.
     """
-    with open("/proc/meminfo") as stream:
-        available = next(int(line.split()[1]) << 10 for line in stream if line.startswith("MemAvailable"))
-    if not nbytes:
+    room = free_memory_bytes() * 3 // 4  # under a limit on memory there is less than the machine has
+    if not nbytes or not room:
         return
-    with mmap.mmap(-1, min(nbytes, available * 3 // 4), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as room:
-        room.madvise(mmap.MADV_HUGEPAGE)
-        for page in range(0, len(room), _HUGE_PAGE_BYTES):
-            room[page] = 1
+    with mmap.mmap(-1, min(nbytes, room), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        for page in range(0, len(mapping), _HUGE_PAGE_BYTES):
+            mapping[page] = 1
 
 
 def _reset_peak() -> bool:
@@ -117,7 +118,7 @@ def _reset_peak() -> bool:
     return True
 
 
-def make_context(device: str) -> None:
+def make_context(device: str, limit_bytes: int | None = None) -> None:
     """Do once what torch does on first use: the meta device's lazy imports and the accelerator's context."""
     config = GPTConfig(vocab_size=8, context_length=8, emb_dim=8, n_heads=2, n_layers=1, qkv_bias=True)
     with torch.device("meta"):
@@ -126,6 +127,8 @@ def make_context(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        if limit_bytes is not None:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / torch.cuda.mem_get_info()[1]))
         torch.cuda.reset_peak_memory_stats()
 
 
@@ -150,17 +153,23 @@ def touch(model: nn.Module) -> float:
     """Read an element of every page of every weight and return their sum."""
     total = 0.0
     for weight in model.state_dict().values():
+        if not weight.numel():
+            continue
         flat = weight.flatten()
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).flatten()
         # The last element too: a tensor that begins inside a page ends in one that the steps can miss.
-        total += float(flat[:: _PAGE_BYTES // weight.element_size()].sum()) + float(flat[-1])
+        total += float(flat[:: _PAGE_BYTES // flat.element_size()].sum()) + float(flat[-1])
     return total
 
 
-def verdict(model: nn.Module) -> Verdict:
-    """Return the digests of a model: one of all weights' bits, and logits on a fixed input."""
+def verdict(model: nn.Module, *, with_logits: bool = True) -> Verdict:
+    """Return the digests of a model: one of all weights' bits, and logits on a fixed input where it takes token ids."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {_sum_of_bits(weight)}\n".encode())
+    if not with_logits:
+        return Verdict(weights=digest.hexdigest(), logits=())
     first = next(model.parameters())
     with torch.no_grad():
         logits = model.eval()(torch.arange(16, device=first.device).unsqueeze(0)).float().cpu().flatten()
@@ -171,6 +180,8 @@ def verdict(model: nn.Module) -> Verdict:
 def _sum_of_bits(weight: torch.Tensor) -> int:
     # Eight bytes at a time, as wrapping integers: no temporary, and the order of adding does not matter.
     raw = weight.detach().flatten().view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()  # such a view of bytes has no view as larger integers
     whole = len(raw) // 8 * 8
     return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
 

@@ -1,4 +1,4 @@
-"""The loaders that ``bench.load`` compares, each used as its own documentation advises for this job.
+"""Other loaders, each used as its own documentation advises for this job.
 
 The model is built before the clock starts, on the meta device, so that no method pays for random numbers. Methods that
 copy into a real model get one whose memory is allocated but not initialised, which is kinder to them than real use.
@@ -10,37 +10,39 @@ import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from sluice.benchmark import _raw
-from sluice.benchmark._records import Job, Loaded, Method
-from sluice.benchmark.gpt2 import build, random_weight
+from sluice.benchmark._records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, TENSORS, Job, Kind, Loaded, Method
+from sluice.benchmark._subjects import build, is_builtin, read_state_dict, truth
+from sluice.benchmark.gpt2 import random_weight
 
 __all__ = ["GPU_PEERS", "PEERS", "REFERENCE"]
 
-_SAFETENSORS = (".safetensors",)
-_BOTH = (".pth", ".safetensors")
+_SAFETENSORS = (SAFETENSORS,)
+_BOTH = (PTH, SAFETENSORS)
 
 
 def _on_meta(job: Job) -> nn.Module:
     with torch.device("meta"):
-        return build(job.model)
+        return build(job)
 
 
 def _emptied_by_sluice(job: Job) -> nn.Module:
     import sluice
 
     with sluice.empty_init():
-        return build(job.model)
+        return build(job)
 
 
 def _emptied_by_accelerate(job: Job) -> nn.Module:
     from accelerate import init_empty_weights
 
     with init_empty_weights():
-        return build(job.model)
+        return build(job)
 
 
 def _allocated(model: nn.Module, job: Job) -> nn.Module:
@@ -50,13 +52,13 @@ def _allocated(model: nn.Module, job: Job) -> nn.Module:
 def torch_load(job: Job, model: nn.Module) -> nn.Module:
     """Load the whole state dict, copy it into the model."""
     model = _allocated(model, job)
-    model.load_state_dict(torch.load(job.checkpoint, map_location=job.device, weights_only=True))
+    model.load_state_dict(read_state_dict(Path(job.checkpoint), job.key, device=job.device))
     return model
 
 
 def torch_mmap(job: Job, model: nn.Module) -> nn.Module:
     """Map the file, give its tensors to the model, cast afterwards."""
-    state_dict = torch.load(job.checkpoint, map_location=job.device, weights_only=True, mmap=True)
+    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=True)
     model.load_state_dict(state_dict, assign=True)
     del state_dict  # else the cast would keep every fp32 tensor alive
     return model.to(job.torch_dtype)
@@ -117,16 +119,29 @@ def instanttensor_load(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
+def tensorizer_load(job: Job, model: nn.Module) -> nn.Module:
+    """Deserialise tensorizer's own format, cast on the way, and give its tensors to the model."""
+    deserializer = import_module("tensorizer").TensorDeserializer
+    with deserializer(job.checkpoint, device=job.device, dtype=job.torch_dtype) as loaded:
+        model.load_state_dict(dict(loaded.items()), assign=True)
+    return model
+
+
 def with_sluice(job: Job, model: nn.Module) -> nn.Module:
     """Let sluice fill an empty model."""
     import sluice
 
-    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype)
+    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype, key=job.key)
     return model
 
 
 def generate(job: Job, model: nn.Module) -> nn.Module:
-    """Fill the model with the random numbers that the checkpoint was made of: the truth, never read from a file."""
+    """Fill the model with the truth: the random numbers that the checkpoint was made of, never read from a file.
+
+    A model that is not built in is filled with what torch or safetensors read, name by name.
+    """
+    if not is_builtin(job.model):
+        return truth(job, model)
     model = _allocated(model, job)
     with torch.no_grad():
         for name, weight in model.state_dict().items():
@@ -143,48 +158,91 @@ def _filling(
     name: str,
     fill: Callable[[Job, nn.Module], Loaded],
     *,
-    reads: tuple[str, ...],
+    reads: tuple[Kind, ...],
     skeleton: Callable[[Job], nn.Module] = _on_meta,
     imports: tuple[str, ...] = (),
+    package: str = "",
+    takes_key: bool = False,
 ) -> Method:
     def start(job: Job) -> Callable[[], Loaded]:
         return partial(fill, job, skeleton(job))
 
-    return Method(name=name, start=start, imports=imports, reads=reads)
+    summary = (fill.__doc__ or "").strip().partition("\n")[0]
+    return Method(
+        name=name, start=start, imports=imports, reads=reads, summary=summary, package=package, takes_key=takes_key
+    )
 
 
-def _raw_method(name: str, *, direct: bool) -> Method:
-    return Method(name=name, start=lambda job: partial(_raw_read, job, direct=direct), reads=_BOTH)
+def _raw_method(name: str, summary: str, *, direct: bool) -> Method:
+    def start(job: Job) -> Callable[[], Loaded]:
+        return partial(_raw_read, job, direct=direct)
+
+    return Method(name=name, start=start, reads=_BOTH, summary=summary, takes_key=True)
 
 
 #: Fills a model with the truth; not a loader, so no table shows it.
-REFERENCE = _filling("reference", generate, reads=(".pth", ".safetensors", ""))
+REFERENCE = _filling(
+    "reference",
+    generate,
+    reads=(PTH, SAFETENSORS, SHARDS, PARAMETERS),
+    skeleton=_emptied_by_sluice,
+    takes_key=True,
+)
 
 #: In the order of the tables.
 PEERS = (
-    _raw_method("raw-direct", direct=True),
-    _raw_method("raw-buffered", direct=False),
-    _filling("torch-load", torch_load, reads=(".pth",)),
-    _filling("torch-mmap", torch_mmap, reads=(".pth",)),
+    _raw_method("raw-direct", "Read the bytes past the page cache, as fast as the disk gives them.", direct=True),
+    _raw_method("raw-buffered", "Read the bytes through the page cache.", direct=False),
+    _filling("torch-load", torch_load, reads=(PTH,), takes_key=True),
+    _filling("torch-mmap", torch_mmap, reads=(PTH,), takes_key=True),
     _filling("safetensors-load-model", safetensors_load_model, reads=_SAFETENSORS, imports=("safetensors.torch",)),
     _filling("safetensors-load-file", safetensors_load_file, reads=_SAFETENSORS, imports=("safetensors.torch",)),
     _filling(
         "accelerate",
         accelerate_load,
-        reads=_BOTH,
+        reads=(*_BOTH, SHARDS),
         skeleton=_emptied_by_accelerate,
         imports=("accelerate:load_checkpoint_in_model",),
+        package="accelerate",
     ),
-    _filling("runai-streamer", runai_stream, reads=_SAFETENSORS, imports=("runai_model_streamer:SafetensorsStreamer",)),
-    _filling("fastsafetensors", fastsafetensors_load, reads=_SAFETENSORS, imports=("fastsafetensors:fastsafe_open",)),
+    _filling(
+        "runai-streamer",
+        runai_stream,
+        reads=_SAFETENSORS,
+        imports=("runai_model_streamer:SafetensorsStreamer",),
+        package="runai-model-streamer",
+    ),
+    _filling(
+        "fastsafetensors",
+        fastsafetensors_load,
+        reads=_SAFETENSORS,
+        imports=("fastsafetensors:fastsafe_open",),
+        package="fastsafetensors",
+    ),
+    _filling(
+        "tensorizer",
+        tensorizer_load,
+        reads=(TENSORS,),
+        imports=("tensorizer:TensorDeserializer",),
+        package="tensorizer",
+    ),
     _filling(
         "sluice-load-into",
         with_sluice,
-        reads=_BOTH,
+        reads=(*_BOTH, SHARDS, PARAMETERS, OTHER),
         skeleton=_emptied_by_sluice,
         imports=("sluice:empty_init", "sluice:load_into"),
+        takes_key=True,
     ),
 )
 
 #: Those that load onto CUDA devices only.
-GPU_PEERS = (_filling("instanttensor", instanttensor_load, reads=_SAFETENSORS, imports=("instanttensor:safe_open",)),)
+GPU_PEERS = (
+    _filling(
+        "instanttensor",
+        instanttensor_load,
+        reads=_SAFETENSORS,
+        imports=("instanttensor:safe_open",),
+        package="instanttensor",
+    ),
+)

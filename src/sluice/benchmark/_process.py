@@ -6,80 +6,57 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
-import time
 from typing import IO, Any, cast
 
+import torch
+
+from sluice._units import format_bytes
 from sluice.benchmark._records import Job, Outcome, Verdict
+from sluice.benchmark._watching import Watcher
+from sluice.measuring._limit import limited_group
 
-__all__ = ["run_job"]
-
-#: Between two looks at the memory of a process.
-_SAMPLE_SECONDS = 0.002
+__all__ = ["TIMEOUT_SECONDS", "run_job"]
 
 #: No method that is worth a row takes longer.
-_TIMEOUT_SECONDS = 900.0
+TIMEOUT_SECONDS = 900.0
 
-_KINDS = ("RssAnon", "RssFile", "RssShmem")
-_FIELD = re.compile(rb"^(RssAnon|RssFile|RssShmem|VmHWM):\s+(\d+) kB$", re.MULTILINE)
-
-
-def _status(pid: int) -> dict[str, int]:
-    """Return the resident memory of a process by kind, in bytes; empty when it has gone."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as stream:
-            text = stream.read()
-    except ProcessLookupError:
-        return {}
-    return {key.decode(): int(kib) << 10 for key, kib in _FIELD.findall(text)}
+#: Longest reason of a casualty.
+_REASON_LETTERS = 300
 
 
-class _Sampler:
-    """Keeps the peak of each kind of memory of a process, and of their sum, until it is stopped."""
+def run_job(job: Job, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None) -> Outcome:
+    """Run a job in a fresh process and return what became of it; never raises for what the job does.
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._stopped = threading.Event()
-        self.baseline = _status(pid)
-        self.peaks = dict.fromkeys((*_KINDS, "total"), 0)
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+    Args:
+        job: What to do.
+        timeout_seconds: When to stop it.
+        host_limit_bytes: Host memory that the process may use, interpreter included; a control group holds it to that.
 
-    def _watch(self) -> None:
-        while not self._stopped.is_set():
-            self._look()
-            time.sleep(_SAMPLE_SECONDS)
-
-    def _look(self) -> None:
-        status = _status(self._pid)
-        if not all(kind in status for kind in _KINDS):
-            return
-        for kind in _KINDS:
-            self.peaks[kind] = max(self.peaks[kind], status[kind])
-        self.peaks["total"] = max(self.peaks["total"], sum(status[kind] for kind in _KINDS))
-
-    def stop(self, *, exact_peak: bool) -> dict[str, int]:
-        """Stop and return growth in bytes; with ``exact_peak`` the kernel's own high-water mark counts too."""
-        self._stopped.set()
-        self._thread.join()
-        self._look()
-        if exact_peak:
-            self.peaks["total"] = max(self.peaks["total"], _status(self._pid).get("VmHWM", 0))
-        before = {**self.baseline, "total": sum(self.baseline.get(kind, 0) for kind in _KINDS)}
-        return {kind: max(0, peak - before.get(kind, 0)) for kind, peak in self.peaks.items()}
+    Raises:
+        PermissionError: There is a limit, and this process may make no control group.
+    """
+    command = [sys.executable, "-m", "sluice.benchmark._child", json.dumps(dataclasses.asdict(job))]
+    if host_limit_bytes is None:
+        return _run(command, job, timeout_seconds)
+    with limited_group(host_limit_bytes) as group:
+        outcome = _run(group.command(command), job, timeout_seconds)
+        if outcome.status == "killed" and group.oom_kills:
+            limit = format_bytes(host_limit_bytes)
+            return dataclasses.replace(outcome, reason=f"out of memory: killed by the kernel at the limit of {limit}")
+    return outcome
 
 
-def run_job(job: Job, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Outcome:
-    """Run a job in a fresh process and return what became of it; never raises for what the job does."""
+def _run(command: list[str], job: Job, timeout_seconds: float) -> Outcome:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(
-            [sys.executable, "-m", "sluice.benchmark._child", json.dumps(dataclasses.asdict(job))],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=complaints,
@@ -91,7 +68,7 @@ def run_job(job: Job, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> Outcome:
         timer.start()
         try:
             with process:
-                outcome = _converse(process, verify=job.verify)
+                outcome = _converse(process, job)
         finally:
             timer.cancel()
             process.kill()
@@ -107,39 +84,51 @@ def _stop(process: subprocess.Popen[str], overdue: threading.Event) -> None:
     process.kill()
 
 
-def _converse(process: subprocess.Popen[str], *, verify: bool) -> Outcome:
+def _converse(process: subprocess.Popen[str], job: Job) -> Outcome:
     """Take a job through its protocol. An outcome that is ``killed`` means that the process ended without a word."""
     ready = _listen(process)
     if ready["event"] != "ready":
-        return Outcome(status=ready["event"], reason=ready.get("reason", ""))
-    sampler = _Sampler(process.pid)
+        return Outcome(status=ready["event"], reason=_clause(ready))
+    watcher = Watcher(process.pid, device_used=_device_used if job.device == "cuda" else None)
     _answer(process)
     loaded = _listen(process)
-    growth = sampler.stop(exact_peak=ready["peak_was_reset"])
+    peaks, trace = watcher.stop(exact_peak=ready["peak_was_reset"])
     outcome = Outcome(
         status="ok" if loaded["event"] == "loaded" else loaded["event"],
-        reason=loaded.get("reason", ""),
+        reason=_clause(loaded),
         seconds=loaded.get("seconds", 0.0),
-        anon_bytes=growth["RssAnon"],
-        file_bytes=growth["RssFile"],
-        shmem_bytes=growth["RssShmem"],
-        total_bytes=growth["total"],
+        anon_bytes=peaks.anon,
+        file_bytes=peaks.file,
+        shmem_bytes=peaks.shmem,
+        total_bytes=peaks.total,
+        trace=trace,
         device_allocated_bytes=loaded.get("device_allocated_bytes", 0),
         device_reserved_bytes=loaded.get("device_reserved_bytes", 0),
     )
     if outcome.status != "ok":
         return outcome
     _answer(process)
-    return _verified(outcome, _listen(process)) if verify else outcome
+    return _verified(outcome, _listen(process)) if job.verify else outcome
+
+
+def _device_used() -> int:
+    """Return what all processes use of the accelerator; the context of this one is made at the first call."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _verified(outcome: Outcome, message: dict[str, Any]) -> Outcome:
     if message["event"] == "nothing to verify":
         return outcome
     if message["event"] != "verified":
-        return dataclasses.replace(outcome, status=message["event"], reason=message.get("reason", ""))
+        return dataclasses.replace(outcome, status=message["event"], reason=_clause(message))
     verdict = message["verdict"]
     return dataclasses.replace(outcome, verdict=Verdict(weights=verdict["weights"], logits=tuple(verdict["logits"])))
+
+
+def _clause(message: dict[str, Any]) -> str:
+    """Return the reason in a message as one line: exceptions of torch can list every name of a model."""
+    return textwrap.shorten(message.get("reason", ""), _REASON_LETTERS, placeholder=" ...")
 
 
 def _listen(process: subprocess.Popen[str]) -> dict[str, Any]:

@@ -18,15 +18,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sluice.benchmark._records import Job, Loaded, Method
-from sluice.benchmark.gpt2 import build
+from sluice.benchmark._records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Job, Kind, Loaded, Method
+from sluice.benchmark._subjects import build, read_state_dict
 
 __all__ = ["STRATEGIES"]
 
 
 def _empty_model(job: Job) -> nn.Module:
     with torch.device("meta"):
-        model = build(job.model)
+        model = build(job)
     return model.to(job.torch_dtype).to_empty(device=job.device)
 
 
@@ -38,30 +38,30 @@ def _copy_one_by_one(model: nn.Module, state_dict: dict[str, torch.Tensor], devi
 
 def naive(job: Job) -> nn.Module:
     """Build the model on the device, load the whole state dict onto the same device, copy."""
-    model = build(job.model).to(job.device, job.torch_dtype)
-    model.load_state_dict(torch.load(job.checkpoint, map_location=job.device, weights_only=True))
+    model = build(job).to(job.device, job.torch_dtype)
+    model.load_state_dict(read_state_dict(Path(job.checkpoint), job.key, device=job.device))
     return model
 
 
 def sequential(job: Job) -> nn.Module:
     """Build the model on the device, load the state dict into host memory, copy parameter by parameter."""
-    model = build(job.model).to(job.device, job.torch_dtype)
-    _copy_one_by_one(model, torch.load(job.checkpoint, map_location="cpu", weights_only=True), job.device)
+    model = build(job).to(job.device, job.torch_dtype)
+    _copy_one_by_one(model, read_state_dict(Path(job.checkpoint), job.key, device="cpu"), job.device)
     return model
 
 
 def meta_sequential(job: Job) -> nn.Module:
     """Allocate the model without initialising it, load the state dict onto the device, copy one by one."""
     model = _empty_model(job)
-    _copy_one_by_one(model, torch.load(job.checkpoint, map_location=job.device, weights_only=True), job.device)
+    _copy_one_by_one(model, read_state_dict(Path(job.checkpoint), job.key, device=job.device), job.device)
     return model
 
 
 def mapped(job: Job) -> nn.Module:
     """Map the file and hand its tensors to a meta model: the tutorial's best practice."""
     with torch.device("meta"):
-        model = build(job.model)
-    state_dict = torch.load(job.checkpoint, map_location=job.device, weights_only=True, mmap=True)
+        model = build(job)
+    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=True)
     model.load_state_dict(state_dict, assign=True)
     del state_dict  # the tutorial passes it on without a name; holding it would keep the fp32 weights alive
     return model.to(job.torch_dtype)
@@ -82,15 +82,27 @@ def with_sluice(job: Job) -> nn.Module:
     import sluice
 
     with sluice.empty_init():
-        model = build(job.model)
-    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype)
+        model = build(job)
+    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype, key=job.key)
     return model
 
 
 def _strategy(
-    name: str, load: Callable[[Job], Loaded], *, reads: str = ".pth", imports: tuple[str, ...] = ()
+    name: str,
+    load: Callable[[Job], Loaded],
+    *,
+    reads: tuple[Kind, ...] = (PTH, SAFETENSORS, SHARDS),
+    imports: tuple[str, ...] = (),
+    takes_key: bool = True,
 ) -> Method:
-    return Method(name=name, start=lambda job: partial(load, job), imports=imports, reads=(reads,))
+    return Method(
+        name=name,
+        start=lambda job: partial(load, job),
+        imports=imports,
+        reads=reads,
+        summary=(load.__doc__ or "").strip(),
+        takes_key=takes_key,
+    )
 
 
 #: In the order of the tutorial.
@@ -99,6 +111,11 @@ STRATEGIES = (
     _strategy("sequential", sequential),
     _strategy("meta-sequential", meta_sequential),
     _strategy("mmap", mapped),
-    _strategy("per-parameter", per_parameter, reads=""),
-    _strategy("sluice", with_sluice, imports=("sluice:empty_init", "sluice:load_into")),
+    _strategy("per-parameter", per_parameter, reads=(PARAMETERS,), takes_key=False),
+    _strategy(
+        "sluice",
+        with_sluice,
+        reads=(PTH, SAFETENSORS, SHARDS, PARAMETERS, OTHER),
+        imports=("sluice:empty_init", "sluice:load_into"),
+    ),
 )

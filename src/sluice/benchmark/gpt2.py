@@ -12,16 +12,16 @@ import zlib
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
+
+from sluice.benchmark._writing import CheckpointFormat, write_checkpoint
 
 __all__ = [
     "ONE_TENSOR",
     "SIZES",
-    "CheckpointFormat",
     "GPTConfig",
     "GPTModel",
     "build",
@@ -31,10 +31,6 @@ __all__ = [
     "make_checkpoint",
     "random_weight",
 ]
-
-#: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file.
-#: ``per-parameter``: a directory with a file ``NAME.pt`` for every entry of the state dict.
-CheckpointFormat = Literal["torch", "safetensors", "per-parameter"]
 
 
 class GPTConfig(TypedDict):
@@ -244,11 +240,4 @@ def make_checkpoint(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = pool.map(lambda name: random_weight(name, shapes[name]).to(dtype), shapes)
         state_dict = OrderedDict(zip(shapes, weights, strict=True))
-    if format == "safetensors":
-        save_file(state_dict, path)
-    elif format == "torch":
-        torch.save(state_dict, path)
-    else:
-        path.mkdir(parents=True, exist_ok=True)
-        for name, tensor in state_dict.items():
-            torch.save(tensor, path / f"{name}.pt")
+    write_checkpoint(state_dict, path, format)

@@ -12,6 +12,7 @@ import traceback
 import click
 
 from sluice import __version__
+from sluice.cli._bench import bench_command
 from sluice.cli._convert import convert_command
 from sluice.cli._diff import diff_command
 from sluice.cli._failures import failure_of
@@ -69,6 +70,7 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
             stream.reconfigure(errors="backslashreplace")
 
 
+main.add_command(bench_command)
 main.add_command(convert_command)
 main.add_command(diff_command)
 main.add_command(inspect_command)

@@ -1,0 +1,201 @@
+"""The puzzle of pytorch issue 75242: a half-precision model that fits the device, in a file that fits nowhere.
+
+Its author has a GPU of 24 GB, 32 GB of host memory and a checkpoint of 40 GB in fp32. Here the file is written without
+ever holding it, the device is capped by torch's own allocator, and every weight is compared after the load.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from sluice.benchmark.gpt2 import random_weight
+
+__all__ = ["FULL", "Puzzle", "build", "choose", "load", "make_file"]
+
+#: Length of a local header of a zip file before its name, and where the lengths of its name and extra field are.
+_LOCAL_HEADER, _NAME_AND_EXTRA = 30, struct.Struct("<26xHH")
+
+#: Seconds that the puzzle takes beside moving the file's bytes: a process, its context, the comparison.
+_SECONDS_BESIDE = 40.0
+
+#: How often all bytes of the file move at about the speed of the disk: written, flushed, read, and some patience.
+_HANDLINGS = 3
+
+#: A smaller share of the full puzzle says nothing.
+_SMALLEST_SHARE = 1 / 32
+
+#: Shares of the free disk and of the free device that the puzzle may take.
+_SHARE_OF_FREE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Puzzle:
+    """One size of it."""
+
+    #: Number of square matrices.
+    layers: int
+    #: Rows and columns of each.
+    width: int = 8192
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the weights in the file, in fp32."""
+        return self.layers * self.width * self.width * 4
+
+    @property
+    def final_bytes(self) -> int:
+        """F: bytes of the finished weights, in bf16."""
+        return self.file_bytes // 2
+
+    @property
+    def device_limit_bytes(self) -> int:
+        """What torch's allocator may take: 24 GiB at full scale, and the same share of that at others."""
+        return int((24 << 30) * self.file_bytes / FULL.file_bytes)
+
+    @property
+    def host_limit_bytes(self) -> int:
+        """What the process may take of the host, interpreter included: 32 GB at full scale."""
+        return int(32e9 * self.share)
+
+    @property
+    def share(self) -> float:
+        """The part of the full puzzle that this is, from 0 to 1."""
+        return self.file_bytes / FULL.file_bytes
+
+    def build(self) -> nn.Sequential:
+        """Return the model as its constructor makes it."""
+        matrices = (nn.Linear(self.width, self.width, bias=False) for _ in range(self.layers))
+        return nn.Sequential(*(module for matrix in matrices for module in (matrix, nn.Tanh())))
+
+
+#: 40 GB in fp32, 20 GB in half precision.
+FULL = Puzzle(layers=149)
+
+
+def build(layers: int, width: int) -> nn.Sequential:
+    """Return the model of a puzzle: what ``bench._puzzle:build`` means to a process that loads it."""
+    return Puzzle(layers=layers, width=width).build()
+
+
+def choose(*, disk_bytes: int, device_bytes: int, seconds: float, bytes_per_second: float) -> Puzzle | None:
+    """Return the largest puzzle that disk, device and time allow, or None when that says nothing.
+
+    Args:
+        disk_bytes: Free disk space.
+        device_bytes: Free memory of the device.
+        seconds: Time left.
+        bytes_per_second: How fast a checkpoint is written out.
+    """
+    share = min(
+        1.0,
+        _SHARE_OF_FREE * disk_bytes / FULL.file_bytes,
+        _SHARE_OF_FREE * device_bytes / FULL.device_limit_bytes,
+        (seconds - _SECONDS_BESIDE) * bytes_per_second / (_HANDLINGS * FULL.file_bytes),
+    )
+    return Puzzle(layers=int(share * FULL.layers)) if share >= _SMALLEST_SHARE else None
+
+
+def make_file(path: Path, puzzle: Puzzle, *, threads: int) -> None:
+    """Write the checkpoint, as ``torch.save`` lays it out, with no more than one matrix for each thread in memory."""
+    with FakeTensorMode():
+        model = puzzle.build()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(model.state_dict(), path)
+    names = list(model.state_dict())
+    shape = torch.Size([puzzle.width, puzzle.width])
+    descriptor = os.open(path, os.O_WRONLY)
+
+    def write(number: int, offset: int) -> None:
+        weight = random_weight(names[number], shape)
+        content = memoryview(weight.numpy().data).cast("B")
+        while content:
+            written = os.pwrite(descriptor, content, offset)
+            content, offset = content[written:], offset + written
+
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(write, range(puzzle.layers), _storage_offsets(path)):
+                pass
+    finally:
+        os.close(descriptor)
+
+
+def _storage_offsets(path: Path) -> list[int]:
+    """Return where the bytes of each storage begin, in the order in which their tensors were saved."""
+    with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
+        records = {
+            int(Path(info.filename).name): info
+            for info in archive.infolist()
+            if Path(info.filename).parent.name == "data"
+        }
+        offsets = []
+        for number in range(len(records)):
+            start = records[number].header_offset
+            stream.seek(start)
+            name, extra = _NAME_AND_EXTRA.unpack(stream.read(_LOCAL_HEADER))
+            offsets.append(start + _LOCAL_HEADER + name + extra)
+    return offsets
+
+
+def load(path: str, puzzle: Puzzle, device: str) -> dict[str, Any]:
+    """Load the file into a model on the device with sluice, under the cap, and return what that took.
+
+    Returns:
+        Seconds, peaks in bytes, the number of wrong matrices, and whether the model computes.
+    """
+    import sluice
+    from sluice._measure import PeakMeter
+
+    if device == "cuda":
+        torch.ones(1, device=device).to(torch.bfloat16)  # the context, which is not the load's
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, puzzle.device_limit_bytes / total))
+        torch.cuda.reset_peak_memory_stats()
+    with sluice.empty_init():
+        model = puzzle.build()
+    with PeakMeter() as meter:
+        begin = time.perf_counter()
+        report = sluice.load_into(model, path, device=device, dtype=torch.bfloat16)
+        seconds = time.perf_counter() - begin
+    allocated, reserved = _device_peaks(device)
+    with torch.no_grad():
+        out = model(torch.ones(1, puzzle.width, dtype=torch.bfloat16, device=device))
+    return {
+        "seconds": seconds,
+        "read_bytes": report.read_bytes,
+        "host_growth_bytes": meter.peaks.total_bytes,
+        "device_allocated_bytes": allocated,
+        "device_reserved_bytes": reserved,
+        "wrong_matrices": _wrong_matrices(model),
+        "computes": bool(out.isfinite().all()),
+        "notes": report.notes,
+    }
+
+
+def _device_peaks(device: str) -> tuple[int, int]:
+    if device != "cuda":
+        return 0, 0
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def _wrong_matrices(model: nn.Module) -> int:
+    """Compare every matrix with the random numbers that the file was made of, and count those that differ."""
+
+    def is_wrong(item: tuple[str, torch.Tensor]) -> bool:
+        name, weight = item
+        return not torch.equal(weight, random_weight(name, weight.shape).to(weight.dtype).to(weight.device))
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return sum(pool.map(is_wrong, model.state_dict().items()))

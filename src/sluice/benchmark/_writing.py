@@ -1,0 +1,43 @@
+"""Writes state dicts in the forms that methods read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+
+__all__ = ["CheckpointFormat", "write_checkpoint"]
+
+#: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``tensorizer``: one file of its own format.
+#: ``per-parameter``: a directory with a file ``NAME.pt`` for every entry of the state dict.
+CheckpointFormat = Literal["torch", "safetensors", "tensorizer", "per-parameter"]
+
+
+def write_checkpoint(
+    state_dict: Mapping[str, torch.Tensor],
+    path: Path,
+    format: CheckpointFormat,  # noqa: A002 - the argument of sluice.save and sluice.convert has this name too
+) -> None:
+    """Write a flat state dict of contiguous tensors that share no memory.
+
+    Args:
+        state_dict: What to write.
+        path: The file to write; for ``per-parameter`` the directory.
+        format: What to write.
+    """
+    if format == "safetensors":
+        save_file(dict(state_dict), path)
+    elif format == "torch":
+        torch.save(state_dict, path)
+    elif format == "tensorizer":
+        serializer = import_module("tensorizer").TensorSerializer(str(path))
+        serializer.write_state_dict(dict(state_dict))
+        serializer.close()
+    else:
+        path.mkdir(parents=True, exist_ok=True)
+        for name, tensor in state_dict.items():
+            torch.save(tensor, path / f"{name}.pt")

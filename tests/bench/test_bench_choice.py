@@ -1,0 +1,191 @@
+"""What is compared when nobody says, and which checkpoint each method gets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import sluice
+from comparisons import runs_of, scenario
+from sluice.benchmark import _sizes
+from sluice.benchmark._child import verdict
+from sluice.benchmark._comparison import Checkpoints, default_methods, own_subject, verdicts
+from sluice.benchmark._methods import METHODS
+from sluice.benchmark._records import Job
+from sluice.benchmark._results import typical_runs
+from sluice.benchmark._sizes import choose_size
+from sluice.benchmark._subjects import final_bytes, kind_of, main_dtype
+
+_FINALS = {"small": 1 << 30, "medium": 2 << 30, "large": 4 << 30}
+
+_MODEL = f"{__name__}:Tied"
+
+
+class Tied(nn.Module):
+    """Two names for one weight, an integer buffer, and a buffer that no file holds."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, width)
+        self.head = nn.Linear(width, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+
+
+def _choose(**changes: Any) -> str:
+    plenty = {"memory_bytes": 1 << 40, "disk_bytes": 1 << 40, "device_bytes": None, "seconds_per_process": 0.0}
+    return choose_size(_FINALS, **{**plenty, "processes": 26, "seconds_per_byte": 0.0, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({}, "large"),
+        ({"memory_bytes": 8 << 30}, "medium"),
+        ({"disk_bytes": 3 << 30}, "small"),
+        ({"device_bytes": 5 << 30}, "medium"),
+        ({"seconds_per_byte": 3e-9}, "medium"),
+        ({"seconds_per_process": 3.0, "seconds_per_byte": 3e-9}, "small"),
+        ({"seconds_per_process": 3.0, "seconds_per_byte": 3e-9, "processes": 6}, "large"),
+        ({"memory_bytes": 0}, "small"),
+    ],
+)
+def test_the_size_is_the_largest_that_everything_allows(changes: dict[str, Any], size: str) -> None:
+    assert _choose(**changes) == size
+
+
+def test_probes_tell_what_this_machine_is_like(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_sizes, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(_sizes, "_CHOICE", ("small",))
+    monkeypatch.setattr("sluice.benchmark._machine.free_memory_bytes", lambda: 0)
+    asked: list[dict[str, Any]] = []
+
+    def choose(finals: object, **facts: Any) -> str:
+        asked.append(facts)
+        return choose_size(_FINALS, **facts)
+
+    monkeypatch.setattr(_sizes, "choose_size", choose)
+    assert _sizes.largest_size(tmp_path, "cpu", processes=26) == "small"
+    (facts,) = asked
+    assert facts["seconds_per_byte"] > 0
+    assert facts["seconds_per_process"] > 0.05
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A training checkpoint of ``Tied``, its weights below a key."""
+    torch.manual_seed(0)
+    path = tmp_path / "run.pth"
+    torch.save({"model": Tied().state_dict(), "epoch": 3}, path)
+    return path
+
+
+def test_what_a_checkpoint_is(own: Path, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    save_file({"a": torch.ones(2)}, parts / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(2)}, parts / "model-00002-of-00002.safetensors")
+    singles = tmp_path / "singles"
+    singles.mkdir()
+    torch.save(torch.ones(2), singles / "w.pt")
+    found = [kind_of(path) for path in (own, tmp_path / "w.safetensors", parts, singles)]
+    assert found == [".pth", ".safetensors", "shards", ""]
+
+
+def test_the_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(9, dtype=torch.bfloat16), "b": torch.ones(2), "c": torch.ones(99, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "w.safetensors")
+    assert main_dtype(tmp_path / "w.safetensors") == "bfloat16"
+
+
+def test_the_finished_size_counts_ties_once_and_keeps_integers() -> None:
+    assert final_bytes(_MODEL, '{"width": 16}', torch.bfloat16) == 5 * 16 * 2 + 8
+
+
+def test_own_checkpoints_are_read_as_they_are_where_a_method_can(own: Path, tmp_path: Path) -> None:
+    subject = own_subject(own, _MODEL, "{}", "model")
+    assert default_methods(subject) == ["naive", "sequential", "meta-sequential", "mmap", "sluice"]
+    folder = tmp_path / "made"
+    folder.mkdir()
+    checkpoints = Checkpoints(subject, folder)
+    assert checkpoints.path_for("naive") == own
+    assert list(folder.iterdir()) == []
+
+
+def test_others_get_a_copy_of_the_weights_alone(own: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    checkpoints = Checkpoints(own_subject(own, _MODEL, "{}", "model"), folder)
+    copied = load_file(checkpoints.path_for("fastsafetensors"))
+    assert set(copied) == {"embedding.weight", "head.weight", "steps"}
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert checkpoints.path_for("runai-streamer") == folder / "model.safetensors"
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made  # once for all
+    assert checkpoints.path_for("accelerate") == folder / "model.pth"  # it takes no key
+    assert {path.name for path in checkpoints.path_for("per-parameter").iterdir()} == {
+        "embedding.weight.pt", "head.weight.pt", "steps.pt"
+    }  # fmt: skip
+
+
+def test_what_only_sluice_reads_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.benchmark._subjects.kind_of", lambda _: "other")
+    subject = own_subject(tmp_path / "dcp", _MODEL, "{}", None)
+    assert default_methods(subject) == ["sluice"]
+    with pytest.raises(sluice.UnsupportedError, match="cannot read it to convert it"):
+        Checkpoints(subject, tmp_path).path_for("naive")
+
+
+@pytest.mark.parametrize("method", ["naive", "sequential", "meta-sequential", "mmap", "sluice", "sluice-load-into"])
+def test_the_truth_of_an_own_model_is_what_torch_reads(method: str, own: Path) -> None:
+    job = Job(
+        method=method, model=_MODEL, checkpoint=str(own), key="model", dtype="bfloat16", device="cpu", verify=True
+    )
+    truth, found = (METHODS[name].start(job)() for name in ("reference", method))
+    assert isinstance(truth, nn.Module)
+    assert isinstance(found, nn.Module)
+    assert truth.state_dict()["steps"] == 3
+    assert verdict(found, with_logits=False) == verdict(truth, with_logits=False)
+
+
+def test_the_truth_finds_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
+    weights = OrderedDict(Tied().state_dict())
+    del weights["head.weight"]
+    torch.save(weights, tmp_path / "tied.pth")
+    job = Job(
+        method="sluice", model=_MODEL, checkpoint=str(tmp_path / "tied.pth"), dtype="float32", device="cpu", verify=True
+    )
+    truth = METHODS["reference"].start(job)()
+    assert isinstance(truth, nn.Module)
+    assert torch.equal(truth.state_dict()["head.weight"], weights["embedding.weight"])
+
+
+def test_the_typical_run_is_the_one_in_the_middle() -> None:
+    from dataclasses import replace
+
+    one = scenario()
+    run = next(run for run in runs_of(one) if run.method == "sluice")
+    runs = [
+        replace(run, repetition=number, outcome=replace(run.outcome, seconds=seconds))
+        for number, seconds in enumerate((3.0, 1.0, 2.0))
+    ]
+    runs.append(replace(run, repetition=3, outcome=replace(run.outcome, status="killed", seconds=0.0)))
+    (typical,) = typical_runs(one, runs)
+    assert typical.outcome.seconds == 2.0
+
+
+def test_a_sentence_names_the_peaks_and_the_casualties() -> None:
+    free, tight = scenario(), scenario("bfloat16", limit=800 << 20)
+    runs = [*runs_of(free), *runs_of(tight)]
+    assert list(verdicts([free, tight], runs)) == [
+        "GPT-2 small, float32: sluice peaked at 1.04 F, the others at 1.00 to 2.00 F.",
+        "GPT-2 small, bfloat16: sluice peaked at 1.04 F, the others at 1.00 to 1.00 F; casualties: naive.",
+    ]
