@@ -160,7 +160,7 @@ def test_choices_change_what_is_drawn(open_page: Open) -> None:
 
 def test_a_casualty_is_marked_in_chart_button_and_table(open_page: Open) -> None:
     page = open_page()
-    page.get_by_label("bf16, cold", exact=True).check(force=True)
+    page.get_by_label("bf16, cold, 800 MiB", exact=True).check(force=True)
     assert "killed at 700 MiB" in page.get_by_role("button", name="naive").inner_text()
     assert _pixels(page, "naive") > 200
     alarms = page.locator("td.alarm")

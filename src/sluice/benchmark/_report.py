@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from sluice._units import format_bytes
 from sluice.benchmark._comparison import verdicts
 from sluice.benchmark._methods import METHODS
 from sluice.benchmark._records import Run, Scenario
@@ -91,12 +92,13 @@ def _summaries(scenarios: Sequence[Scenario]) -> Iterator[tuple[str, str]]:
 
 def _charts(scenario: Scenario, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     """Yield what is drawn of a scenario for each of its states; nothing where no process came to load."""
+    limit = "" if scenario.host_limit_bytes is None else f", {format_bytes(scenario.host_limit_bytes)}"
     shown = [run for run in typical_runs(scenario, runs) if run.outcome.trace is not None]
     for state in scenario.states:
         series = [_series(run) for run in shown if run.state == state]
         if series:
             yield {
-                "label": f"{scenario.short_dtype}, {state}",
+                "label": f"{scenario.short_dtype}, {state}{limit}",
                 "title": f"{scenario.title}, {state}",
                 "final_bytes": scenario.final_bytes,
                 "series": series,
