@@ -211,7 +211,7 @@ def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "transformer.encoder.layers.11.self_attention.query_key_value.weight"
     torch.save({"state_dict": {name: torch.ones(300, 400)}, "hyper_parameters_of_the_run": {}}, "f.pth")
     screen = io.StringIO()
-    monkeypatch.setattr(_render, "_console", lambda: Console(file=screen, width=60, markup=False, highlight=False))
+    monkeypatch.setattr(_render, "make_console", lambda: Console(file=screen, width=60, markup=False, highlight=False))
     with sluice.open("f.pth") as checkpoint:
         index = checkpoint.index
         _render.print_summary(summarise("f.pth", None, index, flatten(index.tree, sluice.Limits())), everything=False)

@@ -17,7 +17,7 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the split by ki
 
 @linux_only
 def test_a_transient_peak_is_not_missed() -> None:
-    with PeakMeter(interval_seconds=60) as meter:
+    with PeakMeter(interval_seconds=0.5) as meter:
         data = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         data.write(b"x" * 64 * MIB)
         data.close()

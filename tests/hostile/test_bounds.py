@@ -95,8 +95,9 @@ def test_each_limit_refuses_and_can_be_raised(tmp_path: Path, name: str) -> None
         assert len(checkpoint)
 
 
-def test_every_limit_is_tested_here_or_with_directories() -> None:
-    assert {field.name for field in fields(sluice.Limits)} == {*LIMITED, "files", "symlinks_outside"}
+def test_every_limit_is_tested_here_with_directories_or_with_conversions() -> None:
+    elsewhere = {"files", "symlinks_outside", "repeated_bytes"}
+    assert {field.name for field in fields(sluice.Limits)} == {*LIMITED, *elsewhere}
 
 
 @pytest.mark.long
