@@ -29,7 +29,7 @@ from sluice._options import Limits
 from sluice._records import Entry
 from sluice._renaming import Rename, rename_entries
 from sluice._rules import Rule, apply_rules
-from sluice._tree import flatten, likely_state_dicts, state_dict_candidates, subtree
+from sluice._tree import flatten, likely_state_dicts, refusal, state_dict_candidates, subtree, unsupported
 from sluice._units import format_bytes
 
 __all__ = ["Selection", "only_state_dict", "select", "unwrap"]
@@ -176,6 +176,7 @@ def only_state_dict(tree: object, file: str) -> str:
 
     Raises:
         MismatchError: There is none, or there are several; the message lists them.
+        UnsupportedError: There is none, because sluice does not read the tensors that are there.
     """
     found = likely_state_dicts(tree)
     if "" in found:
@@ -183,6 +184,8 @@ def only_state_dict(tree: object, file: str) -> str:
     if len(found) == 1:
         return next(iter(found))
     if not found:
+        for name, leaf in unsupported(tree).items():
+            raise refusal(leaf, name, file)
         raise MismatchError("the checkpoint holds no state dict of a model: no tensors by name", file=file)
     lines = [
         f"key={key!r}: {len(entries)} tensors, {format_bytes(sum(entry.nbytes for entry in entries))}"
