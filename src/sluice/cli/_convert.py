@@ -18,7 +18,7 @@ from sluice._dtypes import ITEM_BYTES, is_castable
 from sluice._manifest import HashAlgorithm, new_hash
 from sluice._options import MemoryLimits, PageCache
 from sluice.cli._failures import Failure
-from sluice.cli._models import Size, parse_dtype
+from sluice.cli._models import Size, parse_dtype, staging_option
 from sluice.cli._text import printable
 
 __all__ = ["convert_command"]
@@ -46,7 +46,7 @@ _SHOWN = 3
     "--manifest-hash", type=click.Choice(get_args(HashAlgorithm)), default="sha256", show_default=True, help="Its hash."
 )
 @click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 200MiB.")
-@click.option("--staging", type=Size(), default=MemoryLimits().staging, show_default=True, help="Size of the gate.")
+@staging_option
 @click.option(
     "--page-cache",
     type=click.Choice(get_args(PageCache)),

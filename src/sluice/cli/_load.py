@@ -10,7 +10,18 @@ import click
 
 import sluice
 from sluice._options import MemoryLimits, PageCache, Place
-from sluice.cli._models import DTYPES, Size, build_model, check_device, find_factory, parse_arguments, parse_dtype
+from sluice.cli._models import (
+    Size,
+    build_model,
+    check_device,
+    dtype_option,
+    find_factory,
+    no_strict_option,
+    parse_arguments,
+    parse_dtype,
+    place_option,
+    staging_option,
+)
 
 __all__ = ["load_command"]
 
@@ -25,13 +36,11 @@ __all__ = ["load_command"]
     "--device",
     help="Where the tensors go: cpu, cuda:0, ...; auto: fill accelerators in order. Default: as in the model.",
 )
-@click.option(
-    "--dtype", type=click.Choice(DTYPES), metavar="NAME", help="float32, bfloat16, ... or auto: as in the file."
-)
+@dtype_option
 @click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
 @click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 4GiB.")
-@click.option("--staging", type=Size(), default=MemoryLimits().staging, show_default=True, help="Size of the gate.")
-@click.option("--no-strict", is_flag=True, help="Allow names that are missing in the file or in the model.")
+@staging_option
+@no_strict_option
 @click.option(
     "--page-cache",
     type=click.Choice(get_args(PageCache)),
@@ -39,13 +48,7 @@ __all__ = ["load_command"]
     show_default=True,
     help="keep: leave the file cached. bypass: leave the cache alone.",
 )
-@click.option(
-    "--place",
-    type=click.Choice(get_args(Place)),
-    default="copy",
-    show_default=True,
-    help="map: tensors on the CPU that need no change are pages of the file.",
-)
+@place_option
 @click.option("--table", is_flag=True, help="Say of each tensor how it was filled.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")

@@ -7,19 +7,32 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
 import sluice
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
+from sluice._options import MemoryLimits, Place
 from sluice._units import parse_bytes
 from sluice.cli._failures import Failure, describe
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPES", "Size", "build_model", "check_device", "find_factory", "parse_arguments", "parse_dtype"]
+__all__ = [
+    "DTYPES",
+    "Size",
+    "build_model",
+    "check_device",
+    "dtype_option",
+    "find_factory",
+    "no_strict_option",
+    "parse_arguments",
+    "parse_dtype",
+    "place_option",
+    "staging_option",
+]
 
 #: What ``--dtype`` takes.
 DTYPES = ("auto", *(name for name in ITEM_BYTES if is_castable(name)))
@@ -112,3 +125,25 @@ def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], name
             f"{spec} returned a {type(model).__name__}, not a torch.nn.Module", param_hint="--model"
         )
     return model
+
+
+#: Options that several commands have in common.
+dtype_option = click.option(
+    "--dtype", type=click.Choice(DTYPES), metavar="NAME", help="float32, bfloat16, ... or auto: as in the file."
+)
+
+staging_option = click.option(
+    "--staging", type=Size(), default=MemoryLimits().staging, show_default=True, help="Size of the gate."
+)
+
+no_strict_option = click.option(
+    "--no-strict", is_flag=True, help="Allow names that are missing in the file or in the model."
+)
+
+place_option = click.option(
+    "--place",
+    type=click.Choice(get_args(Place)),
+    default="copy",
+    show_default=True,
+    help="map: tensors on the CPU that need no change are pages of the file.",
+)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import sluice
 from sluice._options import MemoryLimits, Place
-from sluice.cli._models import DTYPES, Size, build_model, check_device, find_factory, parse_arguments, parse_dtype
+from sluice.cli._models import (
+    Size,
+    build_model,
+    check_device,
+    dtype_option,
+    find_factory,
+    no_strict_option,
+    parse_arguments,
+    parse_dtype,
+    place_option,
+    staging_option,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,9 +36,7 @@ _DOES_NOT_FIT = 3
 @click.option("--model", "factory", metavar="MODULE:NAME", help="What builds the model. Default: the checkpoint alone.")
 @click.option("--model-args", metavar="JSON", help="Its arguments: an object by name, an array in order.")
 @click.option("--device", help="Where the tensors go: cpu, cuda:0, ...; with a model also auto.")
-@click.option(
-    "--dtype", type=click.Choice(DTYPES), metavar="NAME", help="float32, bfloat16, ... or auto: as in the file."
-)
+@dtype_option
 @click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
 @click.option(
     "--memory",
@@ -37,15 +46,9 @@ _DOES_NOT_FIT = 3
     help="Limit on the growth of host memory, such as 4GiB. Default: control group or free memory.",
 )
 @click.option("--device-limit", type=Size(), help="Limit on the growth of each accelerator's memory. Default: free.")
-@click.option("--staging", type=Size(), default=MemoryLimits().staging, show_default=True, help="Size of the gate.")
-@click.option("--no-strict", is_flag=True, help="Allow names that are missing in the file or in the model.")
-@click.option(
-    "--place",
-    type=click.Choice(get_args(Place)),
-    default="copy",
-    show_default=True,
-    help="map: tensors on the CPU that need no change are pages of the file.",
-)
+@staging_option
+@no_strict_option
+@place_option
 @click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
 @click.option("--explain", is_flag=True, help="Say how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
