@@ -13,13 +13,15 @@ import torch
 
 import sluice
 from oracles import bits, same
-from plans import MIB, entry_of, facts, index_of, request, write_storages
+from plans import MIB, entry, entry_of, facts, index_of, request, write_storages
 from sluice import UnsupportedError
 from sluice._dtypes import number_bytes, torch_dtype
 from sluice._engine import execute
+from sluice._file_targets import FileTargets
 from sluice._layout import single_targets
 from sluice._planner import plan_load
 from sluice._records import FileRecord
+from sluice._stream_planner import plan_stream
 from sluice._targets import Targets
 from sluice.sources._local import LocalFile
 from sluice.testing import FakeAccelerator
@@ -164,3 +166,43 @@ def test_accelerators(tmp_path: Path, cores: int, dtype: str) -> None:
     fake.assert_filled_once()
     for one, found in zip(sent, finished.tensors(views), strict=True):
         assert bits(found) == bits(one.to(torch_dtype(dtype)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "fake:0", "file"])
+def test_numbers_and_their_bytes_in_one_plan(tmp_path: Path, device: str) -> None:
+    """The same bytes as they are, as numbers of two sizes and as a part, in one plan; each arrives as it should."""
+    raw = torch.randint(0, 256, (400_000,), dtype=torch.uint8)
+    places = write_storages(tmp_path / "f", [raw])
+    source = LocalFile(tmp_path / "f")
+    index = index_of(places * 3, (FileRecord(path=source.path, identity=source.identity),))
+    storages = tuple(replace(one, swap_bytes=item) for one, item in zip(index.storages, (0, 4, 8), strict=True))
+    entries = [
+        entry((300_000,), dtype="uint8", start=1001),
+        entry((50_000,), dtype="int32", storage=1, start=500),
+        entry((3, 1000), dtype="int32", storage=1, start=2, stride=(5000, 2)),
+        entry((20_000,), dtype="int64", storage=2, start=10_000),
+        entry((400_000,), dtype="uint8"),
+    ]
+    where = "cpu" if device == "file" else device
+    requests = [request(str(number), one, device=where) for number, one in enumerate(entries)]
+    targets, views = single_targets(requests, replace(index, storages=storages), {})
+    four, eight = (torch.from_numpy(raw.numpy().view(f">i{item}").astype(f"<i{item}")) for item in (4, 8))
+    turned = four.as_strided((3, 1000), (5000, 2), 2).contiguous()
+    expected = [raw[1001:301_001], four[500:50_500], turned, eight[10_000:30_000], raw]
+    try:
+        if device == "file":
+            written = [bytearray(target.nbytes) for target in targets]
+            stream = plan_stream(targets, index.files, facts(cached=True), staging_bytes=MIB)
+
+            def write(position: int, at: int, piece: memoryview) -> None:
+                written[position][at : at + len(piece)] = piece
+
+            execute(stream, [source], FileTargets(stream, write))
+            assert written == [bits(one) for one in expected]
+            return
+        plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
+        finished = Targets(plan, accelerators={"fake:0": FakeAccelerator(seed=1)} if device != "cpu" else {})
+        execute(plan, [source], finished)
+    finally:
+        source.close()
+    assert [bits(one) for one in finished.tensors(views)] == [bits(one) for one in expected]

@@ -6,6 +6,7 @@ import pytest
 
 import sluice
 from plans import FILE, MIB, entry, facts, index_of, request
+from sluice._dtypes import ITEM_BYTES
 from sluice._layout import shared_targets, single_targets
 from sluice._planner import plan_load
 from sluice._records import Fill, LoadPlan, MachineFacts, Request, Target
@@ -109,6 +110,49 @@ def test_bytes_that_two_targets_need_are_read_once() -> None:
     made = plan(requests, [(0, 20 * MIB)], facts(cached=True))
     assert made.read_bytes == 20 * MIB
     assert all({copy.target for copy in read.copies} == {0, 1} for read in made.reads)
+
+
+def filled(offset: int, nbytes: int, *, dtype: str = "float32", swap_bytes: int = 0, device: str = "cpu") -> Target:
+    item = ITEM_BYTES[dtype]
+    fill = Fill(
+        file=0,
+        offset=offset,
+        dtype=dtype,
+        shape=(nbytes // item,),
+        source_stride=(1,),
+        target_stride=(1,),
+        swap_bytes=swap_bytes,
+    )
+    return Target(name="w", dtype=dtype, nbytes=nbytes, device=device, fills=(fill,))
+
+
+def test_bytes_that_are_wanted_as_they_are_and_turned_round_are_read_once_and_copied_before() -> None:
+    turned = filled(400, 400, swap_bytes=4)
+    raw, apart = filled(0, 1000, dtype="uint8"), filled(1000, 100, dtype="uint8")
+    made = plan_load([turned, raw, apart], (FILE,), facts(cached=True), staging_bytes=MIB)
+    (read,) = made.reads
+    assert read.copies_before_swaps == 1
+    assert [copy.target for copy in read.copies] == [1, 0, 2]
+    assert [(swap.offset, swap.nbytes) for swap in read.swaps] == [(400, 400)]
+
+
+@pytest.mark.parametrize(
+    ("offset", "dtype", "swap_bytes"), [(0, "float64", 8), (2, "float32", 4)], ids=["wider numbers", "another grid"]
+)
+def test_bytes_that_are_turned_round_in_two_ways_are_read_twice(offset: int, dtype: str, swap_bytes: int) -> None:
+    other = filled(offset, 400, dtype=dtype, swap_bytes=swap_bytes)
+    behind = filled(800, 400, dtype="float64", swap_bytes=8)
+    targets = [filled(0, 400, swap_bytes=4), other, behind]
+    made = plan_load(targets, (FILE,), facts(cached=True), staging_bytes=MIB)
+    assert [[copy.target for copy in read.copies] for read in made.reads] == [[0], [1, 2]]
+    assert [{swap.item_bytes for swap in read.swaps} for read in made.reads] == [{4}, {swap_bytes, 8}]
+
+
+def test_no_copy_to_an_accelerator_comes_before_a_swap_of_its_bytes() -> None:
+    targets = [filled(0, 400, dtype="uint8", device="cuda:0"), filled(200, 400, swap_bytes=4), filled(600, 8)]
+    made = plan_load(targets, (FILE,), facts(cached=True), staging_bytes=MIB)
+    assert [[copy.target for copy in read.copies] for read in made.reads] == [[0], [1, 2]]
+    assert not any(read.copies_before_swaps for read in made.reads)
 
 
 def test_an_offset_that_no_element_may_start_at_goes_through_staging_when_cold() -> None:

@@ -63,19 +63,24 @@ class FileTargets:
 
     def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
         """Write strided boxes of a staging buffer to their targets."""
+        for copy in read.copies[: read.copies_before_swaps]:
+            self._write_copy(copy, buffer, first)
         for swap in read.swaps:
             turn_round(swap, buffer, first)
-        for copy in read.copies:
-            if self._is_verbatim(copy):
-                start = first + copy.offset
-                nbytes = copy.shape[0] * ITEM_BYTES[copy.dtype]
-                at = copy.target_start * ITEM_BYTES[copy.dtype]
-                self._write(copy.target, at, buffer.view[start : start + nbytes])
-            else:
-                self._write_box(copy.target, copy, _source(copy, buffer, first))
+        for copy in read.copies[read.copies_before_swaps :]:
+            self._write_copy(copy, buffer, first)
 
     def finish(self) -> None:
         """Do nothing: writes have ended when they return."""
+
+    def _write_copy(self, copy: Copy, buffer: StagingBuffer, first: int) -> None:
+        if self._is_verbatim(copy):
+            start = first + copy.offset
+            nbytes = copy.shape[0] * ITEM_BYTES[copy.dtype]
+            at = copy.target_start * ITEM_BYTES[copy.dtype]
+            self._write(copy.target, at, buffer.view[start : start + nbytes])
+        else:
+            self._write_box(copy.target, copy, _source(copy, buffer, first))
 
     def _is_verbatim(self, copy: Copy) -> bool:
         run = len(copy.shape) == 1 and copy.source_stride == copy.target_stride == (1,)

@@ -6,7 +6,7 @@ place, unchanged? Then straight to it, otherwise through staging. Is it small? T
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sluice import _options as options
@@ -26,6 +26,9 @@ __all__ = [
     "read_in_place",
     "takes_bytes",
 ]
+
+#: Bytes of a number that is turned round and where such numbers begin, in bytes modulo that; zeros for bytes that stay.
+_Grid = tuple[int, int]
 
 #: File systems whose files are memory: they answer no probe, and their reads are copies.
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "memory"})
@@ -175,6 +178,7 @@ class StagedReads:
     def reads(self) -> Iterator[Read]:
         """Yield the reads in file order; neighbouring pieces come in one."""
         pending: list[tuple[Run, Piece]] = []
+        grids: dict[_Grid, int] = {}
         start = end = 0
         for run, piece in sorted(self._pieces, key=lambda item: (item[0].fill.file, item[1].start_byte)):
             piece_end = piece.start_byte + piece.nbytes
@@ -183,22 +187,49 @@ class StagedReads:
                 and pending[0][0].fill.file == run.fill.file
                 and piece.start_byte - end <= options.COALESCE_GAP_BYTES
                 and max(end, piece_end) - start <= self._limit_bytes
+                and not self._clashes(grids, run, piece)
             )
             if pending and not fits:
                 yield self._join(pending, start, end)
-                pending = []
+                pending, grids = [], {}
             if not pending:
                 start, end = piece.start_byte, piece_end
             pending.append((run, piece))
             end = max(end, piece_end)
+            grid = self._grid(run, piece)
+            if grid is not None:
+                grids[grid] = max(piece_end, grids.get(grid, 0))
         if pending:
             yield self._join(pending, start, end)
 
+    def _grid(self, run: Run, piece: Piece) -> _Grid | None:
+        """Return how the numbers that a piece wants lie in the file; None where copies before the swaps can serve it.
+
+        A copy to an accelerator may still read the buffer when it returns, so that no swap may follow it.
+        """
+        item = run.fill.swap_bytes
+        if item:
+            return item, piece.start_byte % item
+        return None if self._targets[run.target].device == "cpu" else (0, 0)
+
+    def _clashes(self, grids: Mapping[_Grid, int], run: Run, piece: Piece) -> bool:
+        """Return whether a piece wants bytes otherwise than a piece before it that is in the same buffer.
+
+        Args:
+            grids: Where the last piece of each kind ends.
+            run: Of the piece.
+            piece: What follows in the file.
+        """
+        own = self._grid(run, piece)
+        return own is not None and any(piece.start_byte < end for grid, end in grids.items() if grid != own)
+
     def _join(self, pending: list[tuple[Run, Piece]], start: int, end: int) -> Read:
         file = pending[0][0].fill.file
+        swaps = tuple(_swaps(pending, start))
+        early, late = _in_order(pending, swaps, start)
         copies = []
         free = round_up(end - start, options.BLOCK_BYTES) + 2 * options.BLOCK_BYTES
-        for run, piece in pending:
+        for run, piece in (*early, *late):
             cast_at = None
             if self._host_casts and self._narrows(run):
                 cast_bytes = (
@@ -222,12 +253,38 @@ class StagedReads:
                 )
             )
         methods = methods_for(self._facts[file], start, end - start, self._page_cache)
-        swaps = tuple(_swaps(pending, start))
-        return Read(file=file, offset=start, nbytes=end - start, methods=methods, copies=tuple(copies), swaps=swaps)
+        return Read(
+            file=file,
+            offset=start,
+            nbytes=end - start,
+            methods=methods,
+            copies=tuple(copies),
+            swaps=swaps,
+            copies_before_swaps=len(early),
+        )
 
     def _narrows(self, run: Run) -> bool:
         target = self._targets[run.target]
         return target.device != "cpu" and run.contiguous and ITEM_BYTES[target.dtype] < ITEM_BYTES[run.fill.dtype]
+
+
+def _in_order(
+    pieces: Sequence[tuple[Run, Piece]], swaps: Sequence[Swap], start: int
+) -> tuple[list[tuple[Run, Piece]], list[tuple[Run, Piece]]]:
+    """Divide the pieces of a read into those that are copied before its swaps, and the rest.
+
+    Before come the pieces that want bytes as they are and that share them with what is turned round: swaps are done
+    where the bytes lie.
+    """
+    early: list[tuple[Run, Piece]] = []
+    late: list[tuple[Run, Piece]] = []
+    for run, piece in pieces:
+        first = piece.start_byte - start
+        shared = not run.fill.swap_bytes and any(
+            swap.offset < first + piece.nbytes and first < swap.offset + swap.nbytes for swap in swaps
+        )
+        (early if shared else late).append((run, piece))
+    return early, late
 
 
 def _swaps(pieces: Iterable[tuple[Run, Piece]], start: int) -> Iterator[Swap]:

@@ -132,10 +132,12 @@ class Targets:
             first: Where its first byte lies in the buffer.
         """
         started: set[str] = set()
-        for swap in read.swaps:
-            turn_round(swap, buffer, first)
         try:
-            for copy in read.copies:
+            for copy in read.copies[: read.copies_before_swaps]:
+                self._copy(copy, buffer, first, started)
+            for swap in read.swaps:
+                turn_round(swap, buffer, first)
+            for copy in read.copies[read.copies_before_swaps :]:
                 self._copy(copy, buffer, first, started)
         finally:  # a copy that fails leaves those before it under way
             tickets = [self._accelerators[device].mark() for device in started]

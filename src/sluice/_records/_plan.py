@@ -87,8 +87,11 @@ class Read:
     into_offset: int = 0
     #: Without ``into``: the copies out of the staging buffer.
     copies: tuple[Copy, ...] = ()
-    #: Without ``into``: the ranges whose byte order is turned round before the copies. They do not overlap.
+    #: Without ``into``: the ranges whose byte order is turned round. They do not overlap.
     swaps: tuple[Swap, ...] = ()
+    #: Without ``into``: how many of the copies, the first ones, are made before the swaps: of bytes that they want as
+    #: the file has them and that another copy wants turned round.
+    copies_before_swaps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
