@@ -7,7 +7,8 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import TypeVar
 
 from sluice._errors import SaveError
 from sluice.writing._hidden import ATTEMPTS, close, hidden_path, remove_leftovers, saving, syncing, try_lock
@@ -15,26 +16,61 @@ from sluice.writing._replacement import Replacement, kind_of_file
 
 __all__ = ["locked_directory", "made_directory", "publish_set", "replaced_directory"]
 
+_Inside = TypeVar("_Inside")
+
 #: Arguments of Linux's ``renameat2``: paths are relative to the working directory; both names change their content.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
-def made_directory(path: str) -> Iterator[None]:
-    """Make a directory and those above it durably; when the block fails, remove those that it made and are empty.
+def made_directory(path: str, enter: Callable[[], AbstractContextManager[_Inside]]) -> Iterator[_Inside]:
+    """Make a directory and those above it durably; when the block fails, remove those that it made and nobody uses.
+
+    Args:
+        path: The directory.
+        enter: Makes a context inside it, of which the value is lent. It is made again where a save that failed has
+            removed the directory meanwhile.
 
     Raises:
         SaveError: The operating system refused, or something else has the name.
     """
     made: list[str] = []
     try:
-        _make(os.path.realpath(path), path, made)
-        yield
+        with ExitStack() as stack:
+            yield _enter(path, enter, made, stack)
     except BaseException:
         for each in reversed(made):
-            with suppress(OSError):  # somebody else uses it by now
-                os.rmdir(each)
+            _remove_unused(each)
         raise
+
+
+def _enter(
+    path: str, enter: Callable[[], AbstractContextManager[_Inside]], made: list[str], stack: ExitStack
+) -> _Inside:
+    directory = os.path.realpath(path)
+    attempts = ATTEMPTS
+    while True:
+        attempts -= 1
+        try:
+            _make(directory, path, made)
+            return stack.enter_context(enter())
+        except SaveError as error:
+            if not isinstance(error.__cause__, FileNotFoundError) or not attempts:
+                raise
+
+
+def _remove_unused(directory: str) -> None:
+    """Remove a directory that is empty and that no other save has locked to write to it."""
+    with suppress(OSError):
+        if not hasattr(os, "O_DIRECTORY"):
+            os.rmdir(directory)
+            return
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if try_lock(descriptor) is not False:
+                os.rmdir(directory)
+        finally:
+            close(descriptor)
 
 
 def _make(directory: str, saved: str, made: list[str]) -> None:
@@ -78,6 +114,9 @@ def locked_directory(path: str) -> Iterator[None]:
     try:
         if try_lock(descriptor) is False:
             raise SaveError("another save is writing to this directory", file=path)
+        with saving(path):
+            if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                raise FileNotFoundError(errno.ENOENT, "another save removed the directory before it was locked")
         yield
     finally:
         close(descriptor)
@@ -132,10 +171,7 @@ def replaced_directory(path: str, *, belongs: Callable[[str], bool], check: Call
     parent, name = os.path.split(final)
     _check_directory(final, path)
     with ExitStack() as stack:
-        stack.enter_context(made_directory(parent))
-        with saving(path):
-            remove_leftovers(parent, name, lambda hidden: _remove(hidden, belongs))
-        hidden = stack.enter_context(_hidden_directory(parent, name, path, belongs))
+        hidden = stack.enter_context(made_directory(parent, lambda: _hidden_directory(parent, name, path, belongs)))
         yield hidden
         others = _others(final, path, belongs)
         with syncing(hidden, path), saving(path):
@@ -154,6 +190,8 @@ def replaced_directory(path: str, *, belongs: Callable[[str], bool], check: Call
 @contextmanager
 def _hidden_directory(parent: str, name: str, path: str, belongs: Callable[[str], bool]) -> Iterator[str]:
     """Make and lock a hidden directory, and remove it or what has taken its place after the block."""
+    with saving(path):
+        remove_leftovers(parent, name, lambda leftover: _remove(leftover, belongs))
     for _ in range(ATTEMPTS):
         hidden = hidden_path(parent, name)
         with ExitStack() as stack:

@@ -120,7 +120,7 @@ def write_model_directory(
         SaveError: Nothing was changed that the old model needs.
     """
     plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)  # refuses before it is made
-    with made_directory(str(directory)), locked_directory(str(directory)):
+    with made_directory(str(directory), lambda: locked_directory(str(directory))):
         _remove_leftovers(directory)
         files = plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)
         if files.old and not overwrite:
