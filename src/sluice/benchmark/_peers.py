@@ -135,6 +135,14 @@ def with_sluice(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
+def mapped_by_sluice(job: Job, model: nn.Module) -> nn.Module:
+    """Let sluice map what needs no cast into an empty model, as the mapping peers do."""
+    import sluice
+
+    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype, key=job.key, place="map")
+    return model
+
+
 def generate(job: Job, model: nn.Module) -> nn.Module:
     """Fill the model with the truth: the random numbers that the checkpoint was made of, never read from a file.
 
@@ -226,13 +234,16 @@ PEERS = (
         imports=("tensorizer:TensorDeserializer",),
         package="tensorizer",
     ),
-    _filling(
-        "sluice-load-into",
-        with_sluice,
-        reads=(*_BOTH, SHARDS, PARAMETERS, OTHER),
-        skeleton=_emptied_by_sluice,
-        imports=("sluice:empty_init", "sluice:load_into"),
-        takes_key=True,
+    *(
+        _filling(
+            name,
+            fill,
+            reads=(*_BOTH, SHARDS, PARAMETERS, OTHER),
+            skeleton=_emptied_by_sluice,
+            imports=("sluice:empty_init", "sluice:load_into"),
+            takes_key=True,
+        )
+        for name, fill in (("sluice-load-into", with_sluice), ("sluice-map", mapped_by_sluice))
     ),
 )
 
