@@ -128,6 +128,7 @@ def test_methods_are_toggled_and_the_chart_is_read_with_the_keyboard(open_page: 
     page.locator("#chart").focus()
     assert _pixels(page, "mmap") < 20
     page.keyboard.press("ArrowRight")
+    _settle(page)
     tip = page.locator("#tip")
     assert tip.is_visible()
     assert "sluice" in tip.inner_text()
@@ -138,12 +139,14 @@ def test_hovering_shows_what_each_method_holds(open_page: Open) -> None:
     page = open_page()
     box = page.locator("#chart .u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)  # the axis ends at two seconds
+    _settle(page)
     text = page.locator("#tip").inner_text()
     figures = dict(line.split(": ") for line in text.splitlines()[1:])
     assert {name: float(figure.removesuffix(" MiB")) for name, figure in figures.items()} == pytest.approx(
         {"naive": 250, "sluice": 260, "mmap": 167}, rel=0.05
     )
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 50)
+    _settle(page)
     assert "sluice: done" in page.locator("#tip").inner_text()
 
 
@@ -154,6 +157,7 @@ def test_choices_change_what_is_drawn(open_page: Open) -> None:
     assert abs(_pixels(page, "naive") - linear) > 50
     page.get_by_label("linear", exact=True).check(force=True)
     page.get_by_label("mapped file", exact=True).check(force=True)
+    _settle(page)
     assert "500 MiB" in page.get_by_role("button", name="mmap").inner_text()
     assert "0 MiB" in page.get_by_role("button", name="naive").inner_text()
 
@@ -161,6 +165,7 @@ def test_choices_change_what_is_drawn(open_page: Open) -> None:
 def test_a_casualty_is_marked_in_chart_button_and_table(open_page: Open) -> None:
     page = open_page()
     page.get_by_label("bf16, cold, 800 MiB", exact=True).check(force=True)
+    _settle(page)
     assert "killed at 700 MiB" in page.get_by_role("button", name="naive").inner_text()
     assert _pixels(page, "naive") > 200
     alarms = page.locator("td.alarm")
@@ -190,7 +195,6 @@ def test_the_dark_has_other_colours_and_follows_the_system(open_page: Open) -> N
     swatch = "getComputedStyle(document.querySelector('button[data-method=sluice] .swatch')).backgroundColor"
     light = page.evaluate(ground), page.evaluate(swatch)
     page.emulate_media(color_scheme="dark")
-    dark = page.evaluate(ground), page.evaluate(swatch)
-    assert dark[0] != light[0]
-    assert dark[1] != light[1]
+    page.wait_for_function(f"{ground} !== {light[0]!r}")
+    page.wait_for_function(f"{swatch} !== {light[1]!r}")  # the page hears of the change after its style has changed
     assert _pixels(page, "sluice") > 200  # drawn again, in the new colour
