@@ -132,6 +132,11 @@ MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
 }
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint that hold data."""
+    return [path] if path.is_file() else [one for one in path.iterdir() if one.suffix != ".json" and one.name[0] != "."]
+
+
 def hashed(tensor: torch.Tensor) -> TensorHash:
     """Return what a manifest should say of a tensor."""
     dense, _ = oracles.parts(tensor)

@@ -6,8 +6,8 @@ indices are checked here before torch is given them, piece by piece: no check ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ import torch
 from sluice import _tree
 from sluice._dtypes import torch_dtype
 from sluice._errors import FormatError, UnsafeContentError
-from sluice._options import CAST_PIECE_ELEMENTS
 from sluice._records import Entry, Quantized, Request, Sparse
+from sluice._sparse_indices import check_indices, pieces_of
 
 __all__ = ["assemble", "component_requests", "with_tensors"]
 
@@ -114,46 +114,17 @@ def _set_attributes(entry: Entry, finished: Mapping[int, torch.Tensor], file: st
 
 
 def _coo(entry: Entry, composite: Sparse, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    for dim, row in enumerate(indices):
-        if not row.numel():
-            break
-        low, high = row.aminmax()
-        if low < 0 or high >= entry.shape[dim]:
-            raise FormatError(
-                f"an index of dimension {dim} of a sparse tensor points outside it",
-                expected=f"0 to {entry.shape[dim] - 1}",
-                found=f"{int(low)} to {int(high)}",
-            )
-    if composite.coalesced and not _is_coalesced(indices, entry.shape):
-        raise FormatError("the indices of a coalesced sparse tensor are not in order, or not distinct")
+    check_indices(entry, [pieces_of(row) for row in indices])
     return torch.sparse_coo_tensor(
         indices, values, entry.shape, is_coalesced=composite.coalesced, check_invariants=False
     )
-
-
-def _is_coalesced(indices: torch.Tensor, shape: Sequence[int]) -> bool:
-    for first, last in _windows(indices.shape[1]):
-        # Positions in the order of the dimensions: below 2**63, as the index has checked.
-        position = torch.zeros(last - first, dtype=torch.int64, device=indices.device)
-        for row, size in zip(indices, shape, strict=False):  # sparse dimensions come first
-            position = position * size + row[first:last]
-        if not bool((position[1:] > position[:-1]).all()):
-            return False
-    return True
 
 
 def _compressed(
     entry: Entry, composite: Sparse, compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
     # torch's own check follows each pair of compressed indices into the plain ones: these have to be right before.
-    lines = compressed.reshape(-1, compressed.shape[-1])
-    count = plain.shape[-1]
-    if not bool((lines[:, 0] == 0).all()) or not bool((lines[:, -1] == count).all()):
-        raise FormatError("the compressed indices of a sparse tensor do not run from 0 to its elements", expected=count)
-    for some in torch.split(lines, max(1, CAST_PIECE_ELEMENTS // lines.shape[1])):
-        for first, last in _windows(lines.shape[1]):
-            if not bool((some[:, first + 1 : last] >= some[:, first : last - 1]).all()):
-                raise FormatError("the compressed indices of a sparse tensor are not in order")
+    check_indices(entry, [pieces_of(compressed), pieces_of(plain)])
     return torch.sparse_compressed_tensor(
         compressed,
         plain,
@@ -162,12 +133,6 @@ def _compressed(
         layout=getattr(torch, composite.layout),
         check_invariants=True,
     )
-
-
-def _windows(count: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of ``count`` elements such that each neighbouring pair lies in one of them."""
-    bounds = (*range(0, max(count - 1, 0), CAST_PIECE_ELEMENTS), count - 1)
-    return ((first, last + 1) for first, last in pairwise(bounds))
 
 
 def _quantized(entry: Entry, composite: Quantized, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

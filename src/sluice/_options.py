@@ -207,6 +207,10 @@ SCAN_WINDOW_BYTES = 4 << 20
 #: Pieces of one batch: the records of a plan take about 2 KiB for each.
 SCAN_BATCH_PIECES = 2_000
 
+#: Bytes of a tensor that a verification holds to hash it in another order than that of the file. Larger ones are read
+#: again: several of these can be half read at once.
+SCAN_GATHERED_BYTES = 4 << 20
+
 #: Bytes that are worth a job of their own: handing one to another thread takes about as long as hashing 64 KiB.
 SCAN_JOB_BYTES = 1 << 20
 

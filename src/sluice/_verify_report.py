@@ -139,7 +139,10 @@ class VerifyReport:
     non_finite: Mapping[str, NonFinite] = field(default_factory=dict)
     #: Names of tensors of kinds that sluice does not read: their bytes were read, but not hashed or counted.
     unsupported: tuple[str, ...] = ()
-    #: What a reader should know of the checkpoint, a sentence each.
+    #: Where the files contradict each other though every tensor is there, a sentence each: no reader minds. A shard
+    #: index with another ``total_size``, which its writers count in several ways, or without some of the tensors.
+    warnings: tuple[str, ...] = ()
+    #: What a reader should know of the checkpoint otherwise, a sentence each.
     notes: tuple[str, ...] = ()
 
     @property
@@ -181,6 +184,7 @@ class VerifyReport:
         lines = [f"{self.source}{kind}: {'ok' if self.ok else 'damaged'}, {read}"]
         lines.append(section("problems", [f"{one.kind}: {one}" for one in self.problems[:SHOWN]], self.problems))
         names = self.without_checksum
+        lines.append(section("warnings", list(self.warnings[:SHOWN]), self.warnings))
         lines.append(section("records without a CRC-32", [repr(name) for name in names[:SHOWN]], names))
         lines.append(section("not hashed or counted", list(map(repr, self.unsupported[:SHOWN])), self.unsupported))
         counts = [f"{name!r}: {one.nan} NaN, {one.inf} infinite" for name, one in self.non_finite.items()]

@@ -29,7 +29,8 @@ from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._manifest import read_manifest
 from sluice._numbers import NonFiniteCounter, has_non_finite
 from sluice._threads import Workers
-from whole_checkpoints import MAKERS, Tensors, hashed, plain_tensors, views
+from sparse_files import compressed, coo
+from whole_checkpoints import MAKERS, Tensors, files_of, hashed, plain_tensors, views
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per"),
@@ -60,11 +61,6 @@ def test_what_is_whole_is_ok_and_hashed_as_its_tensors(tmp_path: Path, name: str
     report.write_manifest(tmp_path / "m.json")
     again = sluice.verify(tmp_path / "c", manifest=tmp_path / "m.json")
     assert again.ok, again
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return the files of a checkpoint that hold data."""
-    return [path] if path.is_file() else [one for one in path.iterdir() if one.suffix != ".json" and one.name[0] != "."]
 
 
 def flip(path: Path, at: int, bit: int = 1) -> None:
@@ -203,6 +199,58 @@ def test_shards_that_contradict_their_index_are_a_report(tmp_path: Path) -> None
     (problem,) = sluice.verify(tmp_path / "c").problems
     assert problem.kind == "incomplete"
     assert files[0] in problem.problem
+
+
+def test_a_shard_index_that_is_wrong_about_sizes_or_incomplete_is_a_warning(tmp_path: Path) -> None:
+    MAKERS["shards"](tmp_path / "c")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["metadata"]["total_size"] += 8
+    index.write_text(json.dumps(content), encoding="utf-8")
+    report = sluice.verify(tmp_path / "c")
+    assert report.ok
+    assert "total size" in report.warnings[0]
+    assert "warnings" in str(report)
+    assert not report.notes
+    del content["weight_map"]["ints"]
+    index.write_text(json.dumps(content), encoding="utf-8")
+    report = sluice.verify(tmp_path / "c")
+    assert report.ok
+    assert "not in their index: ints" in report.warnings[0]
+
+
+def test_a_tensor_that_the_index_names_and_no_shard_has_is_a_problem(tmp_path: Path) -> None:
+    MAKERS["shards"](tmp_path / "c")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["weight_map"]["gone"] = content["weight_map"]["ints"]
+    index.write_text(json.dumps(content), encoding="utf-8")
+    (problem,) = sluice.verify(tmp_path / "c").problems
+    assert problem.kind == "structure"
+    assert "'gone' is neither in" in problem.problem
+
+
+@pytest.mark.parametrize("gathered", [0, 4 << 20], ids=["read apart", "held"])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (coo([[0, 4], [0, 4]], (4, 5)), "index of dimension 0 of a sparse tensor points outside it"),
+        (coo([[0, 3], [-1, 4]], (4, 5)), "index of dimension 1 of a sparse tensor points outside it"),
+        (coo([[1, 0], [0, 0]], (4, 5), coalesced=True), "not in order, or not distinct"),
+        (compressed("sparse_csr", [0, 1, 1, 2], [2, 0, 3], (3, 4)), "do not run from 0"),
+        (compressed("sparse_csc", [0, 2, 1, 3], [2, 3, 3], (4, 3)), "compressed indices of a sparse tensor are not"),
+        (compressed("sparse_bsr", [0, 1, 1, 3], [2, 0, 4], (3, 4)), "plain index of a sparse tensor points outside"),
+        (compressed("sparse_bsc", [0, 1, 1, 3], [2, 3, 3], (4, 3)), "not in order in a row, or not distinct"),
+    ],
+)
+def test_sparse_indices_that_lie(
+    tmp_path: Path, content: bytes, problem: str, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "SCAN_GATHERED_BYTES", gathered)
+    (tmp_path / "f.pt").write_bytes(content)
+    (found,) = sluice.verify(tmp_path / "f.pt").problems
+    assert (found.kind, found.tensor, found.file) == ("structure", "w", str(tmp_path / "f.pt"))
+    assert problem in found.problem
 
 
 def test_a_damaged_header_of_a_record_is_found_beside_everything_else(tmp_path: Path) -> None:

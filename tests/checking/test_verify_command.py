@@ -59,6 +59,24 @@ def test_1_when_something_is_damaged(checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "n.json").exists()
 
 
+def test_strict_counts_warnings(tmp_path: Path) -> None:
+    sluice.save({"a": torch.ones(300), "b": torch.ones(300)}, tmp_path / "c", max_shard_size=1500)
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["metadata"]["total_size"] = 1
+    index.write_text(json.dumps(content), encoding="utf-8")
+    done = run(tmp_path / "c")
+    assert done.exit_code == 0
+    assert "warning: The index gives a total size of 1 bytes" in " ".join(done.stdout.split())
+    strict = run(tmp_path / "c", "--strict", "--json")
+    assert strict.exit_code == 1
+    assert json.loads(strict.stdout)["ok"] is True
+    assert len(json.loads(strict.stdout)["warnings"]) == 1
+    content["weight_map"]["gone"] = content["weight_map"]["a"]
+    index.write_text(json.dumps(content), encoding="utf-8")
+    assert run(tmp_path / "c").exit_code == 1
+
+
 def test_2_when_there_is_no_answer(checkpoint: Path, tmp_path: Path) -> None:
     missing = run(tmp_path / "nowhere")
     assert missing.exit_code == 2

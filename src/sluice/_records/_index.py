@@ -240,5 +240,7 @@ class Index:
     metadata: Mapping[str, str] = field(default_factory=dict)
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...] = ()
+    #: Those of them that say where the files contradict each other, though every tensor is there.
+    contradictions: tuple[str, ...] = ()
     #: First byte behind it in its only file, where something else may follow; None where the file must end with it.
     end: int | None = None

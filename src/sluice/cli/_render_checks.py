@@ -61,6 +61,8 @@ def print_verification(report: VerifyReport, *, written: str | None) -> None:
     if report.unsupported:
         names = ", ".join(printable_name(name) for name in report.unsupported[:_ROWS_SHOWN])
         out.print(f"not hashed or counted ({len(report.unsupported):,}): {names}")
+    for warning in report.warnings:
+        out.print(f"warning: {printable(warning)}")
     for note in report.notes:
         out.print(f"note: {printable(note)}")
     if written is not None:

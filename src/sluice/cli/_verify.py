@@ -47,6 +47,7 @@ def unreadable() -> Iterator[None]:
 )
 @click.option("--force", is_flag=True, help="Let --write-manifest replace a file.")
 @click.option("--nan", is_flag=True, help="Count the elements of each tensor that are NaN or infinite.")
+@click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors; the exit code is the answer.")
 def verify_command(
@@ -57,15 +58,16 @@ def verify_command(
     algorithm: HashAlgorithm | None,
     force: bool,
     nan: bool,
+    strict: bool,
     as_json: bool,
     quiet: bool,
 ) -> None:
     """Read all of the checkpoint at PATH once and say what is damaged.
 
     PATH is a file, a directory or the index file of shards. Checked are the structure, the CRC-32 of every record of
-    torch.save files, a shard index against its shards, and that every byte can be read. safetensors files hold no
-    checksums: there only a manifest finds a changed byte. sluice save writes one with manifest=, this command with
-    --write-manifest. Memory stays below 100 MiB, whatever the size of the file.
+    torch.save files, a shard index against its shards, the indices of sparse tensors, and that every byte can be read.
+    safetensors files hold no checksums: there only a manifest finds a changed byte. sluice save writes one with
+    manifest=, this command with --write-manifest. Memory stays below 100 MiB, whatever the size of the file.
 
     \b
     Examples:
@@ -77,14 +79,16 @@ def verify_command(
     \b
     Exit codes:
       0    nothing is wrong
-      1    something is damaged, missing, too much or not as the manifest says
+      1    something is damaged, missing, too much or not as the manifest says; with --strict
+           also for a warning: the shard index leaves tensors of its shards out, or has
+           another total_size, which nothing reads
       2    PATH or the manifest cannot be read or written, or the command line is wrong
       130  interrupted
 
     \b
     The JSON object:
       ok                whether nothing is wrong
-      source, format, notes
+      source, format, warnings, notes
       problems          [{kind, problem, file, tensor, offset, expected, found}]; kind is
                         structure, truncated, incomplete, checksum, unreadable, or against
                         a manifest missing, extra, dtype, shape, layout, hash, unsupported
@@ -117,5 +121,5 @@ def verify_command(
         from sluice.cli._render_checks import print_verification
 
         print_verification(report, written=write_manifest if report.ok else None)
-    if not report.ok:
+    if not report.ok or (strict and report.warnings):
         raise click.exceptions.Exit(1)

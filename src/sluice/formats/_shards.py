@@ -129,7 +129,7 @@ def merge(layout: Layout, opened: Sequence[OpenFile | None]) -> tuple[Index, tup
         notes=(*layout.notes, *notes, *_file_notes(found)),
     )
     size_note = _size_note(layout.shard_index, index)
-    return replace(index, notes=(*index.notes, *size_note)), tuple(files)
+    return replace(index, notes=(*index.notes, *size_note), contradictions=(*notes, *size_note)), tuple(files)
 
 
 def _whole(layout: Layout, file: OpenFile) -> tuple[Index, tuple[OpenFile, ...]]:
