@@ -255,7 +255,20 @@ def test_a_limit_on_virtual_memory_is_found_and_ends_in_success_or_a_budget_erro
     done = subprocess.run([sys.executable, "-c", VIRTUAL, arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)
-    assert set(outcomes) == {True, "loaded"}  # refused with the model untouched, or loaded
-    assert outcomes[-1] == "loaded"
-    if not options:  # with casts and mappings a larger room was seen refused after a smaller one had done
-        assert outcomes == sorted(outcomes, key=str)
+    # Refused with the model untouched, up to the room from which on all loads succeed: nothing that is started before
+    # the plan, nor what earlier loads left behind, takes of the room.
+    refused = outcomes.count(True)
+    assert 0 < refused < len(room)
+    assert outcomes == [True] * refused + ["loaded"] * (len(room) - refused)
+
+
+def test_what_is_planned_to_fit_under_a_limit_on_virtual_memory_fits(several: Path) -> None:
+    """96 MiB of weights and the reserve of 64 MiB: no thread is started that would take of it.
+
+    Python's own heap takes a few arenas of 1 MiB between the limit and the plan.
+    """
+    needed = 96 + 64
+    arguments = json.dumps([str(several), [needed - 1, needed + 4], {}])
+    done = subprocess.run([sys.executable, "-c", VIRTUAL, arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, "loaded"]

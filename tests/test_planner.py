@@ -277,4 +277,14 @@ def test_a_limit_on_address_space_takes_threads_away() -> None:
     assert threads(9 * 72 * MIB) == (8, 1)
     assert threads(8 * 72 * MIB) == (8, 0)
     assert threads(3 * 72 * MIB) == (3, 0)
-    assert threads(-10 * MIB) == (1, 0)
+    assert threads(72 * MIB - 1) == (0, 0)  # the caller's own thread reads
+    assert threads(-10 * MIB) == (0, 0)
+
+
+def test_the_room_that_huge_pages_and_leads_take_counts_before_threads() -> None:
+    wanted = [big()]  # 20 MiB, of which each direct read takes whole blocks: a page more, and so a huge page more
+    needed = 64 * MIB + 64 * MIB + 22 * MIB
+    machine = replace(facts(cached=False), huge_pages=True)
+    for room, readers in ((72 * MIB, 1), (72 * MIB - 1, 0)):
+        made = plan(wanted, [(100, 20 * MIB)], replace(machine, address_space_bytes=needed + room), staging=64 * MIB)
+        assert made.readers == readers

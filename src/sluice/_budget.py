@@ -6,7 +6,7 @@ A limit on virtual memory (``ulimit -v``) counts whatever the caller says: the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sluice import _options as options
@@ -14,7 +14,7 @@ from sluice._errors import Alternative, BudgetError
 from sluice._facts import host_headroom
 from sluice._geometry import round_up
 from sluice._options import MemoryLimits
-from sluice._records import LoadPlan, MachineFacts
+from sluice._records import Block, LoadPlan, MachineFacts, Target
 from sluice._units import format_bytes, parse_bytes
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "HOST",
     "MemoryLimit",
     "Shortage",
+    "address_space_bytes",
     "budget_error",
     "device_limit",
     "find_limits",
@@ -109,7 +110,13 @@ def plan_needs(plan: LoadPlan) -> dict[str, int]:
     """Return the bytes by which a plan lets each kind of memory grow."""
     return {
         HOST: plan.predicted.total_bytes,
-        ADDRESS_SPACE: _address_space(plan),
+        ADDRESS_SPACE: address_space_bytes(
+            plan.targets,
+            plan.blocks,
+            [*plan.arenas, *(held.nbytes for held in plan.mapped_ranges)],
+            staging_bytes=plan.staging_buffers * plan.staging_buffer_bytes,
+            huge_pages=plan.facts.huge_pages,
+        ),
         **{device.device: device.predicted_bytes for device in plan.devices},
     }
 
@@ -153,16 +160,26 @@ def _weights(plan: LoadPlan, where: str) -> int:
     )
 
 
-def _address_space(plan: LoadPlan) -> int:
-    staging = plan.staging_buffers * plan.staging_buffer_bytes
-    sizes = [*_mappings(plan), *(held.nbytes for held in plan.mapped_ranges), *plan.arenas]
-    return sum(round_up(size, options.BLOCK_BYTES) for size in sizes) + staging + options.RESERVED_ADDRESS_BYTES
+def address_space_bytes(
+    targets: Sequence[Target], blocks: Sequence[Block], shared: Iterable[int], *, staging_bytes: int, huge_pages: bool
+) -> int:
+    """Return the virtual memory that a load takes without its threads, in bytes.
+
+    Args:
+        targets: Final memory.
+        blocks: Where each target lies.
+        shared: Bytes of each mapping that targets share: arenas and ranges of files.
+        staging_bytes: Bytes of all staging buffers.
+        huge_pages: Whether large mappings get huge pages.
+    """
+    sizes = [*_mappings(targets, blocks, huge_pages=huge_pages), *shared]
+    return sum(round_up(size, options.BLOCK_BYTES) for size in sizes) + staging_bytes + options.RESERVED_ADDRESS_BYTES
 
 
-def _mappings(plan: LoadPlan) -> Iterator[int]:
+def _mappings(targets: Sequence[Target], blocks: Sequence[Block], *, huge_pages: bool) -> Iterator[int]:
     """Yield the bytes of each mapping that a target has for itself, with the room that huge pages take."""
-    for target, block in zip(plan.targets, plan.blocks, strict=True):
+    for target, block in zip(targets, blocks, strict=True):
         if block.kind == "mapping":
             nbytes = block.lead_bytes + target.nbytes
-            huge = plan.facts.huge_pages and nbytes >= options.HUGE_PAGE_BYTES
+            huge = huge_pages and nbytes >= options.HUGE_PAGE_BYTES
             yield round_up(nbytes, options.HUGE_PAGE_BYTES) if huge else nbytes

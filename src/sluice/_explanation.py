@@ -89,7 +89,8 @@ class Explanation:
 
     def lines(self) -> Iterator[str]:
         """Yield what is said beside the table, a sentence each."""
-        yield f"{self.reads:,} reads of {format_bytes(self.read_bytes)} in all, by {self.readers} readers"
+        by = f"{self.readers} readers" if self.readers else "the caller's thread: no other fits beside the weights"
+        yield f"{self.reads:,} reads of {format_bytes(self.read_bytes)} in all, by {by}"
         held = self.staging_buffers * self.staging_buffer_bytes
         copiers = f", emptied by {self.copiers} copiers" if self.copiers else ""
         yield (

@@ -44,6 +44,7 @@ class HostMemory:
         self.mapping = _map(round_up(self.nbytes, options.HUGE_PAGE_BYTES))
         self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
         if self.start:
+            del self.mapping  # before the next is made: a limit on virtual memory would count both
             self.mapping = _map(self.nbytes + options.HUGE_PAGE_BYTES)
             self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
         whole = round_down(self.nbytes, options.HUGE_PAGE_BYTES)

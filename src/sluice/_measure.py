@@ -15,7 +15,7 @@ from typing import Self
 
 from sluice import _options as options
 from sluice._records import Peaks
-from sluice._threads import Worker, join_threads, start_threads
+from sluice._threads import Worker, join_threads, spare_threads, start_threads
 
 __all__ = ["MemorySample", "PeakMeter", "read_memory"]
 
@@ -98,7 +98,7 @@ class PeakMeter:
         self._base = self._highest = read_memory()
         # With no thread to be had, the two ends and VmHWM still count.
         try:
-            start_threads(self._samplers, 1, self._sample, "sluice-sampler")
+            start_threads(self._samplers, spare_threads(1), self._sample, "sluice-sampler")
         except BaseException:  # an interrupt: nobody would end the block
             self._stopped = True
             raise

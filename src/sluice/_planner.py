@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from sluice import _options as options
+from sluice._budget import address_space_bytes
 from sluice._device_memory import plan_reservation, scratch_bytes
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
@@ -55,13 +56,17 @@ def plan_load(
     runs = [run for run in collapse_fills(targets) if run.target not in mapped.blocks]
     reads, leads = _plan_reads(runs, targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
-    threads = most_threads(targets, facts, staging_bytes)
+    shared = [*arenas, *(held.nbytes for held in mapped.ranges)]
+    threads = most_threads(
+        facts,
+        address_space_bytes(targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_pages),
+    )
     readers = min(reader_count(reads, facts), threads)
     staged = sum(read.into is None for read in reads)
     # While one buffer is filled, another one is emptied by a copier or still being sent to an accelerator; a reader
-    # that copies by itself needs one.
+    # that copies by itself needs one, and so does the caller's thread where there is no reader.
     waiting = readers > facts.cores
-    useful = staged if on_devices else readers * 2 if waiting else readers
+    useful = staged if on_devices else readers * 2 if waiting else max(1, readers)
     buffers = min(max(1, staging_bytes // buffer_bytes), staged, useful)
     predicted = _predict(targets, blocks, arenas, buffers * buffer_bytes)
     return LoadPlan(
@@ -143,13 +148,14 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
     return max(1, min(wanted, len(reads)))
 
 
-def most_threads(targets: Sequence[Target], facts: MachineFacts, staging_bytes: int) -> int:
-    """Return the number of threads whose stacks and arenas fit beside the weights under a limit on virtual memory."""
+def most_threads(facts: MachineFacts, needed_bytes: int) -> int:
+    """Return the number of threads whose stacks and arenas fit beside ``needed_bytes`` under a limit on virtual memory.
+
+    None may fit: a single reader whose stack and arena were mapped first would take the place of the last weights.
+    """
     if facts.address_space_bytes is None:
         return options.WAITING_READERS + facts.cores  # the most that is ever wanted
-    weights = sum(target.nbytes for target in targets if target.device == "cpu" and not target.existing)
-    room = facts.address_space_bytes - weights - staging_bytes - options.RESERVED_ADDRESS_BYTES
-    return max(1, room // options.THREAD_ADDRESS_BYTES)
+    return max(0, facts.address_space_bytes - needed_bytes) // options.THREAD_ADDRESS_BYTES
 
 
 def _crowded(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks) -> bool:

@@ -57,7 +57,7 @@ def plan_stream(
         staged.add(run)
     reads = tuple(staged.reads())
     buffers = min(max(1, staging_bytes // buffer_bytes), len(reads))
-    threads = most_threads((), facts, staging_bytes)
+    threads = most_threads(facts, staging_bytes + options.RESERVED_ADDRESS_BYTES)
     readers = min(reader_count(reads, facts), buffers, threads) if reads else 0
     staging = buffers * buffer_bytes
     return LoadPlan(

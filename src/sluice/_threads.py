@@ -19,7 +19,7 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]  # the one name for both
 
-__all__ = ["Job", "Worker", "Workers", "address_space_room", "join_threads", "start_threads"]
+__all__ = ["Job", "Worker", "Workers", "address_space_room", "join_threads", "spare_threads", "start_threads"]
 
 _Result = TypeVar("_Result")
 
@@ -83,6 +83,16 @@ def address_space_room() -> int | None:
     if limit == resource.RLIM_INFINITY:
         return None
     return max(0, limit - psutil.Process().memory_info().vms)
+
+
+def spare_threads(count: int) -> int:
+    """Return how many of ``count`` threads may run that no plan counts: none under a limit on virtual memory.
+
+    A thread's stack and malloc arena stay reserved after its end. The weights, which are planned for later, would lack
+    them, and how many arenas there are depends on how many threads happened to run at once: of two equal loads one
+    would fit and the other would not.
+    """
+    return count if address_space_room() is None else 0
 
 
 def start_threads(threads: list[Worker], count: int, work: Callable[[], None], name: str) -> None:

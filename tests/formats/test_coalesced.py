@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+import resource
+import threading
+from collections.abc import Iterator
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,3 +51,42 @@ def test_the_end_of_the_file(distance: int) -> None:
     starts = [len(CONTENT) - 7 - distance * number for number in reversed(range(20))]
     with pytest.raises(TruncatedError):
         read_ranges(MemorySource(CONTENT), starts, [8] * 20, gap_bytes=100)
+
+
+class Readers(MemorySource):
+    """Notes the names of the threads that read."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.names: set[str] = set()
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        self.names.add(threading.current_thread().name)
+        return super().read_at(offset, nbytes)
+
+
+@pytest.fixture
+def address_space() -> Iterator[None]:
+    """A limit on virtual memory, far away."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (8 << 30), limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+FAR = list(range(0, 90_000, 3_000))
+
+
+def test_several_threads_read_what_is_far_apart() -> None:
+    source = Readers(CONTENT)
+    assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
+    assert source.names
+    assert all(name.startswith("sluice-headers") for name in source.names)
+
+
+@pytest.mark.usefixtures("address_space")
+def test_under_a_limit_on_virtual_memory_nobody_but_the_caller_reads() -> None:
+    """What a thread reserves there, its stack and its malloc arena, would be missing for the weights."""
+    source = Readers(CONTENT)
+    assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
+    assert source.names == {threading.current_thread().name}

@@ -178,7 +178,7 @@ class LoadPlan:
     arenas: tuple[int, ...]
     #: Reads in the order in which they start.
     reads: tuple[Read, ...]
-    #: Threads that read.
+    #: Threads that read; with 0, under a limit on virtual memory, the caller's does.
     readers: int
     #: Threads that copy out of staging what was read into it; with 0 each reader does it.
     copiers: int

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 
 from sluice._options import COALESCE_GAP_BYTES
+from sluice._threads import Workers, spare_threads
 from sluice.sources import Source
 
 __all__ = ["read_ranges"]
@@ -40,15 +41,14 @@ def read_ranges(
         return [piece for span in some for piece in _read_span(source, span, starts, sizes)]
 
     spans = list(_spans(starts, sizes, gap_bytes))
-    if len(spans) < _READS_FOR_THREADS:
+    threads = spare_threads(_THREADS) if len(spans) >= _READS_FOR_THREADS else 0
+    if not threads:
         return read(spans)
-    share = -(-len(spans) // _THREADS)
+    share = -(-len(spans) // threads)
     shares = [spans[first : first + share] for first in range(0, len(spans), share)]
-    try:
-        with ThreadPoolExecutor(len(shares), thread_name_prefix="sluice-headers") as pool:
-            return list(chain.from_iterable(pool.map(read, shares)))
-    except RuntimeError:  # the process may not start another thread
-        return read(spans)
+    with Workers(len(shares), "sluice-headers") as workers:
+        jobs = [workers.start(partial(read, some)) for some in shares]
+        return list(chain.from_iterable(job.result() for job in jobs))
 
 
 def _spans(starts: Sequence[int], sizes: Sequence[int], gap_bytes: int) -> Iterator[range]:

@@ -16,7 +16,7 @@ from sluice._columns import collector_paused
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import INDEXING_THREADS, Limits
 from sluice._records import Index
-from sluice._threads import Worker, join_threads, start_threads
+from sluice._threads import Worker, join_threads, spare_threads, start_threads
 from sluice.formats import detect
 from sluice.formats._dcp import open_distributed
 from sluice.formats._directory import METADATA_FILE, Layout, check_inside, index_layout, survey
@@ -187,7 +187,7 @@ def _in_threads(work: Callable[[int], None], count: int) -> None:
 
     threads: list[Worker] = []
     try:
-        start_threads(threads, min(INDEXING_THREADS, count) - 1, run, "sluice-index")
+        start_threads(threads, spare_threads(min(INDEXING_THREADS, count) - 1), run, "sluice-index")
         run()
     finally:
         waiting.clear()
