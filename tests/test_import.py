@@ -69,6 +69,7 @@ _TENSOR_MODULES = {
     "sluice.benchmark._writing",
     "sluice.benchmark.gpt2",
     "sluice.converting._job",
+    "sluice.converting._storages",
     "sluice.converting._stream",
     "sluice.converting._tensor_files",
     "sluice.converting._torch_files",
@@ -83,6 +84,7 @@ _TENSOR_MODULES = {
     "sluice.verifying._takers",
     "sluice.writing._chunks",
     "sluice.writing._items",
+    "sluice.writing._parts",
     "sluice.writing._torch_pickle",
     "sluice.writing._torch_zip",
 }

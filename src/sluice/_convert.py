@@ -52,9 +52,8 @@ def convert(
     """Write a checkpoint in another form, with a fixed amount of memory, whatever its size.
 
     Bytes go from the source through the staging buffers to the new file; what stays as it is never becomes a tensor.
-    Host memory grows by at most the staging buffers, 1 KiB for each tensor and 32 MiB; of 100,000 tensors that become
-    one torch file, each takes 2.2 KiB. The new file is written beside its final name, synced and renamed, as ``save``
-    does it.
+    Host memory grows by at most the staging buffers, 1 KiB for each tensor and 32 MiB. The new file is written beside
+    its final name, synced and renamed, as ``save`` does it.
 
     Args:
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
@@ -113,7 +112,7 @@ def convert(
             manifest=None if dry_run else manifest_writer(manifest, manifest_hash, path, overwrite=overwrite),
             dry_run=dry_run,
         )
-        _check(job, contents.tree)
+        _check(job, contents.tree, chosen)
         written = _WRITERS[chosen](job, contents.tree)
         if job.manifest:
             job.manifest.commit()
@@ -133,18 +132,23 @@ def convert(
     )
 
 
-def _check(job: Job, tree: object) -> None:
-    """Refuse what no format here can hold, before anything is made."""
+def _check(job: Job, tree: object, chosen: str) -> None:
+    """Refuse what the format cannot hold, before anything is made."""
     names = {id(entry): name for name, entry in walk(tree)}
     for entry in every_entry(tree):
         name = names.get(id(entry), "_metadata")
-        if entry.composite is not None:
-            problem = f"a {entry.layout} tensor cannot be converted yet"
-            raise UnsupportedError(problem, file=job.checkpoint.path, tensor=name)
+        if entry.composite is not None and (job.manifest or chosen not in _TORCH_FILES):
+            where = "a manifest has no hash for it" if chosen in _TORCH_FILES else f"{chosen} files hold dense tensors"
+            raise UnsupportedError(
+                f"a {entry.layout} tensor cannot be written so: {where}", file=job.checkpoint.path, tensor=name
+            )
         why = why_no_cast(entry.dtype, job.finished(entry), requires_grad=entry.requires_grad)
         if why:
             raise MismatchError(why, file=job.checkpoint.path, tensor=name)
 
+
+#: Formats whose files are pickles: they say how a sparse or quantized tensor is made of dense ones.
+_TORCH_FILES = frozenset({"torch", "per-parameter"})
 
 _WRITERS: dict[str, Callable[[Job, object], Written]] = {
     "torch": convert_to_torch,

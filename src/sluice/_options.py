@@ -155,9 +155,8 @@ OVERHEAD_BYTES = 16 << 20
 #: Records of the plan for each tensor, in bytes.
 OVERHEAD_PER_TENSOR_BYTES = 2 << 10
 
-#: Index and layout of a conversion for each tensor, in bytes: 1 KiB of a safetensors file, 2.2 of a torch file, whose
-#: pickler remembers every object while it works.
-OVERHEAD_PER_CONVERTED_TENSOR_BYTES = 2300
+#: Index and layout of a conversion for each tensor, in bytes.
+OVERHEAD_PER_CONVERTED_TENSOR_BYTES = 1 << 10
 
 #: Host memory that the usual ways to load take beside tensors: the thread pool, objects, the heap's rest.
 METHOD_OVERHEAD_BYTES = 16 << 20

@@ -243,10 +243,12 @@ def _save_directory(job: _Job, state: object, progress: Progress) -> _Written:
 
 
 def _save_parameters(job: _Job, state: object, progress: Progress) -> _Written:
-    tensors = _flat(state)
+    tensors = _flat(state, dense=False)
+    if job.manifest:
+        named_tensors(tensors)  # refuses what has no hash
     check_file_names(tensors)
     stored, aliases = _stored_once(tensors)
-    nbytes = _data_bytes(outlines(stored, job.dtype))
+    nbytes = sum(lay_out_torch_zip(tensor, job.dtype).made.nbytes for tensor in stored.values())
     with ExitStack() as stack:
         wrote = stack.enter_context(_counting(progress, job.destination, nbytes))
         hidden = stack.enter_context(parameter_directory(job.destination, tensors, overwrite=job.overwrite))
@@ -270,10 +272,10 @@ _WRITERS: dict[str, Callable[[_Job, object, Progress], _Written]] = {
 }
 
 
-def _flat(state: object) -> dict[str, torch.Tensor]:
+def _flat(state: object, *, dense: bool = True) -> dict[str, torch.Tensor]:
     if not isinstance(state, Mapping):
         raise SaveError("this format holds a state dict", found=type(state).__name__)
-    return dict(flat_tensors(state))
+    return dict(flat_tensors(state, dense=dense))
 
 
 def _metadata(job: _Job, aliases: Mapping[str, str]) -> dict[str, str]:
@@ -300,7 +302,7 @@ def _stored_once(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.T
     aliases: dict[str, str] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        if tensor.numel() == 0:
+        if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_quantized:
             continue
         same = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
         kept = firsts.setdefault(same, name)

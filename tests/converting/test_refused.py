@@ -27,7 +27,6 @@ def listing(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("value", "name", "error", "problem"),
     [
-        ({"a": torch.ones(2).to_sparse()}, "o.pt", sluice.UnsupportedError, "sparse_coo tensor cannot be converted"),
         ({"a": torch.ones(2).to_sparse()}, "o.safetensors", sluice.UnsupportedError, "sparse_coo tensor"),
         ({"a": torch.ones(2), "args": argparse.Namespace(x=1)}, "o.pt", sluice.UnsafeContentError, "only running code"),
         ({"a": torch.ones(2, dtype=torch.complex128)}, "o.safetensors", sluice.SaveError, "no such dtype"),

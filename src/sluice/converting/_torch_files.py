@@ -8,24 +8,26 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from sluice import _options as options
 from sluice._checkpoint import borrow
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride
-from sluice._layout import View, shared_targets
-from sluice._records import Entry, Request, Target
+from sluice._records import Entry, Target
 from sluice._slicing import boxes
-from sluice._tree import every_entry, flatten, walk
+from sluice._tree import flatten, walk
 from sluice.converting._contents import refuse_repeats
 from sluice.converting._job import Job, Written, existing
+from sluice.converting._storages import Storages, dense_parts, descriptions, stored_bytes
 from sluice.converting._stream import Stream
 from sluice.writing._chunks import Staging, chunks
 from sluice.writing._manifest import ManifestWriter
 from sluice.writing._parameters import check_file_names, parameter_directory, parameter_file
 from sluice.writing._replacement import NewFile, Replacement
 from sluice.writing._safetensors import TensorOutline
-from sluice.writing._torch_pickle import Described, pickle_object
+from sluice.writing._survey import survey
+from sluice.writing._torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing._torch_zip import TorchZip
 
 __all__ = ["convert_to_parameters", "convert_to_torch"]
@@ -50,7 +52,7 @@ def convert_to_torch(job: Job, tree: object) -> Written:
         replaced=replaced,
         tensors=laid_out.tensors,
         nbytes=made.nbytes,
-        casts=job.casts(every_entry(tree)),
+        casts=laid_out.casts,
     )
 
 
@@ -59,8 +61,11 @@ class _TorchFile:
     """A decided torch file and what its storages are made of."""
 
     made: TorchZip
-    targets: tuple[Target, ...]
+    storages: Storages
+    #: Tensor objects in it.
     tensors: int
+    #: Tensors that are cast, by both dtypes.
+    casts: Mapping[str, int]
     #: What the manifest says of its tensors, by their names there.
     hashed: Mapping[str, TensorOutline]
     #: Names for the manifest of tensors that lie in row-major order in a storage: storage and first byte.
@@ -77,73 +82,89 @@ def _lay_out(job: Job, tree: object, hashed: Mapping[str, Entry]) -> _TorchFile:
         tree: What the file holds.
         hashed: The tensors of the manifest, by their names in it.
     """
-    names = {id(entry): name for name, entry in walk(tree)}
-    entries = list(every_entry(tree))
-    requests = [
-        Request(name=names.get(id(entry), "_metadata"), entry=entry, dtype=job.finished(entry), device="cpu")
-        for entry in entries
-    ]
-    targets, views = shared_targets(requests, job.checkpoint.index, job.offsets(entries))
-    del requests  # records of every tensor: what is not needed while the pickle is made has to be gone
-    positions = {id(entry): position for position, entry in enumerate(entries)}
-
-    def described(value: object) -> Described | None:
-        return _described(value, views[positions[id(value)]], targets) if isinstance(value, Entry) else None
-
-    made = TorchZip(pickle_object(tree, described), [target.nbytes for target in targets])
+    surveyed = survey(tree, _look)
+    dense = [part for entry in surveyed.tensors for part in dense_parts(entry)]
+    storages = Storages(job, surveyed.tensors, dense, _names(tree, surveyed.tensors))
+    made = TorchZip(pickle_object(tree, surveyed, descriptions(surveyed.tensors, storages)), storages.sizes)
+    positions = {id(entry): position for position, entry in enumerate(dense)} if hashed else {}
     together: dict[str, tuple[int, int]] = {}
     for name, entry in hashed.items():
-        view = views[positions[id(entry)]]
+        view = storages.geometry(positions[id(entry)])
         if view.stride == contiguous_stride(view.shape) and not view.math_bits:
-            together[name] = (view.target, view.start * ITEM_BYTES[targets[view.target].dtype])
-    apart = {name: names[id(entry)] for name, entry in hashed.items() if name not in together}
+            together[name] = (view.storage, view.start * ITEM_BYTES[view.dtype])
+    own = {id(entry): name for name, entry in walk(tree)} if len(together) < len(hashed) else {}
     return _TorchFile(
-        made=made, targets=targets, tensors=len(entries), hashed=job.outlines(hashed), together=together, apart=apart
+        made=made,
+        storages=storages,
+        tensors=len(surveyed.tensors),
+        casts=job.casts(surveyed.tensors),
+        hashed=job.outlines(hashed),
+        together=together,
+        apart={name: own[id(entry)] for name, entry in hashed.items() if name not in together},
     )
 
 
-def _described(entry: Entry, view: View, targets: Sequence[Target]) -> Described:
-    target = targets[view.target]
-    return Described(
-        storage=view.target,
-        elements=target.nbytes // ITEM_BYTES[target.dtype],
-        dtype=target.dtype,
-        start=view.start,
-        shape=view.shape,
-        stride=view.stride,
-        requires_grad=entry.requires_grad,
-        parameter=entry.parameter,
-        math_bits=view.math_bits,
-        attributes=entry.attributes,
-    )
+def _look(value: object) -> Mapping[str, object] | None:
+    if isinstance(value, Entry):
+        return value.attributes or {}
+    if is_plain(value):
+        return None
+    raise refusal(value)
+
+
+def _names(tree: object, entries: Iterable[Entry]) -> list[str]:
+    """Return what messages call the dense tensors that the entries are made of."""
+    names = {id(entry): name for name, entry in walk(tree)}
+    return [names.get(id(entry), "_metadata") for entry in entries for _ in dense_parts(entry)]
+
+
+class _Place(NamedTuple):
+    """A storage of a file under construction."""
+
+    made: TorchZip
+    out: NewFile
+    storage: int
+    target: Target
 
 
 def _fill_torch_files(job: Job, stream: Stream, files: Sequence[tuple[_TorchFile, NewFile]]) -> None:
     """Write the storages of files, all together in the order of the source; the caller finishes and commits each."""
-    targets: list[Target] = []
-    places: list[tuple[TorchZip, NewFile, int]] = []
+    first = 0
     for laid_out, out in files:
         out.reserve(laid_out.made.records_bytes)
         if job.manifest:
-            _expect(job.manifest, laid_out, len(targets))
-        targets += laid_out.targets
-        places += [(laid_out.made, out, number) for number in range(len(laid_out.targets))]
+            _expect(job.manifest, laid_out, first)
+        first += len(laid_out.storages.sizes)
+    places = (
+        _Place(laid_out.made, out, storage, target)
+        for laid_out, out in files
+        for storage, target in enumerate(laid_out.storages.targets())
+    )
+    first = 0
+    while batch := list(islice(places, options.STREAM_FILLS)):
+        _fill(job.manifest, stream, batch, first)
+        first += len(batch)
+
+
+def _fill(manifest: ManifestWriter | None, stream: Stream, places: Sequence[_Place], first: int) -> None:
+    """Write some of the storages, of which the manifest knows the first by the number ``first``."""
+    targets = [place.target for place in places]
     # A CRC is put together from long pieces; of what comes in short ones it is taken when all of it is there.
     scattered = {position for position, target in enumerate(targets) if stream.is_scattered(target)}
 
     def write(position: int, at: int, piece: memoryview) -> None:
-        made, out, number = places[position]
-        made.write(out, number, at, piece, account=position not in scattered)
-        if job.manifest:
-            job.manifest.piece(position, at, piece, partial(made.read, out, number))
+        made, out, storage, _ = places[position]
+        made.write(out, storage, at, piece, account=position not in scattered)
+        if manifest:
+            manifest.piece(first + position, at, piece, partial(made.read, out, storage))
 
     stream.move(targets, write)
-    if job.manifest:
+    if manifest:
         for position in range(len(targets)):
-            job.manifest.done(position)
+            manifest.done(first + position)
     for position in scattered:
-        made, out, number = places[position]
-        made.account_written(out, number)
+        made, out, storage, _ = places[position]
+        made.account_written(out, storage)
 
 
 def _expect(manifest: ManifestWriter, laid_out: _TorchFile, first: int) -> None:
@@ -176,7 +197,7 @@ def convert_to_parameters(job: Job, tree: object) -> Written:
     job.offsets(list(tree.values()))
     paths = {name: job.destination / parameter_file(name) for name in tree}
     replaced = existing(sorted(job.destination.glob(parameter_file("*"))))  # all of them, whatever their names
-    nbytes = sum(outline.nbytes for outline in job.outlines(tree).values())
+    nbytes = sum(stored_bytes(job, entry) for entry in tree.values())
     files: dict[Path, int] = {}
     with ExitStack() as stack:
         stream = stack.enter_context(job.stream(len(tree), nbytes))

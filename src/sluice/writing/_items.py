@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import SaveError
 from sluice._options import Limits
 from sluice._tree import component
+from sluice.writing._parts import QUANTIZED_DTYPES, SPARSE_LAYOUTS
 from sluice.writing._safetensors import TensorOutline
 
 __all__ = [
@@ -41,15 +42,21 @@ class Span:
         return self.tensor.as_strided((self.end - self.start,), (1,), self.start)
 
 
-def refuse_unsupported(tensor: torch.Tensor, name: str) -> None:
-    """Raise ``SaveError`` for a tensor that has no plain strided bytes."""
+def refuse_unsupported(tensor: torch.Tensor, name: str, *, dense: bool = True) -> None:
+    """Raise ``SaveError`` for a tensor that has no plain bytes.
+
+    Args:
+        tensor: The tensor.
+        name: Its name, for messages.
+        dense: Whether only dense tensors can be stored, and none that are made of several.
+    """
     problem = ""
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         problem = f"a tensor of class {type(tensor).__qualname__} has no plain bytes to save"
-    elif tensor.layout != torch.strided:
-        problem = f"a tensor of layout {tensor.layout} cannot be saved yet"
-    elif tensor.is_quantized:
-        problem = "a quantized tensor cannot be saved yet"
+    elif tensor.layout != torch.strided and (dense or tensor.layout not in SPARSE_LAYOUTS):
+        problem = f"a tensor of layout {tensor.layout} has no place in this format"
+    elif tensor.is_quantized and (dense or tensor.dtype not in QUANTIZED_DTYPES):
+        problem = f"a tensor of dtype {tensor.dtype} has no place in this format"
     elif tensor.is_meta:
         problem = "a tensor on the meta device has no values"
     if problem:
@@ -76,31 +83,32 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
     return (tensor.untyped_storage()._cdata, tensor.is_conj(), tensor.is_neg())  # noqa: SLF001
 
 
-def collect_spans(tensors: Mapping[str, torch.Tensor]) -> dict[Hashable, Span]:
-    """Return what the tensors need of each storage, by ``storage_key``.
+def collect_spans(tensors: Iterable[torch.Tensor]) -> dict[Hashable, Span]:
+    """Return what dense tensors need of each storage, by ``storage_key``.
 
     Raises:
         SaveError: Tensors of different dtypes view one storage.
     """
     spans: dict[Hashable, Span] = {}
-    for name, tensor in tensors.items():
+    for tensor in tensors:
         start = int(tensor.storage_offset())
         steps = (max(size - 1, 0) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         end = start + 1 + sum(steps) if tensor.numel() else start
         span = spans.setdefault(storage_key(tensor), Span(tensor, start, end))
         if span.tensor.dtype != tensor.dtype:
             raise SaveError(
-                "tensors of different dtypes share one storage",
-                tensor=name,
-                expected=span.tensor.dtype,
-                found=tensor.dtype,
+                "tensors of different dtypes share one storage", expected=span.tensor.dtype, found=tensor.dtype
             )
         span.start, span.end = min(span.start, start), max(span.end, end)
     return spans
 
 
-def flat_tensors(state: Mapping[str, object]) -> Iterator[tuple[str, torch.Tensor]]:
+def flat_tensors(state: Mapping[str, object], *, dense: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a flat state dict.
+
+    Args:
+        state: The state dict.
+        dense: Whether only dense tensors can be stored.
 
     Raises:
         SaveError: A name or a value is of another kind.
@@ -114,7 +122,7 @@ def flat_tensors(state: Mapping[str, object]) -> Iterator[tuple[str, torch.Tenso
                 tensor=name,
                 found=type(value).__name__,
             )
-        refuse_unsupported(value, name)
+        refuse_unsupported(value, name, dense=dense)
         yield name, value
 
 
@@ -122,7 +130,7 @@ def named_tensors(state: object) -> dict[str, torch.Tensor]:
     """Return the tensors of a nested object by the dotted names that ``sluice.open`` will show.
 
     Raises:
-        SaveError: Two have the same name, or they are nested deeper than ``sluice.open`` reads.
+        SaveError: Two have the same name, they are nested deeper than ``sluice.open`` reads, or one is made of several.
     """
     found: dict[str, torch.Tensor] = {}
     waiting = [("", state, 0)]
@@ -132,6 +140,12 @@ def named_tensors(state: object) -> dict[str, torch.Tensor]:
             if name in found:
                 raise SaveError(
                     "two tensors have the same dotted name, which a manifest cannot tell apart", tensor=name
+                )
+            if value.layout != torch.strided or value.is_quantized:
+                raise SaveError(
+                    "a manifest has no hash for sparse and quantized tensors",
+                    tensor=name,
+                    found=value.dtype if value.is_quantized else value.layout,
                 )
             found[name] = value
         elif isinstance(value, (dict, list, tuple)):

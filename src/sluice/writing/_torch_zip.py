@@ -8,17 +8,23 @@ Of each storage the file holds what its tensors need and no more. The records ar
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
 
 from sluice._dtypes import ITEM_BYTES
+from sluice._errors import SaveError
 from sluice.writing._chunks import Staging, chunks
 from sluice.writing._items import Span, collect_spans, finished_dtype, refuse_unsupported, storage_key
 from sluice.writing._manifest import ManifestWriter
+from sluice.writing._parts import count_parts, dense_parts, made_of
 from sluice.writing._replacement import NewFile
-from sluice.writing._torch_pickle import Described, pickle_object
+from sluice.writing._survey import survey
+from sluice.writing._torch_pickle import is_plain, pickle_object, refusal
+from sluice.writing._torch_tensors import Described, Geometry
 from sluice.writing._zip import Archive
 
 __all__ = ["SavedObject", "TorchZip", "lay_out_torch_zip", "write_torch_zip"]
@@ -35,7 +41,7 @@ _PIECE_BYTES = 1 << 20
 class TorchZip:
     """A decided file. Storages are numbered as the pickle numbers them."""
 
-    def __init__(self, pickled: bytes, sizes: Iterable[int]) -> None:
+    def __init__(self, pickled: bytes | bytearray, sizes: Iterable[int]) -> None:
         """Decide where everything lies.
 
         Args:
@@ -139,40 +145,73 @@ def lay_out_torch_zip(obj: object, dtype: str | None) -> SavedObject:
     Raises:
         SaveError: It holds something that ``torch.load(weights_only=True)`` would refuse, or that has no plain bytes.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    surveyed = survey(obj, _look)
+    dense = [part for tensor in surveyed.tensors for part in dense_parts(tensor)]
+    spans = collect_spans(dense)
+    kept = _quantized_parts(surveyed.tensors)
+    finished = [finished_dtype(span.tensor, None if key in kept else dtype) for key, span in spans.items()]
+    pickled = pickle_object(obj, surveyed, _descriptions(surveyed.tensors, dense, spans, finished))
+    storages = tuple(zip(spans.values(), finished, strict=True))
+    sizes = [(span.end - span.start) * ITEM_BYTES[name] for span, name in storages]
+    return SavedObject(made=TorchZip(pickled, sizes), storages=storages, tensors=len(surveyed.tensors))
 
-    def collected(value: object) -> Described | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        refuse_unsupported(value, "")
-        tensors[str(len(tensors))] = value
-        return Described(storage=0, elements=0, dtype="uint8", start=0, shape=(), stride=())
 
-    pickle_object(obj, collected)  # finds every tensor, and refuses early
-    spans = collect_spans(tensors)
+def _look(value: Any) -> Mapping[str, object] | None:
+    if isinstance(value, torch.Tensor):
+        refuse_unsupported(value, "", dense=False)
+        return vars(value)
+    if is_plain(value):
+        return None
+    raise refusal(value)
+
+
+def _quantized_parts(tensors: Sequence[torch.Tensor]) -> set[Hashable]:
+    """Return the storages of what quantized tensors are made of, which is never cast.
+
+    Raises:
+        SaveError: The integers of one are a tensor of their own, too.
+    """
+    quantized = [dense_parts(tensor) for tensor in tensors if tensor.is_quantized]
+    if not quantized:
+        return set()
+    integers = {storage_key(parts[0]) for parts in quantized}
+    for tensor in tensors:
+        if not tensor.is_quantized and not integers.isdisjoint(map(storage_key, dense_parts(tensor))):
+            raise SaveError("tensors of different dtypes share one storage", found=tensor.dtype)
+    return {storage_key(part) for parts in quantized for part in parts}
+
+
+def _descriptions(
+    tensors: Iterable[torch.Tensor],
+    dense: Iterable[torch.Tensor],
+    spans: Mapping[Hashable, Span],
+    finished: Sequence[str],
+) -> Iterator[Described]:
+    """Yield what the pickle says of each tensor; ``dense`` are their parts, one after the other."""
     numbers = {key: number for number, key in enumerate(spans)}
+    waiting = iter(dense)
 
-    def described(value: object) -> Described | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        key = storage_key(value)
-        span = spans[key]
-        return Described(
-            storage=numbers[key],
+    def geometry(part: torch.Tensor) -> Geometry:
+        key = storage_key(part)
+        span, number = spans[key], numbers[key]
+        return Geometry(
+            storage=number,
             elements=span.end - span.start,
-            dtype=finished_dtype(value, dtype),
-            device=str(value.device),
-            start=int(value.storage_offset()) - span.start,
-            shape=tuple(value.shape),
-            stride=value.stride(),
-            requires_grad=value.requires_grad,
-            parameter=isinstance(value, torch.nn.Parameter),
+            dtype=finished[number],
+            device=str(part.device),
+            start=int(part.storage_offset()) - span.start,
+            shape=tuple(part.shape),
+            stride=part.stride(),
         )
 
-    pickled = pickle_object(obj, described)
-    storages = tuple((span, finished_dtype(span.tensor, dtype)) for span in spans.values())
-    sizes = [(span.end - span.start) * ITEM_BYTES[finished] for span, finished in storages]
-    return SavedObject(made=TorchZip(pickled, sizes), storages=storages, tensors=len(tensors))
+    for tensor in tensors:
+        parts = [geometry(part) for part in islice(waiting, count_parts(tensor))]
+        yield Described(
+            made_of=made_of(tensor, parts),
+            requires_grad=tensor.requires_grad,
+            parameter=isinstance(tensor, torch.nn.Parameter),
+            attributes=vars(tensor),
+        )
 
 
 def write_torch_zip(

@@ -98,7 +98,7 @@ class Archive:
         """Return the bytes of a record's data."""
         return self._sizes[number]
 
-    def account(self, number: int, at: int, piece: bytes | memoryview) -> None:
+    def account(self, number: int, at: int, piece: bytes | bytearray | memoryview) -> None:
         """Add a piece of a record's data to its CRC; each byte once, in any order, from any thread.
 
         Args:

@@ -1,0 +1,152 @@
+"""Opcodes of pickle protocol 2, for the values that ``torch.load(weights_only=True)`` takes. No torch.
+
+Python's pickler remembers every object that it writes, and the memory for that outgrows a gate of fixed size. Here
+the caller says what is worth remembering: names of functions, and what stands at several places.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Hashable, Sequence
+
+from sluice._errors import SaveError
+
+__all__ = ["PickleOpcodes"]
+
+_PROTOCOL = b"\x80\x02"
+_STOP = b"."
+
+#: Tuples up to this length have an opcode without a mark.
+_SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+
+#: torch reads integers of this many bytes.
+_LONGEST_INTEGER_BYTES = 255
+
+_LONGEST_TEXT_BYTES = (1 << 32) - 1
+
+
+class PickleOpcodes:
+    """A pickle that grows. The methods append one value each, unless they say otherwise."""
+
+    MARK = b"("
+    APPENDS = b"e"
+    SETITEMS = b"u"
+    BUILD = b"b"
+    EMPTY_LIST = b"]"
+    EMPTY_DICT = b"}"
+
+    def __init__(self) -> None:
+        #: The bytes so far.
+        self.out = bytearray(_PROTOCOL)
+        self._memo: dict[Hashable, int] = {}
+
+    def finish(self) -> bytearray:
+        """End the pickle, and return it."""
+        self.out += _STOP
+        return self.out
+
+    def recall(self, key: Hashable) -> bool:
+        """Append the value that was remembered under a key, and return whether there is one."""
+        number = self._memo.get(key)
+        if number is None:
+            return False
+        self.out += b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)
+        return True
+
+    def remember(self, key: Hashable) -> None:
+        """Remember the last value under a key."""
+        number = self._memo[key] = len(self._memo)
+        self.out += b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number)
+
+    def named(self, module: str, name: str) -> None:
+        """Append what a module has under a name; remembered."""
+        if not self.recall((module, name)):
+            self.out += f"c{module}\n{name}\n".encode()
+            self.remember((module, name))
+
+    def none(self) -> None:
+        self.out += b"N"
+
+    def boolean(self, value: bool) -> None:  # noqa: FBT001  (the value itself)
+        self.out += b"\x88" if value else b"\x89"
+
+    def integer(self, value: int) -> None:
+        if 0 <= value < 1 << 8:
+            self.out += b"K%c" % value
+        elif 0 <= value < 1 << 16:
+            self.out += struct.pack("<cH", b"M", value)
+        elif -(1 << 31) <= value < 1 << 31:
+            self.out += struct.pack("<ci", b"J", value)
+        else:
+            encoded = pickle.encode_long(value)
+            if len(encoded) > _LONGEST_INTEGER_BYTES:
+                problem = "an integer that torch.load does not read"
+                raise SaveError(problem, expected=f"at most {_LONGEST_INTEGER_BYTES} bytes", found=len(encoded))
+            self.out += b"\x8a%c" % len(encoded) + encoded
+
+    def floating(self, value: float) -> None:
+        self.out += struct.pack(">cd", b"G", value)
+
+    def complex(self, value: complex) -> None:
+        self.named("__builtin__", "complex")
+        self.floating(value.real)
+        self.floating(value.imag)
+        self.call(2)
+
+    def text(self, value: str) -> None:
+        encoded = value.encode("utf-8", "surrogatepass")
+        if len(encoded) > _LONGEST_TEXT_BYTES:
+            raise SaveError("a text that pickle cannot hold", expected=f"at most {_LONGEST_TEXT_BYTES} bytes")
+        self.out += b"X" + struct.pack("<I", len(encoded))
+        self.out += encoded
+
+    def constant(self, value: str) -> None:
+        """Append a text; remembered."""
+        if not self.recall(value):
+            self.text(value)
+            self.remember(value)
+
+    def binary(self, value: bytes | bytearray) -> None:
+        """Append bytes: protocol 2 has no opcode for them, and they become a call."""
+        self.named("_codecs", "encode")
+        self.text(value.decode("latin1"))
+        self.constant("latin1")
+        self.call(2)
+
+    def integers(self, values: Sequence[int]) -> None:
+        """Append a tuple of integers."""
+        self.open_tuple(len(values))
+        for value in values:
+            self.integer(value)
+        self.close_tuple(len(values))
+
+    def open_tuple(self, length: int) -> None:
+        """Begin a tuple, before its elements; appends no value."""
+        if length >= len(_SHORT_TUPLES):
+            self.out += self.MARK
+
+    def close_tuple(self, length: int) -> None:
+        """Make a tuple of the last elements."""
+        self.out += _SHORT_TUPLES[length] if length < len(_SHORT_TUPLES) else b"t"
+
+    def reduce(self) -> None:
+        """Call the value before the last with the last, a tuple."""
+        self.out += b"R"
+
+    def call(self, arguments: int) -> None:
+        """Call the value before the last ``arguments`` values with these; at most three."""
+        self.close_tuple(arguments)
+        self.reduce()
+
+    def persistent(self) -> None:
+        """Make of the last value what it is the persistent id of."""
+        self.out += b"Q"
+
+    def flags(self, names: Sequence[str]) -> None:
+        """Append a dict in which some names are true."""
+        self.out += self.EMPTY_DICT + self.MARK
+        for name in names:
+            self.constant(name)
+            self.boolean(True)
+        self.out += self.SETITEMS
