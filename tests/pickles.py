@@ -27,7 +27,7 @@ def load(value: object, limits: Limits = LIMITS) -> Any:
     """Return what a pickle, or the pickle of a value, gives once its tree was checked."""
     run = machine(value if isinstance(value, bytes) else pickled(value), limits)
     tree = run.load()
-    check_tree(tree, limits, "file")
+    tree = check_tree(tree, limits, "file")
     if run.refusal is not None:
         raise run.refusal.error
     return tree

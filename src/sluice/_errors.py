@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from sluice._units import format_bytes
 
@@ -61,10 +60,10 @@ class SluiceError(Exception):
         offset: Byte offset in ``file``, or None.
         expected: What the file or the caller declared, or None.
         found: What was found instead, or None.
-        advice: What to do next; one sentence for each class.
+        advice: What to do next: the sentence of the class, or a closer one where the file tells more.
     """
 
-    advice: ClassVar[str] = ""
+    advice: str = ""
 
     def __init__(
         self,
@@ -75,6 +74,7 @@ class SluiceError(Exception):
         offset: int | None = None,
         expected: object = None,
         found: object = None,
+        advice: str | None = None,
     ) -> None:
         super().__init__(problem)
         self.problem = problem
@@ -83,6 +83,8 @@ class SluiceError(Exception):
         self.offset = offset
         self.expected = expected
         self.found = found
+        if advice is not None:
+            self.advice = advice
 
     def __str__(self) -> str:
         where = []

@@ -113,6 +113,38 @@ def test_an_empty_directory(tmp_path: Path) -> None:
     assert refusal(tmp_path).found == "nothing"
 
 
+@pytest.mark.parametrize(
+    ("names", "kind", "words"),
+    [
+        (["config.json", "model.safetensors.incomplete"], sluice.IncompleteCheckpointError, "has never finished"),
+        (["blobs", "refs", "snapshots"], sluice.FormatError, "give a directory in 'snapshots'"),
+        (["model_index.json", "unet"], sluice.FormatError, "a pipeline of models: give the directory of one"),
+        (
+            ["checkpoint-500", "checkpoint-9"],
+            sluice.FormatError,
+            "one of its checkpoints instead, such as",
+        ),
+        (["data", "data.pkl", "version"], sluice.FormatError, "unpacked torch.save file"),
+        (["consolidated.00.pth", "params.json"], sluice.FormatError, "a file instead, such as 'consolidated.00.pth'"),
+        (["config.json", "tf_model.h5"], sluice.UnsupportedError, "does not read 'tf_model.h5'"),
+    ],
+)
+def test_what_the_names_tell_is_said(
+    tmp_path: Path, names: Sequence[str], kind: type[sluice.SluiceError], words: str
+) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    error = refusal(tmp_path)
+    assert type(error) is kind
+    assert words in str(error)
+
+
+def test_checkpoints_of_their_own_in_one_directory(tmp_path: Path) -> None:
+    for name in ("1.pt", "2.pt"):
+        save(tmp_path / name, {"model": tensors("w")})
+    assert "give the path of one, such as '1.pt'" in str(refusal(tmp_path))
+
+
 def test_what_is_there_is_listed_in_part(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}.txt").touch()

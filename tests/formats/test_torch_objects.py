@@ -10,10 +10,10 @@ from sluice._errors import (
     LimitError,
     UnsupportedError,
 )
-from sluice._records import Entry, Opaque
+from sluice._records import Entry, Opaque, UnsupportedValue
 from sluice.formats._pickle import Unpickler
 from sluice.formats._torch_objects import TorchObjects
-from sluice.testing._archives import Call, Global, Persistent, Raw, pickled, storage, tensor_call
+from sluice.testing._archives import Call, Global, Persistent, Raw, encode, pickled, storage, tensor_call
 
 
 def test_a_tensor_and_its_storage() -> None:
@@ -181,14 +181,29 @@ def test_a_bad_attribute_is_named() -> None:
 
 
 def test_a_storage_that_no_tensor_views() -> None:
-    tree = load({"a": [FLOATS, tensor_call(FLOATS, shape=(10,))], "b": FLOATS})
-    for leaf in (tree["a"][0], tree["b"]):
+    shared = Raw(encode((1, [(FLOATS,)])) + b"q\0")
+    tree = load({"a": [FLOATS, tensor_call(FLOATS, shape=(10,))], "b": FLOATS, "c": shared, "d": (Raw(b"h\0"), FLOATS)})
+    for leaf in (tree["a"][0], tree["b"], tree["c"][1][0][0], tree["d"][1]):
         assert repr(leaf) == "<not loaded: a storage that no tensor views, torch.storage of float32>"
     assert isinstance(tree["a"][1], Entry)
-    for value, name in ((FLOATS, None), ({"a": (1, FLOATS)}, "a.1")):  # where nothing can take its place
-        with pytest.raises(UnsupportedError, match="no tensor views") as caught:
-            load(value)
-        assert caught.value.tensor == name
+    assert tree["c"][0] == 1
+    assert tree["d"][0][1] is tree["c"][1]
+    assert isinstance(load((FLOATS, 2))[0], UnsupportedValue)
+    with pytest.raises(UnsupportedError, match="no tensor views"):  # there is nothing else to open the file for
+        load(FLOATS)
+
+
+def test_storages_among_attributes_and_versions() -> None:
+    made = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (Global("torch._utils", "_rebuild_tensor_v2"),))
+    rebuilt = tensor_call(FLOATS, shape=(10,)).arguments
+    state = {"own": (FLOATS, 1), "other": FLOATS}
+    tensor = Call(made.function, (*made.arguments, Global("torch", "Tensor"), rebuilt, state))
+    versions = Raw(encode(Call(Global("collections", "OrderedDict"))) + encode({"_metadata": (FLOATS,)}) + b"b")
+    tree = load({"w": tensor, "v": versions})
+    attributes = tree["w"].attributes
+    for leaf in (attributes["own"][0], attributes["other"], tree["v"]._metadata[0]):
+        assert isinstance(leaf, UnsupportedValue)
+    assert attributes["own"][1] == 1
 
 
 def test_classes_as_values_are_inert_leaves() -> None:

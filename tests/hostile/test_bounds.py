@@ -14,7 +14,7 @@ import torch
 
 import sluice
 from sluice.testing import assert_peak
-from sluice.testing._archives import encode, storage, tensor_call, torch_archive
+from sluice.testing._archives import Raw, encode, storage, tensor_call, torch_archive
 
 MIB = 1 << 20
 
@@ -62,6 +62,49 @@ def test_a_million_of_anything_meets_a_limit(tmp_path: Path, kind: str) -> None:
     assert caught.value.file == str(tmp_path / "f")
 
 
+LEAVES = {"tensors": encode(W), "numbers": b"K\1", "nothing": b"]", "objects": b"cfoo\nbar\n"}
+
+
+def doubled(leaf: bytes, levels: int, kind: str, key: str = "a") -> bytes:
+    """Return a pickle of containers, each of which holds the one before it twice: 2**levels places."""
+    body = b"X" + struct.pack("<I", len(key)) + key.encode() + b"q\0" + leaf + b"q\1"
+    for level in range(levels):
+        inner = b"h" + bytes([level + 1])
+        body += {
+            "list": b"](" + 2 * inner + b"e",
+            "tuple": b"(" + 2 * inner + b"t",
+            "dict": b"}(h\0" + inner + b"X\1\0\0\0b" + inner + b"u",
+        }[kind]
+        body += b"q" + bytes([level + 2])
+    return b"\x80\x02(" + body + b"t."
+
+
+@pytest.mark.parametrize("levels", [18, 23, 40])
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_a_kilobyte_of_containers_in_containers(tmp_path: Path, leaf: str, kind: str, levels: int) -> None:
+    (tmp_path / "f").write_bytes(torch_archive(doubled(LEAVES[leaf], levels, kind), DATA))
+    started = time.process_time()
+    with assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="stand at several places"):
+        sluice.open(tmp_path / "f")
+    assert time.process_time() - started < 2
+
+
+def test_long_names_of_shared_tensors(tmp_path: Path) -> None:
+    """Each of 65,536 tensors has a dotted name of 2,500 characters."""
+    (tmp_path / "f").write_bytes(torch_archive(doubled(LEAVES["tensors"], 16, "dict", key="k" * 300), DATA))
+    with assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="stand at several places"):
+        sluice.open(tmp_path / "f")
+
+
+def test_what_the_limit_on_repeated_places_lets_through_is_small_and_fast(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(torch_archive(doubled(LEAVES["tensors"], 12, "list"), DATA))
+    started = time.process_time()
+    with assert_peak(64 * MIB), sluice.open(tmp_path / "f") as checkpoint:
+        assert len(checkpoint) == 2**13 - 1
+    assert time.process_time() - started < 5
+
+
 # Limits
 
 
@@ -79,6 +122,7 @@ LIMITED: dict[str, tuple[int, int, Callable[[], bytes]]] = {
     "nodes": (4000, 60, lambda: torch_archive({"w": W, "l": list(range(100))}, DATA)),
     "header_bytes": (4000, 150, lambda: torch_archive({"w": W, "text": "x" * 200}, DATA)),
     "name_bytes": (300, 100, lambda: torch_archive({"w" * 200: W}, DATA)),
+    "repeats": (60, 40, lambda: torch_archive({"w": W, "l": [Raw(b"](K\1K\2eq\0"), *[Raw(b"h\0")] * 15]}, DATA)),
     "dimensions": (12, 9, lambda: torch_archive({"w": tensor_call(storage("0", 4), shape=(1,) * 10)}, DATA)),
 }
 

@@ -42,6 +42,7 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._options import Limits
+from sluice.formats._foreign import HINTING_NAME, directory_hint
 from sluice.formats._shard_index import ShardIndex, read_shard_index
 
 __all__ = [
@@ -101,6 +102,9 @@ _SUFFIXES = (_PARTS_SUFFIX, ".bin", PARAMETER_SUFFIX, ".json", *_DISTRIBUTED_PAR
 
 #: Names that a message lists.
 _SHOWN = 8
+
+#: Names that are kept for what they tell.
+_HINTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,12 +222,15 @@ class _Listing(NamedTuple):
     first: list[str]
     total: int
     notes: tuple[str, ...]
+    #: Names that tell what a directory is which holds none that matter, files and directories.
+    hints: list[str]
 
 
 def _list(directory: str) -> _Listing:
     names: set[str] = set()
     first: list[str] = []
     special: list[str] = []
+    hints: list[str] = []
     total = 0
     try:
         with os.scandir(directory) as entries:
@@ -231,6 +238,8 @@ def _list(directory: str) -> _Listing:
                 total += 1
                 if len(first) < _SHOWN:
                     first.append(entry.name)
+                if len(hints) < _HINTS and HINTING_NAME.fullmatch(entry.name):
+                    hints.append(entry.name)
                 if not entry.name.endswith(_SUFFIXES) or entry.is_dir(follow_symlinks=False):
                     continue
                 if entry.is_symlink() or entry.is_file(follow_symlinks=False):
@@ -240,7 +249,7 @@ def _list(directory: str) -> _Listing:
     except OSError as error:
         raise ReadError(f"the directory cannot be listed: {error.strerror}", file=directory) from error
     notes = (f"Passed over, as they are no regular files: {_joined(sorted(special))}.",) if special else ()
-    return _Listing(names, first, total, notes)
+    return _Listing(names, first, total, notes, hints)
 
 
 def _check_distributed_parts(directory: str, names: set[str]) -> None:
@@ -325,12 +334,14 @@ def _complete(parts: set[str], limits: Limits) -> set[str]:
 
 def _nothing_usable(directory: str, listing: _Listing) -> CheckpointError:
     more = f" and {listing.total - len(listing.first)} more" if listing.total > len(listing.first) else ""
-    return FormatError(
+    hint = directory_hint(listing.hints)
+    return (hint.error if hint else FormatError)(
         "the directory holds no checkpoint that sluice knows (nested directories are not searched)",
         file=directory,
         expected=f"{', '.join(_PREFERENCE[:4])}, another *.index.json, *{_PARTS_SUFFIX}, or one *{PARAMETER_SUFFIX} "
         "file for each parameter",
         found="; ".join([", ".join(map(repr, sorted(listing.first))) + more or "nothing", *listing.notes]),
+        advice=hint.advice if hint else None,
     )
 
 

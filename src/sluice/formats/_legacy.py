@@ -79,7 +79,7 @@ class Legacy:
             pickle_bytes = min(source.identity.nbytes, limits.header_bytes)
             objects = LegacyObjects(limits, pickle_bytes, little_endian=little_endian)
             tree, unpickler, end = unpickle_at(source, start, objects, limits)
-            notes = check_object(tree, unpickler, objects, limits, source.path)
+            tree, notes = check_object(tree, unpickler, objects, limits, source.path)
             order, data_start = _read_order(source, end, objects.storages, limits)
             offsets, end = _check_counts(source, order, data_start)
             return Index(

@@ -24,6 +24,7 @@ from sluice._columns import collector_paused
 from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeError, UnsupportedError
 from sluice._options import Limits
 from sluice._strict_json import kind_of, parse_strict_json
+from sluice.formats._foreign import recognise_placeholder
 from sluice.sources._local import LocalFile
 
 __all__ = ["ShardIndex", "is_plain_path", "parse_shard_index", "read_shard_index"]
@@ -34,6 +35,9 @@ _MOST_CONTAINERS = 500
 
 #: A string; one without an end runs to the end of the file, so that no byte is looked at twice.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+#: Bytes that tell what stands in the place of an index.
+_HEAD_BYTES = 4096
 
 #: Quotes of one tensor: four around its name and its file's name, and as many inside of them.
 _QUOTES = 8
@@ -97,7 +101,8 @@ def _parse(data: bytes, path: str, limits: Limits) -> dict[str, object]:
     try:
         content = parse_strict_json(data)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the index is not strict JSON: {error}", file=path) from error
+        placeholder = recognise_placeholder(data[:_HEAD_BYTES], path)
+        raise placeholder or FormatError(f"the index is not strict JSON: {error}", file=path) from error
     if not isinstance(content, dict):
         raise FormatError("the index is no JSON object", file=path, found=kind_of(content))
     return content

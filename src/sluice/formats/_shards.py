@@ -118,7 +118,10 @@ def merge(layout: Layout, opened: Sequence[OpenFile | None]) -> tuple[Index, tup
     parts = {name: _part(layout, name, file.index.tree) for name, file in found.items()}
     notes = _compare(layout, parts, problems)
     if problems:
-        raise problems.error(layout.path)
+        error = problems.error(layout.path)
+        if layout.kind == "parameters" and not any(part is not None for part in parts.values()):
+            error.advice = f"These may be checkpoints of their own: give the path of one, such as {layout.files[0]!r}."
+        raise error
     files, tree = _join(list(found.values()), list(parts.values()))
     index = Index(
         format=_format_name(layout, files),

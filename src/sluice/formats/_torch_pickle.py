@@ -17,8 +17,8 @@ _NAMES_IN_NOTE = 5
 
 def check_object(
     tree: object, unpickler: Unpickler, objects: TorchObjects, limits: Limits, file: str, *, whole_objects: bool = False
-) -> tuple[str, ...]:
-    """Check the object of a file and return notes on what of it is not kept.
+) -> tuple[object, tuple[str, ...]]:
+    """Check the object of a file; return it, and notes on what of it is not kept.
 
     Args:
         tree: The object.
@@ -32,12 +32,12 @@ def check_object(
         CheckpointError: A value in it could not be built, or was dropped by the pickle after it could not be built.
         UnsafeContentError: It is a whole object of some class, so that there is nothing to open the file for.
     """
-    check_tree(tree, limits, file)
+    tree = check_tree(tree, limits, file)
     if unpickler.refusal is not None:  # of a value that did not reach the tree
         raise unpickler.refusal.error
     if isinstance(tree, Opaque) and not (whole_objects or isinstance(tree, UnsupportedValue)):
         raise UnsafeContentError(f"the file holds a whole {tree.qualified_name} object, not a state dict", file=file)
-    return _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], objects)
+    return tree, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], objects)
 
 
 def _notes(opaque: list[str], objects: TorchObjects) -> tuple[str, ...]:

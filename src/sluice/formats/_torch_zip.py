@@ -30,11 +30,12 @@ from sluice._dtypes import number_bytes
 from sluice._errors import CheckpointError, FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice._records import Entry, FileRecord, Index, Storage
+from sluice.formats._foreign import recognise_archive
 from sluice.formats._pickle import Unpickler
 from sluice.formats._protocol import Checksum
 from sluice.formats._torch_objects import StorageReference, TorchObjects
 from sluice.formats._torch_pickle import check_object
-from sluice.formats._zip import Directory, Record, read_directory
+from sluice.formats._zip import Directory, Record, first_names, read_directory
 from sluice.formats._zip_records import locate_records, read_record, record_checksums
 from sluice.sources import Source
 
@@ -88,8 +89,11 @@ class TorchZip:
         return head.startswith(b"PK\3\4")
 
     def read_index(self, source: Source, limits: Limits) -> Index:
-        directory = read_directory(source, limits)
-        metadata = _read_metadata(source, directory, limits)
+        try:
+            directory = read_directory(source, limits)
+            metadata = _read_metadata(source, directory, limits)
+        except (FormatError, UnsupportedError) as error:
+            raise recognise_archive(first_names(source, limits), source.path) or error from None
         big_endian = metadata["byteorder"] == "big"
         tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
         positions = _positions(references, directory, source.path)
@@ -136,7 +140,7 @@ class TorchZip:
         if unpickler.end != len(data):
             raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
         whole_objects = self._whole_objects
-        notes = check_object(tree, unpickler, objects, limits, source.path, whole_objects=whole_objects)
+        tree, notes = check_object(tree, unpickler, objects, limits, source.path, whole_objects=whole_objects)
         made = _Unpickled(tree, objects.storages, notes)
         if type(tree) in _IMMUTABLE and len(self._known) < self._remembered and len(data) <= _REMEMBERED_BYTES:
             self._known[data, big_endian] = made
@@ -152,12 +156,14 @@ def _limits(index: Index, file_bytes: int) -> dict[int, int]:
 def _read_metadata(source: Source, directory: Directory, limits: Limits) -> dict[str, str]:
     if "constants.pkl" in directory:
         raise UnsupportedError(
-            "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint", file=source.path
+            "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint",
+            file=source.path,
+            advice="If you trust it, load it with torch.jit.load, and save its state_dict with torch.save.",
         )
-    if directory.unsupported is not None:
-        raise directory.unsupported
     if "data.pkl" not in directory:
         raise FormatError("this zip archive was not written by torch.save: it has no data.pkl", file=source.path)
+    if directory.unsupported is not None:
+        raise directory.unsupported
     for name in _UNUSED_RECORDS:
         _check_unused(source, directory.record(name), limits)
     version = _version(source, directory)

@@ -24,11 +24,11 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sluice._errors import FormatError, LimitError, TruncatedError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
 from sluice.sources import Source
 
-__all__ = ["KNOWN_FLAGS", "LOCAL_HEADER_BYTES", "Directory", "Record", "read_directory", "zip64_fields"]
+__all__ = ["KNOWN_FLAGS", "LOCAL_HEADER_BYTES", "Directory", "Record", "first_names", "read_directory", "zip64_fields"]
 
 #: Bytes of a local header without name and extra field.
 LOCAL_HEADER_BYTES = 30
@@ -57,6 +57,9 @@ _IS_DIRECTORY = 0x10
 _MAX_SLACK_BYTES = 0xFFFF + 24
 
 _TAIL_BYTES = _END.size + _LOCATOR.size + _END64.size
+
+#: Bytes of a central directory that ``first_names`` looks at.
+_NAMES_BYTES = 1 << 20
 
 #: How far back a misplaced end record is looked for, to tell trailing bytes from a truncated file.
 _SEARCH_BYTES = 1 << 20
@@ -156,6 +159,22 @@ def read_directory(source: Source, limits: Limits) -> Directory:
             f"the archive's directory has more than {limits.header_bytes} bytes", file=source.path, found=end.nbytes
         )
     return _Parser(source.read_at(end.offset, end.nbytes), end, limits, source.path).parse()
+
+
+def first_names(source: Source, limits: Limits) -> list[str]:
+    """Return the first names of any zip archive, for messages: as many as can be read, in whatever state it is."""
+    try:
+        end = _read_end(source)
+    except CheckpointError:
+        return []
+    raw = source.read_at(end.offset, min(end.nbytes, limits.header_bytes, _NAMES_BYTES))
+    names, at = [], 0
+    while raw.startswith(b"PK\1\2", at) and at + _ENTRY.size <= len(raw):
+        name_bytes, extra_bytes, comment_bytes = struct.unpack_from("<HHH", raw, at + 28)
+        at += _ENTRY.size
+        names.append(raw[at : at + name_bytes].decode("utf-8", "backslashreplace"))
+        at += name_bytes + extra_bytes + comment_bytes
+    return names
 
 
 def _read_end(source: Source) -> _End:
@@ -273,9 +292,11 @@ class _Parser:
         start = at + _ENTRY.size
         extra = start + name_bytes
         following = extra + extra_bytes + comment_bytes
-        if signature != b"PK\1\2" or following > len(self._raw) or disk or attributes & _IS_DIRECTORY:
+        if signature != b"PK\1\2" or following > len(self._raw) or disk:
             raise self._error("an entry of the central directory is damaged", at)
         name = self._raw[start:extra]
+        if attributes & _IS_DIRECTORY:
+            raise self._error(f"record {_printable(name)} is marked as a directory, as other packers do", at)
         if flags & ~KNOWN_FLAGS or method:
             self._refuse(name, flags, method, at)
         if _IN_ZIP64_32 in (packed, nbytes, header):
@@ -310,7 +331,10 @@ class _Parser:
         if self._unsupported is None:
             how = f"compressed (method {method})" if method else f"encrypted or patched (flags {flags:#x})"
             problem = f"record {_printable(name)} is {how}"
-            self._unsupported = UnsupportedError(problem, file=self._file, offset=self._end.offset + at)
+            advice = "Load it with torch.load(mmap=False) and save it again, or pack it again without compression."
+            self._unsupported = UnsupportedError(
+                problem, file=self._file, offset=self._end.offset + at, advice=advice if method else None
+            )
 
     def _error(self, problem: str, at: int, *, expected: object = None, found: object = None) -> FormatError:
         return FormatError(problem, file=self._file, offset=self._end.offset + at, expected=expected, found=found)

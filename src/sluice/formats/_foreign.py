@@ -1,0 +1,289 @@
+"""Files that people pass by mistake: told by their first bytes or by the names in a zip archive, with what to do next.
+
+Nothing here decides whether sluice reads a file. It is asked once nothing else claims the file, so that a wrong guess
+costs no more than a misleading message. What is too short or too common a mark to be sure of is not looked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, UnsupportedError
+
+__all__ = ["HINTING_NAME", "directory_hint", "recognise", "recognise_archive", "recognise_npz", "recognise_placeholder"]
+
+#: Names that a message lists, and how much of a text.
+_SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 80
+
+_UNPACK = "Unpack it, and open the checkpoint that is inside."
+_UNPICKLE = "If you trust it, load it with {} and save its tensors with torch.save."
+_AGAIN = "Download it again, or copy it again from where it is complete."
+_GET = "Get the file itself: {}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """A kind of file that is not a checkpoint which sluice reads."""
+
+    #: How it starts.
+    start: re.Pattern[bytes]
+    #: Raised for it.
+    error: type[CheckpointError]
+    #: What it is.
+    problem: str
+    #: What to do; empty for what the class of the error says.
+    advice: str
+
+
+def _kind(start: bytes, error: type[CheckpointError], problem: str, advice: str = "") -> _Kind:
+    return _Kind(start=re.compile(start, re.DOTALL), error=error, problem=problem, advice=advice)
+
+
+def _unread(start: bytes, what: str, advice: str = "") -> _Kind:
+    return _kind(start, UnsupportedError, f"this is {what}, which sluice does not read", advice)
+
+
+def _pointer(start: bytes, what: str, how: str) -> _Kind:
+    return _kind(start, IncompleteCheckpointError, f"this is {what} in place of the file", _GET.format(how))
+
+
+#: Byte 30 is the name of a zip's first member.
+_NPZ = _unread(
+    rb"PK\x03\x04.{26}[^/\x00]{1,200}?\.npy",
+    "a numpy .npz archive",
+    "Load it with numpy, and save its arrays with safetensors.numpy.save_file.",
+)
+
+#: A tar header's magic, or the checksum of those from before it had one, in octal digits.
+_TAR = rb".{148}[0-7 ]{6}[\x00 ]{2}.{101}(?:ustar|\x00{5})"
+
+#: The members of torch's archives; newer Pythons put the time of a file before it, as a member with a name of its own.
+_TORCH_TAR = rb"(?:\./PaxHeaders?[^/]*/)?(?:\.\./)?(?:sys_info|pickle|tensors|storages)\x00"
+
+#: Eight bytes that can be the length of a header, and the start of JSON that is not an object, or not at once.
+_ODD_HEADER = rb"(?!\x00{8}).{4}\x00{4}(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\x20\t\n\r]++|(?=[\[{\"n]))[\x00]?[\[{\"n]"
+
+#: What may stand in the place of any file, a checkpoint or an index.
+_PLACEHOLDERS = (
+    _pointer(
+        rb"version https?://(?:git-lfs\.github\.com|git-media\.io|hawser)",
+        "a git-lfs pointer",
+        "run 'git lfs pull' in its repository, or download it from there",
+    ),
+    _pointer(rb"# xet version", "a git-xet pointer", "run 'git xet checkout' in its repository, or download it"),
+    _pointer(rb"\.?[./]*/annex/objects/", "a git-annex pointer", "run 'git annex get' in its repository"),
+    _pointer(
+        rb"(?:md5: [0-9a-f]{32}|wdir: [^\n]*)?\s*outs:\s*\n- ", "a DVC pointer", "run 'dvc pull' in its repository"
+    ),
+    _kind(
+        rb"(?:\xef\xbb\xbf)?\s*(?:<!--.{0,2000}?-->\s*)?(?i:<!doctype|<html|<head|<body|<\?xml|<error>)",
+        FormatError,
+        "this is a web page in place of the file",
+        "Its address is wrong, or asks for a login or a licence to be accepted: download the file itself.",
+    ),
+    _kind(
+        rb'\s*\{\s*"(?:error|message|detail|code|status)"',
+        FormatError,
+        "this is the answer of a server in place of the file",
+        "Its address is wrong, or asks for a login: download the file itself.",
+    ),
+)
+
+_KINDS = (
+    # The integer 0x1950a86a20f9469cfc6c.
+    _unread(
+        rb"L119547037146038801333356L?\n\.",
+        "a legacy torch.save file in pickle protocol 0 or 1",
+        _UNPICKLE.format("torch.load(weights_only=False)"),
+    ),
+    _kind(
+        rb"(?=" + _TAR + rb")" + _TORCH_TAR,
+        UnsupportedError,
+        "this is a tar archive, as torch.save wrote them before 0.2",
+        _UNPICKLE.format("torch.load(weights_only=False)"),
+    ),
+    _unread(_TAR, "a tar archive", _UNPACK),
+    _unread(
+        rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "Load it with Keras or h5py, and save its tensors with safetensors."
+    ),
+    _unread(
+        rb"GGUF",
+        "a GGUF file",
+        "transformers reads it with from_pretrained(gguf_file=...), and saves it as safetensors.",
+    ),
+    _unread(rb"lmgg|tjgg|fmgg|algg", "a GGML file", "Get the model in the form that it was converted from."),
+    _unread(rb"\x93NUMPY", "a numpy .npy file", "Load it with numpy, and save it with safetensors.numpy.save_file."),
+    _unread(rb"\x1f\x8b", "a gzip-compressed file", "Unpack it with gunzip, or with tar -xzf if it is a .tar.gz."),
+    _unread(rb"\x28\xb5\x2f\xfd", "a zstd-compressed file", "Unpack it with zstd -d."),
+    _unread(rb"BZh[1-9]1AY&SY|\xfd7zXZ\x00", "a bzip2- or xz-compressed file", "Unpack it with bunzip2 or unxz."),
+    _unread(rb"\x04\x22\x4d\x18", "an lz4-compressed file", "Unpack it with lz4 -d."),
+    _unread(rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or rar archive", _UNPACK),
+    _kind(rb"PK\x05\x06", FormatError, "this is a zip archive that holds nothing", ""),
+    _unread(
+        rb"\x80[\x02-\x05]|\(dp\d+\n|\(lp\d+\n|[}\]]q\x00",
+        "a bare pickle, not written by torch.save",
+        _UNPICKLE.format("what wrote it (pickle, joblib)"),
+    ),
+    _kind(
+        rb'\s*\{.*"weight_map"',
+        UnsupportedError,
+        "this is the index of a sharded checkpoint under a name that does not end in .json",
+        "Rename it to end in .index.json, beside its shards.",
+    ),
+    _unread(rb"\s*[{\[]\s*[\"{\[\]}\d-]", "JSON text", "Look beside it for the weights that it describes."),
+    _kind(
+        rb"\x00{64}|\x00+\Z",
+        IncompleteCheckpointError,
+        "the file starts with zeros: its download or copy has never finished",
+        _AGAIN,
+    ),
+    # Field 1 of ModelProto is the version, then comes a producer, a domain, a graph or an operator set.
+    _unread(
+        rb"\x08[\x03-\x1f](?:\x12[\x00-\x40][\x20-\x7e]*|\x1a|\x22|\x3a|\x42)",
+        "an ONNX model",
+        "Export the weights from the framework that made it, as a state dict.",
+    ),
+    _unread(rb"\x08\x01\x12[\x80-\xff]", "a TensorFlow SavedModel", "Load it with TensorFlow, and save its variables."),
+    _unread(rb".{4}TFL3", "a TensorFlow Lite model", "Get the model in the form that it was converted from."),
+    _unread(rb"ftrt", "a TensorRT engine", "Get the model in the form that it was converted from."),
+    _unread(
+        rb"(?:[\x81-\x8f]|\xde..|\xdf.{4})\xa6params",
+        "a Flax msgpack file",
+        "Load it with Flax, or with transformers (from_flax=True), and save it as safetensors.",
+    ),
+    _unread(rb"PAR1|ARROW1", "a Parquet or Arrow table, as data sets are kept in"),
+    _kind(
+        _ODD_HEADER,
+        FormatError,
+        "this looks like safetensors, but its header is no JSON object in UTF-8 that starts at byte 8",
+    ),
+)
+
+#: Text in any script: no control characters but white space.
+_TEXT = re.compile(r"[^\x00-\x08\x0e-\x1f\x7f]+")
+
+
+def recognise_npz(head: bytes, file: str) -> CheckpointError | None:
+    """Return the error for a numpy archive, which is a zip archive too and told before those of torch."""
+    return _error(_NPZ, file) if _NPZ.start.match(head) else None
+
+
+def recognise_placeholder(head: bytes, file: str) -> CheckpointError | None:
+    """Return the error for what stands in the place of a file that was never downloaded, or None; see ``recognise``."""
+    return next((_error(kind, file) for kind in _PLACEHOLDERS if kind.start.match(head)), None)
+
+
+def recognise(head: bytes, file: str) -> CheckpointError | None:
+    """Return the error for a file of a known kind that is no checkpoint, or None.
+
+    Args:
+        head: Its first bytes, up to 4096.
+        file: Its path, for the message.
+    """
+    for kind in (*_PLACEHOLDERS, *_KINDS):
+        if kind.start.match(head):
+            return _error(kind, file)
+    text = _text(head)
+    if text is None:
+        return None
+    line = text.strip()[:_SHOWN_CHARACTERS]
+    return FormatError("this is text, not a checkpoint", file=file, found=repr(line))
+
+
+def _error(kind: _Kind, file: str) -> CheckpointError:
+    return kind.error(kind.problem, file=file, advice=kind.advice or None)
+
+
+def _text(head: bytes) -> str | None:
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:  # else the last character is cut off
+            return None
+        text = head[: error.start].decode()
+    return text if _TEXT.fullmatch(text) else None
+
+
+def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None:
+    """Return the error for a zip archive that torch.save did not write, or None where it may be torch's.
+
+    Args:
+        names: The names of its first members, as they are spelled.
+        file: Its path, for the message.
+    """
+    parts = [name.split("/") for name in names]
+    last = {part[-1] for part in parts}
+    below = {"/".join(part[1:]) for part in parts}
+    if not names or "data.pkl" in below:
+        return None
+    if "archive_format" in below or "serialized_exported_program.json" in names:
+        what = "an exported program (torch.export.save)"
+        return _unread_archive(what, file, "Load it with torch.export.load, and save its state_dict with torch.save.")
+    if ".data/extern_modules" in below:
+        advice = "If you trust it, import it with torch.package, and save the state dict of what is inside."
+        return _unread_archive("a package of torch.package", file, advice)
+    if any(name.endswith(".npy") for name in last):
+        return _error(_NPZ, file)
+    if "model.weights.h5" in last:
+        return _unread_archive("a Keras model", file, "Load it with Keras, and save its weights with safetensors.")
+    if {"data.pkl", "version"} <= set(names):
+        problem = "this is what torch.save wrote, packed again without the directory that its records lie in"
+        return FormatError(problem, file=file, advice="Pack it again below one directory: zip -0 -r.")
+    shown = ", ".join(map(repr, names[:_SHOWN_NAMES])) + (", ..." if len(names) > _SHOWN_NAMES else "")
+    problem = "this zip archive was not written by torch.save: it has no data.pkl"
+    inside = any(name.endswith((".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".distcp")) for name in last)
+    return FormatError(problem, file=file, found=shown or "nothing", advice=_UNPACK if inside else None)
+
+
+def _unread_archive(what: str, file: str, advice: str) -> UnsupportedError:
+    return UnsupportedError(f"this is {what}, which sluice does not read", file=file, advice=advice)
+
+
+class DirectoryHint(NamedTuple):
+    """What a name tells of a directory that holds no checkpoint which sluice knows."""
+
+    error: type[CheckpointError]
+    #: What to do; ``{}`` is the name.
+    advice: str
+
+
+#: By what the names of files and directories match; the first that any name matches is taken.
+_HINTS = (
+    (
+        r".+\.(?:incomplete|part|crdownload|aria2)",
+        DirectoryHint(IncompleteCheckpointError, "The download of {} has never finished: resume it."),
+    ),
+    (r"snapshots", DirectoryHint(FormatError, "It is the cache of a model: give a directory in {} instead.")),
+    (
+        r"model_index\.json",
+        DirectoryHint(FormatError, "{} says that it is a pipeline of models: give the directory of one, such as unet."),
+    ),
+    (
+        r"(?:checkpoint|epoch|step|global_step|iter)[-_]?\d+",
+        DirectoryHint(FormatError, "Give the path of one of its checkpoints instead, such as {}."),
+    ),
+    (
+        r"data\.pkl",
+        DirectoryHint(FormatError, "{} is of an unpacked torch.save file: pack its directory with zip -0 -r."),
+    ),
+    (r".+\.(?:pth|ckpt|pt|bin|tar|nemo)", DirectoryHint(FormatError, "Give the path of a file instead, such as {}.")),
+    (
+        r".+\.(?:gguf|onnx|h5|keras|msgpack|pb|tflite|npz|ot)",
+        DirectoryHint(UnsupportedError, "sluice does not read {}: convert it with the library that wrote it."),
+    ),
+)
+
+#: Names that tell something of a directory.
+HINTING_NAME = re.compile("|".join(pattern for pattern, _ in _HINTS))
+
+
+def directory_hint(names: Sequence[str]) -> DirectoryHint | None:
+    """Return what the names in a directory tell, with the first that does so put into the advice."""
+    for pattern, hint in _HINTS:
+        for name in sorted(names):
+            if re.fullmatch(pattern, name):
+                return hint._replace(advice=hint.advice.format(repr(name)))
+    return None
