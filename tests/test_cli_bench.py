@@ -12,10 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 
 from comparisons import TRUTH, FakeRunner, trace
-from sluice.benchmark import _runner
+from sluice.benchmark import _runner, _sizes
 from sluice.benchmark._methods import LOADERS
 from sluice.benchmark._process import run_job
-from sluice.benchmark._records import Job, Outcome, Verdict
+from sluice.benchmark._records import Job, Outcome, State, Verdict
+from sluice.benchmark._sizes import Choice
 from sluice.cli import main
 from sluice.cli._bench import bench_command
 from sluice.testing import memory_limit_refusal
@@ -68,6 +69,27 @@ def test_a_built_in_size_is_compared_in_two_precisions_and_cleaned_up(
     assert "sluice peaked at 1.00 F, the others at 1.00 to 1.00 F." in result.output
     assert f"report: {tmp_path / 'bench-out' / 'report.html'}" in result.output
     assert {path.name for path in (tmp_path / "bench-out").iterdir()} == {"results.json", "results.md", "report.html"}
+
+
+def test_without_a_size_the_machine_decides_it_and_the_states(
+    bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[tuple[State, ...], int]] = []
+
+    def choose_here(folder: Path, device: str, counts: dict[tuple[State, ...], int]) -> Choice:
+        asked.append(counts)
+        return Choice(size="tiny", states=("warm",), seconds=99.0, reason="GPT-2 small would take about 200 s")
+
+    monkeypatch.setattr(_sizes, "choose_here", choose_here)
+    result = bench("--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    assert "GPT-2 tiny, warm: about 99 s; GPT-2 small would take about 200 s" in result.stderr
+    assert [(scenario.model, scenario.states) for scenario in runner.scenarios] == [("tiny", ("warm",))] * 2
+    assert json.loads(result.stdout)["command"] == "sluice bench --size tiny --device cpu --warm"
+    # Two precisions, each with a reference; and what was asked for otherwise is what is counted.
+    assert asked == [{("cold", "warm"): 2 * (1 + 6 * 2), ("warm",): 2 * (1 + 6)}]
+    bench("--device", "cpu", "--dtype", "bf16", "--method", "sluice", "--method", "mmap", "--cold")
+    assert asked[1:] == [{("cold",): 1 + 2}]
 
 
 def test_an_own_model_is_loaded_from_its_own_checkpoint(bench: Bench, runner: FakeRunner, tmp_path: Path) -> None:

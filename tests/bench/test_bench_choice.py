@@ -17,9 +17,9 @@ from sluice.benchmark import _sizes
 from sluice.benchmark._child import verdict
 from sluice.benchmark._comparison import Checkpoints, default_methods, own_subject, verdicts
 from sluice.benchmark._methods import METHODS
-from sluice.benchmark._records import Job
+from sluice.benchmark._records import Job, State
 from sluice.benchmark._results import typical_runs
-from sluice.benchmark._sizes import choose_size
+from sluice.benchmark._sizes import Choice, Conditions, choose, choose_here
 from sluice.benchmark._subjects import final_bytes, kind_of, main_dtype
 
 _FINALS = {"small": 1 << 30, "medium": 2 << 30, "large": 4 << 30}
@@ -39,43 +39,75 @@ class Tied(nn.Module):
         self.register_buffer("positions", torch.arange(4), persistent=False)
 
 
-def _choose(**changes: Any) -> str:
-    plenty = {"memory_bytes": 1 << 40, "disk_bytes": 1 << 40, "device_bytes": None, "seconds_per_process": 0.0}
-    return choose_size(_FINALS, **{**plenty, "processes": 26, "seconds_per_byte": 0.0, **changes})
+#: What the demo runs: two references, and six methods in two precisions for each state.
+_COUNTS: dict[tuple[State, ...], int] = {("cold", "warm"): 26, ("warm",): 14}
+
+
+def _choose(counts: dict[tuple[State, ...], int] = _COUNTS, **changes: Any) -> Choice:
+    plenty = {"memory_bytes": 1 << 40, "disk_bytes": 1 << 40, "seconds_per_process": 0.0, "seconds_per_byte": 0.0}
+    return choose(_FINALS, counts, Conditions(**{**plenty, **changes}))
 
 
 @pytest.mark.parametrize(
-    ("changes", "size"),
+    ("changes", "size", "states"),
     [
-        ({}, "large"),
-        ({"memory_bytes": 8 << 30}, "medium"),
-        ({"disk_bytes": 3 << 30}, "small"),
-        ({"device_bytes": 5 << 30}, "medium"),
-        ({"seconds_per_byte": 3e-9}, "medium"),
-        ({"seconds_per_process": 3.0, "seconds_per_byte": 3e-9}, "small"),
-        ({"seconds_per_process": 3.0, "seconds_per_byte": 3e-9, "processes": 6}, "large"),
-        ({"memory_bytes": 0}, "small"),
+        ({}, "large", 2),
+        ({"memory_bytes": 8 << 30}, "medium", 2),
+        ({"disk_bytes": 3 << 30}, "small", 2),
+        ({"device_bytes": 5 << 30}, "medium", 2),
+        ({"seconds_per_byte": 5e-10}, "large", 2),
+        ({"seconds_per_byte": 8e-10}, "large", 1),  # one state of the largest rather than two of the next
+        ({"seconds_per_byte": 1.5e-9}, "medium", 1),
+        ({"seconds_per_process": 4.0, "seconds_per_byte": 1.5e-9}, "small", 1),
+        ({"seconds_per_process": 40.0}, "small", 1),  # it takes too long, and is all there is
+        ({"memory_bytes": 0, "seconds_per_byte": 9e-9}, "small", 1),
+        ({"memory_bytes": 0}, "small", 2),
     ],
 )
-def test_the_size_is_the_largest_that_everything_allows(changes: dict[str, Any], size: str) -> None:
-    assert _choose(**changes) == size
+def test_the_size_is_the_largest_that_everything_allows(changes: dict[str, Any], size: str, states: int) -> None:
+    chosen = _choose(**changes)
+    assert (chosen.size, len(chosen.states)) == (size, states)
+
+
+def test_more_runs_leave_time_for_less() -> None:
+    assert _choose({("cold",): 14}, seconds_per_byte=8e-10).size == "large"
+    assert _choose({("cold",): 38}, seconds_per_byte=8e-10).size == "small"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "it is the largest there is"),
+        ({"memory_bytes": 8 << 30}, "there is too little memory or disk for GPT-2 large"),
+        ({"seconds_per_process": 4.0, "seconds_per_byte": 1.5e-9}, "GPT-2 medium would take about 152 s"),
+    ],
+)
+def test_the_choice_says_why_nothing_larger(changes: dict[str, Any], reason: str) -> None:
+    assert _choose(**changes).reason == reason
+
+
+def test_the_estimate_grows_with_processes_and_bytes() -> None:
+    both = _choose(seconds_per_process=1.0, seconds_per_byte=1e-10)
+    one = _choose({("warm",): 14}, seconds_per_process=1.0, seconds_per_byte=1e-10)
+    assert 26 < both.seconds < 60
+    assert 14 < one.seconds < both.seconds
 
 
 def test_probes_tell_what_this_machine_is_like(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_sizes, "_PROBE_BYTES", 1 << 20)
     monkeypatch.setattr(_sizes, "_CHOICE", ("small",))
     monkeypatch.setattr("sluice.benchmark._machine.free_memory_bytes", lambda: 0)
-    asked: list[dict[str, Any]] = []
+    asked: list[Conditions] = []
 
-    def choose(finals: object, **facts: Any) -> str:
-        asked.append(facts)
-        return choose_size(_FINALS, **facts)
+    def choose_of(finals: object, counts: dict[tuple[State, ...], int], conditions: Conditions) -> Choice:
+        asked.append(conditions)
+        return choose(_FINALS, counts, conditions)
 
-    monkeypatch.setattr(_sizes, "choose_size", choose)
-    assert _sizes.largest_size(tmp_path, "cpu", processes=26) == "small"
-    (facts,) = asked
-    assert facts["seconds_per_byte"] > 0
-    assert facts["seconds_per_process"] > 0.05
+    monkeypatch.setattr(_sizes, "choose", choose_of)
+    assert choose_here(tmp_path, "cpu", _COUNTS).size == "small"
+    (conditions,) = asked
+    assert conditions.seconds_per_byte > 0
+    assert conditions.seconds_per_process > 0.05
     assert list(tmp_path.iterdir()) == []
 
 

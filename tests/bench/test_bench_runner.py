@@ -14,7 +14,7 @@ from rich.console import Console
 from sluice.benchmark import _runner
 from sluice.benchmark._records import Job, Outcome, Run, Scenario, State, Status, Verdict
 from sluice.benchmark._results import write_results
-from sluice.benchmark._runner import run_with_progress
+from sluice.benchmark._runner import run_with_progress, seconds_left
 from sluice.benchmark._summary import summarise
 from sluice.benchmark._table import print_tables
 
@@ -100,11 +100,18 @@ def test_a_cache_that_cannot_be_prepared_fails_the_run(log: list[str], monkeypat
 def test_every_run_is_a_line_where_there_is_no_terminal(log: list[str]) -> None:
     text = io.StringIO()
     run_with_progress(Console(file=text), [_scenario("cold")], repetitions=1)
-    assert [line.strip() for line in text.getvalue().splitlines()] == [
+    lines = [line.strip().partition(", about ") for line in text.getvalue().splitlines()]
+    assert [line for line, _, _ in lines] == [
         "1/3  reference cold: 1.00 s",
         "2/3  naive cold: 1.00 s",
         "3/3  sluice cold: 1.00 s",
     ]
+    assert all(left.endswith(" s left") for _, _, left in lines)
+
+
+def test_the_time_left_is_told_from_what_the_methods_took() -> None:
+    assert seconds_left({"reference": 4.0, "naive": 8.0}, ["naive", "sluice", "naive"]) == 8 + 6 + 8
+    assert seconds_left({"naive": 8.0}, []) == 0
 
 
 def test_rows_are_medians_and_the_worse_state_decides_memory() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -151,9 +152,14 @@ def generate(job: Job, model: nn.Module) -> nn.Module:
     if not is_builtin(job.model):
         return truth(job, model)
     model = _allocated(model, job)
-    with torch.no_grad():
-        for name, weight in model.state_dict().items():
+
+    def fill(item: tuple[str, torch.Tensor]) -> None:
+        name, weight = item
+        with torch.no_grad():
             weight.copy_(random_weight(name, weight.shape))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # filling runs outside Python's lock, one tensor to a thread
+        list(pool.map(fill, model.state_dict().items()))
     return model
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -14,10 +15,21 @@ from sluice.benchmark._methods import absence
 from sluice.benchmark._process import TIMEOUT_SECONDS, run_job
 from sluice.benchmark._records import REFERENCE, Job, Outcome, Run, Scenario, State
 
-__all__ = ["REFERENCE", "run_scenarios", "run_with_progress"]
+__all__ = ["REFERENCE", "run_with_progress", "seconds_left"]
 
 #: What to do to a checkpoint before a load; nothing before the second load in a row.
 _PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "first": make_cold, "warm": make_warm}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One process to run."""
+
+    scenario: Scenario
+    method: str
+    state: State
+    #: Counts from 0.
+    repetition: int = 0
 
 
 def _order(scenario: Scenario) -> list[tuple[str, State]]:
@@ -27,33 +39,30 @@ def _order(scenario: Scenario) -> list[tuple[str, State]]:
     return [(method, state) for state in scenario.states for method in scenario.checkpoints]
 
 
-def run_scenarios(
-    scenarios: Sequence[Scenario],
-    *,
-    repetitions: int,
-    starting: Callable[[Scenario, str, State], None],
-    timeout_seconds: float = TIMEOUT_SECONDS,
-) -> Iterator[Run]:
-    """Run everything and yield each run as it ends; the reference comes first, once for each scenario.
+def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> list[_Step]:
+    """Return everything to run: each reference once, then repetitions that go through all scenarios."""
+    references = [_Step(scenario=each, method=each.reference, state=each.states[0]) for each in scenarios]
+    return references + [
+        _Step(scenario=scenario, method=method, state=state, repetition=repetition)
+        for repetition in range(repetitions)
+        for scenario in scenarios
+        for method, state in _order(scenario)
+    ]
+
+
+def seconds_left(took: Mapping[str, float], ahead: Sequence[str]) -> float:
+    """Return how long the runs ahead will take, about: what their method took last, else what methods took on average.
 
     Args:
-        scenarios: What to run; every repetition goes through all of them.
-        repetitions: How often.
-        starting: Called before each run.
-        timeout_seconds: When to stop a process.
+        took: Seconds of the last run of each method that has run; not empty.
+        ahead: Method of each run that is still to come.
     """
-    run = partial(_run, timeout_seconds=timeout_seconds)
-    for scenario in scenarios:
-        starting(scenario, scenario.reference, scenario.states[0])
-        yield run(scenario, scenario.reference, scenario.states[0], repetition=0)
-    for repetition in range(repetitions):
-        for scenario in scenarios:
-            for method, state in _order(scenario):
-                starting(scenario, method, state)
-                yield run(scenario, method, state, repetition=repetition)
+    usual = sum(took.values()) / len(took)
+    return sum(took.get(method, usual) for method in ahead)
 
 
-def _run(scenario: Scenario, method: str, state: State, *, repetition: int, timeout_seconds: float) -> Run:
+def _run(step: _Step, *, timeout_seconds: float) -> Run:
+    scenario, method, state = step.scenario, step.method, step.state
     if method == scenario.reference:
         # Under no limit: it is no contestant, and without it nobody knows who is right.
         outcome = run_job(_job(scenario, method, scenario.truth, verify=True))
@@ -63,9 +72,9 @@ def _run(scenario: Scenario, method: str, state: State, *, repetition: int, time
         outcome = Outcome(status="failed", reason=f"the page cache could not be made {state}")
     else:
         # The digests take longer than a load, and a method that is right once is right the next time.
-        job = _job(scenario, method, scenario.checkpoints[method], verify=repetition == 0)
+        job = _job(scenario, method, scenario.checkpoints[method], verify=step.repetition == 0)
         outcome = run_job(job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes)
-    return Run(scenario=scenario.title, method=method, state=state, repetition=repetition, outcome=outcome)
+    return Run(scenario=scenario.title, method=method, state=state, repetition=step.repetition, outcome=outcome)
 
 
 def _job(scenario: Scenario, method: str, checkpoint: Path | None, *, verify: bool) -> Job:
@@ -90,33 +99,33 @@ def run_with_progress(
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Run]:
     """Run everything behind a progress line; where there is no terminal, print a line for each run instead."""
-    total = sum(1 + repetitions * len(_order(scenario)) for scenario in scenarios)
+    schedule = _schedule(scenarios, repetitions)
     bar = Progress(
         SpinnerColumn(),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
         TextColumn("{task.description}"),
         TextColumn("[dim]{task.fields[last]}"),
         console=console,
         transient=True,
         disable=not console.is_terminal,
     )
+    runs: list[Run] = []
+    took: dict[str, float] = {}
     with bar:
-        task = bar.add_task("starting", total=total, last="")
-
-        def starting(scenario: Scenario, method: str, state: State) -> None:
-            bar.update(task, description=f"[bold]{method}[/] {scenario.dtype} {state}")
-
-        runs = []
-        for run in run_scenarios(
-            scenarios, repetitions=repetitions, starting=starting, timeout_seconds=timeout_seconds
-        ):
-            runs.append(run)
-            last = _one_line(run)
-            bar.update(task, advance=1, last=last)
+        task = bar.add_task("starting", total=len(schedule), left="", last="")
+        for number, step in enumerate(schedule, start=1):
+            bar.update(task, description=f"[bold]{step.method}[/] {step.scenario.dtype} {step.state}")
+            begin = time.perf_counter()
+            runs.append(_run(step, timeout_seconds=timeout_seconds))
+            took[step.method] = time.perf_counter() - begin
+            left = f"about {seconds_left(took, [ahead.method for ahead in schedule[number:]]):.0f} s left"
+            last = _one_line(runs[-1])
+            bar.update(task, advance=1, left=left, last=last)
             if not console.is_terminal:
-                console.print(f"{len(runs):>4}/{total}  {last}", highlight=False, soft_wrap=True)
+                console.print(f"{number:>4}/{len(schedule)}  {last}, {left}", highlight=False, soft_wrap=True)
     return runs
 
 

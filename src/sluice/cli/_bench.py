@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from sluice.benchmark._comparison import Checkpoints, Subject
     from sluice.benchmark._records import Precision, Run, Scenario, State
+    from sluice.benchmark._sizes import Choice
 
 __all__ = ["bench_command"]
 
@@ -27,8 +28,8 @@ _DTYPES: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": 
 
 _SIZES = ("tiny", "small", "medium", "large", "xl")
 
-#: Where things are put and how they are shown is not what was compared.
-_NOT_REPEATED = {"size", "directory", "keep", "out", "as_json"}
+#: Where things are put and how they are shown is not what was compared; size and states are said as they were chosen.
+_NOT_REPEATED = {"size", "cold", "directory", "keep", "out", "as_json"}
 
 _PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", "runai-model-streamer", "tensorizer")
 
@@ -80,8 +81,9 @@ def bench_command(
     """Load one checkpoint in every way and compare peak memory and time.
 
     With CHECKPOINT and --model it is your own; with --size a GPT-2 that is made for the purpose; with neither, the
-    largest GPT-2 that fits this machine and about two minutes. Each load has a process of its own, which is watched
-    from outside. One that dies is shown with the reason and with how far it came.
+    largest GPT-2 that fits this machine and about two minutes, cold as well as warm where there is time for both.
+    Each load has a process of its own, which is watched from outside. One that dies is shown with the reason and with
+    how far it came.
 
     Writes report.html (a page that works offline, with the memory of all methods over time), results.md and
     results.json into --out.
@@ -106,29 +108,39 @@ def bench_command(
         raise Failure(f"--ram-limit: {refusal}")
     # Here, not above: torch takes a second to import, and wrong options should be refused before that.
     from sluice.benchmark import _machine
-    from sluice.benchmark._comparison import Checkpoints
+    from sluice.benchmark._comparison import Checkpoints, builtin_subject, own_subject
     from sluice.benchmark._folder import temporary_folder
     from sluice.benchmark._report import write_report
     from sluice.benchmark._results import write_results
     from sluice.benchmark._runner import run_with_progress
+    from sluice.benchmark._sizes import choose_here
     from sluice.benchmark._table import console_for_tables, print_tables
 
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
     console = console_for_tables(stderr=as_json)
-    states: tuple[State, ...] = ("cold", "warm") if cold is None else ("cold",) if cold else ("warm",)
     where = device or _machine.device()
     with temporary_folder(directory, keep=keep) as folder:
         machine = _machine.describe(folder, _PACKAGES)
         _print_machine(console, machine)
-        with console.status("looking at memory and disk"):
-            subject = _subject(checkpoint, factory, model_args, key, size, folder, where)
+        choices = _states(cold)
+        if checkpoint is not None and factory is not None:
+            subject, states = own_subject(checkpoint.absolute(), factory, model_args, key), choices[0]
+        elif size is not None:
+            subject, states = builtin_subject(size), choices[0]
+        else:
+            with console.status("looking at memory, disk and time"):
+                loads = len(_choose_methods(builtin_subject(_SIZES[0]), methods, where)) * runs
+                counts = {states: (len(set(dtypes)) or 2) * (1 + loads * len(states)) for states in choices}
+                choice = choose_here(folder, where, counts)
+            _print_choice(console, choice)
+            subject, states = builtin_subject(choice.size), choice.states
         chosen = _choose_methods(subject, methods, where)
         with console.status("making the checkpoints"):
             files = Checkpoints(subject, folder)
             scenarios = _scenarios(subject, files, chosen, dtypes, states, device=where, ram_limit=ram_limit)
         found = run_with_progress(console, scenarios, repetitions=runs, timeout_seconds=timeout)
-    command = _command(click.get_current_context(), subject)
+    command = _command(click.get_current_context(), subject, states)
     document = write_results(out, "results", machine=machine, command=command, scenarios=scenarios, runs=found)
     write_report(
         out / "report.html",
@@ -159,23 +171,11 @@ def _check_options(checkpoint: Path | None, factory: str | None, model_args: str
         find_factory(factory)
 
 
-def _subject(
-    checkpoint: Path | None,
-    factory: str | None,
-    model_args: str,
-    key: str | None,
-    size: str | None,
-    folder: Path,
-    device: str,
-) -> Subject:
-    from sluice.benchmark._comparison import builtin_subject, own_subject
-    from sluice.benchmark._sizes import largest_size
-    from sluice.benchmark._strategies import STRATEGIES
-
-    if checkpoint is None or factory is None:
-        # Two precisions, cold and cached, and the two references.
-        return builtin_subject(size or largest_size(folder, device, processes=4 * len(STRATEGIES) + 2))
-    return own_subject(checkpoint.absolute(), factory, model_args, key)
+def _states(cold: bool | None) -> list[tuple[State, ...]]:  # noqa: FBT001 - the value of --cold/--warm
+    """Return the states that can be compared, the most first."""
+    if cold is None:
+        return [("cold", "warm"), ("warm",)]
+    return [("cold",) if cold else ("warm",)]
 
 
 def _choose_methods(subject: Subject, asked: tuple[str, ...], device: str) -> list[str]:
@@ -221,8 +221,8 @@ def _scenarios(
     return [ask(dtype) for dtype in chosen]
 
 
-def _command(context: click.Context, subject: Subject) -> str:
-    """Return the command line that does the same again, with the size that was chosen."""
+def _command(context: click.Context, subject: Subject, states: tuple[State, ...]) -> str:
+    """Return the command line that does the same again, with the size and the states that were chosen."""
     words = ["sluice", "bench"]
     if subject.original is None:
         words += ["--size", subject.model]
@@ -232,11 +232,11 @@ def _command(context: click.Context, subject: Subject) -> str:
             continue
         if isinstance(parameter, click.Argument):
             words.append(str(value))
-        elif isinstance(value, bool):
-            words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
         else:
             for each in value if isinstance(value, tuple) else (value,):
                 words += [parameter.opts[0], str(each)]
+    if len(states) == 1:
+        words.append(f"--{states[0]}")
     return shlex.join(words)
 
 
@@ -246,6 +246,11 @@ def _print_machine(console: Console, machine: dict[str, str]) -> None:
 
     lines = "\n".join(f"{key}: {value}" for key, value in machine.items())
     console.print(Panel.fit(Text(lines), title="this machine"))
+
+
+def _print_choice(console: Console, choice: Choice) -> None:
+    text = f"GPT-2 {choice.size}, {' and '.join(choice.states)}: about {choice.seconds:.0f} s; {choice.reason}"
+    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _print_end(console: Console, scenarios: list[Scenario], runs: list[Run], out: Path, kept: Path | None) -> None:
