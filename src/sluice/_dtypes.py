@@ -6,6 +6,7 @@ Names are torch's own (``torch.float32`` is ``"float32"``), as strings, so that 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def number_bytes(name: str) -> int:
     return ITEM_BYTES[name] // 2 if name.startswith("complex") else ITEM_BYTES[name]
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a ``torch.dtype``: ``"float32"`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

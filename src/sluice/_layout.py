@@ -185,9 +185,9 @@ def _filled(
 ) -> Target:
     """Return a target of the given stride, with one fill or one for each part."""
     elements = entry.numel if request.existing else span_elements(entry.shape, stride)
-    parts = entry.parts or (Part(entry=entry, start=(0,) * len(entry.shape)),)
-    held = [part for part in parts if part.entry.numel]
-    fills = tuple(_fill(part, stride, index, offsets) for part in held if part.entry.constant is None)
+    pieces = [(part.entry, _first(part, stride)) for part in entry.parts] or [(entry, 0)]
+    held = [(piece, first) for piece, first in pieces if piece.numel]
+    fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in held if piece.constant is None)
     return Target(
         name=request.name,
         dtype=request.dtype,
@@ -201,45 +201,40 @@ def _filled(
     )
 
 
-def _fill(part: Part, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
-    file, offset = _place(part.entry, index, offsets)
+def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
+    """Return what copies a view of one storage to the elements of a target from ``first`` on."""
+    storage = index.storages[piece.storage]
+    base = storage.offset if storage.located else offsets[piece.storage]
     return Fill(
-        file=file,
-        offset=offset,
-        dtype=part.entry.dtype,
-        shape=part.entry.shape,
-        source_stride=part.entry.stride,
+        file=storage.file,
+        offset=base + piece.storage_offset * ITEM_BYTES[piece.dtype],
+        dtype=piece.dtype,
+        shape=piece.shape,
+        source_stride=piece.stride,
         target_stride=stride,
-        target_start=_first(part, stride),
-        factors=part.entry.factors,
-        swap_bytes=index.storages[part.entry.storage].swap_bytes,
-        math_bits=part.entry.math_bits,
+        target_start=first,
+        factors=piece.factors,
+        swap_bytes=storage.swap_bytes,
+        math_bits=piece.math_bits,
     )
 
 
-def _constants(parts: Iterable[Part], stride: tuple[int, ...]) -> Iterator[Constant]:
-    for part in parts:
-        if part.entry.constant is not None:
+def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> Iterator[Constant]:
+    for piece, first in pieces:
+        if piece.constant is not None:
             yield Constant(
-                value=part.entry.constant,
-                dtype=part.entry.dtype,
-                factors=part.entry.factors,
-                shape=part.entry.shape,
+                value=piece.constant,
+                dtype=piece.dtype,
+                factors=piece.factors,
+                shape=piece.shape,
                 target_stride=stride,
-                target_start=_first(part, stride),
+                target_start=first,
             )
 
 
 def _first(part: Part, stride: tuple[int, ...]) -> int:
     """Return where a part's element 0 goes in a target of this stride, in elements."""
     return sum(start * step for start, step in zip(part.start, stride, strict=True))
-
-
-def _place(entry: Entry, index: Index, offsets: Mapping[int, int]) -> tuple[int, int]:
-    """Return the file of an entry and the first byte of its element 0."""
-    storage = index.storages[entry.storage]
-    base = storage.offset if storage.located else offsets[entry.storage]
-    return storage.file, base + entry.storage_offset * ITEM_BYTES[entry.dtype]
 
 
 def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:

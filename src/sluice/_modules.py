@@ -10,8 +10,8 @@ attributes).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -96,6 +96,8 @@ class _Found:
     #: Where it was found first.
     path: str
     parameter: bool
+    #: Whether it has memory of torch's own that can be filled.
+    plain: bool
     #: Names in the state dict.
     names: list[str] = field(default_factory=list)
     owners: dict[tuple[int, str], Owner] = field(default_factory=dict)
@@ -105,7 +107,7 @@ class _Found:
 
     @property
     def can_be_loaded(self) -> bool:
-        return is_lazy(self.tensor) or (is_plain(self.tensor) and dtype_name(self.tensor.dtype) in ITEM_BYTES)
+        return is_lazy(self.tensor) or (self.plain and dtype_name(self.tensor.dtype) in ITEM_BYTES)
 
     @property
     def holding(self) -> Holding:
@@ -128,10 +130,12 @@ def collect(module: nn.Module) -> ModuleState:
     unsaved: list[_Found] = []
     for one in _join_aliases(found.values()):
         (unsaved if not one.names else slots if one.can_be_loaded else refused).append(one)
+    on_meta = {id(owner.module): owner.module for one in slots if one.tensor.is_meta for owner in one.owners.values()}
+    resettable = {key for key, owner in on_meta.items() if reset_of(owner)}
     return ModuleState(
         module=module,
         outline=Outline(
-            slots=tuple(map(_slot, slots)),
+            slots=tuple(_slot(one, resettable) for one in slots),
             extra_state=tuple(extra_state),
             refused=tuple(name for one in refused for name in one.names),
             problems=(
@@ -167,9 +171,11 @@ def _add_tensors(prefix: str, module: nn.Module, found: dict[int, _Found]) -> No
         for name, tensor in kind.items():
             if tensor is None:
                 continue
-            one = found.setdefault(
-                id(tensor), _Found(tensor=tensor, path=prefix + name, parameter=kind is module._parameters)
-            )
+            one = found.get(id(tensor))
+            if one is None:
+                parameter = kind is module._parameters
+                one = _Found(tensor=tensor, path=prefix + name, parameter=parameter, plain=is_plain(tensor))
+                found[id(tensor)] = one
             one.owners[id(module), name] = Owner(module=module, name=name)
             if name not in module._non_persistent_buffers_set:
                 one.names.append(prefix + name)
@@ -183,7 +189,7 @@ def _join_aliases(found: Iterable[_Found]) -> list[_Found]:
     first_of: dict[object, _Found] = {}
     for one in found:
         tensor = one.tensor
-        if not is_plain(tensor) or tensor.numel() == 0:
+        if not one.plain or tensor.numel() == 0:
             joined.append(one)
             continue
         storage = tensor.untyped_storage()._cdata
@@ -200,10 +206,15 @@ def _join_aliases(found: Iterable[_Found]) -> list[_Found]:
 
 def _overlaps(found: Sequence[_Found]) -> Iterator[str]:
     """Yield a sentence for each dense tensor that shares a part of its memory with another one."""
+    storages = [one.tensor.untyped_storage()._cdata if one.plain else None for one in found]
+    shared = Counter(storages)  # nearly all tensors have theirs for themselves
     views = [
-        (one.tensor.untyped_storage()._cdata, one.tensor.storage_offset() * one.tensor.itemsize, one)
-        for one in found
-        if is_plain(one.tensor) and one.tensor.numel() and is_dense(tuple(one.tensor.shape), one.tensor.stride())
+        (storage, one.tensor.storage_offset() * one.tensor.itemsize, one)
+        for storage, one in zip(storages, found, strict=True)
+        if storage is not None
+        and shared[storage] > 1
+        and one.tensor.numel()
+        and is_dense(tuple(one.tensor.shape), one.tensor.stride())
     ]
     views.sort(key=lambda view: view[:2])
     for (storage, start, one), (other_storage, other_start, other) in pairwise(views):
@@ -211,7 +222,8 @@ def _overlaps(found: Sequence[_Found]) -> Iterator[str]:
             yield f"{one.path!r} and {other.path!r} overlap in memory, and are not the same tensor"
 
 
-def _slot(one: _Found) -> Slot:
+def _slot(one: _Found, resettable: Container[int]) -> Slot:
+    """Describe a tensor; ``resettable`` has the ids of the modules on meta that can initialise their own."""
     tensor = one.tensor
     if is_lazy(tensor):
         return _lazy_slot(one)
@@ -224,7 +236,7 @@ def _slot(one: _Found) -> Slot:
         device=str(tensor.device),
         requires_grad=any(holding.tensor.requires_grad for holding in (one, *one.aliases)),
         in_place=_can_be_filled(tensor),
-        resettable=tensor.is_meta and any(reset_of(owner.module) for owner in one.owners.values()),
+        resettable=tensor.is_meta and any(module in resettable for module, _ in one.owners),
         added_in=one.added_in,
     )
 

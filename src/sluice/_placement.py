@@ -17,10 +17,9 @@ def device_of(name: str, placement: Placement) -> str | None:
         >>> device_of("blocks.10.weight", {"blocks.1": "cuda:1", "blocks": "cuda:0"})
         'cuda:0'
     """
+    if not placement:
+        return None
     prefix = name
-    while True:
-        if prefix in placement:
-            return placement[prefix]
-        if not prefix:
-            return None
+    while prefix and prefix not in placement:
         prefix = prefix.rpartition(".")[0]
+    return placement.get(prefix)
