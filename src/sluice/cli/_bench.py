@@ -94,7 +94,7 @@ def bench_command(
     Other loaders, which run by name where they are installed:
       torch-load, torch-mmap, safetensors-load-model, safetensors-load-file,
       accelerate, runai-streamer, fastsafetensors, tensorizer, instanttensor
-    And to compare them with: sluice-load-into, raw-direct, raw-buffered
+    And to compare them with: sluice-load-into, sluice-map, raw-direct, raw-buffered
 
     \b
     Examples:
