@@ -148,6 +148,7 @@ def load_optimizer(
     *,
     model: torch.nn.Module | None = None,
     key: str | None = None,
+    rename: Rename | None = None,
     device: str | torch.device | None = None,
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
@@ -162,10 +163,12 @@ def load_optimizer(
     Args:
         optimizer: Made of the parameters of the model, in as many groups as in the checkpoint. Load the model first.
         source: As in ``load_into``. Of a directory with an ``optimizer.pt`` or ``optimizer.bin`` beside the model, that
-            file is read. An open checkpoint that ``load_into`` has read too is indexed once.
+            file is read; of several (``optimizer_1.bin``) the only one that fits. An open checkpoint that ``load_into``
+            has read too is indexed once.
         model: Names the parameters, where the checkpoint has state by name (torch.distributed.checkpoint, FSDP). An
             optimizer that was made of ``named_parameters()`` does without. Numbered state needs no names.
         key: Part of the checkpoint, as ``"optimizer"``. None finds the only state that fits.
+        rename: New names for the parameters of a state by name, as in ``load_into``; None for a name leaves it out.
         device: Where the state stays until the first ``step``, which moves it to the parameters. None puts it there
             at once.
         memory: How much memory may grow, and the size of the staging buffers.
@@ -176,7 +179,8 @@ def load_optimizer(
         What was read and how, under which key, and predicted beside measured memory.
 
     Raises:
-        CheckpointError: The file is damaged, unsafe or of an unknown kind.
+        CheckpointError: The file is damaged, unsafe or of an unknown kind. ``UnsupportedError`` where the state was
+            divided over ranks (DeepSpeed's ZeRO, Megatron, flat parameters of FSDP1); it says what to do.
         MismatchError: No state, or more than one, fits the optimizer; every reason or candidate is listed.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ValueError: The device cannot be used.
@@ -191,12 +195,14 @@ def load_optimizer(
         ...     scheduler.load_state_dict(checkpoint.tree["scheduler"])
     """
     started = time.perf_counter()
-    with PeakMeter() as meter, _optimizers.optimizer_checkpoint(source, limits=limits) as checkpoint:
+    opening = _optimizers.optimizer_checkpoint(optimizer, source, model=model, key=key, rename=rename, limits=limits)
+    with PeakMeter() as meter, opening as checkpoint:
         job = _optimizers.prepare_optimizer(
             optimizer,
             checkpoint,
             model=model,
             key=key,
+            rename=rename,
             device=None if device is None else device_name(device),
             options=TransferOptions(memory=memory),
         )

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from sluice._renaming import Rename, renamed
 from sluice._selection import unwrap
 from sluice._tree import every_entry
 from sluice._units import format_bytes
 
-__all__ = ["SavedState", "as_list", "saved_state", "saved_states"]
+__all__ = ["Names", "SavedState", "as_list", "saved_state", "saved_states"]
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 
@@ -35,6 +36,28 @@ _MARKED = re.compile(r"(?<!^)\.(state|param_groups)\.")
 _DEEPEST = 4
 
 _STATE, _GROUPS = "state.", "param_groups."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The names of the optimizer's parameters, and how those of a checkpoint become them."""
+
+    #: Those that are known, without the components of wrappers.
+    known: frozenset[str] = frozenset()
+    #: New names for those of the checkpoint.
+    rename: Rename | None = None
+
+    def own(self, name: str) -> str | None:
+        """Return what the model calls what the checkpoint calls ``name``, without wrappers; None where it is dropped.
+
+        Raises:
+            TypeError: The caller's function returns neither a name nor None.
+        """
+        new = name if self.rename is None else renamed(name, self.rename)
+        return None if new is None else unwrap(new)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self.own(name) in self.known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +90,7 @@ class SavedState:
         return f"{where}: {parameters} parameters{groups}, {len(entries)} tensors, {size}"
 
 
-def saved_states(tree: object, known: set[str]) -> Iterator[SavedState]:
+def saved_states(tree: object, known: Names) -> Iterator[SavedState]:
     """Yield every part that is the state of an optimizer, once."""
     seen: set[int] = set()
     waiting: list[tuple[str, object]] = [("", tree)]
@@ -100,7 +123,7 @@ def _behind_prefixes(value: object) -> dict[str, dict[str, object]]:
     return found
 
 
-def saved_state(part: object, key: str, known: set[str]) -> SavedState | None:
+def saved_state(part: object, key: str, known: Names) -> SavedState | None:
     """Return a part of the checkpoint as the state of an optimizer, or None when it is something else."""
     if not isinstance(part, dict):
         return None
@@ -129,18 +152,18 @@ def _nested(part: Mapping[Any, Any], key: str) -> SavedState | None:
     return SavedState(key=key, state=state, groups=groups, named=named, rest=rest)
 
 
-def _without_groups(state: dict[object, object], key: str, known: set[str]) -> SavedState | None:
+def _without_groups(state: dict[object, object], key: str, known: Names) -> SavedState | None:
     """Return state without groups, where what it is by tells that it is an optimizer's."""
-    if any(isinstance(one, str) and unwrap(one) in known for one in state):
+    if any(one in known for one in state):
         return SavedState(key=key, state=state, groups=None, named=True)
     if all(isinstance(_as_number(one), int) for one in state):
         return SavedState(key=key, state={_as_number(one): v for one, v in state.items()}, groups=None, named=False)
     return None
 
 
-def _flat(flat: Mapping[str, object], key: str, known: set[str]) -> SavedState | None:
+def _flat(flat: Mapping[str, object], key: str, known: Names) -> SavedState | None:
     numbered = any(_NUMBERED_PARAMETER.fullmatch(name) for name in flat)
-    names = set() if numbered else known
+    names = Names() if numbered else known
     state = _owned(flat, _STATE, names)
     if numbered:
         options = _owned(flat, _GROUPS, names, first=True)
@@ -155,7 +178,7 @@ def _flat(flat: Mapping[str, object], key: str, known: set[str]) -> SavedState |
 
 
 def _owned(
-    flat: Mapping[str, object], start: str, known: set[str], *, first: bool = False
+    flat: Mapping[str, object], start: str, known: Names, *, first: bool = False
 ) -> dict[str, dict[str, object]]:
     """Return what lies behind ``start`` by its owner: ``NAME.exp_avg``, where both may hold dots.
 
@@ -167,7 +190,7 @@ def _owned(
             behind = name.removeprefix(start)
             ends = [match.start() for match in re.finditer(r"\.", behind)]
             usual = (ends[0] if first else ends[-1]) if ends else 0
-            end = next((end for end in reversed(ends[-_DEEPEST:]) if unwrap(behind[:end]) in known), usual)
+            end = next((end for end in reversed(ends[-_DEEPEST:]) if behind[:end] in known), usual)
             owned.setdefault(behind[:end], {})[behind[end + 1 :]] = value
     return owned
 

@@ -7,16 +7,18 @@ the names decide. Named state is matched by name, and each group of the optimize
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from sluice._errors import MismatchError
+from sluice._errors import MismatchError, UnsupportedError
 from sluice._mismatch import SHOWN, section
-from sluice._optimizer_forms import SavedState, as_list, saved_state, saved_states
+from sluice._optimizer_forms import Names, SavedState, as_list, saved_state, saved_states
 from sluice._records import Entry
+from sluice._renaming import Rename
 from sluice._selection import unwrap
 from sluice._tree import subtree
+from sluice.formats._ranks import divided_state
 
 __all__ = ["MatchedState", "OptimizerOutline", "ParameterOutline", "find_state"]
 
@@ -96,7 +98,9 @@ class _ProblemsError(Exception):
         self.missing = tuple(missing)
 
 
-def find_state(tree: object, outline: OptimizerOutline, *, key: str | None, file: str) -> MatchedState:
+def find_state(
+    tree: object, outline: OptimizerOutline, *, key: str | None, file: str, rename: Rename | None = None
+) -> MatchedState:
     """Find the state of an optimizer in a checkpoint and match it to the parameters.
 
     Args:
@@ -104,11 +108,18 @@ def find_state(tree: object, outline: OptimizerOutline, *, key: str | None, file
         outline: The optimizer.
         key: Path into the tree or prefix of flat names; None searches.
         file: The checkpoint, for messages.
+        rename: New names for the parameters of the checkpoint.
 
     Raises:
         MismatchError: There is no state, more than one that fits, or it does not fit.
+        UnsupportedError: The state was divided over ranks, not over tensors.
     """
-    known = {unwrap(name) for parameter in outline.parameters for name in parameter.names}
+    names = {unwrap(name) for parameter in outline.parameters for name in parameter.names}
+    known = Names(known=frozenset(names), rename=rename)
+    divided = divided_state(tree if key is None else subtree(tree, key))
+    if divided is not None:
+        problem = f"the checkpoint holds {divided.what}"
+        raise UnsupportedError(problem, file=file, tensor=key, advice=divided.advice)
     if key is None:
         candidates = list(saved_states(tree, known))
         if not candidates:
@@ -124,7 +135,7 @@ def find_state(tree: object, outline: OptimizerOutline, *, key: str | None, file
     refused: list[tuple[SavedState, _ProblemsError]] = []
     for saved in candidates:
         try:
-            fitting.append((saved, _matched(saved, outline)))
+            fitting.append((saved, _matched(saved, outline, known)))
         except _ProblemsError as error:
             refused.append((saved, error))
     if len(fitting) == 1:
@@ -147,19 +158,21 @@ def _misfit(refused: Sequence[tuple[SavedState, _ProblemsError]], file: str) -> 
     return MismatchError(f"no state in the checkpoint fits the optimizer\n{text}\nNothing was read", file=file)
 
 
-def _matched(saved: SavedState, outline: OptimizerOutline) -> MatchedState:
+def _matched(saved: SavedState, outline: OptimizerOutline, names: Names) -> MatchedState:
     """Match a state to the parameters.
 
     Raises:
         _ProblemsError: It does not fit.
     """
-    found = (_by_name if saved.named else _by_number)(saved, outline)
+    found = (_by_name if saved.named else _by_number)(saved, outline, names)
     if outline.known_shapes and not outline.adapts:
         _check_shapes(found, outline)
     return found
 
 
-def _by_number(saved: SavedState, outline: OptimizerOutline) -> MatchedState:
+def _by_number(saved: SavedState, outline: OptimizerOutline, names: Names) -> MatchedState:
+    if names.rename is not None and not any(group.get("param_names") for group in saved.groups or ()):
+        raise _ProblemsError("its parameters are numbered: there is nothing to rename")
     if saved.groups is None:
         return _without_options(saved, outline)
     ids = saved.ids
@@ -168,11 +181,11 @@ def _by_number(saved: SavedState, outline: OptimizerOutline) -> MatchedState:
     options, notes = [], []
     for number, group in enumerate(saved.groups):
         own = outline.groups[number] if number < len(outline.groups) else ()
-        order = _order_by_names(own, group.get("param_names"))
+        order = _order_by_names(own, group.get("param_names"), names)
         if order is not None:
             ids[number] = [ids[number][position] for position in order]
-            names = as_list(group["param_names"])
-            group = {**group, "param_names": [names[position] for position in order]}  # noqa: PLW2901
+            called = as_list(group["param_names"])
+            group = {**group, "param_names": [called[position] for position in order]}  # noqa: PLW2901
             notes.append(f"group {number} was matched by param_names: their order differs from the optimizer's")
         options.append(_options(group))
     return MatchedState(
@@ -217,9 +230,9 @@ def _check_groups(ids: Sequence[Sequence[object]], outline: OptimizerOutline) ->
         raise _ProblemsError(*problems)
 
 
-def _order_by_names(own: Sequence[ParameterOutline], names: object) -> list[int] | None:
+def _order_by_names(own: Sequence[ParameterOutline], called: object, names: Names) -> list[int] | None:
     """Return the position in the checkpoint of each parameter of a group, where names give another order; else None."""
-    position = {unwrap(name): i for i, name in enumerate(as_list(names)) if isinstance(name, str)}
+    position = {names.own(name): i for i, name in enumerate(as_list(called)) if isinstance(name, str)}
     order = [next((position[unwrap(n)] for n in one.names if unwrap(n) in position), None) for one in own]
     found = [place for place in order if place is not None]
     if len(set(found)) != len(own) or len(position) != len(own) or found == sorted(found):
@@ -227,10 +240,10 @@ def _order_by_names(own: Sequence[ParameterOutline], names: object) -> list[int]
     return found
 
 
-def _by_name(saved: SavedState, outline: OptimizerOutline) -> MatchedState:
+def _by_name(saved: SavedState, outline: OptimizerOutline, names: Names) -> MatchedState:
     if not any(parameter.names for parameter in outline.parameters):
         raise _ProblemsError("its parameters have names, those of the optimizer have none: pass model=")
-    spelling = {unwrap(str(one)): one for one in chain(saved.state, *saved.ids)}
+    spelling = _spelling(chain(saved.state, *saved.ids), names)
     ids = [[_spelled(parameter, spelling) for parameter in group] for group in outline.groups]
     covered = set(chain.from_iterable(ids))
     absent = [
@@ -258,6 +271,23 @@ def _by_name(saved: SavedState, outline: OptimizerOutline) -> MatchedState:
         unexpected=tuple(str(one) for one in spelling.values() if one not in covered),
         notes=(_NO_GROUPS,) if saved.groups is None else (),
     )
+
+
+def _spelling(saved: Iterable[object], names: Names) -> dict[str, object]:
+    """Return what the checkpoint calls each parameter, by the name in the model.
+
+    Raises:
+        _ProblemsError: The caller's renaming gives two parameters one name.
+    """
+    spelling: dict[str, object] = {}
+    for one in saved:
+        name = names.own(str(one))
+        if name is None:
+            continue
+        if names.rename is not None and spelling.get(name, one) != one:
+            raise _ProblemsError(f"rename gives {spelling[name]!r} and {one!r} the same name, {name!r}")
+        spelling[name] = one
+    return spelling
 
 
 def _spelled(parameter: ParameterOutline, spelling: Mapping[str, object]) -> object:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -23,16 +23,18 @@ from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
 from sluice._composites import component_requests, with_tensors
 from sluice._dtypes import dtype_name, why_no_cast
 from sluice._engine import Outcome
-from sluice._errors import MismatchError
+from sluice._errors import MismatchError, UnsupportedError
 from sluice._mismatch import SHOWN, section
 from sluice._optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
 from sluice._options import Limits, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice._records import DeviceMemory, Entry, Request
+from sluice._renaming import Rename
 from sluice._step_hooks import move_at_first_step
 from sluice._targets import Targets
 from sluice._transfer import Prepared
 from sluice.formats._directory import optimizer_files
+from sluice.formats._ranks import divided_directory
 
 __all__ = ["OptimizerJob", "fill_optimizer", "optimizer_checkpoint", "prepare_optimizer"]
 
@@ -77,6 +79,7 @@ def prepare_optimizer(
     *,
     model: torch.nn.Module | None,
     key: str | None,
+    rename: Rename | None,
     device: str | None,
     options: TransferOptions,
 ) -> OptimizerJob:
@@ -84,7 +87,7 @@ def prepare_optimizer(
     own = _unwrapped(optimizer)
     outline = _outline(own, model)
     _refuse_parameters(own, outline, checkpoint.path, on_meta=device is None)
-    found = find_state(checkpoint.index.tree, outline, key=key, file=checkpoint.path)
+    found = find_state(checkpoint.index.tree, outline, key=key, file=checkpoint.path, rename=rename)
     decider = _Decider(own, found, outline, device)
     state_dict = decider.state_dict()
     _tree.refuse_opaques(state_dict, checkpoint.path)
@@ -128,20 +131,49 @@ def fill_optimizer(
 
 
 @contextmanager
-def optimizer_checkpoint(source: CheckpointSource, *, limits: Limits | None = None) -> Iterator[Checkpoint]:
+def optimizer_checkpoint(
+    optimizer: Optimizer,
+    source: CheckpointSource,
+    *,
+    model: torch.nn.Module | None = None,
+    key: str | None = None,
+    rename: Rename | None = None,
+    limits: Limits | None = None,
+) -> Iterator[Checkpoint]:
     """Open where the state of an optimizer is for the length of the block: of a directory, the file beside the model.
 
+    Of several such files it is the only one that fits, for which the other arguments are looked at.
+
     Raises:
-        MismatchError: The directory holds the state of more than one optimizer.
+        MismatchError: The directory holds the state of several optimizers, and not one of them fits.
+        UnsupportedError: It holds a state that was divided over ranks.
     """
     path = source.path if isinstance(source, Checkpoint) else source
     directory = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
-    found = optimizer_files(directory) if directory else []
-    if len(found) > 1:
-        text = section("choose one", found[:SHOWN], found)
-        raise MismatchError(f"the directory holds more than one optimizer\n{text}", file=directory)
-    with borrow(found[0] if found else source, limits=limits) as checkpoint:
-        yield checkpoint
+    files = optimizer_files(directory) if directory else []
+    divided = divided_directory(directory) if directory and not files else None
+    if divided is not None:
+        raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
+    with ExitStack() as stack:
+        if len(files) < 2:
+            yield stack.enter_context(borrow(files[0] if files else source, limits=limits))
+            return
+        outline = _outline(_unwrapped(optimizer), model)
+        lines, fitting = [], []
+        for file in files:
+            checkpoint = stack.enter_context(borrow(file, limits=limits))
+            try:
+                find_state(checkpoint.index.tree, outline, key=key, file=file, rename=rename)
+            except MismatchError as error:
+                lines.append(f"{file}: {' '.join(error.problem.split())}")
+            else:
+                lines.append(f"{file}: fits")
+                fitting.append(checkpoint)
+        if len(fitting) != 1:
+            text = section("choose one", lines[:SHOWN], lines)
+            fit = "several of them fit" if fitting else "none of them fits"
+            raise MismatchError(f"the directory holds more than one optimizer, and {fit}\n{text}", file=directory)
+        yield fitting[0]
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:
@@ -183,7 +215,12 @@ def _refuse_parameters(optimizer: Optimizer, outline: OptimizerOutline, file: st
     problems = []
     for number, (parameter, one) in enumerate(zip(_parameters(optimizer), outline.parameters, strict=True)):
         name = repr(one.names[0]) if one.names else str(number)
-        if is_traceable_wrapper_subclass(parameter):
+        if getattr(parameter, "_is_flat_param", False):  # the mark by which FSDP itself knows them
+            problems.append(
+                f"parameter {name} is a flat parameter of FSDP1, which has no name and no shape in a checkpoint: wrap "
+                "the model with use_orig_params=True, or use FSDP.optim_state_dict_to_load"
+            )
+        elif is_traceable_wrapper_subclass(parameter):
             problems.append(f"parameter {name} is a {type(parameter).__qualname__}, whose state is no plain tensor")
         elif on_meta and parameter.is_meta:
             problems.append(f"parameter {name} is on the meta device: load the model first, or pass device=")

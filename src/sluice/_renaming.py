@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from sluice._errors import MismatchError
 
-__all__ = ["Rename", "rename_entries"]
+__all__ = ["Rename", "rename_entries", "renamed"]
 
 #: Exact names, regular expressions with replacements applied one after the other, or a function; None drops a name.
 Rename = Mapping[str, str | None] | Sequence[tuple[str | re.Pattern[str], str]] | Callable[[str], str | None]
@@ -26,20 +26,25 @@ def rename_entries(entries: Mapping[str, _Value], rename: Rename | None) -> dict
     """
     if rename is None:
         return dict(entries)
-    renamed: dict[str, _Value] = {}
+    found: dict[str, _Value] = {}
     for name, entry in entries.items():
-        new = _rename(name, rename)
+        new = renamed(name, rename)
         if new is None:
             continue
-        if new in renamed:
+        if new in found:
             raise MismatchError(
                 "rename gives two tensors of the checkpoint the same name", tensor=new, found=repr(name)
             )
-        renamed[new] = entry
-    return renamed
+        found[new] = entry
+    return found
 
 
-def _rename(name: str, rename: Rename) -> str | None:
+def renamed(name: str, rename: Rename) -> str | None:
+    """Return the new name of one name, or None where it is dropped.
+
+    Raises:
+        TypeError: A function returns neither a name nor None.
+    """
     if isinstance(rename, Mapping):
         return rename.get(name, name)
     if callable(rename):

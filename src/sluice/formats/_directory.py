@@ -43,6 +43,7 @@ from sluice._errors import (
 )
 from sluice._options import Limits
 from sluice.formats._foreign import HINTING_NAME, directory_hint
+from sluice.formats._ranks import divided_directory
 from sluice.formats._shard_index import ShardIndex, read_shard_index
 
 __all__ = [
@@ -172,6 +173,9 @@ def survey(directory: str, limits: Limits) -> Layout:
     if METADATA_FILE in listing.names:
         return Layout(path=directory, directory=directory, kind="distributed", files=(METADATA_FILE,), notes=notes)
     _check_distributed_parts(directory, listing.names)
+    divided = divided_directory(directory)
+    if divided is not None:
+        raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
     parts = _complete({name for name in listing.names if name.endswith(_PARTS_SUFFIX)}, limits)
     parameters = {name for name in listing.names if name.endswith(PARAMETER_SUFFIX)}
     files = tuple(sorted(parts or parameters))

@@ -1,0 +1,88 @@
+"""Training states that were divided over ranks, not over tensors: recognised, so that they are refused with what to do.
+
+Such files hold ranges of one long vector in which all parameters lie one behind the other, padded; only the library
+that wrote them knows where each one is. Recognised are DeepSpeed's ZeRO, Megatron's distributed optimizer and the flat
+parameters of FSDP1, by file names or by the keys that their writers use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+__all__ = ["Divided", "divided_directory", "divided_state"]
+
+
+class Divided(NamedTuple):
+    """What is divided over ranks."""
+
+    #: What it is, as the object of a sentence.
+    what: str
+    #: What to do, as sentences.
+    advice: str
+
+
+_DEEPSPEED = Divided(
+    "a state that DeepSpeed's ZeRO divided over ranks, not over tensors",
+    "For the weights, run the zero_to_fp32.py that DeepSpeed wrote beside it, and load what that makes; only DeepSpeed "
+    "itself can resume the optimizer.",
+)
+_MEGATRON = Divided(
+    "a state that Megatron divided over ranks, not over tensors",
+    "Save it with --ckpt-format torch_dist, or convert it with Megatron's tools/checkpoint/convert.py: that makes a "
+    "torch.distributed.checkpoint directory.",
+)
+_FSDP = Divided(
+    "flat parameters of FSDP1, in which the tensors of a module lie one behind the other",
+    "Save it with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or with FSDP.optim_state_dict and "
+    "FULL_STATE_DICT: both write a state for each tensor.",
+)
+
+_ZERO_FILE = re.compile(r"(?:\w{1,8}_)?zero_pp_rank_\d+_mp_rank_\d+_(?:optim|model)_states\.pt", re.ASCII)
+_ZERO_DIRECTORY = re.compile(r"global_step\d+", re.ASCII)
+_MEGATRON_ENTRY = re.compile(r"mp_rank_\d{2}(?:_\d{3}){0,2}|distrib_optim\.pt|model_optim_rng\.pt", re.ASCII)
+_FLAT_PARAMETER = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?", re.ASCII | re.DOTALL)
+
+_ZERO_KEYS = frozenset({"zero_stage", "fp32_flat_groups", "single_partition_of_fp32_groups"})
+_MEGATRON_KEYS = frozenset({"buckets_coalesced", "per_bucket_numel"})
+
+
+def divided_directory(directory: str) -> Divided | None:
+    """Return what is divided over ranks in a directory, or None; what cannot be listed is none."""
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return None
+    if any(map(_ZERO_FILE.fullmatch, names)):
+        return _DEEPSPEED
+    if "latest" in names and any(map(_ZERO_DIRECTORY.fullmatch, names)):
+        return _DEEPSPEED
+    return _MEGATRON if any(map(_MEGATRON_ENTRY.fullmatch, names)) else None
+
+
+def divided_state(tree: object) -> Divided | None:
+    """Return what is divided over ranks in the nested object of a file, or None."""
+    seen: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or not isinstance(value, (dict, list, tuple)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            found = _by_keys(value)
+            if found:
+                return found
+        waiting += value.values() if isinstance(value, dict) else value
+    return None
+
+
+def _by_keys(keys: Iterable[object]) -> Divided | None:
+    names = {key for key in keys if isinstance(key, str)}
+    if names & _ZERO_KEYS:
+        return _DEEPSPEED
+    if names & _MEGATRON_KEYS:
+        return _MEGATRON
+    return _FSDP if any(map(_FLAT_PARAMETER.fullmatch, names)) else None
