@@ -61,12 +61,9 @@ def same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, dict):
         return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in theirs)
     if isinstance(theirs, (list, tuple)):
-        kind = tuple if isinstance(theirs, torch.Size) else type(theirs)
-        return type(ours) is kind and len(ours) == len(theirs) and all(map(same, ours, theirs))
+        return type(ours) is type(theirs) and len(ours) == len(theirs) and all(map(same, ours, theirs))
     if isinstance(theirs, float):
         return type(ours) is float and repr(ours) == repr(theirs)  # NaN too
-    if isinstance(theirs, (torch.dtype, torch.device, torch.layout)):
-        return bool(ours == str(theirs))
     return type(ours) is type(theirs) and bool(ours == theirs)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._options import Limits
-from sluice._records import Entry, Index
+from sluice._records import Entry, Index, TorchSize, TorchText
 from sluice.formats._torch_zip import TorchZip
 from sluice.sources import Source
 from sluice.testing import MemorySource
@@ -58,12 +58,13 @@ class Comparison:
                 self.check(found[key], value)
             self.check(getattr(found, "_metadata", None), getattr(expected, "_metadata", None))
         elif isinstance(expected, (list, tuple)):
-            assert type(found) is (tuple if isinstance(expected, torch.Size) else type(expected))
+            assert type(found) is (TorchSize if isinstance(expected, torch.Size) else type(expected))
             assert isinstance(found, (list, tuple))
             assert len(found) == len(expected)
             for one, other in zip(found, expected, strict=True):
                 self.check(one, other)
         elif isinstance(expected, (torch.dtype, torch.device, torch.layout)):
+            assert type(found) is TorchText
             assert found == str(expected)
         else:
             assert type(found) is type(expected)

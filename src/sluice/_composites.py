@@ -15,10 +15,10 @@ import torch
 from sluice import _tree
 from sluice._dtypes import torch_dtype
 from sluice._errors import FormatError, UnsafeContentError
-from sluice._records import Entry, Quantized, Request, Sparse
+from sluice._records import Entry, Quantized, Request, Sparse, TorchSize, TorchText
 from sluice._sparse_indices import check_indices, pieces_of
 
-__all__ = ["assemble", "component_requests", "with_tensors"]
+__all__ = ["assemble", "component_requests", "torch_value", "with_tensors"]
 
 # torch has no public constructors of quantized tensors from their integers; these are the ones that torch.load calls.
 # ruff: noqa: SLF001
@@ -96,7 +96,25 @@ def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch
         finished[id(entry)] = _as_in_file(tensor, entry)
     for entry in entries:
         _set_attributes(entry, finished, file)
-    return _tree.map_leaves(tree, lambda entry: finished[id(entry)])
+    return _tree.map_leaves(tree, lambda entry: finished[id(entry)], plain=torch_value)
+
+
+def torch_value(value: Any) -> Any:
+    """Return what torch has for a value that an index holds without it; any other value, and unknown text, as it is."""
+    kind = type(value)
+    if kind is TorchSize:
+        return torch.Size(value)
+    if kind in (set, frozenset):
+        return kind(map(torch_value, value)) if any(type(one) in (TorchSize, TorchText) for one in value) else value
+    if kind is not TorchText:
+        return value
+    found = getattr(torch, value.removeprefix("torch."), None) if value.startswith("torch.") else None
+    if isinstance(found, (torch.dtype, torch.layout, torch.qscheme)):
+        return found
+    try:
+        return torch.device(value)
+    except RuntimeError:  # a device or a layout that this torch does not know
+        return str(value)
 
 
 def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -106,7 +124,7 @@ def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def _set_attributes(entry: Entry, finished: Mapping[int, torch.Tensor], file: str) -> None:
-    values = _tree.map_leaves(entry.attributes or {}, lambda inner: finished[id(inner)])
+    values = _tree.map_leaves(entry.attributes or {}, lambda inner: finished[id(inner)], plain=torch_value)
     for name, value in values.items():
         if hasattr(torch.nn.Parameter, name):  # torch.load would let the file replace data, gradients or methods
             raise UnsafeContentError(f"a tensor's attribute {name!r}, which torch itself defines", file=file)

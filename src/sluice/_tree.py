@@ -161,8 +161,10 @@ def _entries(tree: object) -> Iterator[Entry]:
                 yield child
 
 
-def map_leaves(tree: object, function: Callable[[Entry], object]) -> Any:
-    """Return a copy of the tree with ``function(entry)`` in place of each entry.
+def map_leaves(
+    tree: object, function: Callable[[Entry], object], *, plain: Callable[[Any], object] = lambda value: value
+) -> Any:
+    """Return a copy of the tree with ``function(entry)`` in place of each entry, and ``plain(value)`` of other values.
 
     Every entry is given to ``function`` once, and a container that stands at several places is copied once.
     Dicts keep their type, and ordered ones their ``_metadata``.
@@ -172,14 +174,14 @@ def map_leaves(tree: object, function: Callable[[Entry], object]) -> Any:
     def finish(value: object) -> object:
         if isinstance(value, Entry) and id(value) not in finished:
             finished[id(value)] = function(value)
-        return finished[id(value)] if isinstance(value, (Entry, *_CONTAINERS)) else value
+        return plain(finished[id(value)] if isinstance(value, (Entry, *_CONTAINERS)) else value)
 
     for container in _bottom_up(tree):
         copy: Any
         if isinstance(container, dict):
             copy = type(container)()
             for key, value in container.items():
-                copy[key] = finish(value)
+                copy[plain(key)] = finish(value)
             if _metadata(container) is not None:
                 copy._metadata = finish(_metadata(container))  # noqa: SLF001 - torch's own name for it
         else:

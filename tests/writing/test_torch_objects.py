@@ -18,6 +18,7 @@ from torch import nn
 import sluice
 from oracles import same
 from sluice._records import Entry
+from sluice.testing._archives import Call, Global, torch_archive
 from sluice.writing._survey import survey
 from sluice.writing._torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing._torch_tensors import Described, Geometry
@@ -60,6 +61,39 @@ def test_plain_values(tmp_path: Path) -> None:
     }
     for found in save_and_convert(tmp_path, value):
         assert same(found, value)
+
+
+def test_values_of_torch(tmp_path: Path) -> None:
+    dtypes = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    layouts = {one for one in vars(torch).values() if isinstance(one, torch.layout)}
+    value: dict[Any, Any] = {
+        "dtypes": sorted(dtypes, key=str),
+        "layouts": sorted(layouts, key=str),
+        "schemes": [torch.per_tensor_affine, torch.per_channel_affine_float_qparams],
+        "devices": [torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")],
+        "sizes": (torch.Size([]), torch.Size([2, 3])),
+        "set": {torch.float32, "float32", torch.device("cpu")},
+        torch.float16: "a key",
+    }
+    for found in save_and_convert(tmp_path, value):
+        assert same(found, value)
+    ours = sluice.load_state_dict(tmp_path / "torch.pt", key="")
+    assert same(dict(ours), value)
+    sluice.save(ours, tmp_path / "again.pt")
+    assert same(load(tmp_path / "again.pt"), value)
+    with sluice.open(tmp_path / "torch.pt") as checkpoint:
+        assert checkpoint.tree["dtypes"] == [str(one) for one in value["dtypes"]]
+        assert checkpoint.tree["sizes"] == ((), (2, 3))
+        sluice.save(checkpoint.tree, tmp_path / "tree.pt")
+    assert same(load(tmp_path / "tree.pt"), value)
+
+
+def test_no_text_of_a_file_becomes_a_name_that_torch_resolves(tmp_path: Path) -> None:
+    hostile = Call(Global("torch.serialization", "_get_layout"), ("torch.load\nNuke",))
+    (tmp_path / "in.pt").write_bytes(torch_archive({"a": hostile}))
+    sluice.convert(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert b"ctorch\nload" not in (tmp_path / "out.pt").read_bytes()
+    assert sluice.load_state_dict(tmp_path / "out.pt", key="") == {"a": "torch.load\nNuke"}
 
 
 def test_a_lone_surrogate(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The frozen records that cross layers; a file for each step of a load, in the order in which it makes them.
 
 ``_index``:   what a checkpoint holds: ``FileRecord``, ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
+``_plain``:   values of torch as plain ones: ``TorchText``, ``TorchSize``
 ``_targets``: what is wanted and what fills it: ``Request``, ``Fill``, ``Constant``, ``Target``
 ``_facts``:   what was asked of the machine: ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
 ``_plan``:    what the engine runs: ``Copy``, ``Swap``, ``Read``, ``Block``, ``LoadPlan`` and the plan of each device
@@ -28,6 +29,7 @@ from sluice._records._index import (
     UnsupportedValue,
 )
 from sluice._records._memory import DeviceMemory, Peaks
+from sluice._records._plain import TorchSize, TorchText
 from sluice._records._plan import (
     Block,
     BlockKind,
@@ -73,5 +75,7 @@ __all__ = [
     "Storage",
     "Swap",
     "Target",
+    "TorchSize",
+    "TorchText",
     "UnsupportedValue",
 ]

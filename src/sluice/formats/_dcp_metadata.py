@@ -31,7 +31,7 @@ from sluice._columns import collector_paused
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import UnsupportedValue
+from sluice._records import TorchSize, TorchText, UnsupportedValue
 from sluice.formats._dcp_cover import cut_dimensions, first_miscount
 from sluice.formats._dcp_objects import BYTES, MEMORY_FORMAT, MetadataObjects, Record
 from sluice.formats._pickle import Unpickler
@@ -228,13 +228,13 @@ class _Reader:
         if type(state) is not tuple or len(state) != _PROPERTIES or state[3] is not MEMORY_FORMAT:
             raise self._error("the properties of a tensor are malformed", name)
         dtype, layout = state[:2]
-        if type(dtype) is not str or not dtype.startswith(DTYPE_PREFIX):
+        if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise self._error("a tensor's dtype is no torch.dtype", name)
         if dtype[len(DTYPE_PREFIX) :] not in ITEM_BYTES:
             problem = "a tensor of a dtype that plain tensors do not have"
             return UnsupportedValue(qualified_name=dtype, reason=problem, file=self._file)
         if layout != "torch.strided":
-            kind = layout if type(layout) is str else short_repr(layout)
+            kind = str(layout) if isinstance(layout, str) else short_repr(layout)
             return UnsupportedValue(qualified_name=kind, reason="a tensor that is not strided", file=self._file)
         return dtype[len(DTYPE_PREFIX) :]
 
@@ -291,7 +291,7 @@ class _Reader:
         return value
 
     def _sizes(self, value: object, name: str, what: str) -> tuple[int, ...]:
-        if type(value) not in (tuple, list):
+        if type(value) not in (tuple, TorchSize, list):
             raise self._error(f"{what} is no tuple", name, found=type(value).__name__)
         sizes: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]  # one of the two
         if not all(type(size) is int and 0 <= size <= _MAX_SIGNED for size in sizes):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sluice._errors import LimitError, UnsupportedError
 from sluice._options import Limits
+from sluice._records import TorchText
 
 __all__ = ["KeyGuard"]
 
@@ -19,7 +20,7 @@ _MAX_TUPLES = 4_096
 
 _MAX_TUPLE_ELEMENTS = 16
 
-_KINDS = frozenset({str, bytes, int, float, bool, type(None)})
+_KINDS = frozenset({str, TorchText, bytes, int, float, bool, type(None)})
 
 
 class KeyGuard:
@@ -37,7 +38,7 @@ class KeyGuard:
             UnsupportedError: It is neither a plain value nor a flat tuple of plain values.
         """
         parts: tuple[object, ...] = (key,)
-        if type(key) is tuple and len(key) <= _MAX_TUPLE_ELEMENTS:
+        if isinstance(key, tuple) and len(key) <= _MAX_TUPLE_ELEMENTS:
             self._tuples += 1
             if self._tuples > _MAX_TUPLES:
                 raise LimitError(f"the pickle uses more than {_MAX_TUPLES} tuples as keys")

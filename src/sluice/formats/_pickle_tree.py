@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import Entry, Opaque, UnsupportedValue
+from sluice._records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue
 from sluice.formats._pickle_machine import Refusal
 from sluice.formats._torch_objects import StorageReference
 
@@ -19,7 +19,9 @@ __all__ = ["check_tree"]
 _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple})
 
 #: Sets hold nothing but plain values: they are leaves here.
-_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry})
+_LEAVES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry, TorchSize, TorchText}
+)
 
 
 _BARE_STORAGE = "a storage that no tensor views"

@@ -19,7 +19,7 @@ from typing import Any
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import NO_STORAGE, Entry, Quantized, Sparse
+from sluice._records import NO_STORAGE, Entry, Quantized, Sparse, TorchText
 
 __all__ = ["MAX_SIGNED", "PACKED_DTYPES", "QUANTIZED_DTYPES", "quantized", "sparse"]
 
@@ -52,7 +52,7 @@ def sparse(arguments: tuple[Any, ...], limits: Limits) -> Entry:
         UnsupportedError: It has a layout that torch does not load.
     """
     layout, data = arguments if len(arguments) == 2 else (None, None)
-    if type(layout) is not str or type(data) is not tuple:
+    if type(layout) is not TorchText or type(data) is not tuple:
         raise FormatError("a sparse tensor is rebuilt from something other than a layout and a tuple")
     if layout == "torch.sparse_coo":
         made, size = _coo(data)
@@ -126,7 +126,7 @@ def quantized(dtype: str, values: Entry, parameters: object) -> Entry:
         FormatError: The parameters do not fit the integers.
         UnsupportedError: The scheme is one that torch does not load.
     """
-    if type(parameters) is not tuple or not parameters or type(parameters[0]) is not str:
+    if type(parameters) is not tuple or not parameters or type(parameters[0]) is not TorchText:
         raise FormatError("a quantized tensor without a scheme")
     scheme = parameters[0]
     if scheme == "torch.per_tensor_affine":
@@ -189,9 +189,9 @@ def _dense(component: object) -> Entry:
 
 
 def _size(size: object) -> tuple[int, ...]:
-    if type(size) is not tuple or any(type(count) is not int or not 0 <= count <= MAX_SIGNED for count in size):
+    if not isinstance(size, tuple) or any(type(count) is not int or not 0 <= count <= MAX_SIGNED for count in size):
         raise FormatError("the size of a sparse tensor is no torch.Size")
-    return size
+    return tuple(size)
 
 
 def _describe(entry: Entry) -> str:

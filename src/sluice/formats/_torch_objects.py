@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Never, cast
 from sluice._dtypes import ITEM_BYTES, number_bytes
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import Entry, MathBit, Opaque
+from sluice._records import Entry, MathBit, Opaque, TorchText
 from sluice.formats._pickle import Constructor, KeyGuard
 from sluice.formats._torch_composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
 from sluice.formats._torch_values import DTYPE_PREFIX, PlainValues, constructor
@@ -198,7 +198,7 @@ class TorchObjects:
         _check_number(arguments, (7, 8))
         _check_hooks(arguments[5])
         dtype = arguments[6]
-        if type(dtype) is not str or not dtype.startswith(DTYPE_PREFIX):
+        if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise FormatError("a tensor's dtype is no torch.dtype")
         return _with_math_bits(self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5]), arguments[7:])
 
@@ -241,7 +241,7 @@ class TorchObjects:
             raise LimitError(f"the checkpoint has more than {self._limits.entries} tensors")
         return Entry(
             dtype=dtype,
-            shape=size,
+            shape=tuple(size),
             stride=stride,
             storage=storage.position,
             storage_offset=skipped + offset,
@@ -249,7 +249,7 @@ class TorchObjects:
         )
 
     def _check_view(self, storage: StorageReference, item_bytes: int, offset: Any, size: Any, stride: Any) -> None:
-        if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
+        if not isinstance(size, tuple) or type(stride) is not tuple or len(size) != len(stride):
             raise FormatError("a tensor's size and stride are not tuples of the same length")
         if len(size) > self._limits.dimensions:
             raise FormatError(f"a tensor has more than {self._limits.dimensions} dimensions", found=len(size))

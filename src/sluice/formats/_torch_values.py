@@ -3,9 +3,9 @@
 The list follows ``torch.load(weights_only=True)``, with ``frozenset``, ``bytes`` and ``defaultdict`` added, which are
 as harmless. Left side: what the file names. Right side: what becomes of it.
 
-- dtypes, layouts, quantization schemes: text, ``"torch.float32"``, ``"torch.strided"``
-- ``torch.device``: text, ``"cuda:0"``
-- ``torch.Size``: a tuple
+- dtypes, layouts, quantization schemes: a ``TorchText``, equal to ``"torch.float32"``, ``"torch.strided"``
+- ``torch.device``: a ``TorchText``, equal to ``"cuda:0"``
+- ``torch.Size``: a ``TorchSize``, equal to a tuple
 - ``OrderedDict``, ``Counter``: themselves; ``defaultdict``: a dict, its factory dropped
 - ``set``, ``frozenset``, ``bytes``, ``bytearray``, ``complex``, ``_codecs.encode``: the value
 """
@@ -20,9 +20,10 @@ from typing import Any
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError
+from sluice._records import TorchSize, TorchText
 from sluice.formats._pickle import Constructor, KeyGuard
 
-__all__ = ["DTYPE_PREFIX", "PlainValues", "constructor"]
+__all__ = ["DTYPE_PREFIX", "PlainValues", "constructor", "is_torch_name"]
 
 #: Before the name of a dtype, as ``str(torch.float32)`` writes it.
 DTYPE_PREFIX = "torch."
@@ -56,7 +57,8 @@ _BUILTINS = ("builtins", "__builtin__")
 def _names() -> Mapping[tuple[str, str], object]:
     """Return what stands for the same in every pickle: made once, as a thousand shards are a thousand pickles."""
     names: dict[tuple[str, str], object] = {
-        ("torch", name): DTYPE_PREFIX + name for name in (*ITEM_BYTES, *_OTHER_DTYPES, *_QUANTIZATION_SCHEMES)
+        ("torch", name): TorchText(DTYPE_PREFIX + name)
+        for name in (*ITEM_BYTES, *_OTHER_DTYPES, *_QUANTIZATION_SCHEMES)
     }
     builders: dict[tuple[str, str], Callable[[tuple[Any, ...]], object]] = {
         ("collections", "defaultdict"): _default_dict,
@@ -67,6 +69,11 @@ def _names() -> Mapping[tuple[str, str], object]:
     for (module, name), build in builders.items():
         names[module, name] = constructor(module, name, build)
     return MappingProxyType(names)
+
+
+def is_torch_name(text: str) -> bool:
+    """Return whether a text is the name of a dtype or a quantization scheme, as ``torch`` has it as an attribute."""
+    return type(_names().get(("torch", text.removeprefix(DTYPE_PREFIX)))) is TorchText
 
 
 class PlainValues:
@@ -137,11 +144,11 @@ class PlainValues:
         except UnicodeEncodeError as error:
             raise FormatError("bytes above 255") from error
 
-    def _size(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _size(self, arguments: tuple[Any, ...]) -> TorchSize:
         sizes = self._one(arguments, (tuple, list))
         if any(type(size) is not int for size in sizes):
             raise FormatError("a torch.Size of something other than integers")
-        return tuple(sizes)
+        return TorchSize(sizes)
 
     def _ordered_dict(self, arguments: tuple[Any, ...]) -> OrderedDict[Any, Any]:
         # Python 2 wrote the items as a list of lists; since then dicts are filled item by item.
@@ -168,14 +175,14 @@ def _complex(arguments: tuple[Any, ...]) -> complex:
     return complex(*arguments)
 
 
-def _device(arguments: tuple[Any, ...]) -> str:
+def _device(arguments: tuple[Any, ...]) -> TorchText:
     kind, *index = arguments or (None,)
     if type(kind) is not str or len(index) > 1 or any(type(one) is not int or not 0 <= one < 128 for one in index):
         raise FormatError("a torch.device of something other than a type and a number")
-    return ":".join([kind, *map(str, index)])
+    return TorchText(":".join([kind, *map(str, index)]))
 
 
-def _layout(arguments: tuple[Any, ...]) -> str:
+def _layout(arguments: tuple[Any, ...]) -> TorchText:
     if len(arguments) != 1 or type(arguments[0]) is not str or not arguments[0].startswith(DTYPE_PREFIX):
         raise FormatError("a layout that is not named by text")
-    return str(arguments[0])
+    return TorchText(arguments[0])

@@ -67,10 +67,10 @@ def survey(obj: object, look: Callable[[Any], Mapping[str, object] | None]) -> S
 
 
 def elements(value: set[Any]) -> list[Any]:
-    """Return the elements of a set in an order that no hash decides, as far as they are plain values."""
-    if all(type(element) in _SCALARS or type(element) in (str, bytes) for element in value):
-        return sorted(value, key=lambda element: (type(element).__name__, repr(element)))
-    return list(value)
+    """Return the elements of a set in an order that no hash decides, unless there are tensors among them."""
+    if any(hasattr(element, "shape") for element in value):
+        return list(value)
+    return sorted(value, key=lambda element: (type(element).__name__, repr(element)))
 
 
 def _inside(

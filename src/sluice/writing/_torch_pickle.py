@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 import torch
 
 from sluice._errors import SaveError
+from sluice._records import TorchSize, TorchText
+from sluice.formats._torch_values import is_torch_name
 from sluice.writing._pickle_opcodes import PickleOpcodes
 from sluice.writing._survey import Survey, elements
 from sluice.writing._torch_tensors import (
@@ -118,19 +120,30 @@ class _Pickler:
         self._ops.call(1)
         self._remember(value)
 
-    def write_size(self, value: torch.Size) -> None:
+    def write_size(self, value: torch.Size | TorchSize) -> None:
         write_size(self._ops, value)
         self._remember(value)
 
     def write_device(self, value: torch.device) -> None:
-        self._ops.named("torch", "device")
-        self._ops.constant(value.type)
-        if value.index is not None:
-            self._ops.integer(value.index)
-        self._ops.call(1 if value.index is None else 2)
+        self._write_device(*str(value).split(":"))
 
     def write_layout(self, value: torch.layout) -> None:
         write_layout(self._ops, str(value))
+
+    def write_torch_text(self, value: TorchText) -> None:
+        if is_torch_name(value):
+            self._ops.named("torch", value.removeprefix("torch."))
+        elif value.startswith("torch."):  # whatever it says, it is only an argument
+            write_layout(self._ops, str(value))
+        else:
+            self._write_device(*value.split(":"))
+
+    def _write_device(self, kind: str, index: str = "") -> None:
+        self._ops.named("torch", "device")
+        self._ops.constant(kind)
+        if index:
+            self._ops.integer(int(index))
+        self._ops.call(2 if index else 1)
 
     def write_torch_name(self, value: torch.dtype | torch.qscheme) -> None:
         self._ops.named("torch", str(value).removeprefix("torch."))
@@ -255,6 +268,8 @@ _PLAIN: Mapping[type, _Write] = {
     bytes: _Pickler.write_bytes,
     bytearray: _Pickler.write_bytearray,
     torch.Size: _Pickler.write_size,
+    TorchSize: _Pickler.write_size,
+    TorchText: _Pickler.write_torch_text,
     torch.device: _Pickler.write_device,
     torch.layout: _Pickler.write_layout,
     torch.dtype: _Pickler.write_torch_name,
