@@ -34,6 +34,7 @@ _TENSOR_MODULES = {
     "sluice._install",
     "sluice._load_hooks",
     "sluice._module_load",
+    "sluice._module_plan",
     "sluice._modules",
     "sluice._optimizers",
     "sluice._own_loading",

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from sluice import _module_load, _optimizers, _state_dict, _transfer
+from sluice import _module_load, _module_plan, _optimizers, _state_dict, _transfer
 from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
 from sluice._composites import with_tensors
 from sluice._devices import Device, device_name, parse_placement
@@ -100,7 +100,7 @@ def load_into(
     """
     started = time.perf_counter()
     with PeakMeter() as meter, borrow(source, limits=limits) as checkpoint:
-        wanted = _module_load.Wanted(
+        wanted = _module_plan.Wanted(
             placement=parse_placement(device),
             dtype=dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype),
             key=key,
@@ -109,7 +109,7 @@ def load_into(
             strict=strict,
             options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
         )
-        job = _module_load.prepare_module(model, checkpoint, wanted)
+        job = _module_plan.prepare_module(model, checkpoint, wanted)
         done = _module_load.fill(job, checkpoint, strict=strict, progress=progress)
     return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
 
@@ -135,7 +135,7 @@ def load_entries(
     """
     started = time.perf_counter()
     with PeakMeter() as meter:
-        job = _module_load.prepare_entries(
+        job = _module_plan.prepare_entries(
             model, checkpoint, entries, placement=parse_placement(device), options=options
         )
         done = _module_load.fill(job, checkpoint, strict=False, progress=progress)
@@ -281,7 +281,7 @@ def load_state_dict(
 
 
 def _report(
-    job: _module_load.Job, done: _module_load.Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks
+    job: _module_plan.Job, done: _module_load.Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks
 ) -> LoadReport:
     plan, match = job.prepared.plan, job.match
     return replace(

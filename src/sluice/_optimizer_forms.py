@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
+from sluice._name_views import unwrap
 from sluice._renaming import Rename, renamed
-from sluice._selection import unwrap
 from sluice._tree import every_entry
 from sluice._units import format_bytes
 

@@ -13,10 +13,10 @@ from itertools import chain
 
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._mismatch import SHOWN, section
+from sluice._name_views import unwrap
 from sluice._optimizer_forms import Names, SavedState, as_list, saved_state, saved_states
 from sluice._records import Entry
 from sluice._renaming import Rename
-from sluice._selection import unwrap
 from sluice._tree import subtree
 from sluice.formats._ranks import divided_state
 

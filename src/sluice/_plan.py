@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from sluice import _module_load, _state_dict
+from sluice import _module_plan, _state_dict
 from sluice._alternatives import Change, Offer, Replan, what_would_fit
 from sluice._budget import HOST, find_limits, shortages
 from sluice._checkpoint import Checkpoint, CheckpointSource, borrow
@@ -20,7 +20,7 @@ from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._explanation import explain
 from sluice._forecast import METHODS, Forecast, Rates, Subject, Weight, forecast
 from sluice._load_table import casts
-from sluice._module_load import Job
+from sluice._module_plan import Job
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._plan_report import PlanReport
 from sluice._read_probe import probe_rates
@@ -99,7 +99,7 @@ def plan(
                 raise ValueError("rename=, strict=, place= and several devices need a model")
             planned = _without_model(checkpoint, device, None if cast == "auto" else cast, key, rules, transfer)
         else:
-            wanted = _module_load.Wanted(
+            wanted = _module_plan.Wanted(
                 placement=parse_placement(device),
                 dtype=cast,
                 key=key,
@@ -170,9 +170,9 @@ def _without_model(
     )
 
 
-def _with_model(model: torch.nn.Module, checkpoint: Checkpoint, wanted: _module_load.Wanted) -> _Planned:
-    job = _module_load.plan_module(model, checkpoint, wanted)
-    replan, offer = _module_load.module_changes(model, checkpoint, wanted)
+def _with_model(model: torch.nn.Module, checkpoint: Checkpoint, wanted: _module_plan.Wanted) -> _Planned:
+    job = _module_plan.plan_module(model, checkpoint, wanted)
+    replan, offer = _module_plan.module_changes(model, checkpoint, wanted)
     other = replan(Change(place="copy" if wanted.options.place == "map" else "map"))
     slots = job.state.outline.slots
     return _Planned(

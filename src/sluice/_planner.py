@@ -28,7 +28,7 @@ from sluice._records import (
 )
 from sluice._units import format_bytes
 
-__all__ = ["most_threads", "plan_load", "reader_count", "staging_buffer_bytes"]
+__all__ = ["copier_count", "most_threads", "plan_load", "reader_count", "staging_buffer_bytes"]
 
 
 def plan_load(
@@ -77,7 +77,7 @@ def plan_load(
         arenas=arenas,
         reads=tuple(reads),
         readers=readers,
-        copiers=min(facts.cores, buffers - 1, threads - readers) if waiting and staged else 0,
+        copiers=copier_count(readers, buffers, threads, facts),
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(target.nbytes for target in targets),
@@ -146,6 +146,11 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
     waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
     wanted = options.WAITING_READERS if 2 * waiting > total else facts.cores
     return max(1, min(wanted, len(reads)))
+
+
+def copier_count(readers: int, buffers: int, threads: int, facts: MachineFacts) -> int:
+    """Return the number of threads that empty buffers while readers, most of which wait for a disk, fill others."""
+    return max(0, min(facts.cores, buffers - 1, threads - readers)) if readers > facts.cores else 0
 
 
 def most_threads(facts: MachineFacts, needed_bytes: int) -> int:

@@ -16,29 +16,23 @@ With ``key`` there is one mapping, the one that it names, and it fits as a whole
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from sluice._candidates import CandidateReader
 from sluice._errors import FormatError, MismatchError
 from sluice._matching import Outline
 from sluice._mismatch import SHOWN, section
+from sluice._name_views import NameView, name_views, unwrap
 from sluice._options import Limits
 from sluice._records import Entry
-from sluice._renaming import Rename, rename_entries
-from sluice._rules import Rule, apply_rules
-from sluice._tree import flatten, likely_state_dicts, refusal, state_dict_candidates, subtree, unsupported
+from sluice._renaming import Rename
+from sluice._rules import Rule
+from sluice._tree import likely_state_dicts, refusal, state_dict_candidates, unsupported
 from sluice._units import format_bytes
 
-__all__ = ["Selection", "only_state_dict", "select", "unwrap"]
-
-#: Components that torch.compile, DistributedDataParallel and DataParallel put into names.
-_WRAPPERS = frozenset({"module", "_orig_mod"})
-
-#: Last component of the name under which a state dict holds what a module's ``get_extra_state`` returned.
-_EXTRA_STATE = "_extra_state"
+__all__ = ["Selection", "only_state_dict", "select"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,78 +51,6 @@ class Selection:
     extra_state: Mapping[str, object] = field(default_factory=dict)
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mapping:
-    """A part of the checkpoint that could be a state dict."""
-
-    key: str | None
-    entries: Mapping[str, Entry]
-    #: Version of each module's part of it, by the module's name.
-    versions: Mapping[str, int]
-    #: Extra state of modules, which is no part of ``entries`` even where it is a tensor.
-    extra_state: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """The names of one mapping of the checkpoint and those of the module, in one spelling."""
-
-    mapping: _Mapping
-    #: Whether the components of wrappers were taken out of both.
-    unwrapped: bool
-    #: Name in the mapping for each name in this spelling.
-    found: Mapping[str, str]
-    #: Name in the module for each name in this spelling.
-    own: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _View:
-    """A form behind one prefix."""
-
-    form: _Form
-    prefix: str
-    #: Name in the module for each name of the mapping that lies behind the prefix and has one there.
-    names: Mapping[str, str]
-    #: Tensors of the module that none of them fills, without those that older state dicts do not have.
-    missing: int
-    #: Names behind the prefix that the module does not have.
-    unexpected: int
-    #: Names of the mapping that do not lie behind the prefix.
-    outside: int
-
-    @property
-    def key(self) -> str | None:
-        return self.form.mapping.key
-
-    @property
-    def is_whole(self) -> bool:
-        return not (self.missing or self.unexpected or self.outside)
-
-    @property
-    def content(self) -> object:
-        """What it gives to the module: the same dict can stand at two places of a checkpoint."""
-        entries = self.form.mapping.entries
-        return frozenset((own, entries[original]) for original, own in self.names.items()) or self.key
-
-    def describe(self) -> str:
-        path = ".".join(part for part in (self.key, self._prefix_in_file()) if part)
-        where = f"key={path!r}" if path else "the whole checkpoint"
-        unwrapped = " without wrapper names" if self.form.unwrapped else ""
-        return (
-            f"{where}{unwrapped}: {len(self.names)} names match, {self.missing} tensors of the module are missing, "
-            f"{self.unexpected + self.outside} names are not in the module"
-        )
-
-    def _prefix_in_file(self) -> str:
-        """Return the prefix as the file spells it, which is what ``key=`` takes."""
-        if not (self.form.unwrapped and self.prefix):
-            return self.prefix.removesuffix(".")
-        parts = next(iter(self.names)).split(".")
-        heads = (".".join(parts[:count]) for count in range(1, len(parts)))
-        return next(head for head in heads if f"{unwrap(head)}." == self.prefix)
 
 
 def select(
@@ -155,11 +77,11 @@ def select(
         MismatchError: Nothing or more than one thing fits, ``key`` does not exist, ``rename`` gives two entries the
             same name, or the rules apply to nothing.
     """
-    read = _Reader(tree, rename, tuple(rules), limits or Limits())
-    candidates = state_dict_candidates(tree) if key is None else (key,)
-    views = [view for mapping in read.all(candidates) for view in _views(mapping, outline)]
-    if key is None and "" not in candidates and not any(view.is_whole for view in views):
-        views += _nested(read, outline)
+    reader = CandidateReader(tree=tree, rename=rename, rules=tuple(rules), limits=limits or Limits())
+    keys = state_dict_candidates(tree) if key is None else (key,)
+    views = [view for candidate in reader.read_all(keys) for view in name_views(candidate, outline)]
+    if key is None and "" not in keys and not any(view.is_whole for view in views):
+        views += _nested(reader, outline)
     if not views:
         raise MismatchError("the checkpoint holds no tensors that a module could load")
     views.sort(key=lambda view: (view.form.unwrapped, len(view.prefix)))
@@ -195,154 +117,32 @@ def only_state_dict(tree: object, file: str) -> str:
     raise MismatchError(text, file=file)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Makes mappings of parts of a checkpoint."""
-
-    tree: object
-    rename: Rename | None
-    rules: tuple[Rule, ...]
-    limits: Limits
-
-    def mapping(self, key: str) -> _Mapping:
-        part = subtree(self.tree, key)
-        versions = {}
-        metadata = getattr(part, "_metadata", None)  # torch's own name for it
-        if isinstance(metadata, dict):
-            for path, values in metadata.items():
-                version = values.get("version") if isinstance(values, dict) else None
-                if isinstance(path, str) and type(version) is int:
-                    versions[path] = version
-        flat = flatten(part, self.limits)
-        entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name.split(".")}
-        return _Mapping(
-            key=key or None,
-            entries=apply_rules(rename_entries(entries, self.rename), self.rules),
-            versions=versions,
-            extra_state=rename_entries(dict(_extra_state(part)), self.rename),
-        )
-
-    def all(self, keys: Sequence[str]) -> list[_Mapping]:
-        """Return the mappings that the rules apply to; raise what is wrong with the first where there is none."""
-        made, errors = [], []
-        for key in keys:
-            try:
-                made.append(self.mapping(key))
-            except MismatchError as error:
-                if not self.rules:
-                    raise
-                errors.append(error)
-        if errors and not made:
-            raise errors[0]
-        return made
-
-
-def _extra_state(part: object) -> Iterator[tuple[str, object]]:
-    """Yield name and value of what modules keep besides tensors, in a flat or nested state dict."""
-    waiting = [("", part)]
-    while waiting:
-        prefix, value = waiting.pop()
-        for name, child in value.items() if isinstance(value, dict) else ():
-            if isinstance(name, str):
-                if name.rpartition(".")[2] == _EXTRA_STATE:
-                    yield prefix + name, child
-                elif isinstance(child, dict):
-                    waiting.append((f"{prefix}{name}.", child))
-
-
-def _nested(read: _Reader, outline: Outline) -> list[_View]:
+def _nested(reader: CandidateReader, outline: Outline) -> list[NameView]:
     """Return the whole tree as a state dict where its nested dicts spell exactly the names of the module."""
     try:
-        mapping = read.mapping("")
+        candidate = reader.read("")
     except FormatError:  # two tensors have the same dotted name: fine in a tree, but not a state dict
         return []
     except MismatchError:
-        if not read.rules:
+        if not reader.rules:
             raise
         return []
-    return [view for view in _views(mapping, outline) if view.is_whole]
+    return [view for view in name_views(candidate, outline) if view.is_whole]
 
 
-def _views(mapping: _Mapping, outline: Outline) -> list[_View]:
-    """Return the view that fits as a whole; without one, all: as the mapping is, and behind every prefix that helps."""
-    views: list[_View] = []
-    for form in _forms(mapping, outline):
-        for find in (_names_as_they_are, _names_behind_prefixes):
-            views += _views_of(form, find(form), outline)
-            whole = [view for view in views if view.is_whole]
-            if whole:
-                return whole[:1]
-    return views
-
-
-def _forms(mapping: _Mapping, outline: Outline) -> Iterator[_Form]:
-    own = {
-        name: name
-        for name in (*(name for slot in outline.slots for name in slot.names), *outline.extra_state, *outline.refused)
-    }
-    entries = mapping.entries
-    yield _Form(mapping=mapping, unwrapped=False, found={name: name for name in entries}, own=own)
-    found, bare = ({unwrap(name): name for name in names} for names in (entries, own))
-    changed = found.keys() != entries.keys() or bare.keys() != own.keys()
-    if changed and len(found) == len(entries) and len(bare) == len(own):
-        yield _Form(mapping=mapping, unwrapped=True, found=found, own=bare)
-
-
-def unwrap(name: str) -> str:
-    """Return a name without the components that torch's wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def _names_as_they_are(form: _Form) -> dict[str, dict[str, str]]:
-    own = form.own
-    return {"": {original: own[seen] for seen, original in form.found.items() if seen in own}}
-
-
-def _names_behind_prefixes(form: _Form) -> dict[str, dict[str, str]]:
-    """Return the name in the module for each name of the mapping, by the prefix that is between them."""
-    names: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    own = form.own
-    for seen, original in form.found.items():
-        start = seen.find(".") + 1
-        while start:
-            if (rest := seen[start:]) in own:
-                names[seen[:start]][original] = own[rest]
-            start = seen.find(".", start) + 1
-    return names
-
-
-def _views_of(form: _Form, names: Mapping[str, Mapping[str, str]], outline: Outline) -> Iterator[_View]:
-    slot_of = {name: i for i, slot in enumerate(outline.slots) for name in slot.names}
-    required = {i for i, slot in enumerate(outline.slots) if slot.added_in is None}
-    ordered = sorted(form.found) if any(names) else []
-    for prefix, matching in names.items():
-        covered = {slot_of.get(own) for own in matching.values()}
-        behind = len(form.found)
-        if prefix:  # its last character is a dot: what starts with it lies before the character after the dot
-            behind = bisect_left(ordered, f"{prefix[:-1]}/") - bisect_left(ordered, prefix)
-        yield _View(
-            form=form,
-            prefix=prefix,
-            names=matching,
-            missing=len(required) - len(required & covered),
-            unexpected=behind - len(matching),
-            outside=len(form.found) - behind,
-        )
-
-
-def _fitting(views: Sequence[_View], *, parts: bool) -> _View | None:
+def _fitting(views: Sequence[NameView], *, parts: bool) -> NameView | None:
     """Return the only view that fits strictly, or None; ``views`` come plainest first."""
-    candidates = [view for view in views if not (view.missing or view.unexpected)]
-    fits = _distinct([view for view in candidates if view.is_whole])
+    strict = [view for view in views if not (view.missing or view.unexpected)]
+    fits = _distinct([view for view in strict if view.is_whole])
     if not fits and parts:
         complete = {view.key for view in views if not (view.prefix or view.form.unwrapped or view.missing)}
-        fits = _distinct([view for view in candidates if view.key not in complete])
+        fits = _distinct([view for view in strict if view.key not in complete])
     if len(fits) > 1:
         raise _ambiguous("more than one part of the checkpoint fits the module", fits)
     return fits[0] if fits else None
 
 
-def _nearest(views: Sequence[_View]) -> _View:
+def _nearest(views: Sequence[NameView]) -> NameView:
     """Return the view to report against where none fits strictly."""
     best = max(views, key=lambda view: len(view.names))
     rivals = _distinct([best, *(view for view in views if _is_rival(view, best))])
@@ -351,32 +151,32 @@ def _nearest(views: Sequence[_View]) -> _View:
     return best
 
 
-def _is_rival(view: _View, best: _View) -> bool:
+def _is_rival(view: NameView, best: NameView) -> bool:
     """Return whether a view is another possible meaning of the checkpoint than the one that comes nearest."""
     if view.key != best.key:
         return 2 * len(view.names) >= len(best.names)
     return bool(best.prefix) and len(view.names) == len(best.names)
 
 
-def _distinct(views: Sequence[_View]) -> list[_View]:
+def _distinct(views: Sequence[NameView]) -> list[NameView]:
     """Return the first view of each content."""
     if len(views) < 2:
         return list(views)
-    kept: dict[object, _View] = {}
+    kept: dict[object, NameView] = {}
     for view in views:
         kept.setdefault(view.content, view)
     return list(kept.values())
 
 
-def _ambiguous(problem: str, views: Sequence[_View]) -> MismatchError:
+def _ambiguous(problem: str, views: Sequence[NameView]) -> MismatchError:
     lines = [view.describe() for view in views[:SHOWN]]
     return MismatchError(f"{problem}\n{section('choose one', lines, views)}\nNothing was read")
 
 
-def _selection(view: _View, *, whole: bool) -> Selection:
-    """Return the entries of a view; with ``whole`` also the names of its mapping that have no place in the module."""
-    mapping, own = view.form.mapping, view.form.own
-    entries = {name: mapping.entries[original] for original, name in view.names.items()}
+def _selection(view: NameView, *, whole: bool) -> Selection:
+    """Return the entries of a view; with ``whole`` also the names of its candidate that have no place in the module."""
+    candidate, own = view.form.candidate, view.form.own
+    entries = {name: candidate.entries[original] for original, name in view.names.items()}
     notes = []
     if view.form.unwrapped:
         notes.append("names were compared without the components 'module' and '_orig_mod'")
@@ -384,17 +184,17 @@ def _selection(view: _View, *, whole: bool) -> Selection:
         for seen, original in view.form.found.items():
             if original not in view.names:
                 bare = seen.removeprefix(view.prefix)
-                entries[original if bare in entries else bare] = mapping.entries[original]
+                entries[original if bare in entries else bare] = candidate.entries[original]
     elif view.outside:
         notes.append(f"{view.outside} tensors of the checkpoint outside {view.prefix!r} were left out")
     module_of = {_module_of(seen): _module_of(name) for seen, name in own.items()}
     versions = {}
-    for path, version in mapping.versions.items():
+    for path, version in candidate.versions.items():
         seen = unwrap(path) if view.form.unwrapped else path
         if f"{seen}.".startswith(view.prefix) and seen[len(view.prefix) :] in module_of:
             versions[module_of[seen[len(view.prefix) :]]] = version
     extra_state = {}
-    for path, value in mapping.extra_state.items():
+    for path, value in candidate.extra_state.items():
         seen = unwrap(path) if view.form.unwrapped else path
         if seen.startswith(view.prefix):
             bare = seen[len(view.prefix) :]

@@ -14,7 +14,7 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import round_up
 from sluice._options import PageCache
-from sluice._planner import most_threads, plan_load, reader_count, staging_buffer_bytes
+from sluice._planner import copier_count, most_threads, plan_load, reader_count, staging_buffer_bytes
 from sluice._reads import StagedReads, as_run, collapse_fills
 from sluice._records import Block, FileRecord, LoadPlan, MachineFacts, Peaks, Target
 
@@ -68,7 +68,7 @@ def plan_stream(
         arenas=(),
         reads=reads,
         readers=readers,
-        copiers=min(facts.cores, buffers - 1, threads - readers) if readers > facts.cores else 0,
+        copiers=copier_count(readers, buffers, threads, facts),
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(target.nbytes for target in targets),
