@@ -48,6 +48,18 @@ def test_the_bar_shows_bytes_and_speed_on_stderr_only(capsys: pytest.CaptureFixt
     assert "B/s" in captured.err or "?" in captured.err
 
 
+def test_a_long_path_leaves_room_for_the_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress_sink(True, "/a/long/path" * 20 + "/model.pth") as sink:
+        assert sink is not None
+        sink(_event(123 << 30, total=567 << 30, seconds=100.0))
+    shown = capsys.readouterr().err
+    assert "/model.pth" in shown
+    assert "123.0/567.0 GiB" in shown
+
+
 def test_the_bar_leaves_no_thread(capsys: pytest.CaptureFixture[str]) -> None:
     before = threading.enumerate()
     with progress_sink(True, "loading") as sink:

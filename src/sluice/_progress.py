@@ -13,6 +13,10 @@ __all__ = ["Progress", "ProgressEvent", "ProgressFunction", "byte_progress", "pr
 #: Seconds between two drawings of the bar. Drawing takes about a millisecond, and events come once for each read.
 _REDRAW_SECONDS = 0.1
 
+#: Characters of the bar and of what stands before it: with bytes, speed and time they fit a terminal of 80. A longer
+#: description would push all the others out of the line.
+_BAR_COLUMNS, _DESCRIPTION_COLUMNS = 16, 24
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressEvent:
@@ -79,6 +83,11 @@ def byte_progress(progress: Progress, description: str, total_bytes: int) -> Ite
         yield report
 
 
+def _shortened(description: str) -> str:
+    """Return the end of a long path, which tells more than its beginning."""
+    return description if len(description) <= _DESCRIPTION_COLUMNS else f"…{description[1 - _DESCRIPTION_COLUMNS :]}"
+
+
 @contextmanager
 def _bar(description: str) -> Iterator[ProgressFunction]:
     """Yield a function that draws a bar of bytes, speed and time left on stderr."""
@@ -95,14 +104,14 @@ def _bar(description: str) -> Iterator[ProgressFunction]:
 
     bar = Bar(
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=_BAR_COLUMNS),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         auto_refresh=False,  # rich's refresh thread is not joined: it could outlive the load
     )
-    task = bar.add_task(description, total=None)
+    task = bar.add_task(_shortened(description), total=None)
     drawn = 0.0
 
     def draw(event: ProgressEvent) -> None:

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner, Result
 
-from sluice.cli import _convert, main
+from sluice.cli import _convert, _terminal, main
 
 
 def run(*arguments: object, answer: str | None = None) -> Result:
@@ -70,7 +70,7 @@ def test_what_exists_is_replaced_only_when_asked(source: Path, tmp_path: Path, m
     done = run(source, out)
     assert done.exit_code == 1
     assert "exists already: say --force" in done.stderr
-    monkeypatch.setattr(_convert, "_at_terminal", lambda: True)
+    monkeypatch.setattr(_terminal, "_at_terminal", lambda: True)
     done = run(source, out, answer="n\n")
     assert done.exit_code == 1
     assert "nothing was written" in done.stderr
@@ -78,7 +78,7 @@ def test_what_exists_is_replaced_only_when_asked(source: Path, tmp_path: Path, m
     done = run(source, out, answer="y\n")
     assert done.exit_code == 0, done.output
     assert f"replaced (1): {out}" in done.stdout
-    monkeypatch.setattr(_convert, "_at_terminal", lambda: False)
+    monkeypatch.setattr(_terminal, "_at_terminal", lambda: False)
     assert run(source, out, "--force", "--quiet").stdout == ""
     (tmp_path / "m.json").write_bytes(b"old")
     done = run(source, tmp_path / "new.pt", "--manifest", tmp_path / "m.json")

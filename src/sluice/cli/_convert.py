@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from sluice._manifest import HashAlgorithm, new_hash
 from sluice._options import MemoryLimits, PageCache
 from sluice.cli._failures import Failure
 from sluice.cli._models import Size, parse_dtype, staging_option
-from sluice.cli._text import printable
+from sluice.cli._terminal import allow_replacing, progress_wanted
 
 __all__ = ["convert_command"]
 
@@ -27,9 +26,6 @@ _DTYPES = tuple(name for name in ITEM_BYTES if is_castable(name))
 
 #: As ``sluice.save`` has them; asking it would import torch before the options were looked at.
 _FORMATS = ("safetensors", "torch", "huggingface", "per-parameter")
-
-#: Files that a question lists.
-_SHOWN = 3
 
 
 @click.command("convert")
@@ -78,7 +74,7 @@ def convert_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    r"""Write the checkpoint at SOURCE in another form to DESTINATION, with a fixed amount of memory.
+    """Write the checkpoint at SOURCE in another form to DESTINATION, with a fixed amount of memory.
 
     SOURCE is whatever sluice reads: a file, a model directory, the index file of shards, a
     torch.distributed.checkpoint directory, one file for each parameter. DESTINATION is a .safetensors file, a torch
@@ -90,8 +86,25 @@ def convert_command(
       sluice convert model.pth model.safetensors --dtype bfloat16
       sluice convert run.ckpt model.safetensors --key state_dict --rename 'module.**=**'
       sluice convert dcp-directory hf-model --max-shard-size 5GB
-      sluice convert model.pth model.safetensors --rename-regex 'h\.(\d+)\.(.*)=blocks.\1.\2'
+      sluice convert model.pth model.safetensors --rename-regex 'h\\.(\\d+)\\.(.*)=blocks.\\1.\\2'
+      sluice convert model.pth weights --format per-parameter
       sluice convert model.pth model.safetensors --dry-run
+      sluice convert model.pth model.safetensors --force --quiet --manifest model.manifest.json
+
+    \b
+    Exit codes:
+      0    written, or with --dry-run could be
+      1    SOURCE or the disk is at fault, or DESTINATION exists and nobody said --force
+      2    the command line is wrong
+      3    the conversion does not fit into --memory
+      130  interrupted
+
+    \b
+    The JSON object:
+      destination, format, files, file_bytes, tensors, nbytes, seconds, notes, dry_run
+      tied         {name: the name that its tensor is stored under}
+      casts        {"float32 -> bfloat16": number of tensors}
+      replaced     files that existed
     """
     rules = [*_rules(renames, regex=False), *_rules(regexes, regex=True)]
     run = partial(
@@ -111,8 +124,8 @@ def convert_command(
     _check(destination, kind, max_shard_size, manifest, manifest_hash)
     if not (force or dry_run):
         _ask(destination, manifest, run)
-    shown = sys.stderr.isatty() and not quiet
-    report = run(overwrite=True, progress=shown and not dry_run, dry_run=dry_run)
+    shown = progress_wanted(quiet=quiet or dry_run)
+    report = run(overwrite=True, progress=shown, dry_run=dry_run)
     if as_json:
         click.echo(json.dumps(report.to_json()))
     elif not quiet:
@@ -156,19 +169,9 @@ def _check(
         raise click.UsageError("the manifest needs a name of its own, not that of the checkpoint")
 
 
-def _at_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
-
-
 def _ask(destination: str, manifest: str | None, run: partial[sluice.SaveReport]) -> None:
     """Return when nothing that exists would be replaced, or the user at the terminal wants it to be."""
     found = [manifest] if manifest and os.path.lexists(manifest) else []
     if os.path.lexists(destination):
         found += run(dry_run=True).replaced
-    if not found:
-        return
-    names = ", ".join(printable(name) for name in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
-    if not _at_terminal():
-        raise Failure(f"{names} exists already: say --force to replace it. Nothing was written.")
-    if not click.confirm(f"{names} exists already. Replace it?", err=True):
-        raise Failure("nothing was written")
+    allow_replacing(found, Failure)

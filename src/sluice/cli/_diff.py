@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack
 
 import click
 
 import sluice
+from sluice.cli._terminal import progress_wanted
 from sluice.cli._verify import unreadable
 
 __all__ = ["diff_command"]
@@ -71,7 +71,7 @@ def diff_command(
     with unreadable(), ExitStack() as stack:
         left = stack.enter_context(sluice.open(a, key=key_a))
         right = stack.enter_context(sluice.open(b, key=key_b))
-        report = sluice.diff(left, right, rtol=rtol, atol=atol, progress=sys.stderr.isatty() and not quiet)
+        report = sluice.diff(left, right, rtol=rtol, atol=atol, progress=progress_wanted(quiet=quiet))
     if as_json:
         click.echo(json.dumps(report.to_json()))
     elif not quiet:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import get_args
 
 import click
@@ -22,6 +21,7 @@ from sluice.cli._models import (
     place_option,
     staging_option,
 )
+from sluice.cli._terminal import progress_wanted
 
 __all__ = ["load_command"]
 
@@ -95,7 +95,7 @@ def load_command(
         memory=MemoryLimits(host=memory, staging=staging),
         page_cache=page_cache,
         place=place,
-        progress=sys.stderr.isatty() and not quiet,
+        progress=progress_wanted(quiet=quiet),
     )
     if as_json:
         rows = {"table": report.table().to_json()} if table else {}

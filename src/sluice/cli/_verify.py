@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import get_args
@@ -14,6 +14,7 @@ import sluice
 from sluice._errors import SluiceError
 from sluice._manifest import HashAlgorithm
 from sluice.cli._failures import Failure
+from sluice.cli._terminal import allow_replacing, progress_wanted
 
 __all__ = ["Unreadable", "unreadable", "verify_command"]
 
@@ -45,7 +46,7 @@ def unreadable() -> Iterator[None]:
     type=click.Choice(get_args(HashAlgorithm)),
     help="Hash for --write-manifest; sha256 unless you say otherwise. xxh3_128 is faster and only finds damage.",
 )
-@click.option("--force", is_flag=True, help="Let --write-manifest replace a file.")
+@click.option("--force", is_flag=True, help="Let --write-manifest replace a file without asking.")
 @click.option("--nan", is_flag=True, help="Count the elements of each tensor that are NaN or infinite.")
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
@@ -82,7 +83,8 @@ def verify_command(
       1    something is damaged, missing, too much or not as the manifest says; with --strict
            also for a warning: the shard index leaves tensors of its shards out, or has
            another total_size, which nothing reads
-      2    PATH or the manifest cannot be read or written, or the command line is wrong
+      2    PATH or the manifest cannot be read or written, the manifest to write exists
+           and nobody said --force, or the command line is wrong
       130  interrupted
 
     \b
@@ -104,16 +106,21 @@ def verify_command(
         raise click.UsageError("--manifest compares and --write-manifest makes the truth: choose one")
     if algorithm and not write_manifest:
         raise click.UsageError("--hash goes with --write-manifest; --manifest says its own")
+    if write_manifest and os.path.realpath(write_manifest) == os.path.realpath(path):
+        raise click.UsageError("the manifest needs a name of its own, not that of the checkpoint")
+    replaced = [write_manifest] if write_manifest and os.path.lexists(write_manifest) else []
+    if not force:
+        allow_replacing(replaced, Unreadable)  # now, not when everything has been hashed
     with unreadable():
         report = sluice.verify(
             path,
             manifest=manifest,
             hashes=(algorithm or "sha256") if write_manifest else None,
             nan=nan,
-            progress=sys.stderr.isatty() and not quiet,
+            progress=progress_wanted(quiet=quiet),
         )
         if write_manifest and report.ok:
-            report.write_manifest(write_manifest, overwrite=force)
+            report.write_manifest(write_manifest, overwrite=bool(replaced))
     if as_json:
         click.echo(json.dumps(report.to_json()))
     elif not quiet:
