@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -31,6 +32,7 @@ class SystemCalls:
         self.stopped = ""
         self._at = at
         self._stop = stop
+        self._lock = threading.Lock()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -43,8 +45,10 @@ class SystemCalls:
 
     def _counted(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
-            self.count += 1
-            if self.count != self._at:
+            with self._lock:  # large files are written by several threads
+                self.count += 1
+                stopped = self.count == self._at
+            if not stopped:
                 return real(*args, **options)
             self.stopped = name
             return self._stop(lambda: real(*args, **options), name)

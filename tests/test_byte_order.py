@@ -192,7 +192,7 @@ def test_numbers_and_their_bytes_in_one_plan(tmp_path: Path, device: str) -> Non
     try:
         if device == "file":
             written = [bytearray(target.nbytes) for target in targets]
-            stream = plan_stream(targets, index.files, facts(cached=True), staging_bytes=MIB)
+            stream = plan_stream(targets, index.files, facts(cached=True), staging_bytes=MIB, buffer_bytes=MIB)
 
             def write(position: int, at: int, piece: memoryview) -> None:
                 written[position][at : at + len(piece)] = piece

@@ -83,6 +83,7 @@ _TENSOR_MODULES = {
     "sluice.verifying._plan",
     "sluice.verifying._run",
     "sluice.verifying._takers",
+    "sluice.writing._ahead",
     "sluice.writing._chunks",
     "sluice.writing._items",
     "sluice.writing._parts",

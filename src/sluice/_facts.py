@@ -24,10 +24,10 @@ from sluice.sources import DirectIOUnavailable, MappableSource, Source
 from sluice.sources._local import LocalFile
 from sluice.sources._memory import MemoryFile
 
-__all__ = ["file_facts", "host_headroom", "machine_facts", "mappable"]
+__all__ = ["file_facts", "host_headroom", "machine_facts", "mappable", "takes_direct_io"]
 
-#: Local file systems on which direct reads were found to be at least as fast as buffered ones. Network and FUSE file
-#: systems, and those that only accept the flag, are left out.
+#: Local file systems on which direct reads and writes were found to be at least as fast as buffered ones. Network and
+#: FUSE file systems, and those that only accept the flag, are left out.
 _DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
 
 #: Of a file that a plan does not read, and of a source that is no local file: buffered reads always work.
@@ -75,6 +75,11 @@ def file_facts(source: Source) -> FileFacts:
         probe_step_bytes=step,
         cached=_probe_cache(source, range(0, nbytes, step)) if large else (),
     )
+
+
+def takes_direct_io(path: str) -> bool:
+    """Return whether direct reads and writes of a file there are worth trying: it is on a local disk."""
+    return _filesystem(path) in _DIRECT_FILESYSTEMS
 
 
 def mappable(source: Source) -> bool:

@@ -7,8 +7,9 @@ at an address that their dtype cannot have are moved to one that it can, a piece
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -16,7 +17,7 @@ from sluice import _options as options
 from sluice._geometry import Piece, collapse, cut
 from sluice._records import MathBit
 
-__all__ = ["Source", "copy_in_pieces", "multiplied"]
+__all__ = ["Source", "copy_in_pieces", "copy_in_thread", "multiplied"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +85,53 @@ def _moved(target: torch.Tensor, source: Source) -> Iterator[tuple[torch.Tensor,
         yield part, replace(source, raw=scratch[: piece.nbytes], shape=piece.shape, stride=piece.source_stride)
 
 
-def _copy_aligned(target: torch.Tensor, source: Source) -> None:
-    view = source.on_host()
-    if target.numel() <= options.CAST_PIECE_ELEMENTS:
-        target.copy_(multiplied(view, source.factors))
+def copy_in_thread(target: torch.Tensor, source: torch.Tensor, factors: Sequence[float] = ()) -> None:
+    """Copy and cast in pieces that torch does not spread over its own threads; a source on a device as a whole.
+
+    Where the one tensor is transposed against the other, the pieces are tiles: each line of the cache that one of them
+    brings is used up before it has to go.
+    """
+    if target.numel() <= options.CAST_PIECE_ELEMENTS or source.device != target.device:
+        target.copy_(multiplied(source, factors))
         return
-    rows = max(1, options.CAST_PIECE_ELEMENTS // (target.numel() // target.shape[0]))
-    pieces = torch.split(target, rows), torch.split(view, rows)
-    if not source.factors:
+    tile = _tile(target, source)
+    pieces = _cut(target, tile), _cut(source, tile)
+    if not factors:
         # One call for all pieces: the interpreter lock is released for the whole of it.
         torch._foreach_copy_(*pieces)
         return
     for into, piece in zip(*pieces, strict=True):
-        into.copy_(multiplied(piece, source.factors))
+        into.copy_(multiplied(piece, factors))
+
+
+def _tile(target: torch.Tensor, source: torch.Tensor) -> dict[int, int]:
+    """Return the sizes of one piece, long in the dimensions in which elements lie next to each other on either side.
+
+    Returns:
+        Elements by dimension, the outermost of the target first.
+    """
+    shape = target.shape
+    order = sorted(range(len(shape)), key=target.stride, reverse=True)
+    sizes = dict.fromkeys(order, 1)
+    longer = [dim for dim in order if shape[dim] > 1]
+    seen = [dim for dim in longer if source.stride(dim)]  # a step of 0 needs no memory
+    near = min(seen, key=source.stride, default=longer[-1])
+    if near != longer[-1]:
+        sizes[near] = min(shape[near], options.TILE_ROWS)
+    for dim in reversed(longer):
+        room = options.CAST_PIECE_ELEMENTS // (prod(sizes.values()) // sizes[dim])
+        if sizes[dim] < room:
+            sizes[dim] = -(-shape[dim] // -(-shape[dim] // room))  # pieces of one size, and no small rest
+    return sizes
+
+
+def _cut(tensor: torch.Tensor, tile: Mapping[int, int]) -> list[torch.Tensor]:
+    pieces = [tensor]
+    for dim, size in tile.items():
+        if size < tensor.shape[dim]:
+            pieces = [part for piece in pieces for part in torch.split(piece, size, dim)]
+    return pieces
+
+
+def _copy_aligned(target: torch.Tensor, source: Source) -> None:
+    copy_in_thread(target, source.on_host(), source.factors)

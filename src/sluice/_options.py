@@ -135,6 +135,10 @@ PROBES_PER_FILE = 4096
 #: would oversubscribe the machine (at::internal::GRAIN_SIZE is 32768).
 CAST_PIECE_ELEMENTS = 32_767
 
+#: Elements of such a piece along the dimension in which a transposed source is contiguous: some lines of the cache. The
+#: piece is up to eight times as long in the other one, and three to five times as fast as whole rows.
+TILE_ROWS = 64
+
 #: Bytes that are moved at once where elements lie at addresses that their dtype cannot have: they stay in the cache of
 #: a core, and the calls between cost little.
 MOVED_BYTES = 256 << 10
@@ -184,6 +188,9 @@ OPEN_FILES = 64
 #: Threads that index the files of a directory. They wait for the disk or the network; parsing takes turns anyway.
 INDEXING_THREADS = 8
 
+#: Staging from which a conversion gives a share to direct writes: the reads need the rest.
+SHARED_STAGING_BYTES = 16 << 20
+
 #: Elements of a file under construction that come in shorter runs are put together in memory first, where they fit it:
 #: a write takes as long as copying about this many bytes.
 SHORTEST_RUN_BYTES = 64 << 10
@@ -194,8 +201,22 @@ STREAM_FILLS = 4096
 #: Bytes of one piece that is cast or put in another order on its way to a file.
 SCRATCH_BYTES = 512 << 10
 
-#: Bytes of the buffer that a save uses for what is cast, strided or on an accelerator. Larger ones are no faster.
+#: Bytes of the buffers of a save, one for each writer. Everything goes through them that is not in host memory as the
+#: file wants it, and all of what is written directly. Larger ones are no faster.
 SAVE_STAGING_BYTES = 16 << 20
+
+#: Threads that write a large file: 4 saturated the disks measured; they also compute the CRCs.
+WRITERS = 4
+
+#: Bytes of a tensor that one writer takes at once.
+WRITE_BYTES = 8 << 20
+
+#: Shorter writes go through the page cache, many together.
+DIRECT_WRITE_BYTES = 256 << 10
+
+#: Short writes of a directly written file that are held back at most, in bytes and in number.
+SMALL_WRITES_BYTES = 2 << 20
+SMALL_WRITES = 4096
 
 #: Bytes of one batch of a scan. Two are held at once, and the staging of one plan beside them: 64 MiB together.
 SCAN_BATCH_BYTES = 24 << 20

@@ -159,7 +159,7 @@ def most_threads(facts: MachineFacts, needed_bytes: int) -> int:
     None may fit: a single reader whose stack and arena were mapped first would take the place of the last weights.
     """
     if facts.address_space_bytes is None:
-        return options.WAITING_READERS + facts.cores  # the most that is ever wanted
+        return options.WAITING_READERS + max(facts.cores, options.WRITERS)  # the most that is ever wanted
     return max(0, facts.address_space_bytes - needed_bytes) // options.THREAD_ADDRESS_BYTES
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,8 @@ from sluice._errors import SaveError
 from sluice._manifest import HashAlgorithm
 from sluice._progress import Progress, byte_progress
 from sluice._units import format_bytes, parse_bytes
-from sluice.writing._chunks import Staging, chunks
+from sluice.writing._ahead import writing_ahead
+from sluice.writing._chunks import Staging
 from sluice.writing._items import flat_tensors, named_tensors, outlines
 from sluice.writing._manifest import ManifestWriter, manifest_writer
 from sluice.writing._parameters import check_file_names, parameter_directory, parameter_file
@@ -327,19 +329,22 @@ def _write_safetensors(
         job: How.
         wrote: Called with the bytes of each piece.
     """
-    file.reserve(layout.nbytes)
+    file.reserve(layout.nbytes, job.staging.pool)
     file.write_at(0, layout.header)
-    for name, dtype, start in layout.tensors:
-        at = start
-        pieces = chunks(tensors[name], dtype, job.staging)
-        if job.manifest:
-            shape = tensors[name].shape
-            job.manifest.expect(name, dtype=dtype, shape=shape, nbytes=shape.numel() * ITEM_BYTES[dtype])
-            pieces = job.manifest.through(name, pieces)
-        for piece in pieces:
-            file.write_at(at, piece)
-            at += len(piece)
-            wrote(len(piece))
+    with writing_ahead(layout.nbytes, job.staging, wrote) as ahead:
+        for name, dtype, start in layout.tensors:
+            look = None
+            if job.manifest:
+                shape = tensors[name].shape
+                job.manifest.expect(name, dtype=dtype, shape=shape, nbytes=shape.numel() * ITEM_BYTES[dtype])
+                look = job.manifest.in_order(name)
+            ahead.write(tensors[name], dtype, start, partial(_write_from, file, start), look)
+            if job.manifest:
+                job.manifest.done(name)
+
+
+def _write_from(file: NewFile, start: int, at: int, piece: memoryview) -> None:
+    file.write_at(start + at, piece)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import round_up
 from sluice._options import PageCache
-from sluice._planner import copier_count, most_threads, plan_load, reader_count, staging_buffer_bytes
+from sluice._planner import most_threads, plan_load, reader_count
 from sluice._reads import StagedReads, as_run, collapse_fills
 from sluice._records import Block, FileRecord, LoadPlan, MachineFacts, Peaks, Target
 
@@ -40,6 +40,7 @@ def plan_stream(
     facts: MachineFacts,
     *,
     staging_bytes: int,
+    buffer_bytes: int,
     page_cache: PageCache = "auto",
 ) -> LoadPlan:
     """Return the plan that brings every byte of ``targets`` through staging, neighbours of a file together.
@@ -49,9 +50,9 @@ def plan_stream(
         files: The files that the fills read.
         facts: What was asked of the machine, one ``FileFacts`` for each file.
         staging_bytes: The most that staging buffers may take together.
+        buffer_bytes: Bytes of one of them.
         page_cache: See ``sluice._options.PageCache``.
     """
-    buffer_bytes = staging_buffer_bytes(staging_bytes)
     staged = StagedReads(targets, facts.files, buffer_bytes=buffer_bytes, page_cache=page_cache, host_casts=False)
     for run in collapse_fills(targets):
         staged.add(run)
@@ -68,7 +69,8 @@ def plan_stream(
         arenas=(),
         reads=reads,
         readers=readers,
-        copiers=copier_count(readers, buffers, threads, facts),
+        # They write, which is waiting too.
+        copiers=max(0, min(options.WRITERS, buffers - 1, threads - readers)),
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
         final_bytes=sum(target.nbytes for target in targets),

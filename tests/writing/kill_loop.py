@@ -18,6 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 
 import sluice
+from sluice import _options as options
+from sluice.writing import _direct
 
 _TENSORS, _ROWS = 6, 500
 
@@ -77,6 +79,8 @@ def kill_one(mode: Mode, path: Path, number: int, seconds: float, *, overwrite: 
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        if number % 2:
+            _write_directly()
         os.write(writer, b"!")
         save(mode, path, number, overwrite=overwrite)
         os._exit(0)
@@ -88,6 +92,12 @@ def kill_one(mode: Mode, path: Path, number: int, seconds: float, *, overwrite: 
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the save failed by itself"
     return os.WIFSIGNALED(status)
+
+
+def _write_directly() -> None:
+    """Write around the page cache, where the file system lets this process, as a large file is written."""
+    options.DIRECT_FILE_BYTES, options.DIRECT_WRITE_BYTES, options.WRITE_BYTES = 1, 4096, 30_000
+    vars(_direct)["takes_direct_io"] = lambda _: True
 
 
 def main(mode: Mode, kills: int, directory: Path, *, new: bool) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import sluice
+from direct_writes import forced_direct_writes
 from leaks import open_files
 from system_calls import SystemCalls, failing
 
@@ -22,11 +24,15 @@ class Mode(NamedTuple):
     name: str
     format: Literal["safetensors", "torch", "huggingface", "per-parameter"]
     shard_bytes: int | None = None
+    #: Whether files are written around the page cache, as large ones are.
+    direct: bool = False
 
 
 MODES = [
     Mode("model.pth", "torch"),
     Mode("model.safetensors", "safetensors"),
+    Mode("direct.pth", "torch", direct=True),
+    Mode("direct.safetensors", "safetensors", direct=True),
     Mode("whole", "huggingface"),
     Mode("sharded", "huggingface", 60),
     Mode("parameters", "per-parameter"),
@@ -38,11 +44,13 @@ TIDYING = {"unlink", "rmdir", "close", "scandir", "listdir", "open", "flock"}
 
 def state(number: int) -> dict[str, torch.Tensor]:
     tied = torch.full((2, 5), float(number))
-    return {"a": tied, "b": torch.full((7,), float(number)), "c": tied, "d": torch.full((3, 3), float(number)).t()}
+    small = {"a": tied, "b": torch.full((7,), float(number)), "c": tied, "d": torch.full((3, 3), float(number)).t()}
+    return {**small, "blocks": torch.full((3, 1000), float(number))}
 
 
 def save(mode: Mode, path: Path, number: int, *, overwrite: bool) -> None:
-    sluice.save(state(number), path, format=mode.format, overwrite=overwrite, max_shard_size=mode.shard_bytes)
+    with forced_direct_writes() if mode.direct else nullcontext():
+        sluice.save(state(number), path, format=mode.format, overwrite=overwrite, max_shard_size=mode.shard_bytes)
 
 
 def generation(path: Path) -> int | None:

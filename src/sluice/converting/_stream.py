@@ -15,10 +15,13 @@ from sluice._facts import host_headroom, machine_facts
 from sluice._file_targets import FileTargets
 from sluice._hostmemory import HostMemory
 from sluice._options import MemoryLimits, PageCache
+from sluice._planner import staging_buffer_bytes
 from sluice._records import Target
+from sluice._staging import StagingPool
 from sluice._stream_planner import Gathering, gatherings, in_long_runs, plan_gathering, plan_stream
 from sluice._targets import Targets
 from sluice._units import format_bytes, parse_bytes
+from sluice.writing._chunks import Staging
 
 if TYPE_CHECKING:
     from sluice._checkpoint import Checkpoint
@@ -68,6 +71,8 @@ class Stream:
                 expected=f"at least {format_bytes(2 * options.SMALLEST_STAGING_BYTES)}",
                 found=format_bytes(self._staging_bytes),
             )
+        #: Buffers for writes around the page cache, a share of staging; None where it is too small to be shared.
+        self.writing: StagingPool | None = None
         needed = self._staging_bytes + options.OVERHEAD_BYTES + options.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
         limit, origin = host_headroom(self._facts)
         if memory.host is not None:
@@ -79,6 +84,11 @@ class Stream:
                 expected=f"at most {format_bytes(limit)} ({origin})",
                 found=format_bytes(needed),
             )
+        self._reading_bytes = self._staging_bytes
+        if self._staging_bytes >= options.SHARED_STAGING_BYTES:
+            writing_bytes = min(self._staging_bytes // 4, options.SAVE_STAGING_BYTES)
+            self.writing = Staging.make(writing_bytes).pool
+            self._reading_bytes -= writing_bytes
 
     def is_scattered(self, target: Target) -> bool:
         """Return whether a target is written in short pieces, in any order: it does not fit the window."""
@@ -112,7 +122,8 @@ class Stream:
             [targets[i] for i in batch],
             self._checkpoint.index.files,
             self._facts,
-            staging_bytes=self._staging_bytes,
+            staging_bytes=self._reading_bytes,
+            buffer_bytes=staging_buffer_bytes(self._staging_bytes),
             page_cache=self._page_cache,
         )
         parts = FileTargets(plan, lambda position, at, piece: write(batch[position], at, piece))
@@ -126,7 +137,7 @@ class Stream:
             chosen,
             self._checkpoint.index.files,
             self._facts,
-            staging_bytes=self._staging_bytes - self.window_bytes,
+            staging_bytes=self._reading_bytes - self.window_bytes,
             page_cache=self._page_cache,
         )
         with torch.inference_mode(mode=False):

@@ -89,7 +89,8 @@ def _fill_safetensors(
     job: Job, entries: Mapping[str, Entry], stream: Stream, layout: SafetensorsLayout, out: Replacement
 ) -> None:
     """Write a file, without committing it."""
-    out.reserve(layout.nbytes)
+    # Hashes look pieces up again that came before their turn, in the page cache.
+    out.reserve(layout.nbytes, None if job.manifest else stream.writing)
     out.write_at(0, layout.header)
     offsets = job.offsets(())
     for batch in _batches(layout.tensors):

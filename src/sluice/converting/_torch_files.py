@@ -21,7 +21,7 @@ from sluice.converting._contents import refuse_repeats
 from sluice.converting._job import Job, Written, existing
 from sluice.converting._storages import Storages, dense_parts, descriptions, stored_bytes
 from sluice.converting._stream import Stream
-from sluice.writing._chunks import Staging, chunks
+from sluice.writing._chunks import Staging, row_major_bytes
 from sluice.writing._manifest import ManifestWriter
 from sluice.writing._parameters import check_file_names, parameter_directory, parameter_file
 from sluice.writing._replacement import NewFile, Replacement
@@ -131,7 +131,8 @@ def _fill_torch_files(job: Job, stream: Stream, files: Sequence[tuple[_TorchFile
     """Write the storages of files, all together in the order of the source; the caller finishes and commits each."""
     first = 0
     for laid_out, out in files:
-        out.reserve(laid_out.made.records_bytes)
+        # Hashes look pieces up again that came before their turn, in the page cache.
+        out.reserve(laid_out.made.records_bytes, None if job.manifest else stream.writing)
         if job.manifest:
             _expect(job.manifest, laid_out, first)
         first += len(laid_out.storages.sizes)
@@ -186,7 +187,7 @@ def _hash_written(job: Job, path: Path, names: Mapping[str, str]) -> None:
             tensor = checkpoint[own]
             dtype = tensor.entry.dtype
             keys = boxes(tensor.shape, options.SAVE_STAGING_BYTES // ITEM_BYTES[dtype])
-            pieces = (piece for key in keys for piece in chunks(tensor[key].read(), dtype, staging))
+            pieces = (piece for key in keys for piece in row_major_bytes(tensor[key].read(), dtype, staging))
             job.manifest.add(name, dtype=dtype, shape=tensor.shape, pieces=pieces)
 
 

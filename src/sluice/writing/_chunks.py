@@ -1,60 +1,111 @@
-"""Tensors as bytes in pieces: in row-major order, in the dtype of the file, through one buffer."""
+"""Tensors as bytes in pieces: in row-major order, in the dtype of the file, through the buffers of one pool."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from sluice import _options as options
 from sluice._dtypes import torch_dtype
-from sluice._hostmemory import HostMemory
+from sluice._geometry import round_up
+from sluice._host_copies import copy_in_thread
+from sluice._staging import StagingBuffer, StagingPool
+from sluice.writing._direct import block_bytes
 
-__all__ = ["Staging", "chunks"]
+__all__ = ["Chunk", "Staging", "chunks", "row_major_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The buffer through which everything goes that is not in host memory as the file wants it."""
+    """The buffers through which everything goes that is not in host memory as the file wants it."""
 
-    memory: HostMemory
+    #: One for each writer; a block longer than a piece, so that a piece can begin anywhere in a block.
+    pool: StagingPool
+    #: Bytes of the longest piece.
+    piece_bytes: int
 
     @classmethod
     def make(cls, nbytes: int) -> Staging:
-        """Return a buffer of ``nbytes`` bytes; only what is used becomes resident."""
-        return cls(HostMemory(nbytes, huge_pages=True))
+        """Return buffers of about ``nbytes`` bytes together; only what is used becomes resident."""
+        piece = max(1, nbytes // options.WRITERS)
+        buffer = round_up(piece, block_bytes()) + block_bytes()
+        return cls(StagingPool(buffer_bytes=buffer, count=options.WRITERS, huge_pages=True), piece)
 
-    def view(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the first ``count`` elements of it."""
-        return torch.frombuffer(self.memory.mapping, dtype=dtype, count=count, offset=self.memory.start)
+    @contextmanager
+    def lent(self) -> Iterator[StagingBuffer]:
+        """Lend a buffer for the length of the block."""
+        buffer = self.pool.borrow()
+        try:
+            yield buffer
+        finally:
+            self.pool.give_back(buffer)
 
 
-def chunks(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[memoryview]:
-    """Yield the bytes of a strided tensor in row-major order.
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor whose elements follow each other in the file."""
 
-    A piece is valid until the next one is asked for. A dense host tensor that is not cast is not copied. The bytes of a
-    conjugated or negated view are those of its values.
+    #: Its bytes there.
+    nbytes: int
+    #: Its bytes, where they are in host memory as the file wants them; the tensor must outlive them.
+    in_place: memoryview | None
+    #: The elements, where they are not.
+    elements: torch.Tensor
+    #: Dtype in the file.
+    dtype: torch.dtype
+
+    def put_into(self, buffer: StagingBuffer, offset: int = 0) -> memoryview:
+        """Make the bytes in a buffer and return them; from any thread.
+
+        Args:
+            buffer: From the staging that the chunk was cut for.
+            offset: Where they will lie in the file: direct writes want the same place in a block.
+        """
+        first = offset % block_bytes()
+        made = torch.frombuffer(
+            buffer.memory.mapping, dtype=torch.uint8, count=self.nbytes, offset=buffer.start + first
+        )
+        with torch.inference_mode(mode=False), torch.no_grad():
+            # Formats align tensors to their elements, and so every part of them.
+            copy_in_thread(made.view(self.dtype).view(self.elements.shape), self.elements)
+        return buffer.view[first : first + self.nbytes]
+
+
+def chunks(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[Chunk]:
+    """Yield a strided tensor in parts, in row-major order. The bytes of a conjugated or negated view are its values'.
 
     Args:
-        tensor: On any device.
+        tensor: On any device; it must outlive the chunks.
         dtype: The dtype of the bytes.
-        staging: Of at least one element.
+        staging: What the parts have to fit.
     """
     tensor = tensor.detach()
-    lazy = tensor.is_conj() or tensor.is_neg()
     finished = torch_dtype(dtype)
     if tensor.numel() == 0:
         return
-    with torch.inference_mode(mode=False), torch.no_grad():
-        limit = max(1, staging.memory.nbytes // finished.itemsize)
-        if tensor.device.type == "cpu" and tensor.dtype == finished and tensor.is_contiguous() and not lazy:
-            yield from _in_place(tensor, staging.memory.nbytes)
-            return
-        for piece in _pieces(tensor, limit):
-            out = staging.view(piece.numel(), finished)
-            out.view(piece.shape).copy_(piece)
-            yield _bytes(out)
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.device.type == "cpu" and tensor.dtype == finished and tensor.is_contiguous() and not lazy:
+        whole = _bytes(tensor)
+        for start in range(0, len(whole), options.WRITE_BYTES):
+            piece = whole[start : start + options.WRITE_BYTES]
+            yield Chunk(len(piece), piece, tensor, finished)
+        return
+    for elements in _pieces(tensor, max(1, staging.piece_bytes // finished.itemsize)):
+        yield Chunk(elements.numel() * finished.itemsize, None, elements, finished)
+
+
+def row_major_bytes(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order; each piece is valid until the next one is asked for."""
+    for chunk in chunks(tensor, dtype, staging):
+        if chunk.in_place is not None:
+            yield chunk.in_place
+            continue
+        with staging.lent() as buffer:
+            yield chunk.put_into(buffer)
 
 
 def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
@@ -68,12 +119,6 @@ def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
         return
     for row in tensor:
         yield from _pieces(row, limit)
-
-
-def _in_place(tensor: torch.Tensor, limit_bytes: int) -> Iterator[memoryview]:
-    whole = _bytes(tensor)
-    for start in range(0, len(whole), limit_bytes):
-        yield whole[start : start + limit_bytes]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

@@ -1,7 +1,7 @@
 """The manifest of a save: each tensor is hashed while its bytes pass to the file, so that the source is read once.
 
 A writer says of everything that it stores which tensors lie in it (``expect``) and hands over each piece that it
-writes, in order (``through``) or in any order and from any thread (``piece``). What is stored can be one tensor, or a
+writes, in order (``in_order``) or in any order and from any thread (``piece``). What is stored can be one tensor, or a
 storage with views. A tensor whose elements do not follow each other in what is stored is given in pieces of its own
 (``add``). Hashes need their bytes in order: a piece that comes before its turn is looked up in the file under
 construction when its turn has come, which takes no memory, and no disk as it was written a moment ago.
@@ -16,7 +16,7 @@ import heapq
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 
 from sluice._errors import SaveError
 from sluice._manifest import HashAlgorithm, Hasher, Manifest, TensorHash, new_hash
@@ -60,7 +60,7 @@ class _Range:
                 self._catch_up(heapq.heappop(self._early)[1], read_back)
 
     def _catch_up(self, end: int, read_back: ReadBack | None) -> None:
-        assert read_back is not None  # pieces of ``through`` come in order
+        assert read_back is not None  # pieces of ``in_order`` do
         while self._at < end:
             data = read_back(self._at, min(_READ_BACK_BYTES, end - self._at))
             self._hasher.update(data)
@@ -77,8 +77,8 @@ class ManifestWriter:
     Example:
         >>> manifest = ManifestWriter("model.manifest.json", "sha256", overwrite=True)
         >>> manifest.expect("w", dtype="uint8", shape=(3,), nbytes=3)
-        >>> for piece in manifest.through("w", [memoryview(b"abc")]):
-        ...     file.write(piece)
+        >>> manifest.in_order("w")(memoryview(b"abc"))
+        >>> manifest.done("w")
         >>> manifest.commit()
     """
 
@@ -122,14 +122,16 @@ class ManifestWriter:
         end = start + nbytes
         ranges.setdefault((start, end), _Range(start, end, new_hash(self._algorithm))).names.append(name)
 
-    def through(self, stored: Hashable, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Hand on all bytes of something that is stored, in order."""
+    def in_order(self, stored: Hashable) -> Callable[[memoryview], None]:
+        """Return what takes all bytes of something that is stored, piece by piece in order; then call ``done``."""
         at = 0
-        for piece in pieces:
+
+        def take(piece: memoryview) -> None:
+            nonlocal at
             self._take(stored, at, piece, None)
-            yield piece
             at += len(piece)
-        self.done(stored)
+
+        return take
 
     def piece(self, stored: Hashable, at: int, data: memoryview, read_back: ReadBack) -> None:
         """Take a piece of something that is stored, once it is written; call ``done`` after the last.

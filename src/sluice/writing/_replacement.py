@@ -14,7 +14,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from sluice import _options as options
 from sluice._errors import SaveError
+from sluice._staging import StagingPool
+from sluice.writing._direct import DirectWrites, direct_writes, write_all
 from sluice.writing._hidden import ATTEMPTS, close, hidden_path, remove_leftovers, saving, syncing, try_lock
 
 __all__ = ["NewFile", "Replacement", "kind_of_file", "saving"]
@@ -35,6 +38,8 @@ class NewFile:
         """
         self.path = os.fsdecode(path)
         self._descriptor = -1
+        self._made = ""
+        self._direct: DirectWrites | None = None
 
     def __enter__(self) -> Self:
         with saving(self.path):
@@ -49,36 +54,49 @@ class NewFile:
     def _make(self, path: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
         self._descriptor = os.open(path, flags, 0o666)
+        self._made = path
 
     def _close(self) -> None:
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             close(descriptor)
 
-    def reserve(self, nbytes: int) -> None:
-        """Take the space for ``nbytes`` bytes now, so that a full disk is an error before the work, not after it."""
-        if not nbytes or not hasattr(os, "posix_fallocate"):
+    def reserve(self, nbytes: int, staging: StagingPool | None = None) -> None:
+        """Take the space for ``nbytes`` bytes now, so that a full disk is an error before the work, not after it.
+
+        Args:
+            nbytes: Bytes that will be written, or most of them.
+            staging: Buffers through which large files are written around the page cache; None writes through it.
+        """
+        if not nbytes:
             return
-        with saving(self.path):
-            try:
-                os.posix_fallocate(self._descriptor, 0, nbytes)
-            except OSError as error:
-                if error.errno not in _NO_RESERVE:
-                    raise
+        if hasattr(os, "posix_fallocate"):
+            with saving(self.path):
+                try:
+                    os.posix_fallocate(self._descriptor, 0, nbytes)
+                except OSError as error:
+                    if error.errno not in _NO_RESERVE:
+                        raise
+        if staging is not None and nbytes >= options.DIRECT_FILE_BYTES:
+            self._direct = direct_writes(self._made, self._descriptor, staging)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write all of ``data`` at a position in the file, in bytes."""
+        """Write all of ``data`` at a position in the file, in bytes; from any thread, each byte of the file once."""
         view = memoryview(data).cast("B")
         with saving(self.path):
-            while view:
-                written = os.pwrite(self._descriptor, view, offset)
-                if not written:
-                    raise OSError(errno.EIO, "nothing was written")
-                offset, view = offset + written, view[written:]
+            if self._direct is not None:
+                self._direct.write(offset, view)
+            else:
+                write_all(self._descriptor, offset, view)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Return bytes that were written before."""
         with saving(self.path):
+            if self._direct is not None:
+                self._direct.settle(offset, offset + nbytes)
             data = os.pread(self._descriptor, nbytes, offset)
             if not data:
                 raise OSError(errno.EIO, "bytes that were written are not there")
@@ -95,6 +113,8 @@ class NewFile:
             SaveError: The operating system failed.
         """
         with saving(self.path):
+            if self._direct is not None:
+                self._direct.settle()
             if nbytes is not None:
                 os.ftruncate(self._descriptor, nbytes)
             if mode is not None and hasattr(os, "fchmod"):

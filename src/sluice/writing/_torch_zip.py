@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,8 @@ import torch
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
-from sluice.writing._chunks import Staging, chunks
+from sluice.writing._ahead import writing_ahead
+from sluice.writing._chunks import Staging, row_major_bytes
 from sluice.writing._items import Span, collect_spans, finished_dtype, refuse_unsupported, storage_key
 from sluice.writing._manifest import ManifestWriter
 from sluice.writing._parts import count_parts, dense_parts, made_of
@@ -73,6 +75,10 @@ class TorchZip:
         """Bytes of the whole file."""
         return self._archive.end + sum(map(len, self._archive.directory()))
 
+    def offset(self, storage: int) -> int:
+        """Return the first byte of a storage in the file."""
+        return self._archive.data(self._first + storage)
+
     def write(self, file: NewFile, storage: int, at: int, piece: bytes | memoryview, *, account: bool = True) -> None:
         """Write a piece of a storage, from any thread and in any order, each byte once.
 
@@ -83,14 +89,13 @@ class TorchZip:
             piece: The bytes.
             account: Whether it counts for the CRC now; for many small pieces ``account_written`` takes less time.
         """
-        number = self._first + storage
-        file.write_at(self._archive.data(number) + at, piece)
+        file.write_at(self.offset(storage) + at, piece)
         if account:
-            self._archive.account(number, at, piece)
+            self._archive.account(self._first + storage, at, piece)
 
     def read(self, file: NewFile, storage: int, at: int, nbytes: int) -> bytes:
         """Return bytes of a storage that were written before, from ``at`` on."""
-        return file.read_at(self._archive.data(self._first + storage) + at, nbytes)
+        return file.read_at(self.offset(storage) + at, nbytes)
 
     def account_written(self, file: NewFile, storage: int) -> None:
         """Take the CRC of a storage from the file, where all of it was written without."""
@@ -237,15 +242,15 @@ def write_torch_zip(
     """
     if manifest:
         _expect_tensors(saved, names or {}, manifest, staging)
-    file.reserve(saved.made.records_bytes)
-    for number, (span, dtype) in enumerate(saved.storages):
-        at = 0
-        pieces = chunks(span.flat(), dtype, staging)
-        for piece in manifest.through(storage_key(span.tensor), pieces) if manifest else pieces:
-            saved.made.write(file, number, at, piece)
-            at += len(piece)
-            wrote(len(piece))
-    return saved.made.finish(file)
+    made = saved.made
+    file.reserve(made.records_bytes, staging.pool)
+    with writing_ahead(made.records_bytes, staging, wrote) as ahead:
+        for number, (span, dtype) in enumerate(saved.storages):
+            look = manifest.in_order(storage_key(span.tensor)) if manifest else None
+            ahead.write(span.flat(), dtype, made.offset(number), partial(made.write, file, number), look)
+            if manifest:
+                manifest.done(storage_key(span.tensor))
+    return made.finish(file)
 
 
 def _expect_tensors(
@@ -261,4 +266,4 @@ def _expect_tensors(
             stored = storage_key(tensor)
             manifest.expect(name, dtype=dtype, shape=tensor.shape, nbytes=nbytes, stored=stored, start=start)
         else:
-            manifest.add(name, dtype=dtype, shape=tensor.shape, pieces=chunks(tensor, dtype, staging))
+            manifest.add(name, dtype=dtype, shape=tensor.shape, pieces=row_major_bytes(tensor, dtype, staging))
