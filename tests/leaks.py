@@ -12,8 +12,8 @@ from pathlib import Path
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
-#: A thread that was told to stop gets this long to do so, in seconds.
-_THREAD_GRACE = 2.0
+#: A thread that was told to stop gets this long to do so, in seconds: longer than a starved one needs.
+_THREAD_GRACE = 60.0
 
 
 @dataclass(frozen=True)

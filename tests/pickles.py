@@ -12,9 +12,6 @@ from sluice.testing._archives import Global, pickled
 
 LIMITS = Limits()
 
-#: What a bomb may take on a slow and busy machine; here they take less than one.
-SECONDS = 5
-
 #: A module that does not exist: importing it would raise.
 MISSING = Global("sluice_no_such_module", "run")
 

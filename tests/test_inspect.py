@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import sluice
 from sluice._tree import flatten
 from sluice.cli import _render, main
 from sluice.cli._summary import summarise
+from work import at_most
 
 
 @pytest.fixture(autouse=True)
@@ -226,15 +226,14 @@ def test_ten_thousand_tensors() -> None:
     header = {name: {"dtype": "F16", "shape": [2], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
     text = json.dumps(header).encode()
     Path("many.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(40_000))
-    started = time.process_time()
-    lines = inspect("many.safetensors")
+    with at_most(5_000_000):
+        lines = inspect("many.safetensors")
     assert lines[2] == "10,000 tensors, 39.1 KiB"
     assert "Largest tensors (10 of 10,000; --all shows all)" in lines
     assert len(lines) < 20
     assert inspect("many.safetensors", "--tree")[-1] == "└── ... 9,960 more; --all shows them"
     everything = inspect("many.safetensors", "--all")
     assert sum(line.startswith("model.layers.") for line in everything) == 10_000
-    assert time.process_time() - started < 5
 
 
 def test_a_small_file_of_countless_places_is_refused_quickly() -> None:
@@ -242,8 +241,7 @@ def test_a_small_file_of_countless_places_is_refused_quickly() -> None:
     for _ in range(30):
         shared = [shared, shared]
     torch.save({"a": shared, "b": [shared] * 100}, "bomb.pt")
-    started = time.process_time()
-    result = CliRunner().invoke(main, ["inspect", "bomb.pt"])
+    with at_most(2_000_000):
+        result = CliRunner().invoke(main, ["inspect", "bomb.pt"])
     assert result.exit_code == 1
     assert "the checkpoint has more than" in result.stderr
-    assert time.process_time() - started < 5

@@ -4,12 +4,12 @@ import mmap
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from sluice._measure import PeakMeter, read_memory
+from waiting import wait_until
 
 MIB = 1 << 20
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="the split by kind is read from /proc")
@@ -32,7 +32,7 @@ def test_kinds_are_told_apart(tmp_path: Path) -> None:
         shared[::4096] = b"x" * len(range(0, 8 * MIB, 4096))
         with (tmp_path / "f").open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             assert mapped[::4096]
-            time.sleep(0.05)
+            wait_until(lambda: meter.peaks.file_bytes >= 15 * MIB, "the sampler has seen the mapped file")
         shared.close()
     assert meter.peaks.shmem_bytes >= 7 * MIB
     assert meter.peaks.file_bytes >= 15 * MIB

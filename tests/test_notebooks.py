@@ -29,7 +29,7 @@ def test_the_notebook_runs_from_top_to_bottom(
         if cell.cell_type == "code":
             cell.outputs = []
     # Its own directory is where Jupyter starts a notebook.
-    client = NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    client = NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     asyncio.run(client.async_execute())
     assert [cell.source for cell in notebook.cells] == sources
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]

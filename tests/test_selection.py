@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections import OrderedDict
 from collections.abc import Iterable
 
@@ -17,6 +16,7 @@ from sluice._options import Limits
 from sluice._records import Entry
 from sluice._renaming import Rename, rename_entries
 from sluice._selection import Selection, select
+from work import at_most
 
 NAMES = ("embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight")
 
@@ -242,10 +242,9 @@ def test_a_state_dict_always_fits_its_own_module(names: list[str], prefix: str) 
     assert found.entries == plain
 
 
-def test_a_hundred_thousand_names_are_quick() -> None:
-    names = [f"layers.{i}.mlp.experts.{j}.weight" for i in range(1000) for j in range(100)]
+def test_ten_thousand_names_take_work_in_proportion() -> None:
+    names = [f"layers.{i}.mlp.experts.{j}.weight" for i in range(100) for j in range(100)]
     plain, own = entries(names), outline(*names)
-    started = time.process_time()
-    found = select({"model": prefixed("module.", plain)}, own, limits=Limits())
+    with at_most(200 * len(names)):
+        found = select({"model": prefixed("module.", plain)}, own, limits=Limits())
     assert len(found.entries) == len(names)
-    assert time.process_time() - started < 10

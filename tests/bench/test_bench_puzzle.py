@@ -60,7 +60,7 @@ def test_its_file_is_an_ordinary_one_that_torch_loads(small_file: Path) -> None:
 
 def test_it_is_solved_in_a_process_of_its_own(small_file: Path) -> None:
     task = {"task": "puzzle", "path": str(small_file), "layers": 3, "width": 64, "device": "cpu"}
-    found = run_task(task, timeout_seconds=60)
+    found = run_task(task, timeout_seconds=100)
     assert (found["wrong_matrices"], found["computes"]) == (0, True)
     assert found["read_bytes"] >= SMALL.file_bytes
     assert found["seconds"] > 0
@@ -77,7 +77,7 @@ def test_wrong_matrices_are_counted(small_file: Path, tmp_path: Path) -> None:
 
 def test_a_task_that_fails_or_hangs_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = {"task": "puzzle", "path": str(tmp_path / "nowhere"), "layers": 1, "width": 8, "device": "cpu"}
-    assert "nowhere" in run_task(task, timeout_seconds=60)["reason"]
+    assert "nowhere" in run_task(task, timeout_seconds=100)["reason"]
 
     def hang(*_: object, **options: Any) -> None:
         raise subprocess.TimeoutExpired("python", options["timeout"])

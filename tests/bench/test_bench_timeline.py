@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from bench import timeline
 from bench.timeline import Sample, Trace, Watcher, draw
+from waiting import wait_until
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -41,18 +42,27 @@ def test_a_trace_begins_where_the_device_is_used() -> None:
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     """A process that does nothing but sleep."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+    code = "import time; print('ready', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield process
         process.kill()
 
 
 def test_the_watcher_sees_children_and_the_device(child: subprocess.Popen[bytes]) -> None:
-    used = iter(range(10, 10_000))
-    watcher = Watcher(lambda: next(used), interval_seconds=0.001)
-    time.sleep(0.05)
+    used = count(10)
+    looks: list[int] = []
+
+    def look() -> int:
+        looks.append(next(used))
+        return looks[-1]
+
+    watcher = Watcher(look, interval_seconds=0.001)
+    wait_until(lambda: len(looks) >= 3, "the watcher has looked three times")
     seen = watcher.stop("a load", GIB)
     assert seen.samples[0].device_bytes == 10
-    assert seen.device_growth_bytes == len(seen.samples) - 1 > 0
+    assert seen.device_growth_bytes == len(seen.samples) - 1 >= 2
     assert seen.samples[-1].host_bytes > MIB
     assert [sample.seconds for sample in seen.samples] == sorted(sample.seconds for sample in seen.samples)
 

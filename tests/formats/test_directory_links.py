@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 import sluice
 from directories import SAFETENSORS_INDEX, chosen, notes, refusal, save, tensors, two_shards, write_index
+from work import at_most
 
 
 def snapshot(tmp_path: Path) -> Path:
@@ -138,8 +138,6 @@ def test_unrelated_files_cost_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
         return real(path)
 
     monkeypatch.setattr(os, "stat", record)
-    started = time.perf_counter()
-    with sluice.open(tmp_path) as checkpoint:
+    with at_most(100 * count), sluice.open(tmp_path) as checkpoint:
         assert list(checkpoint) == ["w"]
-    assert time.perf_counter() - started < 2
     assert set(looked_at) <= {str(tmp_path), str(tmp_path / "model.safetensors")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,7 @@ from directories import (
     write_index,
 )
 from sluice.formats import _opening
+from work import at_most
 
 
 def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
@@ -196,9 +196,8 @@ def test_parts_that_count_must_be_complete(tmp_path: Path, first: int) -> None:
 def test_parts_that_claim_to_be_many(tmp_path: Path) -> None:
     for letter in "abc":
         save(tmp_path / f"{letter}-00001-of-99999.safetensors", tensors(letter))
-    started = time.perf_counter()
-    assert isinstance(refusal(tmp_path), sluice.LimitError)
-    assert time.perf_counter() - started < 2
+    with at_most(1_000_000):
+        assert isinstance(refusal(tmp_path), sluice.LimitError)
 
 
 def test_a_parameter_file_that_holds_more_than_one_tensor(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 import struct
-import time
 from collections import OrderedDict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pickles import LIMITS, MISSING, SECONDS, body, load, machine
+from pickles import LIMITS, MISSING, body, load, machine
 from sluice._errors import (
     FormatError,
     LimitError,
@@ -21,6 +20,7 @@ from sluice._errors import (
 )
 from sluice._options import Limits
 from sluice.testing._archives import Call, Global, encode, pickled, storage, tensor_call
+from work import at_most
 
 # Damaged pickles
 
@@ -174,16 +174,14 @@ def test_frames_that_lie(data: bytes, problem: str | None) -> None:
 
 
 def refused_quickly(data: bytes, limits: Limits = LIMITS) -> LimitError:
-    start = time.process_time()
-    with pytest.raises(LimitError) as caught:
+    with at_most(60 * len(data) + 100_000), pytest.raises(LimitError) as caught:
         load(data, limits)
-    assert time.process_time() - start < SECONDS
     return caught.value
 
 
 @pytest.mark.parametrize("opcode", [b"\x85", b"\x94\x85"])
-def test_a_tuple_a_million_deep(opcode: bytes) -> None:
-    assert "nests deeper" in refused_quickly(body(b")" + opcode * 1_000_000)).problem
+def test_a_very_deep_tuple(opcode: bytes) -> None:
+    assert "nests deeper" in refused_quickly(body(b")" + opcode * 200_000)).problem
 
 
 def test_lists_and_calls_deep() -> None:
@@ -207,11 +205,9 @@ def test_depth_through_shared_containers() -> None:
 
 
 def test_a_deep_tuple_as_key() -> None:
-    data = body(b"}(" + b")" + b"\x85" * 1_000_000 + b"Nu")
-    start = time.process_time()
-    with pytest.raises(UnsupportedError, match="key of type tuple"):
+    data = body(b"}(" + b")" + b"\x85" * 200_000 + b"Nu")
+    with at_most(60 * len(data) + 100_000), pytest.raises(UnsupportedError, match="key of type tuple"):
         load(data)
-    assert time.process_time() - start < SECONDS
 
 
 def test_a_kilobyte_that_describes_a_trillion_leaves() -> None:
@@ -259,7 +255,7 @@ def test_the_limit_of_opcodes() -> None:
 
 
 def test_many_memo_entries() -> None:
-    assert "opcodes" in refused_quickly(body(b"N" + b"\x94" * 3_000_000), Limits(nodes=2_000_000)).problem
+    assert "opcodes" in refused_quickly(body(b"N" + b"\x94" * 300_000), Limits(nodes=200_000)).problem
 
 
 def test_long_names() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import sluice
 from sluice.testing import assert_peak
 from sluice.testing._archives import Raw, encode, storage, tensor_call, torch_archive
+from work import at_most
 
 MIB = 1 << 20
 
@@ -45,20 +45,18 @@ def test_a_view_of_a_trillion_elements_is_never_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["empty tensors", "views of one storage", "memo entries"])
-def test_a_million_of_anything_meets_a_limit(tmp_path: Path, kind: str) -> None:
-    limits = sluice.Limits(entries=20_000, nodes=400_000)
+def test_too_many_of_anything_meets_a_limit(tmp_path: Path, kind: str) -> None:
+    limits = sluice.Limits(entries=2_000, nodes=40_000)
     content = {
-        "empty tensors": lambda: many(30_000, tensor_call(storage("0", 4), shape=(0,))),
-        "views of one storage": lambda: many(30_000, tensor_call(storage("0", 4), shape=(4,))),
+        "empty tensors": lambda: many(3_000, tensor_call(storage("0", 4), shape=(0,))),
+        "views of one storage": lambda: many(3_000, tensor_call(storage("0", 4), shape=(4,))),
         "memo entries": lambda: torch_archive(
-            b"\x80\x02N" + b"".join(b"r" + struct.pack("<I", n) for n in range(500_000)) + b"."
+            b"\x80\x02N" + b"".join(b"r" + struct.pack("<I", n) for n in range(50_000)) + b"."
         ),
     }[kind]()
     (tmp_path / "f").write_bytes(content)
-    started = time.process_time()
-    with assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="more than") as caught:
+    with at_most(4_000_000), assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="more than") as caught:
         sluice.open(tmp_path / "f", limits=limits)
-    assert time.process_time() - started < 2
     assert caught.value.file == str(tmp_path / "f")
 
 
@@ -150,9 +148,7 @@ def test_a_header_of_a_hundred_megabytes(tmp_path: Path) -> None:
     header = ("{" + ",".join(f'"model.layers.{n:07d}.self_attn.weight":{one}' for n in range(1_000_000)) + "}").encode()
     assert len(header) < 100_000_000
     (tmp_path / "f").write_bytes(struct.pack("<Q", len(header)) + header)
-    started = time.process_time()
     with assert_peak(1024 * MIB), pytest.raises(sluice.LimitError, match="'entries'"):
         sluice.open(tmp_path / "f")
     with sluice.open(tmp_path / "f", limits=sluice.Limits(entries=1_000_000)) as checkpoint:
         assert len(checkpoint) == 1_000_000
-    assert time.process_time() - started < 30

@@ -9,7 +9,6 @@ import struct
 import sys
 import tarfile
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -33,6 +32,7 @@ from sluice.testing._archives import (
     torch_archive,
 )
 from sluice.testing._legacy_file import legacy_file, legacy_storage
+from work import at_most
 
 MIB = 1 << 20
 
@@ -285,14 +285,12 @@ def test_every_verb_says_what_is_wrong_and_where(tmp_path: Path, name: str) -> N
     path = tmp_path / "f"
     path.write_bytes(content)
     before = set(tmp_path.iterdir())
-    started = time.process_time()
     for load in verbs(path).values():
-        with pytest.raises(kind, match=words) as caught:
+        with at_most(2_000_000), pytest.raises(kind, match=words) as caught:
             load()
         assert caught.value.file == str(path)
         assert str(path) in str(caught.value)
         assert isinstance(caught.value, sluice.CheckpointError)
-    assert time.process_time() - started < 2
     assert set(tmp_path.iterdir()) == before
 
 

@@ -8,8 +8,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import pytest
 import sluice
 from sluice._measure import PeakMeter
 from sluice.measuring import _meter, _sampler
+from waiting import wait_until
 
 MIB = 1 << 20
 
@@ -32,12 +35,27 @@ def touch(nbytes: int) -> None:
         held.count(b"\1")
 
 
+def touch_until_sampled(nbytes: int, memory: _meter.Measurement) -> None:
+    """Hold ``nbytes`` until the helper process has looked: it sleeps after each look, which the kernel counts."""
+    process = memory._helper._process
+    assert process is not None
+    status = Path(f"/proc/{process.pid}/status")
+
+    def sleeps() -> int:
+        return int(status.read_text(encoding="ascii").split("\nvoluntary_ctxt_switches:")[1].split()[0])
+
+    held = bytearray(nbytes)
+    before = sleeps()
+    while sleeps() < before + 2:
+        held.count(b"\1")
+
+
 def test_a_peak_behind_the_interpreter_lock_is_seen() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(100)  # a thread would not get a turn
     try:
         with sluice.measure() as memory:
-            touch(256 * MIB)
+            touch_until_sampled(256 * MIB, memory)
     finally:
         sys.setswitchinterval(before)
     report = memory.report
@@ -194,10 +212,18 @@ def test_a_thread_with_a_long_interval_ends_with_the_block(monkeypatch: pytest.M
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    begin = time.monotonic()
+    naps: list[float] = []
+    sleep = time.sleep
+
+    def nap(seconds: float) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            naps.append(seconds)
+        sleep(min(seconds, 0.01))
+
+    monkeypatch.setattr(time, "sleep", nap)
     with sluice.measure(interval_seconds=60):
-        pass
-    assert time.monotonic() - begin < 20
+        wait_until(lambda: len(naps) > 2, "the thread has slept")
+    assert max(naps) <= _meter._NOTICE_SECONDS
 
 
 def test_a_helper_that_was_killed_costs_the_timeline_only() -> None:
@@ -219,11 +245,14 @@ def test_the_helper_ends_with_the_process_that_started_it() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     helper = Path(f"/proc/{done.stdout.strip()}/stat")
-    for _ in range(200):
-        if not helper.exists() or helper.read_text(encoding="ascii").rsplit(")", 1)[1].split()[0] == "Z":
-            return
-        time.sleep(0.02)
-    pytest.fail("the helper lives on")
+
+    def ended() -> bool:
+        try:
+            return helper.read_text(encoding="ascii").rsplit(")", 1)[1].split()[0] == "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    wait_until(ended, "the helper has ended")
 
 
 class FakeModule:
@@ -317,7 +346,9 @@ def nvmlDeviceGetUUID(handle):
 def nvmlDeviceGetMemoryInfo(handle):
     if not handle:
         raise NVMLError("GPU is lost")
-    return Info(int(pathlib.Path({str(used)!r}).read_text()))
+    found = pathlib.Path({str(used)!r}).read_text()
+    pathlib.Path({str(used)!r} + ".seen").write_text(found)
+    return Info(int(found))
 """)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     start = subprocess.Popen
@@ -330,13 +361,17 @@ def nvmlDeviceGetMemoryInfo(handle):
     return used
 
 
+def holds(path: Path, text: str) -> bool:
+    return path.read_text() == text
+
+
 def test_nvml_tells_the_whole_device_whatever_torch_calls_it(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", type("Torch", (), {"cuda": FakeModule()}))
     with sluice.measure() as memory:
         for used in (47, 17):
             nvml.with_suffix(".new").write_text(str(used * MIB))
             nvml.with_suffix(".new").replace(nvml)  # at no moment empty
-            time.sleep(0.1)
+            wait_until(partial(holds, nvml.with_name("used.seen"), str(used * MIB)), "the helper looks at the device")
     report = memory.report
     assert report.separate_process
     [device] = report.devices
@@ -354,7 +389,7 @@ def test_nvml_tells_the_whole_device_whatever_torch_calls_it(nvml: Path, monkeyp
 def test_a_machine_without_a_driver_is_measured_without_devices(nvml: Path) -> None:
     nvml.unlink()
     with sluice.measure() as memory:
-        time.sleep(0.1)
+        pass
     assert memory.report.separate_process
-    assert len(memory.report.timeline) > 3
+    assert len(memory.report.timeline) >= 2  # the helper looks when it starts and when it is stopped
     assert not [name for name in memory.report.timeline.columns if name.startswith("device")]

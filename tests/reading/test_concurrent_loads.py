@@ -71,8 +71,8 @@ def test_the_same_file_under_two_names(file: Path) -> None:
 
 
 def _wait(child: int) -> int:
-    """Return the exit code of a child, which has ten seconds."""
-    for _ in range(1000):
+    """Return the exit code of a child, which has long enough."""
+    for _ in range(9000):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
             return os.waitstatus_to_exitcode(status)

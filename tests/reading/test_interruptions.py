@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import random
 import signal
@@ -112,11 +113,16 @@ def test_a_callback_that_raises_at_any_event(file: Path, action: Callable[[], No
 def test_an_interrupt_at_any_moment_leaves_nothing_behind(file: Path, count: int, verb: str) -> None:
     """Ctrl-C between any two instructions of the caller's thread, also outside of callbacks."""
     choose = random.Random(3)
-    started = time.perf_counter()
-    _load(file, verb)
-    seconds = time.perf_counter() - started
+    _load(file, verb)  # what is done only once takes long, and no interrupt should wait for it
     before = Holdings.now()
-    outcomes = Counter(_interrupted(file, verb, choose.uniform(0, seconds)) for _ in range(count))
+    seconds = math.inf
+    outcomes: Counter[str] = Counter()
+    for _ in range(count):
+        started = time.perf_counter()
+        if seconds == math.inf or outcomes["late"]:
+            _load(file, verb)  # how long it takes, on a machine that others use as well, is asked again
+            seconds = min(seconds, time.perf_counter() - started)
+        outcomes[_interrupted(file, verb, choose.uniform(0, seconds))] += 1
     print(f"\n{count} interrupts of {verb}: {dict(outcomes)}")
     assert outcomes["interrupted"]
     assert outcomes["lost"] <= 1 + count // 50

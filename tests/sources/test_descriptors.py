@@ -163,7 +163,7 @@ def test_a_file_says_that_none_are_left(files: list[Path], monkeypatch: pytest.M
 
 
 def test_two_threads_that_open_one_file_share_its_descriptor(cache: DescriptorCache, files: list[Path]) -> None:
-    together = threading.Barrier(2, timeout=10)
+    together = threading.Barrier(2, timeout=90)
     numbers = []
 
     def open_at_once(opened: list[int]) -> None:
@@ -239,7 +239,7 @@ def test_a_fork_inherits_no_readers_and_no_lock(files: list[Path]) -> None:
         thread.join()
         sys.exit(os.waitstatus_to_exitcode(status))
     """
-    subprocess.run([sys.executable, "-c", code, str(files[0])], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(files[0])], check=True, timeout=100)
 
 
 def test_an_interrupt_right_after_the_opening_leaves_nothing_open(cache: DescriptorCache, files: list[Path]) -> None:
