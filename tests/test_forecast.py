@@ -146,3 +146,15 @@ def test_the_recommended_method_fits_takes_the_file_and_comes_with_a_reason() ->
     assert "nothing fits" in reason
     chosen, _ = recommend([verdict("naive", 90, 100), verdict("per-parameter", 80, 100), verdict(COPY, 110, 100)])
     assert chosen == "per-parameter"
+
+
+def test_a_way_that_takes_less_is_named_with_the_reason_why_it_is_not_taken() -> None:
+    small = [verdict("naive", 66, 900), verdict("per-parameter", 40, 900, needs="needs files"), verdict(COPY, 69, 900)]
+    chosen, reason = recommend(small)
+    assert chosen == COPY
+    assert "it fits and takes 69.0 MiB on the host; naive takes less, 66.0 MiB on the host, but checks less" in reason
+    _, reason = recommend([verdict("mmap", 1, 900, file_mib=60), verdict("naive", 90, 900), verdict(COPY, 69, 900)])
+    assert "mmap takes less, 61.0 MiB on the host, but keeps the file mapped" in reason
+    _, reason = recommend([verdict("naive", 200, 900), verdict(COPY, 110, 900)])
+    assert "the leanest other way that takes this file, naive, takes 200 MiB" in reason
+    assert "takes less" not in reason

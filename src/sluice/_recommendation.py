@@ -81,7 +81,13 @@ def judge(
 
 
 def recommend(verdicts: Sequence[MethodVerdict]) -> tuple[str | None, str]:
-    """Return the method to take, or None when nothing fits, and why."""
+    """Return the method to take, or None when nothing fits, and why.
+
+    What does not fit or does not take the checkpoint as it is is out. Of the rest sluice's copy comes first, then its
+    mapping, then whatever takes least. Staging is a constant, so that ways that hold a small model twice can take less
+    than sluice: it still comes first, because it checks everything before it touches the model and leaves no file
+    mapped, and the reason says which way takes less.
+    """
     possible = {verdict.method: verdict for verdict in verdicts if verdict.possible}
     if not possible:
         least = min(verdicts, key=_peak)
@@ -98,17 +104,25 @@ def _reason(chosen: MethodVerdict, verdicts: Iterable[MethodVerdict]) -> str:
     others = [verdict for verdict in verdicts if not verdict.method.startswith(COPY)]
     killed = [verdict.method for verdict in others if not verdict.fits]
     fitting = [verdict for verdict in others if verdict.possible]
-    text = f"it takes {_describe(chosen)}"
+    text = f"it fits and takes {_describe(chosen)}"
     if fitting:
         least = min(fitting, key=_peak)
-        text += f"; the leanest other way that takes this file, {least.method}, takes {_describe(least)}"
-        if least.method == "mmap":
-            text += " and keeps the file mapped"
+        if _peak(least) < _peak(chosen):
+            text += f"; {least.method} takes less, {_describe(least)}, but {_drawback(least)}"
+        else:
+            text += f"; the leanest other way that takes this file, {least.method}, takes {_describe(least)}"
     elif not killed:
         text += "; no other way takes this checkpoint as it is"
     if killed:
         text += f"; {', '.join(killed)} would not fit"
     return text
+
+
+def _drawback(verdict: MethodVerdict) -> str:
+    """Say why a way that takes less comes behind sluice all the same."""
+    if verdict.method == "mmap":
+        return "keeps the file mapped"
+    return "checks less before it changes the model; the difference is at most sluice's staging and overhead"
 
 
 def _peak(verdict: MethodVerdict) -> int:

@@ -23,8 +23,11 @@ def test_a_copying_method_grows_by_anonymous_memory(checkpoints: dict[str, Path]
     outcome = run_job(_job("meta-sequential", checkpoints[".pth"], verify=True))
     assert (outcome.status, outcome.reason) == ("ok", "")
     assert outcome.seconds > 0
-    assert 1.5 * final < outcome.anon_bytes < 3 * final  # samples can miss the highest moment of so short a load
-    assert outcome.total_bytes >= outcome.anon_bytes
+    # The total is the kernel's own record. The kinds are sampled, and on a busy machine no sample may fall into the
+    # moment between the last copy and the end of the state dict; the look when all is done sees the model.
+    assert 1.9 * final < outcome.total_bytes < 3 * final
+    assert 0.95 * final < outcome.anon_bytes <= outcome.total_bytes
+    assert outcome.file_bytes + outcome.shmem_bytes < 0.5 * final
     assert outcome.verdict is not None
     assert len(outcome.verdict.logits) > 100
 

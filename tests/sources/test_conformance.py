@@ -208,10 +208,13 @@ class OneBufferForAll(Flawed):
     def __init__(self) -> None:
         super().__init__()
         self.shared = b""
+        self.spoilt = False
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        self.shared = super().read_at(offset, nbytes)
-        time.sleep(0.001)  # meanwhile another thread puts its own bytes there
+        mine = self.shared = super().read_at(offset, nbytes)
+        while threading.current_thread() is not threading.main_thread() and not self.spoilt:
+            self.spoilt = self.shared is not mine  # another thread put its own bytes there
+            time.sleep(0.001)
         return self.shared
 
 
