@@ -82,10 +82,12 @@ def doubled(leaf: bytes, levels: int, kind: str, key: str = "a") -> bytes:
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_a_kilobyte_of_containers_in_containers(tmp_path: Path, leaf: str, kind: str, levels: int) -> None:
     (tmp_path / "f").write_bytes(torch_archive(doubled(LEAVES[leaf], levels, kind), DATA))
-    started = time.process_time()
-    with assert_peak(64 * MIB), pytest.raises(sluice.LimitError, match="stand at several places"):
+    with (
+        at_most(2_000_000),
+        assert_peak(64 * MIB),
+        pytest.raises(sluice.LimitError, match="stand at several places"),
+    ):
         sluice.open(tmp_path / "f")
-    assert time.process_time() - started < 2
 
 
 def test_long_names_of_shared_tensors(tmp_path: Path) -> None:
@@ -97,10 +99,8 @@ def test_long_names_of_shared_tensors(tmp_path: Path) -> None:
 
 def test_what_the_limit_on_repeated_places_lets_through_is_small_and_fast(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(torch_archive(doubled(LEAVES["tensors"], 12, "list"), DATA))
-    started = time.process_time()
-    with assert_peak(64 * MIB), sluice.open(tmp_path / "f") as checkpoint:
+    with at_most(8_000_000), assert_peak(64 * MIB), sluice.open(tmp_path / "f") as checkpoint:
         assert len(checkpoint) == 2**13 - 1
-    assert time.process_time() - started < 5
 
 
 # Limits
