@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice._candidates import state_dict_candidates
 from sluice._errors import FormatError, LimitError, MismatchError
 from sluice._options import Limits
 from sluice._records import Entry, Opaque
-from sluice._tree import flatten, map_leaves, opaques, state_dict_candidates, subtree, walk
+from sluice._tree import flatten, map_leaves, opaques, walk
+from sluice._tree_keys import subtree
 from work import at_most
 
 

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that could be a state dict: what each holds, with new names and after rules. Pure; no torch."""
+"""Parts of a checkpoint that could be a state dict: where they lie, and what each holds. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,65 @@ from sluice._options import Limits
 from sluice._records import Entry
 from sluice._renaming import Rename, rename_entries
 from sluice._rules import Rule, apply_rules
-from sluice._tree import flatten, subtree
+from sluice._tree import CONTAINERS, children, component, every_entry, flatten, sizes
+from sluice._tree_keys import subtree
 
-__all__ = ["Candidate", "CandidateReader"]
+__all__ = ["Candidate", "CandidateReader", "likely_state_dicts", "state_dict_candidates"]
 
 #: Last component of the name under which a state dict holds what a module's ``get_extra_state`` returned.
 _EXTRA_STATE = "_extra_state"
+
+
+def state_dict_candidates(tree: object) -> tuple[str, ...]:
+    """Return the keys of what could be state dicts of models, the largest first; ``""`` is the whole tree.
+
+    These are the dicts that hold tensors by name, at least half of the bytes below them directly: a loss beside a
+    model does not make the whole checkpoint a state dict, and extra state does not divide one. Optimizer states do
+    not count.
+    """
+    return tuple(_candidates(tree))
+
+
+def likely_state_dicts(tree: object) -> dict[str, list[Entry]]:
+    """Return the tensors of each candidate by its key, the largest first, without metrics beside a model.
+
+    Scores have names as well: a dict of scalars counts only where nothing larger does.
+    """
+    entries = {key: list(every_entry(part)) for key, part in _candidates(tree).items()}
+    return {key: found for key, found in entries.items() if any(entry.shape for entry in found)} or entries
+
+
+def _candidates(tree: object) -> dict[str, object]:
+    """Return what could be state dicts of models by key, the largest first; see ``state_dict_candidates``."""
+    below = sizes(tree)
+    found: dict[str, object] = {}
+    seen: set[int] = set()
+    states: list[tuple[str, object]] = [("", tree)]
+    while states:
+        path, value = states.pop()
+        if id(value) in seen or not isinstance(value, CONTAINERS) or _is_optimizer_state(value):
+            continue
+        seen.add(id(value))
+        direct = _named_tensor_bytes(value)
+        named = path or value is tree  # a dict under an empty key has no key of its own
+        if named and direct is not None and 2 * direct >= below[id(value)][1]:
+            found.setdefault(path, value)
+            continue
+        prefix = f"{path}." if value is not tree else ""
+        states += [(prefix + component(name), child) for name, child in reversed(list(children(value)))]
+    return dict(sorted(found.items(), key=lambda item: -below[id(item[1])][1]))
+
+
+def _is_optimizer_state(value: object) -> bool:
+    return isinstance(value, dict) and "state" in value and "param_groups" in value
+
+
+def _named_tensor_bytes(value: object) -> int | None:
+    """Return the bytes of the tensors that a dict holds by name, or None when it holds none."""
+    if not isinstance(value, dict):
+        return None
+    sizes = [child.nbytes for name, child in value.items() if isinstance(child, Entry) and isinstance(name, str)]
+    return sum(sizes) if sizes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,7 @@ from sluice._errors import CheckpointError, MismatchError
 from sluice._options import Limits, MemoryLimits, TransferOptions
 from sluice._records import Entry, Index, Opaque, Request
 from sluice._slicing import Key, slice_entry
+from sluice._tree_keys import subtree
 from sluice.formats._opening import open_path, open_section
 from sluice.formats._protocol import Checksum
 from sluice.formats._shards import OpenFile
@@ -361,7 +362,7 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
 
 
 def _part(tree: object, key: str, path: str) -> object:
-    part = _tree.subtree(tree, key)
+    part = subtree(tree, key)
     if isinstance(part, Opaque):
         raise _tree.refusal(part, key, path)
     return part

@@ -33,6 +33,7 @@ from sluice._rules import Rule
 from sluice._selection import Selection, select
 from sluice._table import TensorRow
 from sluice._transfer import Prepared
+from sluice._tree_keys import subtree
 
 __all__ = ["Job", "Wanted", "module_changes", "plan_module", "prepare_entries", "prepare_module"]
 
@@ -261,7 +262,7 @@ def _refuse_opaque(
 ) -> None:
     """Refuse what the state dict holds and sluice does not build; without ``strict``, only tensors of the module."""
     own = {unwrap(name) for slot in state.outline.slots for name in slot.names}
-    for name, leaf in _tree.opaques(_tree.subtree(tree, selection.key or "")).items():
+    for name, leaf in _tree.opaques(subtree(tree, selection.key or "")).items():
         for renamed in rename_entries({name: leaf}, rename):
             spellings = [renamed, unwrap(renamed)]
             behind = [one.removeprefix(selection.prefix) for one in spellings if one.startswith(selection.prefix)]

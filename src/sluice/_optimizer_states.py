@@ -17,7 +17,7 @@ from sluice._name_views import unwrap
 from sluice._optimizer_forms import Names, SavedState, as_list, saved_state, saved_states
 from sluice._records import Entry
 from sluice._renaming import Rename
-from sluice._tree import subtree
+from sluice._tree_keys import subtree
 from sluice.formats._ranks import divided_state
 
 __all__ = ["MatchedState", "OptimizerOutline", "ParameterOutline", "find_state"]

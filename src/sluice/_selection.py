@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from sluice._candidates import CandidateReader
+from sluice._candidates import CandidateReader, likely_state_dicts, state_dict_candidates
 from sluice._errors import FormatError, MismatchError
 from sluice._matching import Outline
 from sluice._mismatch import SHOWN, section
@@ -29,7 +29,7 @@ from sluice._options import Limits
 from sluice._records import Entry
 from sluice._renaming import Rename
 from sluice._rules import Rule
-from sluice._tree import likely_state_dicts, refusal, state_dict_candidates, unsupported
+from sluice._tree import refusal, unsupported
 from sluice._units import format_bytes
 
 __all__ = ["Selection", "only_state_dict", "select"]

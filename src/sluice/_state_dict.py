@@ -19,6 +19,7 @@ from sluice._records import Entry, LoadPlan, Request
 from sluice._rules import Rule, apply_rules
 from sluice._selection import only_state_dict
 from sluice._transfer import Prepared
+from sluice._tree_keys import subtree
 
 __all__ = ["StateDictJob", "Wanted", "plan_state_dict", "prepare_state_dict", "state_dict_changes"]
 
@@ -97,7 +98,7 @@ def plan_state_dict(checkpoint: Checkpoint, wanted: Wanted) -> StateDictJob:
 
 def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, object]:
     tree = checkpoint.index.tree
-    chosen = _tree.subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
+    chosen = subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
     if not isinstance(chosen, Mapping):
         raise MismatchError(
             "this part of the checkpoint is not a state dict",

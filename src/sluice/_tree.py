@@ -9,11 +9,8 @@ The dotted name of a leaf is its keys from the top, joined by dots; positions in
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
-from itertools import islice
 from reprlib import repr as short_repr
 from typing import Any, TypeAlias
 
@@ -21,7 +18,6 @@ from sluice._errors import (
     CheckpointError,
     FormatError,
     LimitError,
-    MismatchError,
     UnsafeContentError,
     UnsupportedError,
 )
@@ -29,34 +25,27 @@ from sluice._options import Limits
 from sluice._records import Entry, Opaque, UnsupportedValue
 
 __all__ = [
+    "CONTAINERS",
+    "children",
     "component",
     "every_entry",
     "flatten",
     "leaves",
-    "likely_state_dicts",
     "map_leaves",
+    "metadata",
     "odd_keys",
     "opaques",
     "refusal",
     "refuse_opaques",
     "sizes",
-    "state_dict_candidates",
-    "subtree",
     "unsupported",
     "walk",
 ]
 
 Container: TypeAlias = "dict[object, object] | list[object] | tuple[object, ...]"
 
-_CONTAINERS = (dict, list, tuple)
-
-#: Keys that a message lists.
-_SHOWN = 10
-
-#: Names that are looked at for spellings close to a key that does not exist.
-_COMPARED = 2000
-
-_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
+#: The types of containers.
+CONTAINERS = (dict, list, tuple)
 
 
 def walk(tree: object) -> Iterator[tuple[str, Entry]]:
@@ -156,7 +145,7 @@ def _entries(tree: object) -> Iterator[Entry]:
     if isinstance(tree, Entry):
         yield tree
     for container in _bottom_up(tree):
-        for child in (*(child for _, child in _children(container)), _metadata(container)):
+        for child in (*(child for _, child in children(container)), metadata(container)):
             if isinstance(child, Entry):
                 yield child
 
@@ -174,7 +163,7 @@ def map_leaves(
     def finish(value: object) -> object:
         if isinstance(value, Entry) and id(value) not in finished:
             finished[id(value)] = function(value)
-        return plain(finished[id(value)] if isinstance(value, (Entry, *_CONTAINERS)) else value)
+        return plain(finished[id(value)] if isinstance(value, (Entry, *CONTAINERS)) else value)
 
     for container in _bottom_up(tree):
         copy: Any
@@ -182,59 +171,12 @@ def map_leaves(
             copy = type(container)()
             for key, value in container.items():
                 copy[plain(key)] = finish(value)
-            if _metadata(container) is not None:
-                copy._metadata = finish(_metadata(container))  # noqa: SLF001 - torch's own name for it
+            if metadata(container) is not None:
+                copy._metadata = finish(metadata(container))  # noqa: SLF001 - torch's own name for it
         else:
             copy = type(container)(map(finish, container))
         finished[id(container)] = copy
     return finish(tree)
-
-
-def subtree(tree: object, key: str) -> Any:
-    """Return the part of the tree that ``key`` names.
-
-    ``key`` is a path into the tree (``"ema.model"``, ``"models.0"``), where keys that contain dots are tried first, or
-    such a path and then a prefix of flat names: ``"model.blocks.0"`` takes the names in ``model`` that start with
-    ``blocks.0.``, without that prefix. An empty key is the whole tree.
-
-    Raises:
-        MismatchError: There is nothing; it lists what is at the top and which names come close.
-    """
-    reached: dict[tuple[int, int], object] = {}
-    states: list[tuple[object, int]] = [(tree, 0 if key else 1)]
-    while states:
-        value, start = states.pop()
-        if start > len(key):
-            return value
-        if (id(value), start) in reached:
-            continue
-        reached[id(value), start] = value
-        ends = [match.start() for match in re.finditer(r"\.|$", key) if match.start() >= start]
-        states += [(child, end + 1) for end in ends for child in _lookup(value, key[start:end])]
-    for (_, start), value in reached.items():
-        part = _behind_prefix(value, f"{key[start:]}.")
-        if part:
-            return part
-    raise _nothing_at(tree, key)
-
-
-def state_dict_candidates(tree: object) -> tuple[str, ...]:
-    """Return the keys of what could be state dicts of models, the largest first; ``""`` is the whole tree.
-
-    These are the dicts that hold tensors by name, at least half of the bytes below them directly: a loss beside a
-    model does not make the whole checkpoint a state dict, and extra state does not divide one. Optimizer states do
-    not count.
-    """
-    return tuple(_candidates(tree))
-
-
-def likely_state_dicts(tree: object) -> dict[str, list[Entry]]:
-    """Return the tensors of each candidate by its key, the largest first, without metrics beside a model.
-
-    Scores have names as well: a dict of scalars counts only where nothing larger does.
-    """
-    entries = {key: list(every_entry(part)) for key, part in _candidates(tree).items()}
-    return {key: found for key, found in entries.items() if any(entry.shape for entry in found)} or entries
 
 
 def sizes(tree: object) -> dict[int, tuple[int, int]]:
@@ -242,32 +184,11 @@ def sizes(tree: object) -> dict[int, tuple[int, int]]:
     found: dict[int, tuple[int, int]] = {}
     for container in _bottom_up(tree):
         count = nbytes = 0
-        for _, child in _children(container):
+        for _, child in children(container):
             more = (1, child.nbytes) if isinstance(child, Entry) else found.get(id(child), (0, 0))
             count, nbytes = count + more[0], nbytes + more[1]
         found[id(container)] = count, nbytes
     return found
-
-
-def _candidates(tree: object) -> dict[str, object]:
-    """Return what could be state dicts of models by key, the largest first; see ``state_dict_candidates``."""
-    below = sizes(tree)
-    found: dict[str, object] = {}
-    seen: set[int] = set()
-    states: list[tuple[str, object]] = [("", tree)]
-    while states:
-        path, value = states.pop()
-        if id(value) in seen or not isinstance(value, _CONTAINERS) or _is_optimizer_state(value):
-            continue
-        seen.add(id(value))
-        direct = _named_tensor_bytes(value)
-        named = path or value is tree  # a dict under an empty key has no key of its own
-        if named and direct is not None and 2 * direct >= below[id(value)][1]:
-            found.setdefault(path, value)
-            continue
-        prefix = f"{path}." if value is not tree else ""
-        states += [(prefix + component(name), child) for name, child in reversed(list(_children(value)))]
-    return dict(sorted(found.items(), key=lambda item: -below[id(item[1])][1]))
 
 
 def _same_name(tree: object, name: str, first: Entry, keys: list[object]) -> FormatError:
@@ -281,18 +202,18 @@ def _same_name(tree: object, name: str, first: Entry, keys: list[object]) -> For
 
 def _leaves(tree: object) -> Iterator[tuple[str, object, list[object]]]:
     """Yield the dotted name, the leaf and the keys that lead to it; the list of keys is reused."""
-    if not isinstance(tree, _CONTAINERS):
+    if not isinstance(tree, CONTAINERS):
         yield "", tree, []
         return
     keys: list[object] = [None]
-    stack = [("", _children(tree))]
+    stack = [("", children(tree))]
     while stack:
-        prefix, children = stack[-1]
-        for key, child in children:
+        prefix, inside = stack[-1]
+        for key, child in inside:
             keys[-1] = key
             name = prefix + (key if type(key) is str else component(key))
-            if isinstance(child, _CONTAINERS):
-                stack.append((f"{name}.", _children(child)))
+            if isinstance(child, CONTAINERS):
+                stack.append((f"{name}.", children(child)))
                 keys.append(None)
                 break
             yield name, child, keys
@@ -304,12 +225,12 @@ def _leaves(tree: object) -> Iterator[tuple[str, object, list[object]]]:
 def _bottom_up(tree: object) -> Iterator[Container]:
     """Yield each container once, after those inside of it."""
     finished: set[int] = set()
-    stack = [tree] if isinstance(tree, _CONTAINERS) else []
+    stack = [tree] if isinstance(tree, CONTAINERS) else []
     while stack:
         container = stack[-1]
-        inside = [child for _, child in _children(container)]
-        inside.append(_metadata(container))
-        waiting = [child for child in inside if isinstance(child, _CONTAINERS) and id(child) not in finished]
+        inside = [child for _, child in children(container)]
+        inside.append(metadata(container))
+        waiting = [child for child in inside if isinstance(child, CONTAINERS) and id(child) not in finished]
         if waiting:
             stack += reversed(waiting)
             continue
@@ -319,14 +240,15 @@ def _bottom_up(tree: object) -> Iterator[Container]:
             yield container
 
 
-def _children(container: object) -> Iterator[tuple[object, object]]:
+def children(container: object) -> Iterator[tuple[object, object]]:
+    """Return key and value of everything that stands in a container itself."""
     if isinstance(container, dict):
         return iter(container.items())
     assert isinstance(container, (list, tuple))
     return enumerate(container)
 
 
-def _metadata(container: object) -> object:
+def metadata(container: object) -> object:
     """Return the versions of modules that torch keeps as an attribute of ordered state dicts, or None."""
     return getattr(container, "_metadata", None) if isinstance(container, OrderedDict) else None
 
@@ -338,60 +260,3 @@ def component(key: object) -> str:
 
 def _spell(keys: list[object]) -> str:
     return "".join(f"[{short_repr(key)}]" for key in keys)
-
-
-def _lookup(value: object, component: str) -> Iterator[object]:
-    """Yield what a part of a dotted name can mean in a container."""
-    number = int(component) if _INTEGER.fullmatch(component) else None
-    if isinstance(value, dict):
-        if number in value:
-            yield value[number]
-        if component in value:
-            yield value[component]
-    elif isinstance(value, (list, tuple)) and number is not None and 0 <= number < len(value):
-        yield value[number]
-
-
-def _behind_prefix(value: object, prefix: str) -> Any:
-    """Return the items whose names start with ``prefix``, without it; torch's versions of modules likewise."""
-    if not isinstance(value, dict):
-        return None
-    part: Any = type(value)()
-    for name, child in value.items():
-        if isinstance(name, str) and name.startswith(prefix):
-            part[name[len(prefix) :]] = child
-    versions = _metadata(value)
-    if isinstance(versions, dict):
-        part._metadata = OrderedDict(  # noqa: SLF001 - torch's own name for it
-            (name[len(prefix) :], version)
-            for name, version in versions.items()
-            if isinstance(name, str) and f"{name}.".startswith(prefix)
-        )
-    return part
-
-
-def _is_optimizer_state(value: object) -> bool:
-    return isinstance(value, dict) and "state" in value and "param_groups" in value
-
-
-def _named_tensor_bytes(value: object) -> int | None:
-    """Return the bytes of the tensors that a dict holds by name, or None when it holds none."""
-    if not isinstance(value, dict):
-        return None
-    sizes = [child.nbytes for name, child in value.items() if isinstance(child, Entry) and isinstance(name, str)]
-    return sum(sizes) if sizes else None
-
-
-def _nothing_at(tree: object, key: str) -> MismatchError:
-    top = [component(name) for name, _ in islice(_children(tree), _SHOWN)] if isinstance(tree, _CONTAINERS) else []
-    parts = dict.fromkeys(
-        name[:end]
-        for name, _ in islice(walk(tree), _COMPARED)
-        for end in (match.start() for match in re.finditer(r"\.|$", name))
-    )
-    close = get_close_matches(key, parts, n=3)
-    return MismatchError(
-        f"the checkpoint has nothing at key {key!r}",
-        expected="one of " + ", ".join(map(repr, top)) + (", ..." if len(top) == _SHOWN else "") if top else None,
-        found="close to it: " + ", ".join(map(repr, close)) if close else None,
-    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from sluice import _tree
+from sluice._candidates import likely_state_dicts
 from sluice._errors import LimitError
 from sluice._options import Limits
 from sluice._records import Entry, Index, Opaque, UnsupportedValue
@@ -108,7 +109,7 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
         unsupported={
             name: leaf for name, leaf in _tree.opaques(index.tree).items() if isinstance(leaf, UnsupportedValue)
         },
-        state_dicts=tuple(_tree.likely_state_dicts(index.tree)),
+        state_dicts=tuple(likely_state_dicts(index.tree)),
     )
 
 

@@ -14,6 +14,7 @@ from sluice._records import Entry
 from sluice._renaming import Rename, rename_entries
 from sluice._rules import Rule, apply_rules
 from sluice._selection import only_state_dict
+from sluice._tree_keys import subtree
 
 __all__ = ["Contents", "flat_contents", "refuse_repeats", "stored_once", "whole_contents"]
 
@@ -45,7 +46,7 @@ def whole_contents(
     """
     tree = _with_ties(checkpoint)
     if rename is None and not rules:
-        chosen = _tree.subtree(tree, key or "")
+        chosen = subtree(tree, key or "")
         _tree.refuse_opaques(chosen, checkpoint.path)
         return Contents(tree=chosen, key=key or "", notes=tuple(_left_out(tree, chosen, key or "")))
     chosen, found = _state_dict(checkpoint, tree, key)
@@ -125,7 +126,7 @@ def refuse_repeats(entries: Mapping[str, Entry], checkpoint: Checkpoint) -> None
 
 def _state_dict(checkpoint: Checkpoint, tree: object, key: str | None) -> tuple[Mapping[str, object], str]:
     found = only_state_dict(tree, checkpoint.path) if key is None else key
-    chosen = _tree.subtree(tree, found)
+    chosen = subtree(tree, found)
     if not isinstance(chosen, Mapping):
         problem = "this part of the checkpoint is not a state dict"
         raise MismatchError(problem, file=checkpoint.path, tensor=found, found=type(chosen).__name__)
