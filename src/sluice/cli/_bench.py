@@ -7,7 +7,7 @@ import shlex
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -110,10 +110,7 @@ def bench_command(
     from sluice.benchmark import _machine
     from sluice.benchmark._comparison import Checkpoints, builtin_subject, own_subject
     from sluice.benchmark._folder import temporary_folder
-    from sluice.benchmark._report import write_report
-    from sluice.benchmark._results import write_results
     from sluice.benchmark._runner import run_with_progress
-    from sluice.benchmark._sizes import choose_here
     from sluice.benchmark._table import console_for_tables, print_tables
 
     if directory is not None:
@@ -129,11 +126,9 @@ def bench_command(
         elif size is not None:
             subject, states = builtin_subject(size), choices[0]
         else:
-            with console.status("looking at memory, disk and time"):
-                loads = len(_choose_methods(builtin_subject(_SIZES[0]), methods, where)) * runs
-                counts = {states: (len(set(dtypes)) or 2) * (1 + loads * len(states)) for states in choices}
-                choice = choose_here(folder, where, counts)
-            _print_choice(console, choice)
+            loads = len(_choose_methods(builtin_subject(_SIZES[0]), methods, where)) * runs
+            counts = {states: (len(set(dtypes)) or 2) * (1 + loads * len(states)) for states in choices}
+            choice = _choose(console, folder, where, counts)
             subject, states = builtin_subject(choice.size), choice.states
         chosen = _choose_methods(subject, methods, where)
         with console.status("making the checkpoints"):
@@ -141,15 +136,7 @@ def bench_command(
             scenarios = _scenarios(subject, files, chosen, dtypes, states, device=where, ram_limit=ram_limit)
         found = run_with_progress(console, scenarios, repetitions=runs, timeout_seconds=timeout)
     command = _command(click.get_current_context(), subject, states)
-    document = write_results(out, "results", machine=machine, command=command, scenarios=scenarios, runs=found)
-    write_report(
-        out / "report.html",
-        title=subject.title,
-        machine=machine,
-        command=command,
-        scenarios=scenarios,
-        runs=found,
-    )
+    document = _write(out, subject.title, machine, command, scenarios, found)
     if as_json:
         click.echo(json.dumps(document))
     else:
@@ -176,6 +163,17 @@ def _states(cold: bool | None) -> list[tuple[State, ...]]:  # noqa: FBT001 - the
     if cold is None:
         return [("cold", "warm"), ("warm",)]
     return [("cold",) if cold else ("warm",)]
+
+
+def _choose(console: Console, folder: Path, device: str, counts: dict[tuple[State, ...], int]) -> Choice:
+    """Let the machine choose size and states; ``counts`` has the processes to run for each choice of states."""
+    from sluice.benchmark._sizes import choose_here
+
+    with console.status("looking at memory, disk and time"):
+        choice = choose_here(folder, device, counts)
+    text = f"GPT-2 {choice.size}, {' and '.join(choice.states)}: about {choice.seconds:.0f} s; {choice.reason}"
+    console.print(text, highlight=False, soft_wrap=True)
+    return choice
 
 
 def _choose_methods(subject: Subject, asked: tuple[str, ...], device: str) -> list[str]:
@@ -240,17 +238,25 @@ def _command(context: click.Context, subject: Subject, states: tuple[State, ...]
     return shlex.join(words)
 
 
+def _write(
+    out: Path, title: str, machine: dict[str, str], command: str, scenarios: list[Scenario], runs: list[Run]
+) -> dict[str, Any]:
+    """Write the results and the page; return what the JSON file holds."""
+    from sluice.benchmark._report import write_report
+    from sluice.benchmark._results import write_results
+
+    page = out / "report.html"
+    document = write_results(out, "results", machine=machine, command=command, scenarios=scenarios, runs=runs)
+    write_report(page, title=title, machine=machine, command=command, scenarios=scenarios, runs=runs)
+    return document
+
+
 def _print_machine(console: Console, machine: dict[str, str]) -> None:
     from rich.panel import Panel
     from rich.text import Text
 
     lines = "\n".join(f"{key}: {value}" for key, value in machine.items())
     console.print(Panel.fit(Text(lines), title="this machine"))
-
-
-def _print_choice(console: Console, choice: Choice) -> None:
-    text = f"GPT-2 {choice.size}, {' and '.join(choice.states)}: about {choice.seconds:.0f} s; {choice.reason}"
-    console.print(text, highlight=False, soft_wrap=True)
 
 
 def _print_end(console: Console, scenarios: list[Scenario], runs: list[Run], out: Path, kept: Path | None) -> None:
