@@ -155,6 +155,34 @@ def test_items_that_were_transformed(tmp_path: Path, transforms: object) -> None
     assert "zstd" not in str(transforms) or "zstd" in str(error.found)
 
 
+def test_a_transformed_item_beside_others(tmp_path: Path) -> None:
+    data, value = item(torch.ones(2, 3)), item(3)
+    (tmp_path / FILE).write_bytes(data + value)
+    halves = [chunk_metadata((0, 0), (2, 3)), chunk_metadata((2, 0), (2, 3))]
+    items = {
+        "w": tensor_metadata((2, 3), halves[:1]),
+        "packed": tensor_metadata((4, 3), halves),
+        "step": value_metadata(),
+        "note": value_metadata(),
+    }
+    stored = {
+        index_key("w", (0, 0)): place(FILE, 0, len(data)),
+        index_key("packed", (0, 0)): place(FILE, 0, len(data)),
+        index_key("packed", (2, 0)): place("other.distcp", 7, 30, transforms=["zstd"]),
+        index_key("step"): place(FILE, len(data), len(value)),
+        index_key("note"): place(FILE, 0, 3, transforms=["zstd"]),
+    }
+    (tmp_path / ".metadata").write_bytes(distributed_metadata(items, stored))
+    with sluice.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["w"]
+        assert checkpoint["w"].read().eq(1).all()
+        assert checkpoint.tree["step"] == 3
+        assert isinstance(checkpoint.tree["note"], sluice.UnsupportedValue)
+        with pytest.raises(UnsupportedError, match="transformed when it was written") as caught:
+            checkpoint["packed"]
+    assert (caught.value.tensor, caught.value.found) == ("packed", "['zstd']")
+
+
 def test_no_transforms(tmp_path: Path) -> None:
     sluice.open(one(tmp_path, where=place(FILE, 0, len(item(torch.ones(2, 3))), transforms=[]))).close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import pickle
 import random
 import struct
@@ -34,6 +35,7 @@ from sluice._options import Limits
 from sluice._records import Index
 from sluice.formats import detect
 from sluice.formats._legacy import Legacy
+from sluice.sources._local import LocalFile
 from sluice.testing import FaultySource, MemorySource, RecordingSource
 from sluice.testing._archives import Call, Global, Raw, encode, pickled, tensor_call, torch_archive
 from sluice.testing._legacy_file import legacy_file, legacy_storage
@@ -382,6 +384,17 @@ def test_lengths_that_the_file_does_not_hold() -> None:
         with pytest.raises(TruncatedError):
             Legacy().read_index(source, Limits())
         assert source.read_bytes < 5 * len(content)
+
+
+def test_a_long_file_is_not_read_up_to_a_length_beyond_the_limit(tmp_path: Path) -> None:
+    start = legacy_file(b"\x80\x02B" + struct.pack("<I", 2**32 - 1), {}, keys=[])
+    (tmp_path / "f").write_bytes(start)
+    os.truncate(tmp_path / "f", 2**33)  # without taking room on the disk
+    source = RecordingSource(LocalFile(tmp_path / "f"))
+    with pytest.raises(LimitError, match="more than 100000000 bytes"):
+        detect(source).read_index(source, Limits())
+    source.close()
+    assert source.read_bytes < 1 << 20
 
 
 def test_a_frame_that_is_longer_than_the_limit() -> None:

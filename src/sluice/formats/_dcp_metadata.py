@@ -15,9 +15,9 @@ Limits: the file's size (``header_bytes``), tensors and chunks together (``entri
 (``name_bytes``), and those of the pickle.
 
 Refused: a chunk that reaches out of its tensor or is stored nowhere; chunks that leave a hole or overlap; files outside
-the directory; items that the writer transformed (compressed, say). Ignored: chunks without
-elements, which uneven shards have, and stored items that nothing describes. Tensors of other layouts or of dtypes that
-no plain tensor has are leaves that say so.
+the directory. Ignored: chunks without elements, which uneven shards have, and stored items that nothing describes.
+Tensors of other layouts or of dtypes that no plain tensor has, and items that the writer transformed (compressed, say),
+are leaves that say so; a checkpoint of which every item was transformed is refused.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ __all__ = ["Chunk", "Contents", "Place", "TensorItem", "read_metadata"]
 #: ``dtype, layout, requires_grad, memory format, pin_memory``
 _PROPERTIES = 5
 
+_TRANSFORMED = "an item that was transformed when it was written (compressed, say)"
+
 #: torch's sizes are signed 64-bit integers.
 _MAX_SIGNED = 2**63 - 1
 
@@ -61,6 +63,8 @@ class Place:
     offset: int
     #: Bytes of the item.
     nbytes: int
+    #: What the writer did to the item (compression, say), as it names it; empty for nothing.
+    transforms: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +161,7 @@ class _Reader:
             raise self._over("entries", max(len(items), len(stored)))
         places = self._places(stored)
         described = {name: self._item(name, item, places) for name, item in items.items()}
+        self._check_readable(described)
         paths, version = fields.get("planner_data"), fields.get("version")
         left = sum(map(len, places.values()))
         return Contents(
@@ -165,6 +170,17 @@ class _Reader:
             version=version if type(version) is str else "",
             notes=(f"Items that are stored but not described: {left}.",) if left else (),
         )
+
+    def _check_readable(self, described: Mapping[str, TensorItem | Place | UnsupportedValue]) -> None:
+        """Refuse a checkpoint of which every item was transformed: there is nothing to open it for."""
+        first = next(iter(described.items()), None)
+        if first is None or any(
+            not isinstance(item, UnsupportedValue) or item.reason != _TRANSFORMED for item in described.values()
+        ):
+            return
+        name, item = first
+        assert isinstance(item, UnsupportedValue)
+        raise UnsupportedError(_TRANSFORMED, file=self._file, tensor=name, found=item.qualified_name)
 
     def _places(self, stored: dict[Any, Any]) -> dict[str, dict[str, Place]]:
         """Return the place of each item, by the item's name and then by the start of the chunk, as text."""
@@ -191,10 +207,8 @@ class _Reader:
                 raise PathEscapeError(problem, file=self._file, tensor=name, found=repr(file))
             self._plain.add(file)
         transforms = fields.get("transform_descriptors")
-        if transforms is not None and transforms != []:
-            problem = "an item was transformed when it was written (compressed, say)"
-            raise UnsupportedError(problem, file=self._file, tensor=name, found=short_repr(transforms))
-        return Place(file=file, offset=offset, nbytes=nbytes)
+        named = "" if transforms is None or transforms == [] else short_repr(transforms)
+        return Place(file=file, offset=offset, nbytes=nbytes, transforms=named)
 
     def _item(
         self, name: object, item: object, places: dict[str, dict[str, Place]]
@@ -206,7 +220,7 @@ class _Reader:
             place = stored.pop("", None)
             if place is None:
                 raise self._error("a value is stored nowhere", name)
-            return place
+            return self._transformed([place]) or place
         fields = self._fields(item, "TensorStorageMetadata", "what describes an item", name)
         shape = self._sizes(fields.get("size"), name, "the size of a tensor")
         dtype = self._dtype(fields.get("properties"), name)
@@ -221,7 +235,17 @@ class _Reader:
         chunks = tuple(self._chunk(start, sizes, stored, name) for start, sizes in boxes)
         for start, _ in every:
             stored.pop(_spell(start), None)
+        transformed = self._transformed([chunk.place for chunk in chunks])
+        if transformed is not None:
+            return transformed
         return TensorItem(name=name, dtype=dtype, shape=shape, chunks=chunks)
+
+    def _transformed(self, places: Sequence[Place]) -> UnsupportedValue | None:
+        """Return what stands for an item of which a part was transformed, or None."""
+        for place in places:
+            if place.transforms:
+                return UnsupportedValue(qualified_name=place.transforms, reason=_TRANSFORMED, file=self._file)
+        return None
 
     def _dtype(self, properties: object, name: str) -> str | UnsupportedValue:
         state = properties.state if type(properties) is Record and properties.kind == "TensorProperties" else None

@@ -122,6 +122,13 @@ _KINDS = (
     _unread(rb"\x04\x22\x4d\x18", "an lz4-compressed file", "Unpack it with lz4 -d."),
     _unread(rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or rar archive", _UNPACK),
     _kind(rb"PK\x05\x06", FormatError, "this is a zip archive that holds nothing", ""),
+    # The number of bytes of the magic number, 10, is a line feed.
+    _kind(
+        rb"\x80[\x02\x03]\x8a\r\nl\xfc",
+        FormatError,
+        "this is a legacy torch.save file with other line breaks, as it was sent as text",
+        "Transfer it again, in binary mode.",
+    ),
     _unread(
         rb"\x80[\x02-\x05]|\(dp\d+\n|\(lp\d+\n|[}\]]q\x00",
         "a bare pickle, not written by torch.save",

@@ -29,6 +29,9 @@ from sluice.formats._pickle_opcodes import HANDLERS, STOPPED
 
 __all__ = ["Allowlist", "Constructor", "KeyGuard", "Pending", "Refill", "Refusal", "Unpickler"]
 
+#: Bytes that are read of a value which is longer than the limit, to see whether the file holds it at all.
+_LOOKED_AT_BYTES = 64 << 10
+
 #: Called with the first byte of the file that is not used yet and the number of bytes known from there on; returns the
 #: file from that byte on, as few bytes as before where there are no more.
 Refill: TypeAlias = Callable[[int, int], bytes]
@@ -81,6 +84,14 @@ class Unpickler(Machine):
         self.memo.clear()
         value: object = self.stack.pop()
         return value
+
+    def check_end(self, position: int, end: int) -> None:
+        # A file that goes on is not read up to what one opcode declares; one that ends soon is truncated.
+        goes_on = self._refill is not None and len(self.data) - position > _LOOKED_AT_BYTES
+        if goes_on and end - position > self.limits.header_bytes:
+            problem = f"the pickle declares more than {self.limits.header_bytes} bytes (header_bytes)"
+            raise self.error(LimitError, problem, position, found=f"{end - position} bytes")
+        super().check_end(position, end)
 
     def _run(self, position: int, steps: Iterator[int]) -> int:
         """Run opcodes from ``position`` on; return ``STOPPED``, or where to go on in the refilled data."""

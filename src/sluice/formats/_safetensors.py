@@ -17,8 +17,8 @@ no writer needs it and readers disagree on it: a name given twice, fields other 
 header, metadata that is ``null``, sizes that torch cannot hold.
 
 Dtypes: torch packs two F4 values in one element, so the last dimension is halved, as in safetensors' own torch reader.
-F6 has no dtype in torch: such tensors are leaves that say so. A dtype that the format does not have refuses the file:
-nothing says how many bytes it takes.
+F6 has no dtype in torch: such tensors are leaves that say so. A dtype that the format does not have refuses the file,
+as it does in safetensors: nothing says how many bytes it takes, and it may as well be damage.
 
 The tree is a flat dict in the order of the data in the file, whatever the order in the header.
 """

@@ -179,7 +179,8 @@ class _Parser:
         torch_name = DTYPES.get(dtype)
         if torch_name is None and dtype not in FOREIGN_DTYPES:
             found = dtype.decode("utf-8", "backslashreplace")
-            raise self._error(UnsupportedError, "torch has no such dtype", where, name, found=found)
+            known = ", ".join(sorted(map(bytes.decode, (*DTYPES, *FOREIGN_DTYPES))))
+            raise self._error(UnsupportedError, "torch has no such dtype", where, name, expected=known, found=found)
         if shape_text.count(b",") >= self._limits.dimensions:
             raise self._over_limit("dimensions", where)
         shape = [int(size) for size in shape_text.split(b",")] if shape_text else []
