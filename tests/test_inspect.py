@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
+import distributed
 import sluice
 from sluice._tree import flatten
 from sluice.cli import _render, main
@@ -82,6 +83,18 @@ def write_shards() -> str:
     return "hub"
 
 
+def write_parts() -> str:
+    Path("parts").mkdir()
+    for name, tensor in state_dict().items():
+        safetensors.torch.save_file({name: tensor}, f"parts/{name}.safetensors")
+    return "parts"
+
+
+def write_distributed() -> str:
+    distributed.save(Path("shards"), state_dict())
+    return "shards"
+
+
 def write_parameters() -> str:
     Path("parts").mkdir()
     for name, tensor in state_dict().items():
@@ -89,7 +102,10 @@ def write_parameters() -> str:
     return "parts"
 
 
-WRITERS = (write_zip, write_legacy, write_safetensors, write_model, write_shards, write_parameters)
+WRITERS = (
+    *(write_zip, write_legacy, write_safetensors, write_model),
+    *(write_shards, write_parts, write_parameters, write_distributed),
+)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +121,13 @@ WRITERS = (write_zip, write_legacy, write_safetensors, write_model, write_shards
             [f"hub/pytorch_model-{number:05}-of-00003.bin" for number in (1, 2, 3)],
             ["version: 3", "byteorder: little"],
         ),
+        (
+            write_parts,
+            "safetensors-parts, 3 files",
+            [f"parts/{name}.safetensors" for name in ("fc.bias", "fc.weight", "steps")],
+            [],
+        ),
+        (write_distributed, "torch-distributed, 1 file", [], ["version: 1.0.0"]),
         (
             write_parameters,
             "per-parameter, 3 files",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 from torch import nn
 
+import distributed
 import sluice
 from sluice import _facts
 from sluice import _options as options
@@ -89,9 +90,13 @@ def write_pickled_shards(path: Path, tensors: Tensors) -> Path:
     return path
 
 
+def write_distributed(path: Path, tensors: Tensors) -> Path:
+    return distributed.save(path, dict(tensors))
+
+
 WRITERS = (
     *(write_zip, write_legacy, write_safetensors, write_model),
-    *(write_parts, write_parameters, write_shards, write_pickled_shards),
+    *(write_parts, write_parameters, write_shards, write_pickled_shards, write_distributed),
 )
 
 every_format = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))

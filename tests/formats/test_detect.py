@@ -37,7 +37,7 @@ from sluice.testing._archives import ArchiveRecord, build_archive
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 
 
-def tar_bytes(name: str = "sys_info", *, mark: bool = True) -> bytes:
+def tar_bytes(name: str, *, mark: bool = True) -> bytes:
     """Return a tar archive; without its mark it is of the kind from before 1988."""
     header = tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT)
     if not mark:
@@ -95,7 +95,11 @@ def test_a_file_of_torch_before_1_6_is_legacy(tmp_path: Path, protocol: int) -> 
 
 OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
     *((legacy_bytes(protocol), UnsupportedError, "legacy torch.save file in pickle protocol") for protocol in (0, 1)),
-    (tar_bytes(), UnsupportedError, "tar archive, as torch.save wrote them before 0.2. If you trust it, load it with"),
+    (
+        tar_bytes("pickle"),
+        UnsupportedError,
+        "tar archive, as torch.save wrote them before 0.2. If you trust it, load it",
+    ),
     (tar_bytes("model.nemo"), UnsupportedError, "a tar archive, which sluice does not read. Unpack it"),
     (tar_bytes("x", mark=False), UnsupportedError, "a tar archive, which sluice does not read. Unpack it"),
     (b"\x89HDF\r\n\x1a\n" + bytes(100), UnsupportedError, "HDF5"),

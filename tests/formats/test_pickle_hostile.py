@@ -145,6 +145,13 @@ def test_not_a_pickle() -> None:
             load(data)
 
 
+def test_a_pickle_inside_of_bytes_is_bytes() -> None:
+    inner = pickled(Call(Global("os", "system"), ("x",)))
+    run = machine(pickled({"x": inner}))
+    assert run.load() == {"x": inner}
+    assert not run.opaque
+
+
 def test_what_follows_the_stop_is_not_read() -> None:
     run = machine(body(b"N") + pickled(Call(MISSING)) + b"\xff")
     assert run.load() is None

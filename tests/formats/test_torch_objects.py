@@ -78,6 +78,8 @@ FLOATS = storage("0", 10)
         (tensor_call(storage("0", True)), "malformed storage"),
         (tensor_call(storage("0", 1.0)), "malformed storage"),
         (tensor_call(storage("0", 1, location="bogus:7")), "device"),
+        (tensor_call(storage("0", 1, location="cpu\u00e9")), "device"),
+        (tensor_call(storage("0", 1, location="cuda:\u0661")), "device"),
         (tensor_call(storage("0", 1, location="cüda")), "device"),
         (tensor_call(storage("0", 1, location=("cpu",))), "device"),
     ],

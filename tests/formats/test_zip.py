@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.serialization import config
 
-from sluice._errors import FormatError, IntegrityError, LimitError, SluiceError, TruncatedError
+from sluice._errors import FormatError, IntegrityError, LimitError, SluiceError, TruncatedError, UnsupportedError
 from sluice._options import Limits
+from sluice.formats._torch_zip import TorchZip
 from sluice.formats._zip import Directory, read_directory
 from sluice.formats._zip_records import locate_records, read_record
 from sluice.sources._local import LocalFile
@@ -273,11 +274,14 @@ def test_a_bomb_of_compressed_data() -> None:
     bomb = ArchiveRecord(name=b"a/data.pkl", data=packed, method=8, nbytes=32 << 20)
     archive = build_archive([bomb, *HONEST[1:]])
     with at_most(100_000):
-        assert directory_of(archive).unsupported is not None
+        assert isinstance(directory_of(archive).unsupported, UnsupportedError)
+        assert isinstance(directory_of(archive, Limits(header_bytes=20 << 20)).unsupported, LimitError)
+        with pytest.raises(LimitError, match="is compressed, and has more than 20971520 bytes; found 33554432"):
+            TorchZip().read_index(MemorySource(archive), Limits(header_bytes=20 << 20))
 
 
 def test_a_record_marked_as_a_directory() -> None:
-    with pytest.raises(FormatError, match="damaged"):
+    with pytest.raises(FormatError, match="marked as a directory"):
         directory_of(with_second(attributes=0x10))
 
 

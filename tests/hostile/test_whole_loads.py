@@ -77,6 +77,13 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> tarfil
     return made
 
 
+def huge_member() -> bytes:
+    """Return a tar archive whose only member declares 2**62 bytes."""
+    made = member("pickle")
+    made.size = 2**62
+    return made.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+
+
 def routes(arguments: object = ("touch",)) -> dict[str, Raw]:
     """Every way in which a pickle can name a global and have it called."""
     name = encode(EVIL)
@@ -186,8 +193,18 @@ BAD: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "version": (torch_archive({"w": W}, DATA, records={"version": b"99"}), sluice.FormatError, "version of the format"),
     "comment": (
         build_archive([ArchiveRecord(name=b"a/data.pkl")], comment=b"PK\5\6"),
-        sluice.CheckpointError,
-        "end record|follow",
+        sluice.FormatError,
+        "bytes follow the end of the archive",
+    ),
+    "end record in a comment": (
+        build_archive([ArchiveRecord(name=b"a/data.pkl")], comment=build_archive([])),
+        sluice.FormatError,
+        "central directory is not where the end record says",
+    ),
+    "compressed bomb": (
+        zipped(ArchiveRecord(name=b"a/data.pkl", data=bytes(9), method=8, nbytes=10**9)),
+        sluice.LimitError,
+        "is compressed, and has more than 100000000 bytes; found 1000000000",
     ),
     "trailing bytes": (torch_archive({"w": W}, DATA) + bytes(70_000), sluice.FormatError, "bytes follow"),
     "appended archive": (2 * torch_archive({"w": W}, DATA), sluice.FormatError, "bytes were put before"),
@@ -254,9 +271,23 @@ BAD: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "no keys": (legacy_file({"w": LEGACY_W}, SIX, keys=[]), sluice.FormatError, "does not name '7'"),
     "legacy tail": (legacy_file({"w": LEGACY_W}, SIX, trailing=b"x"), sluice.FormatError, "bytes follow"),
     "tar": (tar(member("storages"), member("pickle")), sluice.UnsupportedError, "tar archive"),
-    "tar upwards": (tar(member("../storages")), sluice.UnsupportedError, "tar archive"),
-    "tar link": (tar(member("pickle", tarfile.SYMTYPE, "/etc/passwd")), sluice.UnsupportedError, "tar archive"),
-    "tar device": (tar(member("pickle", tarfile.CHRTYPE)), sluice.UnsupportedError, "tar archive"),
+    "tar upwards": (tar(member("pickle"), member("../storages")), sluice.PathEscapeError, "'../storages'"),
+    "tar absolute": (tar(member("/etc/x"), member("pickle")), sluice.PathEscapeError, "leads out"),
+    "tar link": (
+        tar(member("pickle", tarfile.SYMTYPE, "/etc/passwd")),
+        sluice.FormatError,
+        "a link, a device or sparse",
+    ),
+    "tar hard link": (tar(member("storages"), member("pickle", tarfile.LNKTYPE, "x")), sluice.FormatError, "a link"),
+    "tar device": (tar(member("pickle", tarfile.CHRTYPE)), sluice.FormatError, "a link, a device or sparse"),
+    "tar sparse": (tar(member("storages", tarfile.GNUTYPE_SPARSE)), sluice.FormatError, "a link, a device or sparse"),
+    "tar size": (huge_member(), sluice.FormatError, "past the end of the file; found 4611686018427387904 bytes"),
+    "tar without pickle": (
+        tar(member("sys_info"), member("storages")),
+        sluice.FormatError,
+        "without the member 'pickle'",
+    ),
+    "other tar": (tar(member("model.pt")), sluice.UnsupportedError, "a tar archive, .* Unpack it"),
     # safetensors
     "header of 2^62": (safetensors_file({}, length=2**62), sluice.TruncatedError, "inside its header"),
     "hole": (safetensors_file(field(data_offsets=[4, 20]), bytes(20)), sluice.FormatError, "belong to no tensor"),

@@ -7,6 +7,7 @@ from sluice.formats._foreign import recognise, recognise_npz
 from sluice.formats._legacy import Legacy
 from sluice.formats._protocol import Format
 from sluice.formats._safetensors import Safetensors
+from sluice.formats._tar import is_tar, refuse_tar
 from sluice.formats._torch_zip import TorchZip
 from sluice.sources import Source
 
@@ -50,7 +51,7 @@ def detect(source: Source) -> Format:
     for candidate in FORMATS:
         if candidate.matches(head):
             return candidate
-    foreign = recognise(head, source.path)
+    foreign = refuse_tar(source) if is_tar(head) else recognise(head, source.path)
     if foreign is not None:
         raise foreign
     problem = "this is no checkpoint that sluice knows"

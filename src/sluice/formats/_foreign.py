@@ -57,12 +57,6 @@ _NPZ = _unread(
     "Load it with numpy, and save its arrays with safetensors.numpy.save_file.",
 )
 
-#: A tar header's magic, or the checksum of those from before it had one, in octal digits.
-_TAR = rb".{148}[0-7 ]{6}[\x00 ]{2}.{101}(?:ustar|\x00{5})"
-
-#: The members of torch's archives; newer Pythons put the time of a file before it, as a member with a name of its own.
-_TORCH_TAR = rb"(?:\./PaxHeaders?[^/]*/)?(?:\.\./)?(?:sys_info|pickle|tensors|storages)\x00"
-
 #: Eight bytes that can be the length of a header, and the start of JSON that is not an object, or not at once.
 _ODD_HEADER = rb"(?!\x00{8}).{4}\x00{4}(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\x20\t\n\r]++|(?=[\[{\"n]))[\x00]?[\[{\"n]"
 
@@ -99,13 +93,6 @@ _KINDS = (
         "a legacy torch.save file in pickle protocol 0 or 1",
         _UNPICKLE.format("torch.load(weights_only=False)"),
     ),
-    _kind(
-        rb"(?=" + _TAR + rb")" + _TORCH_TAR,
-        UnsupportedError,
-        "this is a tar archive, as torch.save wrote them before 0.2",
-        _UNPICKLE.format("torch.load(weights_only=False)"),
-    ),
-    _unread(_TAR, "a tar archive", _UNPACK),
     _unread(
         rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "Load it with Keras or h5py, and save its tensors with safetensors."
     ),

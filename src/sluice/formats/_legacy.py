@@ -41,6 +41,7 @@ from sluice.formats._legacy_objects import LegacyObjects
 from sluice.formats._pickle import KeyGuard
 from sluice.formats._pickle_stream import unpickle_at
 from sluice.formats._protocol import Checksum
+from sluice.formats._tar import is_tar
 from sluice.formats._torch_objects import StorageReference
 from sluice.formats._torch_pickle import check_object
 from sluice.sources import Source
@@ -54,8 +55,6 @@ _STARTS = tuple(
     bytes([0x80, protocol]) + frame + b"\x8a\x0a"
     for protocol, frame in [(2, b""), (3, b""), (4, b"\x95\x0d" + bytes(7)), (5, b"\x95\x0d" + bytes(7))]
 )
-
-_TAR_HEADER_BYTES = 512
 
 #: Before the data of each storage: the number of its elements.
 _COUNT = struct.Struct("<q")
@@ -71,7 +70,7 @@ class Legacy:
 
     def matches(self, head: bytes) -> bool:
         claimed = any(head.startswith(start) or start.startswith(head) for start in _STARTS)
-        return claimed and not _is_tar(head)
+        return claimed and not is_tar(head)
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():
@@ -102,17 +101,6 @@ class Legacy:
         storages: Iterable[int],  # noqa: ARG002 - the same
     ) -> Mapping[int, int]:
         return {}
-
-
-def _is_tar(head: bytes) -> bool:
-    """Return whether torch, which asks for a tar archive first, would take the file for one."""
-    import tarfile  # seldom needed, and slow to import
-
-    try:
-        tarfile.TarInfo.frombuf(head[:_TAR_HEADER_BYTES], "utf-8", "surrogateescape")
-    except tarfile.HeaderError:
-        return False
-    return True
 
 
 class _Nothing:

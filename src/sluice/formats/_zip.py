@@ -103,7 +103,7 @@ class Directory:
     #: Full spelling of the names below ``archive`` that are not in lower case, by their key in ``positions``.
     spelled: dict[str, str]
     #: Why the first compressed or encrypted record cannot be read; raised by callers, who may know a better reason.
-    unsupported: UnsupportedError | None
+    unsupported: UnsupportedError | LimitError | None
 
     def __contains__(self, name: str) -> bool:
         return name.lower() in self.positions
@@ -227,8 +227,8 @@ def _read_end64(source: Source, tail: bytes, end: _End) -> _End:
 def _missing_end(source: Source) -> FormatError | TruncatedError:
     size = source.identity.nbytes
     start = max(0, size - _SEARCH_BYTES)
-    found = source.read_at(start, size - start).rfind(b"PK\5\6")
-    if found >= 0 and start + found + _END.size <= size:
+    found = source.read_at(start, size - start).rfind(b"PK\5\6", 0, max(0, size - start - _END.size + 4))
+    if found >= 0:
         return FormatError(
             "bytes follow the end of the archive",
             file=source.path,
@@ -249,7 +249,7 @@ class _Parser:
         self._file = file
         self._prefix = b""
         self._spelled: dict[str, str] = {}
-        self._unsupported: UnsupportedError | None = None
+        self._unsupported: UnsupportedError | LimitError | None = None
 
     def parse(self) -> Directory:
         positions: dict[str, int] = {}
@@ -297,13 +297,13 @@ class _Parser:
         name = self._raw[start:extra]
         if attributes & _IS_DIRECTORY:
             raise self._error(f"record {_printable(name)} is marked as a directory, as other packers do", at)
-        if flags & ~KNOWN_FLAGS or method:
-            self._refuse(name, flags, method, at)
         if _IN_ZIP64_32 in (packed, nbytes, header):
             fields = zip64_fields(self._raw[extra : extra + extra_bytes], (nbytes, packed, header))
             if fields is None:
                 raise self._error(f"record {_printable(name)} has no zip64 field for its sizes", at)
             nbytes, packed, header = fields
+        if flags & ~KNOWN_FLAGS or method:
+            self._refuse(name, flags, method, nbytes, at)
         if packed != nbytes and not method:
             raise self._error(f"record {_printable(name)} is stored, in two sizes", at, expected=nbytes, found=packed)
         return following, name, header, packed, crc
@@ -327,7 +327,10 @@ class _Parser:
         except UnicodeDecodeError:
             raise self._error(f"the name of record {_printable(name)} is not UTF-8", at) from None
 
-    def _refuse(self, name: bytes, flags: int, method: int, at: int) -> None:
+    def _refuse(self, name: bytes, flags: int, method: int, nbytes: int, at: int) -> None:
+        if name.endswith(b"/data.pkl") and nbytes > self._limits.header_bytes:
+            problem = f"record {_printable(name)} is compressed, and has more than {self._limits.header_bytes} bytes"
+            self._unsupported = LimitError(problem, file=self._file, offset=self._end.offset + at, found=nbytes)
         if self._unsupported is None:
             how = f"compressed (method {method})" if method else f"encrypted or patched (flags {flags:#x})"
             problem = f"record {_printable(name)} is {how}"
