@@ -81,7 +81,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, *, first: int = 0)
     """Train for some steps; each step has inputs of its own, which its number decides."""
     parameter = next(model.parameters())
     for step in range(first, first + steps):
-        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(parameter.dtype)
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(parameter)
 
         def loss(inputs: torch.Tensor = inputs) -> torch.Tensor:
             optimizer.zero_grad()

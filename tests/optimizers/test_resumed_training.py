@@ -37,6 +37,31 @@ def test_the_state_is_what_torch_makes_of_it(tmp_path: Path, kind: Kind, dtype: 
     assert (report.key, report.missing, report.unexpected) == ("optimizer", (), ())
 
 
+@pytest.mark.parametrize("name", ["AdamW", "AdamW two groups", "SGD momentum"])
+def test_what_was_frozen_after_it_was_trained_keeps_its_state(tmp_path: Path, name: str) -> None:
+    kind = KINDS[name]
+    model = net()
+    optimizer = kind(model)
+    train(model, optimizer, 5)
+    model.up.requires_grad_(False)
+    model.zero_grad()
+    train(model, optimizer, 2, first=5)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    again = net(seed=1)
+    again.up.requires_grad_(False)
+    filled = kind(again)
+    with sluice.open(tmp_path / "run.pt") as checkpoint:
+        sluice.load_into(again, checkpoint)
+        sluice.load_optimizer(filled, checkpoint)
+    assert filled.state[again.up.weight]
+    for one, other in ((model, optimizer), (again, filled)):
+        train(one, other, 10, first=7)
+        one.up.requires_grad_(True)
+        train(one, other, 10, first=17)
+    assert not differences(again.state_dict(), model.state_dict())
+    assert not differences(filled.state_dict(), optimizer.state_dict())
+
+
 def test_capturable_and_fused_put_the_step_where_the_parameter_is(tmp_path: Path) -> None:
     def kind(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters())

@@ -1,0 +1,58 @@
+"""Optimizers on a CUDA device: their state arrives there, waits on the host when asked to, and training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from training_runs import Kind, differences, net, train
+
+pytestmark = pytest.mark.gpu
+
+KINDS: dict[str, Kind] = {
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
+    "AdamW foreach": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, foreach=True),
+    "AdamW fused": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    "AdamW capturable": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, capturable=True),
+    "RMSprop capturable": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, capturable=True),
+    "SGD fused": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, fused=True),
+}
+
+
+def stopped(path: Path, kind: Kind, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = net().to(device)
+    optimizer = kind(model)
+    train(model, optimizer, 5)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("wait", [None, "cpu"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_twenty_more_steps_are_the_same(tmp_path: Path, device: str, kind: Kind, wait: str | None) -> None:
+    model, optimizer = stopped(tmp_path / "run.pt", kind, device)
+    again = net(seed=1).to(device)
+    ours = kind(again)
+    with sluice.open(tmp_path / "run.pt") as checkpoint:
+        sluice.load_into(again, checkpoint)
+        sluice.load_optimizer(ours, checkpoint, device=wait)
+    if wait:
+        assert {tensor.device.type for tensor in _tensors(ours)} == {"cpu"}
+        assert len(ours._optimizer_step_pre_hooks) == 1
+    else:
+        assert not differences(ours.state_dict(), optimizer.state_dict())
+    train(model, optimizer, 20, first=5)
+    train(again, ours, 20, first=5)
+    assert not ours._optimizer_step_pre_hooks
+    assert not differences(again.state_dict(), model.state_dict())
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[Any]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value for value in values if isinstance(value, torch.Tensor)]
