@@ -53,6 +53,9 @@ def composites() -> Tensors:
     sparse = matrix.to_sparse()
     return {
         "coo": sparse,
+        "hollow": torch.zeros(3, 4).to_sparse(),
+        "no dimensions": torch.tensor(3.0).to_sparse(),
+        "empty rows": torch.zeros(0, 4).to_sparse_csr(),
         "csr": matrix.to_sparse_csr(),
         "bsc": matrix.to_sparse_bsc((2, 1)),
         "tensorwise": torch.quantize_per_tensor(matrix, 0.25, 3, torch.qint8),

@@ -99,3 +99,16 @@ def test_what_is_too_large_to_be_held_is_read_again(tmp_path: Path, monkeypatch:
     assert report.hashes == {name: hashed(tensor) for name, tensor in tensors.items()}
     again = sum(one.nbytes for name, one in tensors.items() if name not in {"base", "half"})
     assert report.nbytes == (tmp_path / "c").stat().st_size + again
+
+
+def test_two_tensors_that_want_the_same_bytes_in_two_orders(tmp_path: Path) -> None:
+    """The indices of each are the values of the other: a hash takes indices first, so that one is read again."""
+    a, b = torch.arange(3), torch.tensor([4, 0, 2])
+    tensors = {"ab": torch.sparse_coo_tensor(a[None], b, (9,)), "ba": torch.sparse_coo_tensor(b[None], a, (9,))}
+    torch.save(tensors, tmp_path / "c")
+    with sluice.open(tmp_path / "c") as checkpoint:
+        assert len(checkpoint.index.storages) == 2
+    report = sluice.verify(tmp_path / "c", hashes="sha256")
+    assert report.ok
+    assert report.hashes == {name: hashed(tensor) for name, tensor in tensors.items()}
+    assert report.nbytes == (tmp_path / "c").stat().st_size + 2 * a.nbytes

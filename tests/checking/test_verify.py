@@ -322,6 +322,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(sluice.CheckpointError, match="does not exist"):
         sluice.verify(tmp_path / "nowhere")
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
+        archive.writestr("script/data.pkl", b"x")
         archive.writestr("script/constants.pkl", b"x")
     with pytest.raises(sluice.UnsupportedError, match="TorchScript"):
         sluice.verify(tmp_path / "script.pt")

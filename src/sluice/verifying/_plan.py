@@ -23,7 +23,7 @@ from sluice._sparse_indices import check_indices, pieces_of
 from sluice._tree import walk
 from sluice._verify_report import VerifyProblem
 from sluice.verifying._schedule import Span, schedule
-from sluice.verifying._takers import Content, Crc, Flow, Gathering, Turned, bytes_of, feed
+from sluice.verifying._takers import Content, Crc, Flow, Gathering, Taker, Turned, bytes_of, feed
 
 __all__ = ["IndexCheck", "VerifyPlan"]
 
@@ -93,7 +93,8 @@ class VerifyPlan:
         for check in self.checks:
             check.flow = self._held(check.composite.indices, check.run_held)
         for content in self.contents:
-            content.flow = self._flow(content) if self._located(content.entry.pieces) else None
+            if self._located(content.entry.pieces):
+                self._assign(content)
         self.spans = self._order()
 
     def _checksums(self) -> Iterator[Crc]:
@@ -164,19 +165,27 @@ class VerifyPlan:
     def _turn(self, piece: Entry) -> int:
         return self._checkpoint.index.storages[piece.storage].swap_bytes
 
-    def _flow(self, content: Content) -> Flow:
-        """Return how the bytes of a tensor come; without spans, where it is read by itself."""
+    def _assign(self, content: Content) -> None:
+        """Decide how the bytes of a tensor come."""
         composite = content.entry.composite
         components = (content.entry,) if composite is None else composite.components
-        pieces = [(piece, content.taker(one)) for one in components for piece in _in_order(one) or () if piece.numel]
         if all(_in_order(one) is not None for one in components):
-            takers = (Turned(taker, self._turn(piece)) if self._turn(piece) else taker for piece, taker in pieces)
-            return Flow(tuple(self._span(piece) for piece, _ in pieces), tuple(takers))
+            counted = components if composite is None else (composite.values,)
+            wanted = ((content.hasher, components), (content.counter, counted))
+            content.flows = tuple(self._flow(taker, some) for taker, some in wanted if taker is not None)
+            return
 
         def take(tensors: Sequence[torch.Tensor]) -> None:
             feed((content.taker(one), bytes_of(tensor)) for one, tensor in zip(components, tensors, strict=True))
 
-        return self._held(components, take) or Flow()
+        held = self._held(components, take) or Flow()
+        content.flows, content.apart = (held,), not held.spans
+
+    def _flow(self, taker: Taker, components: Iterable[Entry]) -> Flow:
+        """Return the flow of tensors whose bytes come as they are wanted, but for the order in a number."""
+        pieces = [piece for one in components for piece in _in_order(one) or () if piece.numel]
+        takers = (Turned(taker, self._turn(piece)) if self._turn(piece) else taker for piece in pieces)
+        return Flow(tuple(map(self._span, pieces)), tuple(takers))
 
     def _held(self, components: Sequence[Entry], done: Callable[[Sequence[torch.Tensor]], None]) -> Flow | None:
         """Return the flow that holds tensors until they are whole; one without spans, where they are too large.
@@ -192,15 +201,22 @@ class VerifyPlan:
 
     def flows(self) -> list[Flow]:
         """Return what is served while the files are read."""
-        owners: tuple[Crc | Content | IndexCheck, ...] = (*self.crcs, *self.contents, *self.checks)
-        return [one.flow for one in owners if one.flow is not None and one.flow.spans]
+        found = [crc.flow for crc in self.crcs]
+        found += [flow for content in self.contents for flow in content.flows]
+        found += [check.flow for check in self.checks if check.flow is not None]
+        return [flow for flow in found if flow.spans]
 
     def _order(self) -> tuple[Span, ...]:
-        """Return the order of reading; flows that it cannot serve lose their spans."""
+        """Return the order of reading; what it cannot serve is read apart."""
         flows = self.flows()
         made = schedule(self._checkpoint.extents, [flow.spans for flow in flows])
-        for number in made.refused:
-            flows[number].spans = ()
+        refused = {id(flows[number]) for number in made.refused}
+        for content in self.contents:
+            if any(id(flow) in refused for flow in content.flows):
+                content.flows, content.apart = (Flow(),), True
+        for check in self.checks:
+            if id(check.flow) in refused:
+                check.flow = Flow()
         return made.spans
 
 

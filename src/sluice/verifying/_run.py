@@ -78,7 +78,7 @@ class Verification:
         made: dict[str, TensorHash] = {}
         for content in self.plan.contents:
             entry, hasher = content.entry, content.hasher
-            if hasher is not None and content.flow is not None and not content.flow.failed:
+            if hasher is not None and content.whole:
                 digest = hasher.hexdigest()
                 found = TensorHash(dtype=entry.dtype, shape=entry.shape, layout=entry.layout, hash=digest)
                 made.update(dict.fromkeys(content.names, found))
@@ -123,7 +123,7 @@ class Verification:
 
     def _apart(self) -> list[Content]:
         """Return the tensors that are read by themselves."""
-        return [one for one in self.plan.contents if one.flow is not None and not one.flow.spans and one.entry.nbytes]
+        return [content for content in self.plan.contents if content.apart]
 
     def _unchecked(self) -> list[IndexCheck]:
         """Return the indices that are too many to be held."""
@@ -139,14 +139,14 @@ class Verification:
 
     def _parts(self) -> Iterator[Piece[_Shares]]:
         for content in self._apart():
-            assert content.flow is not None
+            (flow,) = content.flows
             composite = content.entry.composite
             for component in (content.entry,) if composite is None else composite.components:
                 taker = content.taker(component)
                 for key in boxes(component.shape, options.SCAN_BATCH_BYTES // ITEM_BYTES[component.dtype]):
                     part = slice_entry(component, key)
                     if part.numel:
-                        yield Piece(part, [(content.flow, taker, 0, part.nbytes)])
+                        yield Piece(part, [(flow, taker, 0, part.nbytes)])
 
     def _read(self, batch: Batch[_Shares]) -> list[torch.Tensor | ReadError]:
         try:
@@ -179,7 +179,7 @@ class Verification:
         """Read and check the indices that nothing held."""
         for check in self._unchecked():
             lines = index_lines(check.composite)
-            limit = options.SCAN_BATCH_BYTES // len(lines)
+            limit = options.SCAN_BATCH_BYTES // max(1, len(lines))
             try:
                 check.run([self._elements(line, limit, advance) for line in lines])
             except ReadError as error:

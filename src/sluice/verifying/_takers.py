@@ -93,8 +93,15 @@ class Content:
     hasher: Hasher | None = None
     #: Where its elements are counted.
     counter: NonFiniteCounter | None = None
-    #: How its bytes come; None where some of them lie behind damaged headers.
-    flow: Flow | None = None
+    #: How its bytes come, to the hash and to the counter apart; none where some lie behind damaged headers.
+    flows: tuple[Flow, ...] = ()
+    #: Whether it is read by itself, for its only flow.
+    apart: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its bytes came."""
+        return bool(self.flows) and not any(flow.failed for flow in self.flows)
 
     def taker(self, component: Entry) -> Taker:
         """Return what takes the bytes of one of the dense tensors that it is made of: of itself, where it is dense."""
