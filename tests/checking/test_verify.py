@@ -328,7 +328,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
         sluice.verify(tmp_path / "script.pt")
     (tmp_path / "text").write_text("hello, this is text", encoding="utf-8")
     (problem,) = sluice.verify(tmp_path / "text").problems  # it may have been a checkpoint once
-    assert problem.problem == "this is no checkpoint that sluice knows"
+    assert problem.problem == "this is text, not a checkpoint"
     sluice.save(plain_tensors(), tmp_path / "f.pt")
     with pytest.raises(sluice.CheckpointError, match=r"m\.json: the file does not exist"):
         sluice.verify(tmp_path / "f.pt", manifest=tmp_path / "m.json")
