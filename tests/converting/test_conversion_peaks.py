@@ -69,7 +69,7 @@ def test_a_large_file_takes_no_more_than_the_buffers(tmp_path: Path, large: Path
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("out.pt", 20_000),
+        ("out.pt", 10_000),
         pytest.param("out.pt", 100_000, marks=pytest.mark.long),
         pytest.param("out.safetensors", 100_000, marks=pytest.mark.long),
     ],

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ import torch
 import sluice
 from leaks import Holdings, open_files
 from sluice._threads import Worker, join_threads, start_threads
+from waiting import PATIENCE_SECONDS, wait_until
 
 COUNT, WIDTH = 3, 300_000
 
@@ -161,29 +163,40 @@ def _interrupted(file: Path, verb: str, seconds: float) -> str:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_interrupt_while_threads_are_joined_waits_for_them(count: int) -> None:
-    release = threading.Event()
+    release, handled = threading.Event(), threading.Event()
     threads: list[Worker] = []
     caller = threading.main_thread().ident
     assert caller is not None
 
     def work() -> None:
-        release.wait(10)
+        release.wait(PATIENCE_SECONDS)
+
+    def interrupt(_: int, __: object) -> None:
+        handled.set()
+        raise KeyboardInterrupt
+
+    def interrupt_and_release() -> None:
+        joining = Worker.finish.__code__
+        wait_until(lambda: sys._current_frames()[caller].f_code is joining, "the threads are being joined")
+        # A real signal: _thread.interrupt_main() does not wake a thread that waits for a lock.
+        signal.pthread_kill(caller, signal.SIGINT)
+        handled.wait(PATIENCE_SECONDS)
+        release.set()
 
     start_threads(threads, count, work, "test")
     kept = list(threads)
-    # A real signal: _thread.interrupt_main() does not wake a thread that waits for a lock.
-    timers = [
-        threading.Timer(0.05, signal.pthread_kill, (caller, signal.SIGINT)),
-        threading.Timer(0.15, release.set),
-    ]
-    for timer in timers:
-        timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        join_threads(threads)
+    other = threading.Thread(target=interrupt_and_release)
+    before = signal.signal(signal.SIGINT, interrupt)  # a background job of a shell ignores it
+    try:
+        other.start()
+        with pytest.raises(KeyboardInterrupt):
+            join_threads(threads)
+    finally:
+        other.join()
+        signal.signal(signal.SIGINT, before)
+    assert handled.is_set()
     assert release.is_set()
     assert not any(thread.is_alive() for thread in kept)
-    for timer in timers:
-        timer.join()
 
 
 def test_a_thread_that_an_interrupt_kept_from_starting_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

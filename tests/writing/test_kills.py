@@ -27,8 +27,8 @@ DIRECTORIES = ("huggingface", "sharded", "per-parameter")
 @pytest.mark.parametrize(
     ("kills", "modes"),
     [
-        pytest.param(50, FILES, id="50-files"),
-        pytest.param(50, DIRECTORIES, id="50-directories"),
+        pytest.param(20, FILES, id="20-files"),
+        pytest.param(20, DIRECTORIES, id="20-directories"),
         *(pytest.param(1000, (mode,), marks=pytest.mark.long, id=f"1000-{mode}") for mode in FILES + DIRECTORIES),
     ],
 )
