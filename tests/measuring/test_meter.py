@@ -126,7 +126,7 @@ def test_the_report_is_plain_data_rows_a_table_and_a_picture() -> None:
     report = memory.report
     assert json.loads(json.dumps(report.to_json()))["marks"][0]["name"] == "done"
     rows = list(report.timeline.rows())
-    assert len(rows) == len(report.timeline) > 3
+    assert len(rows) == len(report.timeline) >= 2  # the helper looks when it starts and when it is stopped
     assert {"seconds", "anon_bytes", "file_bytes", "shmem_bytes", "peak_bytes", "pss_bytes"} <= rows[0].keys()
     assert report.pss_bytes is not None
     assert [row[0] for row in report.lines()][:2] == ["host, total", "  anonymous"]
