@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -24,6 +23,7 @@ import sluice
 from sluice.benchmark import _machine
 from sluice.benchmark._cache import make_cold
 from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark._results import write_document
 from sluice.benchmark._table import console_for_tables
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
 
@@ -136,11 +136,8 @@ def main(size: str, names: tuple[str, ...], runs: int, directory: Path | None, o
     lines = table(cases, seconds)
     command = " ".join(["python -m bench.convert", f"--size {size}", f"--runs {runs}", *(f"--case {n}" for n in names)])
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
-    out.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([f"`{command}`", "", *(f"- {key}: {value}" for key, value in machine.items()), "", *lines, ""])
-    (out / "convert.md").write_text(text, encoding="utf-8")
-    record = {"command": command, "machine": machine, "source_bytes": nbytes, "seconds": seconds}
-    (out / "convert.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    document = {"command": command, "machine": machine, "source_bytes": nbytes, "seconds": seconds}
+    write_document(out, "convert", document, [*lines, ""])
     console.print(f"written: {out}/convert.md, {out}/convert.json; goal: {_GOAL}", highlight=False, soft_wrap=True)
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,13 +21,14 @@ from typing import Any
 import click
 import safetensors.torch
 import torch
-from rich.console import Console
 
 import sluice
 from sluice._measure import PeakMeter
 from sluice.benchmark import _machine
 from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark.gpt2 import SIZES, build
+from sluice.benchmark._results import write_document
+from sluice.benchmark._table import console_for_tables
+from sluice.benchmark.gpt2 import SIZES, random_state_dict
 
 __all__ = ["METHODS", "main"]
 
@@ -81,37 +83,56 @@ def _torch_bf16(state: _State, path: Path) -> None:
     _synced(path)
 
 
-#: What is compared: the function and the suffix that it writes.
-METHODS: dict[str, tuple[Callable[[_State, Path], None], str]] = {
-    "raw write": (_raw, ".raw"),
-    "torch.save": (_torch, ".pth"),
-    "sluice.save .pth": (_sluice, ".pth"),
-    "safetensors.save_file": (_safetensors, ".safetensors"),
-    "sluice.save .safetensors": (_sluice, ".safetensors"),
-    "torch.save of .to(bf16)": (_torch_bf16, ".pth"),
-    "sluice.save .pth, dtype=bf16": (_sluice_bf16, ".pth"),
+def _safetensors_contiguous(state: _State, path: Path) -> None:
+    _safetensors({name: tensor.contiguous() for name, tensor in state.items()}, path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way to save."""
+
+    #: Saves a state dict, until it is on the disk.
+    save: Callable[[_State, Path], None]
+    #: Ending of the file.
+    suffix: str
+    #: Whether the weights in memory are transposed.
+    transposed: bool = False
+
+
+#: What is compared, by its name in the table.
+METHODS = {
+    "raw write": Method(save=_raw, suffix=".raw"),
+    "torch.save": Method(save=_torch, suffix=".pth"),
+    "sluice.save .pth": Method(save=_sluice, suffix=".pth"),
+    "safetensors.save_file": Method(save=_safetensors, suffix=".safetensors"),
+    "sluice.save .safetensors": Method(save=_sluice, suffix=".safetensors"),
+    "torch.save of .to(bf16)": Method(save=_torch_bf16, suffix=".pth"),
+    "sluice.save .pth, dtype=bf16": Method(save=_sluice_bf16, suffix=".pth"),
+    "transposed: safetensors.save_file of .contiguous()": Method(
+        save=_safetensors_contiguous, suffix=".safetensors", transposed=True
+    ),
+    "transposed: sluice.save .safetensors": Method(save=_sluice, suffix=".safetensors", transposed=True),
 }
 
 
-def _child(method: str, size: str, path: Path) -> None:
+def _child(method: Method, size: str, path: Path) -> None:
     """Save once and print the seconds and the peak."""
-    save, suffix = METHODS[method]
-    with torch.no_grad():
-        state = {
-            name: tensor.normal_() for name, tensor in build(size).state_dict().items() if tensor.is_floating_point()
-        }
-    save({"warm": torch.ones(3)}, path.with_name(f"warm{suffix}"))  # imports, and what is made on first use
-    path.with_name(f"warm{suffix}").unlink()
+    state: _State = dict(random_state_dict(size, torch.float32))
+    if method.transposed:
+        state = {name: tensor.mT if tensor.dim() > 1 else tensor for name, tensor in state.items()}
+    small = path.with_name(f"small{method.suffix}")
+    method.save({"w": torch.ones(3)}, small)  # imports, and what is made on first use
+    small.unlink()
     os.sync()
     with PeakMeter() as meter:
         started = time.perf_counter()
-        save(state, path)
+        method.save(state, path)
         seconds = time.perf_counter() - started
     print(json.dumps({"seconds": seconds, "peak": meter.peaks.total_bytes, "nbytes": path.stat().st_size}))
 
 
 def _run(method: str, size: str, folder: Path) -> dict[str, Any]:
-    path = folder / f"model{METHODS[method][1]}"
+    path = folder / f"model{METHODS[method].suffix}"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "bench.save", "--child", method, "--size", size, "--directory", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -147,9 +168,9 @@ def main(size: str, methods: tuple[str, ...], runs: int, directory: Path | None,
     """Compare saves: seconds until the file is on the disk, and peak memory; each in a fresh process, interleaved."""
     if child is not None:
         assert directory is not None
-        _child(child, size, directory / f"model{METHODS[child][1]}")
+        _child(METHODS[child], size, directory / f"model{METHODS[child].suffix}")
         return
-    console = Console()
+    console = console_for_tables()
     chosen = methods or tuple(METHODS)
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -160,17 +181,13 @@ def main(size: str, methods: tuple[str, ...], runs: int, directory: Path | None,
             for method in chosen:
                 done[method].append(_run(method, size, folder))
                 console.print(f"{method}: {done[method][-1]['seconds']:.2f} s", highlight=False)
-    lines = [
-        f"`python -m bench.save --size {size} --runs {runs}`",
-        "",
-        *(f"- {name}: {value}" for name, value in machine.items()),
-        "",
-        *_table(done),
-    ]
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "save.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
-    (out / "save.json").write_text(json.dumps({"machine": machine, "runs": done}, indent=2) + "\n", encoding="utf-8")
-    console.print("\n".join(lines), highlight=False, markup=False)
+    lines = _table(done)
+    command = " ".join(
+        ["python -m bench.save", f"--size {size}", f"--runs {runs}", *(f"--method {m!r}" for m in methods)]
+    )
+    write_document(out, "save", {"command": command, "machine": machine, "runs": done}, [*lines, ""])
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    console.print(f"written: {out}/save.md, {out}/save.json", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

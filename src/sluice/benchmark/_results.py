@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from sluice.benchmark._records import Outcome, Run, Scenario, Trace
 from sluice.benchmark._summary import summarise
 from sluice.benchmark._table import cells_of, headings_of, notes_of
 
-__all__ = ["as_document", "typical_runs", "write_results"]
+__all__ = ["as_document", "typical_runs", "write_document", "write_results"]
 
 
 def as_document(
@@ -65,14 +65,25 @@ def write_results(
         scenarios: What was run.
         runs: What came of it.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     document = as_document(machine=machine, command=command, scenarios=scenarios, runs=runs)
-    (directory / f"{name}.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
-    lines = [f"Made by `{command}`.", "", *(f"- {key}: {value}" for key, value in machine.items()), ""]
-    for scenario in scenarios:
-        lines += [*_markdown(scenario, runs), ""]
-    (directory / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
+    write_document(directory, name, document, [line for each in scenarios for line in (*_markdown(each, runs), "")])
     return document
+
+
+def write_document(directory: Path, name: str, document: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Write ``NAME.json``, and ``NAME.md`` with the command and the machine above the tables.
+
+    Args:
+        directory: Where to write; it is made.
+        name: Stem of the two files.
+        document: Plain values; among them ``command`` and ``machine``, as for ``as_document``.
+        lines: The tables as Markdown.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+    machine = (f"- {key}: {value}" for key, value in document["machine"].items())
+    text = "\n".join([f"Made by `{document['command']}`.", "", *machine, "", *lines])
+    (directory / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def _scenario(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:

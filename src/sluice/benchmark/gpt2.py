@@ -234,10 +234,14 @@ def make_checkpoint(
         dtype: Dtype of every tensor in the file.
         format: What to write.
     """
+    write_checkpoint(random_state_dict(size, dtype), path, format)
+
+
+def random_state_dict(size: str, dtype: torch.dtype) -> OrderedDict[str, torch.Tensor]:
+    """Return the state dict that ``make_checkpoint`` writes."""
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in build(size).state_dict().items()}
     # Filling runs outside Python's lock, one tensor to a thread.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = pool.map(lambda name: random_weight(name, shapes[name]).to(dtype), shapes)
-        state_dict = OrderedDict(zip(shapes, weights, strict=True))
-    write_checkpoint(state_dict, path, format)
+        return OrderedDict(zip(shapes, weights, strict=True))
