@@ -499,7 +499,8 @@ assert report.ok, report
 
 @pytest.mark.parametrize("kind", ["f.pt", "f.safetensors"])
 def test_memory_stays_below_the_gate_whatever_the_size_of_a_tensor(tmp_path: Path, kind: str) -> None:
-    state = {"large": torch.ones(48 << 20), "transposed": torch.ones(4096, 2048).t(), "small": torch.ones(9)}  # 224 MiB
+    state = {"large": torch.ones(28 << 20), "transposed": torch.ones(4096, 2048).t(), "small": torch.ones(9)}  # 269 MiB
+    state |= {f"held {number}": torch.ones(1024, 1000).t() for number in range(32)}
     sluice.save(state, tmp_path / kind)
     sluice.save({"w": torch.ones(9, 9).t()}, tmp_path / f"warm.{kind}")
     arguments = [sys.executable, "-c", CODE, str(tmp_path / kind), str(tmp_path / f"warm.{kind}")]

@@ -16,6 +16,7 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import span_elements
 from sluice._host_copies import Source, copy_in_pieces
+from sluice._hostmemory import HostMemory
 from sluice._manifest import Hasher
 from sluice._numbers import NonFiniteCounter
 from sluice._records import Entry, Part, Quantized
@@ -184,7 +185,9 @@ class Gathering:
         self._turn = turn
         self._done = done
         self._begins: dict[Span, int] = {}
-        self._held = bytearray()
+        # Mappings of their own, because what the heap is given back it often keeps.
+        self._held: HostMemory | None = None
+        self._come = 0
         #: Bytes that it takes.
         self.nbytes = 0
         pieces = [piece for component in components for piece in component.pieces if piece.numel]
@@ -196,13 +199,16 @@ class Gathering:
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes."""
-        if not self._held and len(data) == self.nbytes:
+        if not self._come and len(data) == self.nbytes:
             self._finish(data)
             return
-        self._held += data
-        if len(self._held) == self.nbytes:
-            held, self._held = self._held, bytearray()
-            self._finish(memoryview(held))
+        if self._held is None:
+            self._held = HostMemory(self.nbytes, huge_pages=False)
+        self._held.view()[self._come : self._come + len(data)] = data
+        self._come += len(data)
+        if self._come == self.nbytes:
+            self._finish(self._held.view()[: self.nbytes])
+            self._held = None
 
     def _finish(self, data: memoryview) -> None:
         with _ARRANGING:
@@ -213,7 +219,10 @@ class Gathering:
         item = ITEM_BYTES[entry.dtype]
         computed = any(piece.math_bits for piece in entry.pieces)
         dtype = torch_dtype(entry.dtype) if computed else BITS[item]
-        out = torch.empty(entry.shape, dtype=dtype)
+        if not entry.numel:
+            return torch.empty(entry.shape, dtype=dtype)
+        memory = HostMemory(entry.numel * item, huge_pages=False)
+        out = torch.frombuffer(memory.mapping, dtype=dtype, count=entry.numel, offset=memory.start).view(entry.shape)
         for part in entry.parts or (Part(entry=entry, start=(0,) * len(entry.shape)),):
             piece = part.entry
             if not piece.numel:
