@@ -56,9 +56,9 @@ def _choose(counts: dict[tuple[State, ...], int] = _COUNTS, **changes: Any) -> C
         ({"disk_bytes": 3 << 30}, "small", 2),
         ({"device_bytes": 5 << 30}, "medium", 2),
         ({"seconds_per_byte": 5e-10}, "large", 2),
-        ({"seconds_per_byte": 8e-10}, "large", 1),  # one state of the largest rather than two of the next
-        ({"seconds_per_byte": 1.5e-9}, "medium", 1),
-        ({"seconds_per_process": 4.0, "seconds_per_byte": 1.5e-9}, "small", 1),
+        ({"seconds_per_byte": 1.5e-9}, "large", 1),  # one state of the largest rather than two of the next
+        ({"seconds_per_byte": 3e-9}, "medium", 1),
+        ({"seconds_per_process": 4.0, "seconds_per_byte": 3e-9}, "small", 1),
         ({"seconds_per_process": 40.0}, "small", 1),  # it takes too long, and is all there is
         ({"memory_bytes": 0, "seconds_per_byte": 9e-9}, "small", 1),
         ({"memory_bytes": 0}, "small", 2),
@@ -70,8 +70,8 @@ def test_the_size_is_the_largest_that_everything_allows(changes: dict[str, Any],
 
 
 def test_more_runs_leave_time_for_less() -> None:
-    assert _choose({("cold",): 14}, seconds_per_byte=8e-10).size == "large"
-    assert _choose({("cold",): 38}, seconds_per_byte=8e-10).size == "small"
+    assert _choose({("cold",): 14}, seconds_per_byte=1.5e-9).size == "large"
+    assert _choose({("cold",): 38}, seconds_per_byte=1.5e-9).size == "small"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_more_runs_leave_time_for_less() -> None:
     [
         ({}, "it is the largest there is"),
         ({"memory_bytes": 8 << 30}, "there is too little memory or disk for GPT-2 large"),
-        ({"seconds_per_process": 4.0, "seconds_per_byte": 1.5e-9}, "GPT-2 medium would take about 152 s"),
+        ({"seconds_per_process": 4.0, "seconds_per_byte": 3e-9}, "GPT-2 medium would take about 157 s"),
     ],
 )
 def test_the_choice_says_why_nothing_larger(changes: dict[str, Any], reason: str) -> None:
