@@ -36,8 +36,9 @@ class Limits:
     #: Opcodes of one pickle, each of which builds at most one object; a tensor takes about 30.
     nodes: int = 16_000_000
     #: Values that stand at several places, because their containers do. Each further place counts, and once more for
-    #: each 64 characters of its dotted name. A kilobyte can describe 2**40 places; a million take 0.25 s.
-    repeats: int = 1_000_000
+    #: each 64 characters of its dotted name. A kilobyte can describe 2**40 places; listing so many takes about 64 MiB.
+    #: An optimizer whose groups share their ``betas`` has three for each group.
+    repeats: int = 250_000
     #: Bytes of one header: a safetensors header, data.pkl or a zip central directory. safetensors stops at 100 MB too.
     header_bytes: int = 100_000_000
     #: Bytes of one tensor or record name.

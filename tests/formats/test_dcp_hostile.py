@@ -229,6 +229,16 @@ def test_a_file_that_is_cut_short_or_missing(tmp_path: Path) -> None:
     assert "missing files (1):\n    '__1_0.distcp'" in error.problem
 
 
+@pytest.mark.parametrize("name", [".metadata", FILE])
+def test_a_pointer_in_the_place_of_a_file(tmp_path: Path, name: str) -> None:
+    one(tmp_path)
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    error = refusal(tmp_path)
+    assert isinstance(error, IncompleteCheckpointError)
+    assert error.file == str(tmp_path / name)
+    assert "git lfs pull" in str(error)
+
+
 def test_all_missing_files_are_listed(tmp_path: Path) -> None:
     write(tmp_path / "d", {"a": rows(torch.ones(40, 3), 40, files=40)})
     for file in (tmp_path / "d").glob("*.distcp"):

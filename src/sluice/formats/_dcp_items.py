@@ -21,6 +21,7 @@ from sluice._errors import CheckpointError, FormatError, UnsafeContentError, Uns
 from sluice._options import Limits
 from sluice._records import Entry, Index, Opaque, UnsupportedValue
 from sluice.formats._coalesced import read_ranges
+from sluice.formats._foreign import recognise_placeholder
 from sluice.formats._protocol import Checksum
 from sluice.formats._safetensors import Safetensors
 from sluice.formats._torch_zip import TorchZip
@@ -86,10 +87,15 @@ def check_items(source: Source, items: Sequence[Item]) -> None:
 
     Raises:
         UnsupportedError: The file was written as safetensors.
+        IncompleteCheckpointError: It stands for a file that was never downloaded.
         FormatError: An item reaches past the end of the file or into the next.
     """
     size = source.identity.nbytes
-    if Safetensors().matches(source.read_at(0, min(_START_BYTES, size))):
+    start = source.read_at(0, min(_START_BYTES, size))
+    placeholder = recognise_placeholder(start, source.path)
+    if placeholder is not None:
+        raise placeholder
+    if Safetensors().matches(start):
         problem = "the data of this distributed checkpoint is written as safetensors, which sluice does not read"
         raise UnsupportedError(problem, file=source.path)
     end = 0

@@ -34,6 +34,7 @@ from sluice._options import Limits
 from sluice._records import TorchSize, TorchText, UnsupportedValue
 from sluice.formats._dcp_cover import cut_dimensions, first_miscount
 from sluice.formats._dcp_objects import BYTES, MEMORY_FORMAT, MetadataObjects, Record
+from sluice.formats._foreign import recognise_placeholder
 from sluice.formats._pickle import Unpickler
 from sluice.formats._shard_index import is_plain_path
 from sluice.formats._torch_values import DTYPE_PREFIX
@@ -43,6 +44,9 @@ __all__ = ["Chunk", "Contents", "Place", "TensorItem", "read_metadata"]
 
 #: ``dtype, layout, requires_grad, memory format, pin_memory``
 _PROPERTIES = 5
+
+#: Bytes that tell what stands in the place of the metadata.
+_HEAD_BYTES = 4096
 
 _TRANSFORMED = "an item that was transformed when it was written (compressed, say)"
 
@@ -111,6 +115,7 @@ def read_metadata(source: Source, limits: Limits) -> Contents:
     """Return what ``.metadata`` describes, checked against itself.
 
     Raises:
+        IncompleteCheckpointError: It stands for a file that was never downloaded.
         UnsafeContentError: It names a global beyond those that torch writes.
         PathEscapeError: It names a file outside its directory.
         UnsupportedError: An item is stored in a way that sluice does not read.
@@ -130,7 +135,11 @@ def _unpickle(source: Source, limits: Limits) -> object:
         raise LimitError(
             "the metadata passes the limit 'header_bytes'", file=source.path, expected=expected, found=nbytes
         )
-    unpickler = Unpickler(source.read_at(0, nbytes), MetadataObjects(limits, nbytes), limits=limits, file=source.path)
+    data = source.read_at(0, nbytes)
+    placeholder = recognise_placeholder(data[:_HEAD_BYTES], source.path)
+    if placeholder is not None:
+        raise placeholder
+    unpickler = Unpickler(data, MetadataObjects(limits, nbytes), limits=limits, file=source.path)
     root = unpickler.load()
     for leaf in unpickler.opaque.values():
         raise UnsafeContentError(
