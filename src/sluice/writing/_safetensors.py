@@ -74,7 +74,7 @@ def lay_out_safetensors(tensors: Mapping[str, TensorOutline], metadata: Mapping[
         if tensor.dtype not in _NAMES:
             raise SaveError("safetensors has no such dtype", tensor=name, found=tensor.dtype)
         end = at + tensor.nbytes
-        shape = ",".join(map(str, tensor.shape))
+        shape = ",".join(map(str, _counted(name, tensor)))
         parts.append(
             f'{_JSON.encode(name)}:{{"dtype":"{_NAMES[tensor.dtype]}","shape":[{shape}],"data_offsets":[{at},{end}]}}'
         )
@@ -89,6 +89,15 @@ def lay_out_safetensors(tensors: Mapping[str, TensorOutline], metadata: Mapping[
         tensors=tuple((name, kind, start + len(front)) for name, kind, start in starts),
         nbytes=len(front) + at,
     )
+
+
+def _counted(name: str, tensor: TensorOutline) -> tuple[int, ...]:
+    """Return the shape as the header counts it: values, of which torch packs two in an element of this dtype."""
+    if tensor.dtype != "float4_e2m1fn_x2":
+        return tensor.shape
+    if not tensor.shape:
+        raise SaveError("safetensors has no place for two values without a dimension", tensor=name, found=tensor.dtype)
+    return (*tensor.shape[:-1], 2 * tensor.shape[-1])
 
 
 def _encode(parts: Sequence[str]) -> bytes:
