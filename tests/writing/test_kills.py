@@ -1,8 +1,9 @@
-"""SIGKILL at any moment of a save leaves the old file or the new one, and nothing that the next save does not clean."""
+"""SIGKILL at any moment of a save or a conversion leaves the old checkpoint or the new one, and nothing that stays."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,27 +23,58 @@ def place() -> Iterator[Path]:
 
 FILES = ("torch", "safetensors")
 DIRECTORIES = ("huggingface", "sharded", "per-parameter")
+EVERY = FILES + DIRECTORIES
 
 
-@pytest.mark.parametrize(
-    ("kills", "modes"),
-    [
-        pytest.param(20, FILES, id="20-files"),
-        pytest.param(20, DIRECTORIES, id="20-directories"),
-        *(pytest.param(1000, (mode,), marks=pytest.mark.long, id=f"1000-{mode}") for mode in FILES + DIRECTORIES),
-    ],
-)
-@pytest.mark.parametrize("start", ["over", "new"])
-def test_a_killed_save_leaves_the_old_model_or_the_new_one(
-    place: Path, start: str, kills: int, modes: tuple[str, ...]
-) -> None:
+def run(verb: str, start: str, kills: str, place: Path, modes: tuple[str, ...]) -> list[int]:
+    """Return how many were killed in each mode."""
     script = Path(__file__).with_name("kill_loop.py")
     done = subprocess.run(
-        [sys.executable, str(script), start, str(kills), str(place), *modes],
+        [sys.executable, str(script), verb, start, kills, str(place), *modes],
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parent.parent), *sys.path])},
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"{kills} kills") == len(modes)
     print(done.stdout)
+    return [int(count) for count in re.findall(r": (\d+) kills", done.stdout)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "kills", "modes"),
+    [
+        pytest.param("save", 20, FILES, id="save-20-files"),
+        pytest.param("save", 20, DIRECTORIES, id="save-20-directories"),
+        *(
+            pytest.param(verb, 1000, (mode,), marks=pytest.mark.long, id=f"{verb}-1000-{mode}")
+            for verb in ("save", "convert")
+            for mode in EVERY
+        ),
+    ],
+)
+@pytest.mark.parametrize("start", ["over", "new"])
+def test_a_kill_at_a_random_moment(place: Path, start: str, verb: str, kills: int, modes: tuple[str, ...]) -> None:
+    assert run(verb, start, str(kills), place, modes) == [kills] * len(modes)
+
+
+@pytest.mark.parametrize(("start", "kills", "modes"), [("over", 25, FILES), ("new", 17, DIRECTORIES)])
+def test_a_kill_at_a_random_moment_of_a_conversion(place: Path, start: str, kills: int, modes: tuple[str, ...]) -> None:
+    assert sum(run("convert", start, str(kills), place, modes)) >= 50
+
+
+@pytest.mark.parametrize(
+    ("verb", "start", "modes"),
+    [
+        ("save", "over", (*FILES, "sharded")),
+        ("save", "new", ("huggingface", "per-parameter")),
+        pytest.param("save", "over", ("huggingface", "per-parameter"), marks=pytest.mark.long),
+        pytest.param("save", "new", (*FILES, "sharded"), marks=pytest.mark.long),
+        pytest.param("convert", "over", EVERY, marks=pytest.mark.long),
+        pytest.param("convert", "new", EVERY, marks=pytest.mark.long),
+    ],
+)
+def test_a_kill_before_every_call(place: Path, verb: str, start: str, modes: tuple[str, ...]) -> None:
+    killed = run(verb, start, "every", place, modes)
+    assert len(killed) == len(modes)
+    assert min(killed) >= 9

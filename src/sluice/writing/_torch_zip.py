@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sluice._dtypes import ITEM_BYTES
+from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
 from sluice.writing._ahead import writing_ahead
 from sluice.writing._chunks import Staging, row_major_bytes
@@ -155,7 +155,7 @@ def lay_out_torch_zip(obj: object, dtype: str | None) -> SavedObject:
     spans = collect_spans(dense)
     kept = _quantized_parts(surveyed.tensors)
     finished = [finished_dtype(span.tensor, None if key in kept else dtype) for key, span in spans.items()]
-    pickled = pickle_object(obj, surveyed, _descriptions(surveyed.tensors, dense, spans, finished))
+    pickled = pickle_object(obj, surveyed, _descriptions(surveyed.tensors, dense, spans, finished, dtype))
     storages = tuple(zip(spans.values(), finished, strict=True))
     sizes = [(span.end - span.start) * ITEM_BYTES[name] for span, name in storages]
     return SavedObject(made=TorchZip(pickled, sizes), storages=storages, tensors=len(surveyed.tensors))
@@ -186,11 +186,20 @@ def _quantized_parts(tensors: Sequence[torch.Tensor]) -> set[Hashable]:
     return {storage_key(part) for parts in quantized for part in parts}
 
 
+def _check_gradients(tensor: torch.Tensor, dtype: str | None) -> None:
+    """Refuse to write a tensor with gradients in a dtype that has none: torch would not load it."""
+    own = dtype_name(tensor.dtype)
+    why = why_no_cast(own, finished_dtype(tensor, dtype), requires_grad=tensor.requires_grad)
+    if why:
+        raise SaveError(why)
+
+
 def _descriptions(
     tensors: Iterable[torch.Tensor],
     dense: Iterable[torch.Tensor],
     spans: Mapping[Hashable, Span],
     finished: Sequence[str],
+    dtype: str | None,
 ) -> Iterator[Described]:
     """Yield what the pickle says of each tensor; ``dense`` are their parts, one after the other."""
     numbers = {key: number for number, key in enumerate(spans)}
@@ -210,6 +219,7 @@ def _descriptions(
         )
 
     for tensor in tensors:
+        _check_gradients(tensor, dtype)
         parts = [geometry(part) for part in islice(waiting, count_parts(tensor))]
         yield Described(
             made_of=made_of(tensor, parts),
