@@ -105,6 +105,8 @@ for k in (1, 2, 4):
             assert on_meta == {not live}, on_meta
             assert not live or "live tensors began to change" in error.__notes__[0]
             print(type(error).__name__)
+        else:
+            print(f"loaded: k = {k}, {live = }, {calls = }")
 """
 
 
@@ -113,4 +115,4 @@ for k in (1, 2, 4):
 def test_signals_reach_the_caller_with_every_thread_joined(number: int, name: str, file: Path) -> None:
     command = [sys.executable, "-c", _SIGNALLED, str(file), str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == [name] * 6, done.stderr
+    assert done.stdout.splitlines() == [name] * 6, done.stderr

@@ -44,8 +44,8 @@ def run(verb: str, start: str, kills: str, place: Path, modes: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("verb", "kills", "modes"),
     [
-        pytest.param("save", 20, FILES, id="save-20-files"),
-        pytest.param("save", 20, DIRECTORIES, id="save-20-directories"),
+        pytest.param("save", 25, FILES, id="save-25-files"),
+        pytest.param("save", 25, DIRECTORIES, id="save-25-directories"),
         *(
             pytest.param(verb, 1000, (mode,), marks=pytest.mark.long, id=f"{verb}-1000-{mode}")
             for verb in ("save", "convert")
