@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sluice import _facts
+from sluice import _facts, _residency
 from sluice._cgroups import cgroup_headroom
 from sluice._facts import file_facts, host_headroom, machine_facts
+from sluice._residency import probe_cache
+from sluice.benchmark._cache import make_cold
 from sluice.sources._local import LocalFile
 from sluice.testing import MemorySource
 
@@ -114,6 +116,7 @@ def test_probes_ask_one_byte_each_and_give_up_where_the_kernel_does_not_tell(
             raise answer
         return answer
 
+    monkeypatch.setattr(_residency, "_cached_bytes", lambda *_: 0)
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
     monkeypatch.setattr(_facts, "_filesystem", lambda _: "ext4")
@@ -121,7 +124,34 @@ def test_probes_ask_one_byte_each_and_give_up_where_the_kernel_does_not_tell(
     monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
     monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
     assert file_facts(file).cached == expected
-    assert asked == [(i * 102_400, 1, 8) for i in range(len(asked))]
+    assert [(offset // 102_400, *rest) for offset, *rest in asked] == [(i, 1, 8) for i in range(len(asked))]
+
+
+@pytest.mark.parametrize("counts_pages", [True, False])
+def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts_pages: bool
+) -> None:
+    path, step = tmp_path / "f", 2 * MIB
+    path.write_bytes(bytes(16 * MIB))
+    if not make_cold(path):
+        pytest.skip("this file system keeps all files in memory")
+    if not counts_pages:
+        monkeypatch.setattr(_residency, "_cached_bytes", lambda *_: 0)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        if counts_pages and not _residency._counts_pages(descriptor):
+            pytest.skip("this kernel does not count cached pages")
+        probes = [probe_cache(descriptor, range(0, 16 * MIB, step)) for _ in range(4)]
+        # Read-ahead differs between systems: of 32 answers, a few places may have been hit twice.
+        assert sum(map(sum, probes)) <= (0 if counts_pages else 8), probes
+        for offset in range(0, 16 * MIB, step):
+            os.pread(descriptor, 4096, offset)
+        assert not counts_pages or not any(probe_cache(descriptor, range(0, 16 * MIB, step)))
+        assert len(os.pread(descriptor, 16 * MIB, 0)) == 16 * MIB
+        assert all(probe_cache(descriptor, range(0, 16 * MIB, step)))
+    finally:
+        os.close(descriptor)
 
 
 def test_network_file_systems_are_read_buffered(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,13 @@
 """What a plan needs to know of the machine, asked once before planning and frozen.
 
-Nothing here changes what it looks at: the page cache is probed with one byte at a time and never waits for the disk
-(``RWF_NOWAIT``), file systems and control groups are read from ``/proc`` and ``/sys``. Where a platform does not
-answer, the fact says so and the planner takes the careful way.
+Nothing here waits for the disk: the page cache is asked what it holds, file systems and control groups are read from
+``/proc`` and ``/sys``. Where a platform does not answer, the fact says so and the planner takes the careful way.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from sluice._cgroups import cgroup_headroom
 from sluice._errors import ReadError
 from sluice._geometry import round_up
 from sluice._records import DeviceFacts, FileFacts, MachineFacts
+from sluice._residency import probe_cache
 from sluice._threads import address_space_room
 from sluice.sources import DirectIOUnavailable, MappableSource, Source
 from sluice.sources._local import LocalFile
@@ -127,19 +127,6 @@ def _opens_direct(source: LocalFile) -> bool:
         return False
 
 
-def _probe_cache(source: LocalFile, offsets: Iterable[int]) -> tuple[bool, ...]:
-    """Return for each offset whether its page is cached; empty where the kernel does not tell."""
-    nowait = getattr(os, "RWF_NOWAIT", None)
-    if nowait is None:
-        return ()
-    found = []
-    one = bytearray(1)
+def _probe_cache(source: LocalFile, offsets: range) -> tuple[bool, ...]:
     with source.lend() as descriptor:
-        for offset in offsets:
-            try:
-                found.append(os.preadv(descriptor, [one], offset, nowait) == 1)
-            except BlockingIOError:
-                found.append(False)
-            except OSError:  # unsupported here; a disk that fails says so again when the plan reads
-                return ()
-    return tuple(found)
+        return probe_cache(descriptor, offsets)

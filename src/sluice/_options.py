@@ -129,6 +129,9 @@ HEADER_PIECE_BYTES = 16 << 10
 #: Distance of page-cache probes: one for each read.
 PROBE_STEP_BYTES = READ_BYTES
 
+#: Bytes that a probe looks at, where the kernel counts cached pages.
+PROBE_BYTES = 256 << 10
+
 #: Probes of one file at most; larger files are probed at larger steps.
 PROBES_PER_FILE = 4096
 

@@ -17,7 +17,7 @@ class FileFacts:
     direct_io: bool
     #: Bytes between two page-cache probes.
     probe_step_bytes: int
-    #: One flag for each probe: whether the page at ``i * probe_step_bytes`` was cached; empty when that cannot be told.
+    #: A flag for each probe: whether the file was cached about ``i * probe_step_bytes``; empty when nobody tells.
     cached: tuple[bool, ...] = ()
 
 
