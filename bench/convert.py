@@ -23,7 +23,7 @@ import sluice
 from sluice.benchmark import _machine
 from sluice.benchmark._cache import make_cold
 from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._results import write_document
+from sluice.benchmark._results import show_document
 from sluice.benchmark._table import console_for_tables
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
 
@@ -135,10 +135,8 @@ def main(size: str, names: tuple[str, ...], runs: int, directory: Path | None, o
         seconds = measure(cases, sources, runs, console)
     lines = table(cases, seconds)
     command = " ".join(["python -m bench.convert", f"--size {size}", f"--runs {runs}", *(f"--case {n}" for n in names)])
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
     document = {"command": command, "machine": machine, "source_bytes": nbytes, "seconds": seconds}
-    write_document(out, "convert", document, [*lines, ""])
-    console.print(f"written: {out}/convert.md, {out}/convert.json; goal: {_GOAL}", highlight=False, soft_wrap=True)
+    show_document(console, out, "convert", document, lines, f"; goal: {_GOAL}")
 
 
 if __name__ == "__main__":

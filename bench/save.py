@@ -26,7 +26,7 @@ import sluice
 from sluice._measure import PeakMeter
 from sluice.benchmark import _machine
 from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._results import write_document
+from sluice.benchmark._results import show_document
 from sluice.benchmark._table import console_for_tables
 from sluice.benchmark.gpt2 import SIZES, random_state_dict
 
@@ -185,9 +185,7 @@ def main(size: str, methods: tuple[str, ...], runs: int, directory: Path | None,
     command = " ".join(
         ["python -m bench.save", f"--size {size}", f"--runs {runs}", *(f"--method {m!r}" for m in methods)]
     )
-    write_document(out, "save", {"command": command, "machine": machine, "runs": done}, [*lines, ""])
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"written: {out}/save.md, {out}/save.json", highlight=False, soft_wrap=True)
+    show_document(console, out, "save", {"command": command, "machine": machine, "runs": done}, lines)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from sluice.benchmark import _machine
 from sluice.benchmark._cache import make_cold, make_warm
 from sluice.benchmark._folder import temporary_folder
 from sluice.benchmark._raw import read_file
-from sluice.benchmark._results import write_document
+from sluice.benchmark._results import show_document
 from sluice.benchmark._table import console_for_tables
 from sluice.benchmark._writing import CheckpointFormat
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
@@ -151,9 +151,7 @@ def main(size: str, runs: int, directory: Path | None, out: Path, child: str | N
     command = " ".join(
         ["python -m bench.verify", f"--size {size}", f"--runs {runs}", *(f"--state {s}" for s in states)]
     )
-    write_document(out, "verify", {"command": command, "machine": machine, "seconds": seconds}, [*lines, ""])
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"written: {out}/verify.md, {out}/verify.json", highlight=False, soft_wrap=True)
+    show_document(console, out, "verify", {"command": command, "machine": machine, "seconds": seconds}, lines)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from sluice._dtypes import ITEM_BYTES
 
-__all__ = ["NonFiniteCounter", "has_non_finite"]
+__all__ = ["NonFiniteCounter", "WholeItems", "has_non_finite"]
 
 #: Elements looked at together: their copies stay in a processor's cache.
 _BLOCK_ELEMENTS = 1 << 17
@@ -45,6 +46,32 @@ def has_non_finite(dtype: str) -> bool:
     return _PARTS.get(dtype, dtype) in _BITS
 
 
+class WholeItems:
+    """Cuts bytes that come in pieces of any length at the ends of items; the start of an item waits for the rest."""
+
+    def __init__(self, item_bytes: int) -> None:
+        """Begin with nothing.
+
+        Args:
+            item_bytes: Bytes of one item.
+        """
+        self._item = item_bytes
+        self._rest = b""
+
+    def take(self, data: memoryview) -> Iterator[memoryview]:
+        """Take the next bytes, and yield what is whole now, in order."""
+        if self._rest:
+            missing = self._item - len(self._rest)
+            self._rest += bytes(data[:missing])
+            data = data[missing:]
+            if len(self._rest) < self._item:
+                return
+            yield memoryview(self._rest)
+        whole = len(data) // self._item * self._item
+        self._rest = bytes(data[whole:])
+        yield data[:whole]
+
+
 class NonFiniteCounter:
     """Counts the elements that are NaN, or infinite; of a complex one either part decides, and it can be both."""
 
@@ -56,24 +83,15 @@ class NonFiniteCounter:
         """
         self.nan = 0
         self.inf = 0
-        self._item = ITEM_BYTES[dtype]
         self._parts = 2 if dtype in _PARTS else 1
         self._bits = _BITS[_PARTS.get(dtype, dtype)]
-        self._unsigned = np.dtype(f"<u{self._item // self._parts}")
-        self._rest = b""
+        self._unsigned = np.dtype(f"<u{ITEM_BYTES[dtype] // self._parts}")
+        self._items = WholeItems(ITEM_BYTES[dtype])
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes, which may begin and end inside an element."""
-        if self._rest:
-            missing = self._item - len(self._rest)
-            self._rest += bytes(data[:missing])
-            data = data[missing:]
-            if len(self._rest) < self._item:
-                return
-            self._count(memoryview(self._rest))
-        whole = len(data) // self._item * self._item
-        self._rest = bytes(data[whole:])
-        self._count(data[:whole])
+        for whole in self._items.take(data):
+            self._count(whole)
 
     def _count(self, data: memoryview) -> None:
         numbers = np.frombuffer(data, dtype=self._unsigned)

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from sluice.benchmark._records import Outcome, Run, Scenario, Trace
 from sluice.benchmark._summary import summarise
 from sluice.benchmark._table import cells_of, headings_of, notes_of
 
-__all__ = ["as_document", "typical_runs", "write_document", "write_results"]
+__all__ = ["as_document", "show_document", "typical_runs", "write_document", "write_results"]
 
 
 def as_document(
@@ -84,6 +86,25 @@ def write_document(directory: Path, name: str, document: Mapping[str, Any], line
     machine = (f"- {key}: {value}" for key, value in document["machine"].items())
     text = "\n".join([f"Made by `{document['command']}`.", "", *machine, "", *lines])
     (directory / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def show_document(
+    console: Console, directory: Path, name: str, document: Mapping[str, Any], table: Sequence[str], remark: str = ""
+) -> None:
+    """Write a document of one table as ``write_document`` does, print the table, and say where it is.
+
+    Args:
+        console: Where to print.
+        directory: Where to write; it is made.
+        name: Stem of the two files.
+        document: As for ``write_document``.
+        table: Its lines, in Markdown.
+        remark: Said behind the names of the files.
+    """
+    write_document(directory, name, document, [*table, ""])
+    console.print("\n".join(table), highlight=False, markup=False, soft_wrap=True)
+    written = f"written: {directory}/{name}.md, {directory}/{name}.json{remark}"
+    console.print(written, highlight=False, soft_wrap=True)
 
 
 def _scenario(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:

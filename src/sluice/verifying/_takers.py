@@ -18,7 +18,7 @@ from sluice._geometry import span_elements
 from sluice._host_copies import Source, copy_in_pieces
 from sluice._hostmemory import HostMemory
 from sluice._manifest import Hasher
-from sluice._numbers import NonFiniteCounter
+from sluice._numbers import NonFiniteCounter, WholeItems
 from sluice._records import Entry, Part, Quantized
 from sluice._targets import BITS
 from sluice.formats._protocol import Checksum
@@ -143,23 +143,15 @@ class Turned:
         """
         self._taker = taker
         self._item = item_bytes
-        self._rest = b""
+        self._items = WholeItems(item_bytes)
 
     def update(self, data: memoryview) -> None:
         """Take the next bytes, which may begin and end inside a number."""
-        if self._rest:
-            missing = self._item - len(self._rest)
-            self._rest += bytes(data[:missing])
-            data = data[missing:]
-            if len(self._rest) < self._item:
-                return
-            self._taker.update(memoryview(self._rest[::-1]))
-        whole = len(data) // self._item * self._item
-        self._rest = bytes(data[whole:])
         step = options.MOVED_BYTES // self._item * self._item
-        for first in range(0, whole, step):
-            turned = np.frombuffer(data[first : min(first + step, whole)], dtype=f"u{self._item}").byteswap()
-            self._taker.update(memoryview(turned.view(np.uint8).data))
+        for whole in self._items.take(data):
+            for first in range(0, len(whole), step):
+                turned = np.frombuffer(whole[first : first + step], dtype=f"u{self._item}").byteswap()
+                self._taker.update(memoryview(turned.view(np.uint8).data))
 
 
 class Gathering:
