@@ -108,7 +108,7 @@ def main(
         every = [_scenario(name, size, methods, folder) for name in cases or CASES]
         scenarios = [scenario for scenario in every if scenario.checkpoints]
         _make_checkpoints(console, scenarios)
-        done = run_with_progress(console, scenarios, repetitions=runs)
+        done = run_with_progress(console, scenarios, repetitions=runs, settle_seconds=_machine.settling_seconds())
     print_tables(console, scenarios, done)
     selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods)]
     command = " ".join(["python -m bench.load", f"--size {size}", f"--runs {runs}", *selection])

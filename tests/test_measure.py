@@ -4,6 +4,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def test_growth_is_counted_from_the_start_of_the_block() -> None:
         pass
     assert meter.peaks.total_bytes < 8 * MIB
     assert kept
+
+
+def test_the_end_of_a_block_does_not_wait_for_the_next_sample() -> None:
+    with PeakMeter(interval_seconds=threading.TIMEOUT_MAX) as meter:
+        pass
+    assert meter.peaks.total_bytes >= 0
 
 
 def test_another_process_can_be_read_until_it_ends() -> None:

@@ -178,6 +178,8 @@ def restore_extra_state(module: nn.Module, values: Mapping[str, object]) -> None
         module: The module that was loaded.
         values: The extra state, by its name in the state dict.
     """
+    if not values:
+        return
     for path, part in module.named_modules(remove_duplicate=False):
         for name in extra_state_names(f"{path}." if path else "", part):
             if name in values:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +86,8 @@ class PeakMeter:
 
     def __init__(self, interval_seconds: float = options.SAMPLE_SECONDS) -> None:
         self._interval = interval_seconds
-        self._stopped = False
+        #: Held during the block: a sampler that waits for it wakes at once when the block ends.
+        self._stop = threading.Lock()
         self._samplers: list[Worker] = []
         self._base = self._highest = read_memory()
         self._exact = False
@@ -96,18 +97,19 @@ class PeakMeter:
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             self._exact = True
         self._base = self._highest = read_memory()
+        self._stop.acquire()
         # With no thread to be had, the two ends and VmHWM still count.
         try:
             start_threads(self._samplers, spare_threads(1), self._sample, "sluice-sampler")
         except BaseException:  # an interrupt: nobody would end the block
-            self._stopped = True
+            self._stop.release()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stopped = True
+        self._stop.release()
         join_threads(self._samplers)
         self._take()
 
@@ -123,8 +125,7 @@ class PeakMeter:
         )
 
     def _sample(self) -> None:
-        while not self._stopped:
-            time.sleep(self._interval)
+        while not self._stop.acquire(timeout=self._interval):
             self._take()
 
     def _take(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sluice.benchmark import _runner
+from sluice.benchmark import _machine, _runner
 from sluice.benchmark._records import Job, Outcome, Run, Scenario, State, Status, Verdict
 from sluice.benchmark._results import write_results
 from sluice.benchmark._runner import run_with_progress, seconds_left
@@ -77,9 +77,27 @@ def test_methods_take_turns_and_the_cache_is_prepared_before_each(log: list[str]
     runs = _all_runs(_scenario("cold", "warm"), repetitions=2)
     first = ["naive made cold", "naive naive verify", "sluice made cold", "sluice sluice verify"]
     first += ["naive made warm", "naive naive verify", "sluice made warm", "sluice sluice verify"]
-    again = [line.removesuffix(" verify") for line in first]
+    again = ["sluice made cold", "sluice sluice", "naive made cold", "naive naive"]  # begins with the other method
+    again += ["sluice made warm", "sluice sluice", "naive made warm", "naive naive"]
     assert log == ["reference  verify", *first, *again]
     assert [run.repetition for run in runs] == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_memory_settles_once_the_cache_is_prepared(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: log.append(f"waited {seconds:g}"))
+    run_with_progress(Console(file=io.StringIO()), [_scenario("cold")], repetitions=1, settle_seconds=3)
+    naive = ["naive made cold", "waited 3", "naive naive verify"]
+    assert log == ["reference  verify", *naive, "sluice made cold", "waited 3", "sluice sluice verify"]
+
+
+@pytest.mark.parametrize(("balloons", "seconds"), [(("bind", "virtio0"), 3.0), (("bind",), 0.0), (None, 0.0)])
+def test_only_a_machine_with_a_balloon_waits(
+    balloons: tuple[str, ...] | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_machine, "_BALLOONS", tmp_path / "virtio_balloon")
+    for name in balloons or ():
+        (tmp_path / "virtio_balloon" / name).mkdir(parents=True)
+    assert _machine.settling_seconds() == seconds
 
 
 def test_loads_in_a_row_follow_one_another(log: list[str]) -> None:

@@ -61,9 +61,9 @@ def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
     except ImportError as error:
         say("absent", reason=f"{error}; pip install {method.package}" if method.package else str(error))
         return
-    _claim_memory(2 * _size_on_disk(job.checkpoint))
     make_context(job.device, job.device_limit_bytes)
     gc.collect()
+    _claim_memory(2 * _size_on_disk(job.checkpoint))  # last, because it does not help for long
     say("ready", peak_was_reset=_reset_peak())
     answers.readline()
     timed = method.start(job)
@@ -97,7 +97,8 @@ def _claim_memory(nbytes: int) -> None:
     """Touch this much memory and free it again.
 
     The host of a virtual machine takes back what its guest has freed, and the next touch of such a page takes ten times
-    as long. Without this, a method would pay for the memory that the one before it did not use.
+    as long. Without this, a method would pay for the memory that the one before it did not use. It helps for two
+    seconds: then the kernel gives back what is still free.
     """
     room = free_memory_bytes() * 3 // 4  # under a limit on memory there is less than the machine has
     if not nbytes or not room:

@@ -16,7 +16,14 @@ import torch
 from sluice._facts import host_headroom, machine_facts
 from sluice._units import format_bytes
 
-__all__ = ["describe", "device", "free_memory_bytes"]
+__all__ = ["describe", "device", "free_memory_bytes", "settling_seconds"]
+
+#: Linux gives freed memory back to the host two seconds after it was freed (``PAGE_REPORTING_DELAY`` in
+#: mm/page_reporting.c), and takes a part of a second for it.
+_SETTLING_SECONDS = 3.0
+
+#: A virtual machine with a balloon has an entry for it here; only through one is memory given back.
+_BALLOONS = Path("/sys/bus/virtio/drivers/virtio_balloon")
 
 
 def device() -> str:
@@ -27,6 +34,11 @@ def device() -> str:
 def free_memory_bytes() -> int:
     """Return the host memory that can be had: what is free, or what the control group leaves when that is less."""
     return host_headroom(machine_facts(()))[0]
+
+
+def settling_seconds() -> float:
+    """Return how long to wait after memory was freed until the kernel leaves it alone; 0 where it gives none back."""
+    return _SETTLING_SECONDS if any(_BALLOONS.glob("virtio*")) else 0.0
 
 
 def describe(directory: Path, packages: Iterable[str]) -> dict[str, str]:

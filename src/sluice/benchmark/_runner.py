@@ -32,11 +32,17 @@ class _Step:
     repetition: int = 0
 
 
-def _order(scenario: Scenario) -> list[tuple[str, State]]:
-    """Return what one repetition runs; loads in a row belong together, other states are worked off one by one."""
+def _order(scenario: Scenario, repetition: int) -> list[tuple[str, State]]:
+    """Return what one repetition runs; loads in a row belong together, other states are worked off one by one.
+
+    Each repetition begins with another method: what a method leaves behind should not always meet the same one.
+    """
+    methods = list(scenario.checkpoints)
+    begin = repetition % len(methods) if methods else 0
+    methods = methods[begin:] + methods[:begin]
     if "first" in scenario.states:
-        return [(method, state) for method in scenario.checkpoints for state in scenario.states]
-    return [(method, state) for state in scenario.states for method in scenario.checkpoints]
+        return [(method, state) for method in methods for state in scenario.states]
+    return [(method, state) for state in scenario.states for method in methods]
 
 
 def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> list[_Step]:
@@ -46,7 +52,7 @@ def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> list[_Step]:
         _Step(scenario=scenario, method=method, state=state, repetition=repetition)
         for repetition in range(repetitions)
         for scenario in scenarios
-        for method, state in _order(scenario)
+        for method, state in _order(scenario, repetition)
     ]
 
 
@@ -61,7 +67,7 @@ def seconds_left(took: Mapping[str, float], ahead: Sequence[str]) -> float:
     return sum(took.get(method, usual) for method in ahead)
 
 
-def _run(step: _Step, *, timeout_seconds: float) -> Run:
+def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> Run:
     scenario, method, state = step.scenario, step.method, step.state
     if method == scenario.reference:
         # Under no limit: it is no contestant, and without it nobody knows who is right.
@@ -73,6 +79,7 @@ def _run(step: _Step, *, timeout_seconds: float) -> Run:
     else:
         # The digests take longer than a load, and a method that is right once is right the next time.
         job = _job(scenario, method, scenario.checkpoints[method], verify=step.repetition == 0)
+        time.sleep(settle_seconds)
         outcome = run_job(job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes)
     return Run(scenario=scenario.title, method=method, state=state, repetition=step.repetition, outcome=outcome)
 
@@ -97,8 +104,21 @@ def run_with_progress(
     *,
     repetitions: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    settle_seconds: float = 0.0,
 ) -> list[Run]:
-    """Run everything behind a progress line; where there is no terminal, print a line for each run instead."""
+    """Run everything behind a progress line; where there is no terminal, print a line for each run instead.
+
+    Args:
+        console: Where the progress goes.
+        scenarios: What to run.
+        repetitions: How often.
+        timeout_seconds: When to stop one load.
+        settle_seconds: How long to wait before each load, after the process before it has ended and the page cache is
+            as it should be; see ``settling_seconds``.
+
+    Returns:
+        Every run, in order.
+    """
     schedule = _schedule(scenarios, repetitions)
     bar = Progress(
         SpinnerColumn(),
@@ -119,7 +139,7 @@ def run_with_progress(
         for number, step in enumerate(schedule, start=1):
             bar.update(task, description=f"[bold]{step.method}[/] {step.scenario.dtype} {step.state}")
             begin = time.perf_counter()
-            runs.append(_run(step, timeout_seconds=timeout_seconds))
+            runs.append(_run(step, timeout_seconds=timeout_seconds, settle_seconds=settle_seconds))
             took[step.method] = time.perf_counter() - begin
             left = f"about {seconds_left(took, [ahead.method for ahead in schedule[number:]]):.0f} s left"
             last = _one_line(runs[-1])
