@@ -88,6 +88,25 @@ def test_staging_is_divided_into_two_buffers_for_each_reader(staging: int, buffe
     assert made.copiers == min(2, count - 1)
 
 
+@pytest.mark.parametrize(
+    ("small", "dtype", "readers"),
+    [
+        (0, "float32", 8),  # reads of 8 MiB
+        (16, "float32", 11),  # as many bytes in half as many reads again
+        (200, "float32", 16),
+        (200, "bfloat16", 8),  # staged: more readers would only take the buffers
+    ],
+)
+def test_short_reads_get_more_readers(small: int, dtype: str, readers: int) -> None:
+    """The same bytes are asked for at once, whether or not small tensors lie between large ones."""
+    large = [big(f"w{i}", storage=i, mib=8, dtype=dtype) for i in range(32)]
+    between = [request(f"b{i}", entry((1024,), storage=32 + i), dtype=dtype) for i in range(small)]
+    storages = [(i * 16 * MIB, 8 * MIB) for i in range(32)] + [(i * MIB + 512 * MIB, 4096) for i in range(small)]
+    made = plan(large + between, storages, facts(cached=False, cores=2))
+    assert made.readers == readers
+    assert made.staging_buffers <= 16
+
+
 def test_readers_that_never_wait_for_a_disk_copy_by_themselves() -> None:
     made = plan([big(mib=256, dtype="bfloat16")], [(0, 256 * MIB)], facts(cached=True, cores=2))
     assert (made.readers, made.copiers, made.staging_buffers) == (2, 0, 2)

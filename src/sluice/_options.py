@@ -91,6 +91,10 @@ DIRECT_FILE_BYTES = 64 << 20
 #: Threads for reads that wait for a disk: a queue depth of 8 saturated NVMe and virtual disks; networks want as many.
 WAITING_READERS = 8
 
+#: The most of them, where reads are short: what counts is how many bytes are asked for at once. A small tensor between
+#: large ones waits behind their reads as long as one of them, and its reader with it.
+MOST_WAITING_READERS = 16
+
 #: Alignment that direct reads need in file and memory. Python cannot ask for the device's own; 4096 covers all in use.
 BLOCK_BYTES = 4096
 
@@ -185,7 +189,7 @@ THREAD_ADDRESS_BYTES = 72 << 20
 #: Virtual memory that a load needs beside weights, staging and threads, under RLIMIT_AS.
 RESERVED_ADDRESS_BYTES = 64 << 20
 
-#: Descriptors kept open at once, over all checkpoints of the process: eight times what the readers use. Opening one
+#: Descriptors kept open at once, over all checkpoints of the process: four times what the readers use. Opening one
 #: again costs microseconds on a local disk; the usual limit of a process is 1,024.
 OPEN_FILES = 64
 

@@ -66,7 +66,7 @@ def plan_load(
     # While one buffer is filled, another one is emptied by a copier or still being sent to an accelerator; a reader
     # that copies by itself needs one, and so does the caller's thread where there is no reader.
     waiting = readers > facts.cores
-    useful = staged if on_devices else readers * 2 if waiting else max(1, readers)
+    useful = staged if on_devices else 2 * min(readers, options.WAITING_READERS) if waiting else max(1, readers)
     buffers = min(max(1, staging_bytes // buffer_bytes), staged, useful)
     predicted = _predict(targets, blocks, arenas, buffers * buffer_bytes)
     return LoadPlan(
@@ -144,8 +144,17 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
     """Return the number of threads: those that wait for a disk sleep, those that copy cached pages need a core each."""
     total = sum(read.nbytes for read in reads)
     waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
-    wanted = options.WAITING_READERS if 2 * waiting > total else facts.cores
+    wanted = _waiting_readers(reads, total) if 2 * waiting > total else facts.cores
     return max(1, min(wanted, len(reads)))
+
+
+def _waiting_readers(reads: Sequence[Read], total_bytes: int) -> int:
+    """Return how many threads ask a disk for as much at once as ``WAITING_READERS`` full reads."""
+    staged_bytes = sum(read.nbytes for read in reads if read.into is None)
+    if 2 * staged_bytes > total_bytes:
+        return options.WAITING_READERS  # more of them would take the buffers that are being emptied
+    at_once = options.WAITING_READERS * options.READ_BYTES * len(reads) // total_bytes
+    return min(max(options.WAITING_READERS, at_once), options.MOST_WAITING_READERS)
 
 
 def copier_count(readers: int, buffers: int, threads: int, facts: MachineFacts) -> int:
@@ -159,7 +168,7 @@ def most_threads(facts: MachineFacts, needed_bytes: int) -> int:
     None may fit: a single reader whose stack and arena were mapped first would take the place of the last weights.
     """
     if facts.address_space_bytes is None:
-        return options.WAITING_READERS + max(facts.cores, options.WRITERS)  # the most that is ever wanted
+        return options.MOST_WAITING_READERS + max(facts.cores, options.WRITERS)  # the most that is ever wanted
     return max(0, facts.address_space_bytes - needed_bytes) // options.THREAD_ADDRESS_BYTES
 
 

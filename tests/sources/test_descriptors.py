@@ -18,7 +18,7 @@ import pytest
 from leaks import open_files
 from sluice._errors import ReadError, SourceChangedError
 from sluice.sources import _descriptors, _local
-from sluice.sources._descriptors import Descriptor, DescriptorCache
+from sluice.sources._descriptors import Descriptor, DescriptorCache, Lease
 from sluice.sources._local import LocalFile
 
 
@@ -48,10 +48,17 @@ def are_open(files: Sequence[Path]) -> list[bool]:
     return [str(path) in targets for path in files]
 
 
+def take(cache: DescriptorCache, path: Path, open_file: Callable[[list[int]], None] | None = None) -> Lease:
+    lease = Lease()
+    cache.take((path, False), open_file or opening(path), lease)
+    return lease
+
+
 def use(cache: DescriptorCache, path: Path) -> Descriptor:
-    descriptor = cache.take((path, False), opening(path))
-    cache.give_back(descriptor)
-    return descriptor
+    lease = take(cache, path)
+    cache.give_back(lease)
+    assert lease.descriptor is not None
+    return lease.descriptor
 
 
 def refuse(_: list[int] | None = None) -> None:
@@ -66,11 +73,11 @@ def test_the_least_recently_used_is_closed_first(cache: DescriptorCache, files: 
 
 
 def test_what_is_lent_is_never_closed(cache: DescriptorCache, files: list[Path]) -> None:
-    lent = [cache.take((path, False), opening(path)) for path in files[:5]]
+    lent = [take(cache, path) for path in files[:5]]
     use(cache, files[6])
     assert all(are_open(files[:5]))
-    for descriptor in lent:
-        cache.give_back(descriptor)
+    for lease in lent:
+        cache.give_back(lease)
     use(cache, files[7])
     assert are_open(files[:8]) == [False, False, False, False, True, False, True, True]
 
@@ -79,8 +86,8 @@ def test_what_is_dropped_while_it_is_lent_closes_when_the_last_reader_is_done(
     cache: DescriptorCache, files: list[Path]
 ) -> None:
     key = (files[0], False)
-    one, two = (cache.take(key, opening(files[0])) for _ in range(2))
-    assert one is two
+    one, two = (take(cache, files[0]) for _ in range(2))
+    assert one.descriptor is two.descriptor
     cache.drop(key)
     cache.give_back(one)
     assert are_open(files[:1]) == [True]
@@ -115,7 +122,7 @@ def test_none_left_gives_up_half_of_the_cache_for_good(files: list[Path]) -> Non
     def open_at_the_third_try(opened: list[int]) -> None:
         next(answers)(opened)
 
-    cache.give_back(cache.take((files[8], False), open_at_the_third_try))
+    cache.give_back(take(cache, files[8], open_at_the_third_try))
     assert sum(are_open(files)) == 2  # two refusals: 8 to 4 to 2
     for path in files:
         use(cache, path)
@@ -125,7 +132,7 @@ def test_none_left_gives_up_half_of_the_cache_for_good(files: list[Path]) -> Non
 
 
 def test_none_left_waits_for_a_reader_to_finish(cache: DescriptorCache, files: list[Path]) -> None:
-    lent = cache.take((files[0], False), opening(files[0]))
+    lent = take(cache, files[0])
     refused = threading.Event()
 
     def open_when_the_other_is_closed(opened: list[int]) -> None:
@@ -135,7 +142,7 @@ def test_none_left_waits_for_a_reader_to_finish(cache: DescriptorCache, files: l
         opened.append(os.open(files[1], os.O_RDONLY))
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(cache.take, (files[1], False), open_when_the_other_is_closed)
+        waiting = pool.submit(take, cache, files[1], open_when_the_other_is_closed)
         assert refused.wait(10)
         cache.give_back(lent)
         cache.give_back(waiting.result(10))
@@ -146,11 +153,11 @@ def test_none_left_is_an_error_when_nothing_can_be_closed(
     cache: DescriptorCache, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-        cache.take((files[0], False), refuse)
+        take(cache, files[0], refuse)
     monkeypatch.setattr(_descriptors, "_PATIENCE_SECONDS", 0.01)
-    lent = cache.take((files[0], False), opening(files[0]))
+    lent = take(cache, files[0])
     with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-        cache.take((files[1], False), refuse)
+        take(cache, files[1], refuse)
     cache.give_back(lent)
 
 
@@ -172,8 +179,8 @@ def test_two_threads_that_open_one_file_share_its_descriptor(cache: DescriptorCa
         numbers.extend(opened)
 
     with ThreadPoolExecutor(2) as pool:
-        one, two = pool.map(lambda _: cache.take((files[0], False), open_at_once), range(2))
-    assert one is two
+        one, two = pool.map(lambda _: take(cache, files[0], open_at_once), range(2))
+    assert one.descriptor is two.descriptor
     assert len(numbers) == 2
     assert open_files()[str(files[0])] == 1
     cache.give_back(one)
@@ -248,13 +255,50 @@ def test_an_interrupt_right_after_the_opening_leaves_nothing_open(cache: Descrip
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cache.take((files[0], False), interrupted)
+        take(cache, files[0], interrupted)
+    assert are_open(files[:1]) == [False]
+
+
+class InterruptedLock:
+    """A lock at one of whose releases an interrupt arrives."""
+
+    def __init__(self, at: int) -> None:
+        self._lock = threading.Lock()
+        self.acquire, self.release, self.locked = self._lock.acquire, self._lock.release, self._lock.locked
+        self.releases_left = at
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self.releases_left -= 1
+        if self.releases_left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("at", [1, 2])
+def test_an_interrupt_when_the_lock_is_released_leaves_nothing_open(
+    at: int, cached: bool, files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = DescriptorCache(3)
+    monkeypatch.setattr(_local, "DESCRIPTORS", cache)
+    with closing(LocalFile(files[0])) as source:
+        if cached:
+            source.read_at(0, 1)
+        lock = InterruptedLock(at)
+        monkeypatch.setattr(cache, "_lock", lock)
+        monkeypatch.setattr(cache, "_returned", threading.Condition(lock))  # type: ignore[arg-type]
+        with pytest.raises(KeyboardInterrupt):
+            source.read_at(0, 1)
+        assert lock.releases_left <= 0
     assert are_open(files[:1]) == [False]
 
 
 def test_descriptors_that_others_hold_do_not_shrink_an_empty_cache(cache: DescriptorCache, files: list[Path]) -> None:
     with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-        cache.take((files[0], False), refuse)
+        take(cache, files[0], refuse)
     for path in files[:3]:
         use(cache, path)
     assert are_open(files[:3]) == [True] * 3

@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]  # the one name for both
 
-__all__ = ["DESCRIPTORS", "Descriptor", "DescriptorCache"]
+__all__ = ["DESCRIPTORS", "Descriptor", "DescriptorCache", "Lease"]
 
 #: A mark of the file, which compares by identity, and whether it was opened for direct I/O. Not the file itself: what
 #: the cache keeps alive would never be closed by its finalizer.
@@ -41,15 +41,29 @@ _PATIENCE_SECONDS = 60.0
 class Descriptor:
     """One open descriptor; belongs to the cache."""
 
-    __slots__ = ("dropped", "number", "users")
+    __slots__ = ("dropped", "leases", "number")
 
     def __init__(self, number: int) -> None:
         #: What the operating system knows it by.
         self.number = number
-        #: Readers that hold it now.
-        self.users = 0
+        #: Those who read from it now.
+        self.leases: set[Lease] = set()
         #: Whether its owner closed it while it was being read from.
         self.dropped = False
+
+
+class Lease:
+    """One reader's right to a descriptor.
+
+    It is made before the descriptor is taken: an interrupt between any two steps of the taking leaves the reader with
+    something to give back.
+    """
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self) -> None:
+        #: What is lent; None until it was found or opened.
+        self.descriptor: Descriptor | None = None
 
 
 class DescriptorCache:
@@ -63,11 +77,12 @@ class DescriptorCache:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget_readers)
 
-    def take(self, key: Key, open_file: Callable[[list[int]], None]) -> Descriptor:
+    def take(self, key: Key, open_file: Callable[[list[int]], None], lease: Lease) -> Descriptor:
         """Return the descriptor of ``key``, opened if need be; it stays open until ``give_back``.
 
         Args:
             key: What it belongs to.
+            lease: To be given back, whatever this raises.
             open_file: Opens it and adds the descriptor to the list. Called without the lock, as a network disk can
                 take its time. What is in the list is closed whatever is raised.
 
@@ -80,12 +95,11 @@ class DescriptorCache:
                 found = self._open.get(key)
                 if found is not None:
                     self._open.move_to_end(key)
-                    found.users += 1
-                    return found
+                    return _lend(found, lease)
             opened: list[int] = []
             try:
                 open_file(opened)
-                return self._keep(key, opened)
+                return self._keep(key, opened, lease)
             except OSError as error:
                 if error.errno not in _NONE_LEFT or not self._make_room():
                     raise
@@ -93,11 +107,14 @@ class DescriptorCache:
                 for number in opened:
                     os.close(number)
 
-    def give_back(self, descriptor: Descriptor) -> None:
-        """Say that one reader has finished with a descriptor."""
+    def give_back(self, lease: Lease) -> None:
+        """Say that one reader has finished with what it took, or tried to take."""
         with self._lock:
-            descriptor.users -= 1
-            if descriptor.users:
+            descriptor = lease.descriptor
+            if descriptor is None or lease not in descriptor.leases:
+                return
+            descriptor.leases.remove(lease)
+            if descriptor.leases:
                 return
             if descriptor.dropped:
                 os.close(descriptor.number)
@@ -128,19 +145,19 @@ class DescriptorCache:
         if found is None:
             return
         found.dropped = True
-        if not found.users:
+        if not found.leases:
             os.close(found.number)
 
     def _drop_forsaken(self) -> None:
         while self._forsaken:
             self._drop(self._forsaken.popleft())
 
-    def _keep(self, key: Key, opened: list[int]) -> Descriptor:
+    def _keep(self, key: Key, opened: list[int], lease: Lease) -> Descriptor:
         with self._lock:
             found = self._open.get(key)
             if found is None:  # otherwise another thread was faster
                 found = self._open[key] = Descriptor(opened.pop())
-            found.users += 1
+            _lend(found, lease)
             self._close_idle(self._bound())
         return found
 
@@ -152,7 +169,7 @@ class DescriptorCache:
 
     def _close_idle(self, most: int) -> None:
         """Close descriptors that nobody reads from, the least recently used first, until ``most`` are open."""
-        idle = [key for key, descriptor in self._open.items() if not descriptor.users]
+        idle = [key for key, descriptor in self._open.items() if not descriptor.leases]
         for key in idle[: max(0, len(self._open) - most)]:
             os.close(self._open.pop(key).number)
 
@@ -172,7 +189,13 @@ class DescriptorCache:
         """After a fork: the other threads do not exist here, neither do their reads nor the lock they may hold."""
         self._new_lock()
         for descriptor in self._open.values():
-            descriptor.users = 0
+            descriptor.leases.clear()
+
+
+def _lend(descriptor: Descriptor, lease: Lease) -> Descriptor:
+    lease.descriptor = descriptor  # first: a lease that is counted must know what it is for
+    descriptor.leases.add(lease)
+    return descriptor
 
 
 #: The one cache of the process: its limit on open files is one, too.

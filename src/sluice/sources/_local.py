@@ -28,7 +28,7 @@ from sluice._errors import (
 from sluice._options import BLOCK_BYTES
 from sluice._records import FileIdentity
 from sluice.sources import DirectIOUnavailable
-from sluice.sources._descriptors import DESCRIPTORS
+from sluice.sources._descriptors import DESCRIPTORS, Lease
 from sluice.sources._mapping import map_privately
 
 __all__ = ["LocalFile"]
@@ -160,14 +160,15 @@ class LocalFile:
             ReadError: The file cannot be opened.
             SourceChangedError: The path now names another file.
         """
+        lease = Lease()
         try:
-            descriptor = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct))
-        except OSError as error:
-            raise ReadError(f"the file cannot be opened: {error.strerror}", file=self._path) from error
-        try:
+            try:
+                descriptor = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct), lease)
+            except OSError as error:
+                raise ReadError(f"the file cannot be opened: {error.strerror}", file=self._path) from error
             yield descriptor.number
         finally:
-            DESCRIPTORS.give_back(descriptor)
+            DESCRIPTORS.give_back(lease)
 
     def _open(self, opened: list[int], *, direct: bool) -> None:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
