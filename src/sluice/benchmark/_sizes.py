@@ -26,8 +26,8 @@ _CHOICE = SIZES[1:]
 _BUDGET_SECONDS = 120.0
 
 #: How often a process together with its preparation handles the bytes of the checkpoint, about. Measured over the
-#: tutorial's methods in two precisions: from 0.8 to 2.3, the more the busier the machine. With 1.0, 108 s were foretold for
-#: what took 100 s on a quiet one.
+#: tutorial's methods in two precisions: from 0.8 to 2.3, the more the busier the machine. With 1.0 a quiet one took
+#: 104 s where 108 s were foretold.
 _HANDLINGS_PER_PROCESS = 1.0
 
 #: The same for making the two checkpoints.
