@@ -38,7 +38,7 @@ def _order(scenario: Scenario, repetition: int) -> list[tuple[str, State]]:
     Each repetition begins with another method: what a method leaves behind should not always meet the same one.
     """
     methods = list(scenario.checkpoints)
-    begin = repetition % len(methods) if methods else 0
+    begin = repetition % max(1, len(methods))
     methods = methods[begin:] + methods[:begin]
     if "first" in scenario.states:
         return [(method, state) for method in methods for state in scenario.states]
