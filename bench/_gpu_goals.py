@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sluice._units import format_bytes
-from sluice.benchmark._records import State
-from sluice.benchmark._summary import Row
+from sluice.benchmark.records import State
+from sluice.benchmark.summary import Row
 
 __all__ = ["Figures", "Goal", "judge"]
 

@@ -17,7 +17,7 @@ from bench._gpu_goals import Goal
 from bench._puzzle import Puzzle
 from bench.timeline import Trace
 from sluice._units import format_bytes
-from sluice.benchmark._records import Run
+from sluice.benchmark.records import Run
 
 __all__ = ["Section", "append", "device_section", "goals_section", "limits_section", "print_sections", "puzzle_section"]
 

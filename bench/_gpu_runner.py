@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from sluice.benchmark._cache import make_cold, make_warm
-from sluice.benchmark._methods import absence
-from sluice.benchmark._process import run_job
-from sluice.benchmark._records import Job, Outcome, Precision, Run, Scenario, State
-from sluice.benchmark._runner import REFERENCE
+from sluice.benchmark.cache import make_cold, make_warm
+from sluice.benchmark.methods import absence
+from sluice.benchmark.process import run_job
+from sluice.benchmark.records import Job, Outcome, Precision, Run, Scenario, State
+from sluice.benchmark.runner import REFERENCE
 
 __all__ = ["run_within"]
 

@@ -155,7 +155,7 @@ def load(path: str, puzzle: Puzzle, device: str) -> dict[str, Any]:
         Seconds, peaks in bytes, the number of wrong matrices, and whether the model computes.
     """
     import sluice
-    from sluice._measure import PeakMeter
+    from sluice.machine.peaks import PeakMeter
 
     if device == "cuda":
         torch.ones(1, device=device).to(torch.bfloat16)  # the context, which is not the load's

@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import track
 
 import sluice
-from sluice.benchmark import _machine
-from sluice.benchmark._cache import make_cold
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._results import show_document
-from sluice.benchmark._table import console_for_tables
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.cache import make_cold
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
+from sluice.benchmark.results import show_document
+from sluice.benchmark.table import console_for_tables
 
 __all__ = ["CASES", "main"]
 

@@ -33,16 +33,16 @@ from bench._gpu_runner import run_within
 from bench._puzzle import Puzzle
 from bench.timeline import Trace, Watcher, draw
 from sluice._units import format_bytes
-from sluice.benchmark import _machine
-from sluice.benchmark._cache import make_cold
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._records import Outcome, Precision, Run, Scenario, State
-from sluice.benchmark._results import write_results
-from sluice.benchmark._runner import REFERENCE
-from sluice.benchmark._strategies import STRATEGIES
-from sluice.benchmark._summary import raw_seconds, summarise
-from sluice.benchmark._table import console_for_tables, print_tables
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.cache import make_cold
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
+from sluice.benchmark.records import Outcome, Precision, Run, Scenario, State
+from sluice.benchmark.results import write_results
+from sluice.benchmark.runner import REFERENCE
+from sluice.benchmark.strategies import STRATEGIES
+from sluice.benchmark.summary import raw_seconds, summarise
+from sluice.benchmark.table import console_for_tables, print_tables
 
 __all__ = ["main", "scenarios_for"]
 

@@ -19,8 +19,8 @@ import torch
 from rich.table import Table
 from safetensors.torch import save_file
 
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._table import console_for_tables
+from sluice.benchmark.folder import temporary_folder
+from sluice.benchmark.table import console_for_tables
 
 __all__ = ["main"]
 

@@ -11,16 +11,16 @@ import click
 import torch
 from rich.console import Console
 
-from sluice.benchmark import _machine
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._peers import PEERS
-from sluice.benchmark._records import Precision, Scenario, State
-from sluice.benchmark._results import write_results
-from sluice.benchmark._runner import run_with_progress
-from sluice.benchmark._summary import summarise
-from sluice.benchmark._table import console_for_tables, print_tables
-from sluice.benchmark._writing import CheckpointFormat
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import ONE_TENSOR, SIZES, final_bytes, make_checkpoint
+from sluice.benchmark.peers import PEERS
+from sluice.benchmark.records import Precision, Scenario, State
+from sluice.benchmark.results import write_results
+from sluice.benchmark.runner import run_with_progress
+from sluice.benchmark.summary import summarise
+from sluice.benchmark.table import console_for_tables, print_tables
+from sluice.benchmark.writing import CheckpointFormat
 
 __all__ = ["CASES", "main"]
 

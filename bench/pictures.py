@@ -13,13 +13,14 @@ import click
 import torch
 
 import sluice
-from sluice.benchmark import _cache, _machine
-from sluice.benchmark._child import make_context, touch
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._methods import METHODS
-from sluice.benchmark._records import Job, Precision
-from sluice.benchmark._strategies import STRATEGIES
+from sluice.benchmark import cache as _cache
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.child import make_context, touch
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
+from sluice.benchmark.methods import METHODS
+from sluice.benchmark.records import Job, Precision
+from sluice.benchmark.strategies import STRATEGIES
 
 __all__ = ["draw", "measure_method"]
 

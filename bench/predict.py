@@ -14,13 +14,13 @@ from rich.table import Table
 
 import sluice
 from sluice._units import format_bytes
-from sluice.benchmark import _machine
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._process import run_job
-from sluice.benchmark._records import Job, Outcome, Precision
-from sluice.benchmark._strategies import STRATEGIES
-from sluice.benchmark._table import console_for_tables
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, build, make_checkpoint
+from sluice.benchmark.process import run_job
+from sluice.benchmark.records import Job, Outcome, Precision
+from sluice.benchmark.strategies import STRATEGIES
+from sluice.benchmark.table import console_for_tables
 
 __all__ = ["DTYPES", "Comparison", "compare", "main", "make_files"]
 

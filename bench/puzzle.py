@@ -21,16 +21,16 @@ from bench._gpu_report import Section, append, print_sections
 from bench._puzzle import FULL, Puzzle, make_file
 from sluice._options import MemoryLimits
 from sluice._units import format_bytes, parse_bytes
-from sluice.benchmark import _machine
-from sluice.benchmark._comparison import Checkpoints, Subject, scenario
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._records import PTH, Run, Scenario
-from sluice.benchmark._report import write_report
-from sluice.benchmark._results import write_results
-from sluice.benchmark._runner import run_with_progress
-from sluice.benchmark._strategies import STRATEGIES
-from sluice.benchmark._summary import Row, summarise
-from sluice.benchmark._table import console_for_tables, print_tables
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.comparison import Checkpoints, Subject, scenario
+from sluice.benchmark.folder import temporary_folder
+from sluice.benchmark.records import PTH, Run, Scenario
+from sluice.benchmark.report import write_report
+from sluice.benchmark.results import write_results
+from sluice.benchmark.runner import run_with_progress
+from sluice.benchmark.strategies import STRATEGIES
+from sluice.benchmark.summary import Row, summarise
+from sluice.benchmark.table import console_for_tables, print_tables
 from sluice.measuring import memory_limit_refusal
 
 __all__ = ["goal_bytes", "main", "outcome_section"]

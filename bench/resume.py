@@ -8,15 +8,15 @@ from pathlib import Path
 import click
 
 from sluice._units import format_bytes
-from sluice.benchmark import _machine
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._records import Scenario
-from sluice.benchmark._results import write_results
-from sluice.benchmark._resuming import RESUMING, RESUMING_REFERENCE, make_run, resumed_bytes
-from sluice.benchmark._runner import run_with_progress
-from sluice.benchmark._summary import summarise
-from sluice.benchmark._table import console_for_tables, print_tables
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES
+from sluice.benchmark.records import Scenario
+from sluice.benchmark.results import write_results
+from sluice.benchmark.resuming import RESUMING, RESUMING_REFERENCE, make_run, resumed_bytes
+from sluice.benchmark.runner import run_with_progress
+from sluice.benchmark.summary import summarise
+from sluice.benchmark.table import console_for_tables, print_tables
 
 __all__ = ["ALLOWED_BYTES", "main"]
 

@@ -14,8 +14,8 @@ import click
 import torch
 
 import sluice
-from sluice.benchmark import _machine
-from sluice.benchmark._folder import temporary_folder
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, build, make_checkpoint
 
 __all__ = ["Cost", "compare"]

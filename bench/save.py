@@ -23,12 +23,12 @@ import safetensors.torch
 import torch
 
 import sluice
-from sluice._measure import PeakMeter
-from sluice.benchmark import _machine
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._results import show_document
-from sluice.benchmark._table import console_for_tables
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, random_state_dict
+from sluice.benchmark.results import show_document
+from sluice.benchmark.table import console_for_tables
+from sluice.machine.peaks import PeakMeter
 
 __all__ = ["METHODS", "main"]
 

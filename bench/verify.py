@@ -19,14 +19,14 @@ import torch
 from rich.progress import track
 
 import sluice
-from sluice.benchmark import _machine
-from sluice.benchmark._cache import make_cold, make_warm
-from sluice.benchmark._folder import temporary_folder
-from sluice.benchmark._raw import read_file
-from sluice.benchmark._results import show_document
-from sluice.benchmark._table import console_for_tables
-from sluice.benchmark._writing import CheckpointFormat
+from sluice.benchmark import machine as _machine
+from sluice.benchmark.cache import make_cold, make_warm
+from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, make_checkpoint
+from sluice.benchmark.raw import read_file
+from sluice.benchmark.results import show_document
+from sluice.benchmark.table import console_for_tables
+from sluice.benchmark.writing import CheckpointFormat
 
 __all__ = ["CASES", "main"]
 

@@ -12,18 +12,18 @@ from contextlib import closing, suppress
 
 from sluice._errors import CheckpointError
 from sluice._options import Limits
-from sluice.formats import detect
-from sluice.formats._dcp_metadata import read_metadata
-from sluice.formats._legacy import Legacy
-from sluice.formats._pickle import Unpickler
-from sluice.formats._protocol import Format
-from sluice.formats._safetensors import Safetensors
-from sluice.formats._shard_index import parse_shard_index
-from sluice.formats._torch_objects import TorchObjects
-from sluice.formats._torch_pickle import check_object
-from sluice.formats._torch_zip import TorchZip
-from sluice.formats._zip import read_directory
-from sluice.formats._zip_records import locate_records
+from sluice.formats.archives.zip_directory import read_directory
+from sluice.formats.archives.zip_records import locate_records
+from sluice.formats.detection import detect
+from sluice.formats.distributed.metadata import read_metadata
+from sluice.formats.pickles.unpickler import Unpickler
+from sluice.formats.protocol import Format
+from sluice.formats.safetensors.reader import Safetensors
+from sluice.formats.shard_index import parse_shard_index
+from sluice.formats.torch_save.legacy import Legacy
+from sluice.formats.torch_save.objects import TorchObjects
+from sluice.formats.torch_save.root import check_object
+from sluice.formats.torch_save.zip import TorchZip
 from sluice.testing import MemorySource
 
 __all__ = ["MOST_SECONDS", "TARGETS", "run"]

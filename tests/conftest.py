@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from leaks import Holdings
+from support.leaks import Holdings
 
 # The same examples in every CI run; new ones, and more of them, in the long run. Shared machines make deadlines lie.
 settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True)

@@ -16,12 +16,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sluice import hf, rules
-    from sluice._api import load_into, load_optimizer, load_state_dict
-    from sluice._checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
-    from sluice._convert import convert
-    from sluice._diff import diff
-    from sluice._diff_report import DiffReport, TensorDifference
-    from sluice._empty_init import empty_init
     from sluice._errors import (
         Alternative,
         BudgetError,
@@ -43,15 +37,21 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from sluice._options import Limits, MemoryLimits
-    from sluice._plan import plan
-    from sluice._plan_report import PlanReport
     from sluice._progress import ProgressEvent
-    from sluice._records import Opaque, Peaks, UnsupportedValue
-    from sluice._report import LoadReport
-    from sluice._save import SaveReport, save
-    from sluice._verify import verify
-    from sluice._verify_report import NonFinite, VerifyProblem, VerifyReport
+    from sluice.api.checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
+    from sluice.api.convert import convert
+    from sluice.api.load import load_into, load_optimizer, load_state_dict
+    from sluice.api.save import SaveReport, save
+    from sluice.api.verify import verify
+    from sluice.checking.diff import diff
+    from sluice.loading.dry_run import plan
     from sluice.measuring import MemoryReport, measure
+    from sluice.modules.empty_init import empty_init
+    from sluice.records import Opaque, Peaks, UnsupportedValue
+    from sluice.reports.diff import DiffReport, TensorDifference
+    from sluice.reports.load import LoadReport
+    from sluice.reports.plan import PlanReport
+    from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
 
 __version__ = "0.1.0"
 
@@ -108,34 +108,34 @@ __all__ = [
 
 #: Where each public name lives; every exception is in ``_errors``.
 _HOMES = {
-    "Checkpoint": "_checkpoint",
-    "LazyTensor": "_checkpoint",
-    "DiffReport": "_diff_report",
+    "Checkpoint": "api.checkpoint",
+    "LazyTensor": "api.checkpoint",
+    "DiffReport": "reports.diff",
     "Limits": "_options",
-    "LoadReport": "_report",
+    "LoadReport": "reports.load",
     "MemoryLimits": "_options",
     "MemoryReport": "measuring",
-    "NonFinite": "_verify_report",
-    "Opaque": "_records",
-    "Peaks": "_records",
-    "PlanReport": "_plan_report",
-    "UnsupportedValue": "_records",
+    "NonFinite": "reports.verify",
+    "Opaque": "records",
+    "Peaks": "records",
+    "PlanReport": "reports.plan",
+    "UnsupportedValue": "records",
     "ProgressEvent": "_progress",
-    "SaveReport": "_save",
-    "VerifyProblem": "_verify_report",
-    "VerifyReport": "_verify_report",
-    "convert": "_convert",
-    "TensorDifference": "_diff_report",
-    "diff": "_diff",
-    "empty_init": "_empty_init",
-    "load_into": "_api",
-    "load_optimizer": "_api",
-    "load_state_dict": "_api",
+    "SaveReport": "api.save",
+    "VerifyProblem": "reports.verify",
+    "VerifyReport": "reports.verify",
+    "convert": "api.convert",
+    "TensorDifference": "reports.diff",
+    "diff": "checking.diff",
+    "empty_init": "modules.empty_init",
+    "load_into": "api.load",
+    "load_optimizer": "api.load",
+    "load_state_dict": "api.load",
     "measure": "measuring",
-    "open": "_checkpoint",
-    "plan": "_plan",
-    "save": "_save",
-    "verify": "_verify",
+    "open": "api.checkpoint",
+    "plan": "loading.dry_run",
+    "save": "api.save",
+    "verify": "api.verify",
 }
 
 

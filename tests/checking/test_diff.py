@@ -15,12 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import distributed
 import sluice
 from sluice import _options as options
-from sluice._comparing import Comparison
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
-from whole_checkpoints import MAKERS, Tensors, composites, plain_tensors, views
+from sluice.checking.comparison import Comparison
+from support import distributed
+from support.whole_checkpoints import MAKERS, Tensors, composites, plain_tensors, views
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.quantize_per"),

@@ -19,8 +19,8 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._options import Limits
-from sluice.formats._shard_index import ShardIndex, read_shard_index
-from work import at_most
+from sluice.formats.shard_index import ShardIndex, read_shard_index
+from support.work import at_most
 
 
 def read(directory: Path, text: str | bytes, limits: Limits | None = None) -> ShardIndex:

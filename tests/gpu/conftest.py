@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from leaks import Holdings
+from support.leaks import Holdings
 
 #: Where the driver's own descriptors lead. It opens them when it likes.
 _DRIVER = tuple(

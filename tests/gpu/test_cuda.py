@@ -11,9 +11,10 @@ from torch import nn
 
 import sluice
 from sluice import _options as options
-from sluice import _transfer, rules
+from sluice import rules
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._options import PageCache
+from sluice.reading import transfer as _transfer
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import sluice
-from sluice import _accelerators, _transfer
 from sluice import _options as options
-from sluice.sources._local import LocalFile
+from sluice.engine import accelerators as _accelerators
+from sluice.reading import transfer as _transfer
+from sluice.sources.local import LocalFile
 
 pytestmark = pytest.mark.gpu
 
@@ -127,7 +128,7 @@ def test_out_of_memory_at_any_tensor_leaves_everything_as_it_was(
     room = before[1] + fits * 64 * MIB + 32 * MIB
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info(device)[1], device)
     # What free memory can tell is another test's matter: here the allocator itself has to refuse.
-    monkeypatch.setattr("sluice._alternatives.shortages", lambda *_: ())
+    monkeypatch.setattr("sluice.planning.alternatives.shortages", lambda *_: ())
     model = Weights(shapes)
     with pytest.raises(sluice.BudgetError, match=r"cuda:0 is out of memory: 64\.0 MiB more were needed"):
         sluice.load_into(model, tmp_path / "f.pth", device=device)

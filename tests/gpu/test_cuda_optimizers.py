@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sluice
-from training_runs import Kind, differences, net, train
+from support.training_runs import Kind, differences, net, train
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice._accelerators import CudaAccelerator
+from sluice.engine.accelerators import CudaAccelerator
 
 pytestmark = pytest.mark.gpu
 

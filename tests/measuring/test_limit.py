@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice._cgroups import memory_groups
+from sluice.machine.cgroups import memory_groups
 from sluice.measuring import LimitedGroup, limited_group, memory_limit_refusal, run_limited
 from sluice.measuring._limit import _parents
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import sluice
-from sluice._measure import PeakMeter
+from sluice.machine.peaks import PeakMeter
 from sluice.measuring import _meter, _sampler
-from waiting import wait_until
+from support.waiting import wait_until
 
 MIB = 1 << 20
 

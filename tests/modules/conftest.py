@@ -1,13 +1,7 @@
-"""What every test of modules gets."""
+"""torch makes its compiler's cache directory before the leak check of a test begins."""
 
 from __future__ import annotations
 
-import importlib
+from support.compiler_cache import _imported_compiler
 
-import pytest
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _imported_compiler() -> None:
-    """Let torch make its cache directory before a test starts: some meta kernels import its compiler."""
-    importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+__all__ = ["_imported_compiler"]

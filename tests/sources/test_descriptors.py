@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from leaks import open_files
 from sluice._errors import ReadError, SourceChangedError
-from sluice.sources import _descriptors, _local
-from sluice.sources._descriptors import Descriptor, DescriptorCache, Lease
-from sluice.sources._local import LocalFile
+from sluice.sources import descriptors as _descriptors
+from sluice.sources import local as _local
+from sluice.sources.descriptors import Descriptor, DescriptorCache, Lease
+from sluice.sources.local import LocalFile
+from support.leaks import open_files
 
 
 @pytest.fixture
@@ -221,8 +222,8 @@ def test_a_fork_inherits_no_readers_and_no_lock(files: list[Path]) -> None:
     """In a process of its own, because forking one with threads is what is tested."""
     code = """if True:
         import os, sys, threading, warnings
-        from sluice.sources._descriptors import DESCRIPTORS
-        from sluice.sources._local import LocalFile
+        from sluice.sources.descriptors import DESCRIPTORS
+        from sluice.sources.local import LocalFile
 
         warnings.simplefilter("ignore", DeprecationWarning)  # of newer Pythons, for the same reason
         source, locked, done = LocalFile(sys.argv[1]), threading.Event(), threading.Event()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from leaks import open_files
 from sluice._errors import (
     CheckpointError,
     FormatError,
@@ -22,11 +21,12 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
-from sluice._records import FileIdentity
-from sluice.sources import DirectIOUnavailable, Source
-from sluice.sources import _local as local
-from sluice.sources._local import LocalFile
+from sluice.records import FileIdentity
+from sluice.sources import local
+from sluice.sources.local import LocalFile
+from sluice.sources.protocol import DirectIOUnavailable, Source
 from sluice.testing import FaultySource, RecordedRead, RecordingSource
+from support.leaks import open_files
 
 CONTENT = bytes(range(251)) * 100
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from sluice._errors import TruncatedError
 from sluice._options import HEADER_PIECE_BYTES, Limits
-from sluice.formats import detect
-from sluice.sources._read_ahead import ReadAhead
+from sluice.formats.detection import detect
+from sluice.sources.read_ahead import ReadAhead
 from sluice.testing import MemorySource, RecordedRead, RecordingSource
 
 CONTENT = random.Random(2).randbytes(5 * HEADER_PIECE_BYTES + 77)

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sluice
-from oracles import bits
 from sluice import _options as options
-from sluice._manifest import HashAlgorithm, Manifest, TensorHash, parse_manifest, read_manifest
-from sluice.writing._manifest import ManifestWriter
-from sluice.writing._replacement import Replacement
+from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash, parse_manifest, read_manifest
+from sluice.writing.durable.replacement import Replacement
+from sluice.writing.manifest import ManifestWriter
+from support.oracles import bits
 
 HASHES: dict[HashAlgorithm, Callable[[bytes], Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxhash.xxh3_128}
 

@@ -17,7 +17,7 @@ from typing import NotRequired, TypedDict, cast
 import torch
 from torch import nn
 
-from sluice.benchmark._writing import CheckpointFormat, write_checkpoint
+from sluice.benchmark.writing import CheckpointFormat, write_checkpoint
 
 __all__ = [
     "ONE_TENSOR",

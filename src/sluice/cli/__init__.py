@@ -12,14 +12,14 @@ import traceback
 import click
 
 from sluice import __version__
-from sluice.cli._bench import bench_command
-from sluice.cli._convert import convert_command
-from sluice.cli._diff import diff_command
-from sluice.cli._failures import failure_of
-from sluice.cli._inspect import inspect_command
-from sluice.cli._load import load_command
-from sluice.cli._plan import plan_command
-from sluice.cli._verify import verify_command
+from sluice.cli.commands.bench import bench_command
+from sluice.cli.commands.convert import convert_command
+from sluice.cli.commands.diff import diff_command
+from sluice.cli.commands.inspect import inspect_command
+from sluice.cli.commands.load import load_command
+from sluice.cli.commands.plan import plan_command
+from sluice.cli.commands.verify import verify_command
+from sluice.cli.failures import failure_of
 
 __all__ = ["main"]
 

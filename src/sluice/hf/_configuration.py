@@ -13,7 +13,7 @@ import torch
 from sluice._dtypes import torch_dtype
 from sluice._errors import FormatError, LimitError, ReadError, UnsupportedError
 from sluice._options import Limits
-from sluice._records import Entry
+from sluice.records import Entry
 
 __all__ = ["class_and_config", "settle_dtype"]
 

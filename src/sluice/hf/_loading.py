@@ -24,19 +24,19 @@ from typing import Any
 
 import torch
 
-from sluice import _tree
-from sluice._api import load_entries
-from sluice._checkpoint import open as open_checkpoint
-from sluice._devices import Device
-from sluice._empty_init import empty_init
 from sluice._errors import UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress
-from sluice._records import UnsupportedValue
-from sluice._report import LoadReport
+from sluice.api.checkpoint import open as open_checkpoint
+from sluice.api.load import load_entries
+from sluice.entries import tree as _tree
 from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._library import find_library
 from sluice.hf._names import Names, apply_dtype_plan, check, make_real, tensor_of, tie
+from sluice.loading.devices import Device
+from sluice.modules.empty_init import empty_init
+from sluice.records import UnsupportedValue
+from sluice.reports.load import LoadReport
 
 __all__ = ["from_pretrained"]
 

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sluice._checkpoint import Checkpoint
 from sluice._dtypes import dtype_name
 from sluice._errors import UnsupportedError
-from sluice._mismatch import Findings
-from sluice._module_load import same_values
-from sluice._records import Entry, Request
-from sluice._symbolic import SymbolicTensor
+from sluice._messages import Findings
+from sluice.api.checkpoint import Checkpoint
+from sluice.hf._symbolic_tensors import SymbolicTensor
+from sluice.loading.module_fill import same_values
+from sluice.records import Entry, Request
 
 __all__ = ["Names", "apply_dtype_plan", "check", "make_real", "tensor_of", "tie"]
 

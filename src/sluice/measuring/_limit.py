@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sluice._cgroups import MemoryGroup, memory_groups
+from sluice.machine.cgroups import MemoryGroup, memory_groups
 
 __all__ = ["LimitedGroup", "LimitedRun", "limited_group", "memory_limit_refusal", "run_limited"]
 

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
-from sluice._cgroups import MemoryGroup, memory_groups, tightest
-from sluice._measure import MemorySample, read_memory
-from sluice._records import Peaks
 from sluice._threads import Worker, join_threads, start_threads
+from sluice.machine.cgroups import MemoryGroup, memory_groups, tightest
+from sluice.machine.peaks import MemorySample, read_memory
 from sluice.measuring import _sampler
 from sluice.measuring._devices import DeviceMeter
 from sluice.measuring._report import CgroupReport, DeviceReport, Mark, MemoryReport, Timeline
+from sluice.records import Peaks
 
 __all__ = ["Measurement", "measure"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from sluice._records import Peaks
 from sluice._units import format_bytes
+from sluice.records import Peaks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from sluice._errors import BudgetError
-from sluice._host_copies import Source, multiplied
+from sluice.engine.host_copies import Source, multiplied
 
 __all__ = ["FakeAccelerator"]
 

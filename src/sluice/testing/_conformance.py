@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from sluice._errors import ReadError, SourceChangedError, TruncatedError
 from sluice._options import BLOCK_BYTES
-from sluice.sources import DirectIOUnavailable, Source
+from sluice.sources.protocol import DirectIOUnavailable, Source
 
 __all__ = ["check_source"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice._errors import TruncatedError
-from sluice._records import FileIdentity
+from sluice.records import FileIdentity
 
 __all__ = ["MemorySource"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sluice._measure import PeakMeter
 from sluice._units import format_bytes
+from sluice.machine.peaks import PeakMeter
 
 __all__ = ["assert_peak"]
 

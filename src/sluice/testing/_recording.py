@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice._errors import ReadError, TruncatedError
-from sluice._records import FileIdentity
-from sluice.sources import MappableSource, Source
+from sluice.records import FileIdentity
+from sluice.sources.protocol import MappableSource, Source
 
 if TYPE_CHECKING:
-    from sluice._checkpoint import Checkpoint
+    from sluice.api.checkpoint import Checkpoint
 
 __all__ = ["FaultySource", "RecordedRead", "RecordingSource", "record_reads"]
 

@@ -1,0 +1,191 @@
+"""The measured process: ``python -m sluice.benchmark.child JOB``, started by ``_process`` and by nothing else.
+
+It speaks one JSON object a line: ``ready`` when imports and context are done, ``loaded`` when every weight was touched,
+``verified`` with the digests, or ``failed``. After ``ready`` and ``loaded`` it waits for a line, so that its parent can
+look at it while nothing moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import hashlib
+import json
+import math
+import mmap
+import os
+import pkgutil
+import sys
+import time
+from collections.abc import Callable
+from typing import IO
+
+import torch
+from torch import nn
+
+from sluice.benchmark.gpt2 import GPTConfig, GPTModel
+from sluice.benchmark.machine import free_memory_bytes
+from sluice.benchmark.methods import METHODS
+from sluice.benchmark.records import Job, Verdict
+from sluice.benchmark.subjects import is_builtin
+
+_PAGE_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20
+
+#: How many logits a verdict holds, about.
+_SAMPLED_LOGITS = 500
+
+
+def main() -> None:
+    """Do one job and report it."""
+    # What libraries print must not get between the lines of the protocol.
+    protocol = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    _volunteer_for_the_memory_killer()
+
+    def say(event: str, **fields: object) -> None:
+        protocol.write(json.dumps({"event": event, **fields}) + "\n")
+
+    try:
+        _serve(Job(**json.loads(sys.argv[1])), say, sys.stdin)
+    except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the parent makes a row of it
+        say("failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
+    method = METHODS[job.method]
+    try:
+        for name in method.imports:
+            pkgutil.resolve_name(name)
+    except ImportError as error:
+        say("absent", reason=f"{error}; pip install {method.package}" if method.package else str(error))
+        return
+    make_context(job.device, job.device_limit_bytes)
+    gc.collect()
+    _claim_memory(2 * _size_on_disk(job.checkpoint))  # last, because it does not help for long
+    say("ready", peak_was_reset=_reset_peak())
+    answers.readline()
+    timed = method.start(job)
+    begin = time.perf_counter()
+    loaded = timed()
+    if isinstance(loaded, nn.Module):
+        _finish(loaded, job.device)
+    seconds = time.perf_counter() - begin
+    say("loaded", seconds=seconds, **_device_peaks(job.device))
+    answers.readline()
+    if job.verify and isinstance(loaded, nn.Module):
+        say("verified", verdict=dataclasses.asdict(verdict(loaded, with_logits=is_builtin(job.model))))
+    elif job.verify:
+        say("nothing to verify")
+
+
+def _volunteer_for_the_memory_killer() -> None:
+    """Make this process the first that the kernel ends when memory runs out, so that the comparison goes on."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:  # not in every container
+        stream.write("1000")
+
+
+def _size_on_disk(path: str) -> int:
+    """Return the bytes of a file or of the files in a directory; of nothing, nothing."""
+    if os.path.isdir(path):
+        return sum(entry.stat().st_size for entry in os.scandir(path))
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
+def _claim_memory(nbytes: int) -> None:
+    """Touch this much memory and free it again.
+
+    The host of a virtual machine takes back what its guest has freed, and the next touch of such a page takes ten times
+    as long. Without this, a method would pay for the memory that the one before it did not use. It helps for two
+    seconds: then the kernel gives back what is still free.
+    """
+    room = free_memory_bytes() * 3 // 4  # under a limit on memory there is less than the machine has
+    if not nbytes or not room:
+        return
+    with mmap.mmap(-1, min(nbytes, room), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+        for page in range(0, len(mapping), _HUGE_PAGE_BYTES):
+            mapping[page] = 1
+
+
+def _reset_peak() -> bool:
+    """Set VmHWM to the present; return whether the kernel let us."""
+    try:
+        with open("/proc/self/clear_refs", "w") as stream:
+            stream.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def make_context(device: str, limit_bytes: int | None = None) -> None:
+    """Do once what torch does on first use: the meta device's lazy imports and the accelerator's context."""
+    config = GPTConfig(vocab_size=8, context_length=8, emb_dim=8, n_heads=2, n_layers=1, qkv_bias=True)
+    with torch.device("meta"):
+        GPTModel(config)
+    touch(GPTModel(config).to(device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        if limit_bytes is not None:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / torch.cuda.mem_get_info()[1]))
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _device_peaks(device: str) -> dict[str, int]:
+    if device != "cuda":
+        return {"device_allocated_bytes": 0, "device_reserved_bytes": 0}
+    return {
+        "device_allocated_bytes": torch.cuda.max_memory_allocated(),
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def _finish(model: nn.Module, device: str) -> None:
+    """Return once every weight is where it belongs, which on the host takes a look at every page."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    else:
+        touch(model)
+
+
+def touch(model: nn.Module) -> float:
+    """Read an element of every page of every weight and return their sum."""
+    total = 0.0
+    for weight in model.state_dict().values():
+        if not weight.numel():
+            continue
+        flat = weight.flatten()
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).flatten()
+        # The last element too: a tensor that begins inside a page ends in one that the steps can miss.
+        total += float(flat[:: _PAGE_BYTES // flat.element_size()].sum()) + float(flat[-1])
+    return total
+
+
+def verdict(model: nn.Module, *, with_logits: bool = True) -> Verdict:
+    """Return the digests of a model: one of all weights' bits, and logits on a fixed input where it takes token ids."""
+    digest = hashlib.sha256()
+    for name, weight in model.state_dict().items():
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {_sum_of_bits(weight)}\n".encode())
+    if not with_logits:
+        return Verdict(weights=digest.hexdigest(), logits=())
+    first = next(model.parameters())
+    with torch.no_grad():
+        logits = model.eval()(torch.arange(16, device=first.device).unsqueeze(0)).float().cpu().flatten()
+    step = math.ceil(len(logits) / _SAMPLED_LOGITS)
+    return Verdict(weights=digest.hexdigest(), logits=tuple(logits[::step].tolist()))
+
+
+def _sum_of_bits(weight: torch.Tensor) -> int:
+    # Eight bytes at a time, as wrapping integers: no temporary, and the order of adding does not matter.
+    raw = weight.detach().flatten().view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()  # such a view of bytes has no view as larger integers
+    whole = len(raw) // 8 * 8
+    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""A comparison as it was asked for: which methods read which checkpoint of which model, and the tables it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sluice._errors import UnsupportedError
+from sluice.benchmark import subjects as _subjects
+from sluice.benchmark.gpt2 import make_checkpoint
+from sluice.benchmark.methods import METHODS, absence
+from sluice.benchmark.records import (
+    OTHER,
+    PARAMETERS,
+    PTH,
+    SAFETENSORS,
+    SHORT_DTYPES,
+    TENSORS,
+    Kind,
+    Precision,
+    Run,
+    Scenario,
+    State,
+)
+from sluice.benchmark.strategies import STRATEGIES
+from sluice.benchmark.summary import summarise
+from sluice.benchmark.writing import CheckpointFormat, write_checkpoint
+
+__all__ = ["Checkpoints", "Subject", "builtin_subject", "default_methods", "own_subject", "scenario", "verdicts"]
+
+_FORMATS: dict[Kind, CheckpointFormat] = {
+    PTH: "torch",
+    SAFETENSORS: "safetensors",
+    PARAMETERS: "per-parameter",
+    TENSORS: "tensorizer",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is loaded."""
+
+    #: As in ``Job``.
+    model: str
+    #: As in ``Job``.
+    model_args: str = "{}"
+    #: As in ``Job``.
+    key: str | None = None
+    #: What the tables call it.
+    title: str
+    #: The user's checkpoint; None for a built-in model, whose checkpoints are made.
+    original: Path | None = None
+    #: What the user's checkpoint is.
+    kind: Kind | None = None
+
+
+def builtin_subject(size: str) -> Subject:
+    """Return a GPT-2 of a built-in size, whose checkpoints are made in fp32."""
+    return Subject(model=size, title=f"GPT-2 {size}, fp32 checkpoint")
+
+
+def own_subject(original: Path, model: str, model_args: str, key: str | None) -> Subject:
+    """Return a model of the user's and its checkpoint.
+
+    Raises:
+        CheckpointError: The file is none that sluice reads.
+    """
+    return Subject(
+        model=model,
+        model_args=model_args,
+        key=key,
+        title=f"{model} from {original.name or original}",
+        original=original,
+        kind=_subjects.kind_of(original),
+    )
+
+
+class Checkpoints:
+    """The checkpoints of one subject: what there is, and what is made of it for methods that read something else.
+
+    Args:
+        subject: What is loaded.
+        folder: Where to make them.
+    """
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        self._subject = subject
+        self._folder = folder
+
+    def path_for(self, method: str) -> Path:
+        """Return a checkpoint that a method reads; the first that asks for one that is not there has it made.
+
+        Raises:
+            UnsupportedError: There is no way to make one.
+        """
+        subject, reads = self._subject, METHODS[method].reads
+        # What cannot find the weights below a key gets a copy that holds nothing else.
+        if subject.original is not None and subject.kind in reads and (METHODS[method].takes_key or not subject.key):
+            return subject.original
+        kind = reads[0]
+        path = self._folder / (f"model{kind}" if kind else "parameters")
+        if not path.exists():
+            self._make(path, kind)
+        return path
+
+    def _make(self, path: Path, kind: Kind) -> None:
+        subject = self._subject
+        if subject.original is None:
+            make_checkpoint(path, subject.model, torch.float32, _FORMATS[kind])
+            return
+        if subject.kind == OTHER:
+            raise UnsupportedError("torch and safetensors cannot read it to convert it", file=str(subject.original))
+        found = _subjects.read_state_dict(subject.original, subject.key, device="cpu", mapped=True)
+        tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        if kind == PARAMETERS:
+            for name, value in tensors.items():  # one at a time: nothing needs all of them
+                write_checkpoint({name: value.clone()}, path, _FORMATS[kind])
+            return
+        # Copies: safetensors refuses tensors that share memory, and torch would save all of a storage for each view.
+        copies = {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+        write_checkpoint(copies, path, _FORMATS[kind])
+
+
+def default_methods(subject: Subject) -> list[str]:
+    """Return the tutorial's methods and sluice, as far as they read what there is; of a built-in model, all of them."""
+    return [method.name for method in STRATEGIES if subject.original is None or subject.kind in method.reads]
+
+
+def scenario(
+    subject: Subject,
+    checkpoints: Checkpoints,
+    methods: Sequence[str],
+    dtype: Precision,
+    *,
+    device: str,
+    states: tuple[State, ...],
+    host_limit_bytes: int | None = None,
+    device_limit_bytes: int | None = None,
+) -> Scenario:
+    """Return one table: every method loads the subject into a model of this dtype.
+
+    Raises:
+        UnsupportedError: A method reads nothing that there is or can be made.
+    """
+    limit = f", {host_limit_bytes / (1 << 30):.2f} GiB of host memory" if host_limit_bytes is not None else ""
+    return Scenario(
+        title=f"{subject.title} → {SHORT_DTYPES[dtype]}{limit}",
+        model=subject.model,
+        model_args=subject.model_args,
+        key=subject.key,
+        dtype=dtype,
+        device=device,
+        states=states,
+        # What is not installed becomes a row that says so; no checkpoint has to be made for it.
+        checkpoints={method: Path() if absence(method) else checkpoints.path_for(method) for method in methods},
+        final_bytes=_subjects.final_bytes(subject.model, subject.model_args, getattr(torch, dtype)),
+        truth=subject.original,
+        host_limit_bytes=host_limit_bytes,
+        device_limit_bytes=device_limit_bytes,
+    )
+
+
+def verdicts(scenarios: Sequence[Scenario], runs: Sequence[Run]) -> Iterator[str]:
+    """Yield one sentence for each scenario: what sluice needed and what the others did."""
+    for each in scenarios:
+        rows = summarise(each, runs)
+        good = [row for row in rows if row.seconds and row.over_final is not None]
+        ours = next((row for row in good if row.method.startswith("sluice")), None)
+        others = [row.over_final or 0.0 for row in good if not row.method.startswith("sluice")]
+        dead = [
+            row.method for row in rows if row.failures and not row.seconds and "absent" not in row.failures.values()
+        ]
+        sentence = f"{each.title}: "
+        if ours:
+            sentence += f"sluice peaked at {ours.over_final:.2f} F"
+            sentence += f", the others at {min(others):.2f} to {max(others):.2f} F" if others else ""
+        else:
+            sentence += "sluice was not among those that finished"
+        yield sentence + (f"; casualties: {', '.join(dead)}." if dead else ".")

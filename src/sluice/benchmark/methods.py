@@ -1,0 +1,28 @@
+"""The registry: every method by its name."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from sluice.benchmark.peers import GPU_PEERS, PEERS, REFERENCE
+from sluice.benchmark.records import Method
+from sluice.benchmark.resuming import RESUMING, RESUMING_REFERENCE
+from sluice.benchmark.strategies import STRATEGIES
+
+__all__ = ["LOADERS", "METHODS", "absence"]
+
+#: What loads a model, by its name.
+LOADERS: dict[str, Method] = {method.name: method for method in (*STRATEGIES, *PEERS, *GPU_PEERS)}
+
+#: Everything that a process can be asked to do, by its name.
+METHODS: dict[str, Method] = {
+    **LOADERS,
+    **{method.name: method for method in (REFERENCE, *RESUMING, RESUMING_REFERENCE)},
+}
+
+
+def absence(method: str) -> str:
+    """Say which package a method lacks and how to get it, without importing it; empty when everything is there."""
+    packages = (name.partition(":")[0].partition(".")[0] for name in METHODS[method].imports)
+    missing = next((package for package in packages if find_spec(package) is None), "")
+    return f"{missing} is not installed: pip install {METHODS[method].package or missing}" if missing else ""

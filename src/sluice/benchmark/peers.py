@@ -1,0 +1,265 @@
+"""Other loaders, each used as its own documentation advises for this job.
+
+The model is built before the clock starts, on the meta device, so that no method pays for random numbers. Methods that
+copy into a real model get one whose memory is allocated but not initialised, which is kinder to them than real use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sluice.benchmark import raw as _raw
+from sluice.benchmark.gpt2 import random_weight
+from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, TENSORS, Job, Kind, Loaded, Method
+from sluice.benchmark.subjects import build, is_builtin, read_state_dict, truth
+
+__all__ = ["GPU_PEERS", "PEERS", "REFERENCE"]
+
+_SAFETENSORS = (SAFETENSORS,)
+_BOTH = (PTH, SAFETENSORS)
+
+
+def _on_meta(job: Job) -> nn.Module:
+    with torch.device("meta"):
+        return build(job)
+
+
+def _emptied_by_sluice(job: Job) -> nn.Module:
+    import sluice
+
+    with sluice.empty_init():
+        return build(job)
+
+
+def _emptied_by_accelerate(job: Job) -> nn.Module:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        return build(job)
+
+
+def _allocated(model: nn.Module, job: Job) -> nn.Module:
+    return model.to(job.torch_dtype).to_empty(device=job.device)
+
+
+def torch_load(job: Job, model: nn.Module) -> nn.Module:
+    """Load the whole state dict, copy it into the model."""
+    model = _allocated(model, job)
+    model.load_state_dict(read_state_dict(Path(job.checkpoint), job.key, device=job.device))
+    return model
+
+
+def torch_mmap(job: Job, model: nn.Module) -> nn.Module:
+    """Map the file, give its tensors to the model, cast afterwards."""
+    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=True)
+    model.load_state_dict(state_dict, assign=True)
+    del state_dict  # else the cast would keep every fp32 tensor alive
+    return model.to(job.torch_dtype)
+
+
+def safetensors_load_model(job: Job, model: nn.Module) -> nn.Module:
+    """Copy the file into the model with safetensors' own function for modules."""
+    from safetensors.torch import load_model
+
+    model = _allocated(model, job)
+    load_model(model, job.checkpoint, device=job.device)
+    return model
+
+
+def safetensors_load_file(job: Job, model: nn.Module) -> nn.Module:
+    """Load the tensors, which are views of the mapped file, give them to the model, cast afterwards."""
+    from safetensors.torch import load_file
+
+    model.load_state_dict(load_file(job.checkpoint, device=job.device), assign=True)
+    return model.to(job.torch_dtype)
+
+
+def accelerate_load(job: Job, model: nn.Module) -> nn.Module:
+    """Fill an empty model; without a device map accelerate ignores the dtype."""
+    from accelerate import load_checkpoint_in_model
+
+    load_checkpoint_in_model(model, job.checkpoint, device_map={"": job.device}, dtype=job.torch_dtype)
+    return model
+
+
+def runai_stream(job: Job, model: nn.Module) -> nn.Module:
+    """Give each tensor to the model as it arrives, cast; the streamer says that its tensors belong to the caller."""
+    from runai_model_streamer import SafetensorsStreamer
+
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(job.checkpoint, device=job.device)
+        arrived = {name: tensor.to(job.torch_dtype) for name, tensor in streamer.get_tensors()}
+    model.load_state_dict(arrived, assign=True)
+    return model
+
+
+def fastsafetensors_load(job: Job, model: nn.Module) -> nn.Module:
+    """Load the file into one buffer and give views of it to the model, cast."""
+    from fastsafetensors import fastsafe_open
+
+    with fastsafe_open(job.checkpoint, device=job.device, nogds=True) as loaded:
+        views = {name: loaded.get_tensor(name).to(job.torch_dtype) for name in model.state_dict()}
+    model.load_state_dict(views, assign=True)
+    return model
+
+
+def instanttensor_load(job: Job, model: nn.Module) -> nn.Module:
+    """Give each tensor to the model as it arrives, cast; since version 0.2 its tensors belong to the caller."""
+    open_file = import_module("instanttensor").safe_open
+    with open_file(job.checkpoint, framework="pt", device=job.device) as loaded:
+        arrived = {name: tensor.to(job.torch_dtype) for name, tensor in loaded.tensors()}
+    model.load_state_dict(arrived, assign=True)
+    return model
+
+
+def tensorizer_load(job: Job, model: nn.Module) -> nn.Module:
+    """Deserialise tensorizer's own format, cast on the way, and give its tensors to the model."""
+    deserializer = import_module("tensorizer").TensorDeserializer
+    with deserializer(job.checkpoint, device=job.device, dtype=job.torch_dtype) as loaded:
+        model.load_state_dict(dict(loaded.items()), assign=True)
+    return model
+
+
+def with_sluice(job: Job, model: nn.Module) -> nn.Module:
+    """Let sluice fill an empty model."""
+    import sluice
+
+    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype, key=job.key)
+    return model
+
+
+def mapped_by_sluice(job: Job, model: nn.Module) -> nn.Module:
+    """Let sluice map what needs no cast into an empty model, as the mapping peers do."""
+    import sluice
+
+    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype, key=job.key, place="map")
+    return model
+
+
+def generate(job: Job, model: nn.Module) -> nn.Module:
+    """Fill the model with the truth: the random numbers that the checkpoint was made of, never read from a file.
+
+    A model that is not built in is filled with what torch or safetensors read, name by name.
+    """
+    if not is_builtin(job.model):
+        return truth(job, model)
+    model = _allocated(model, job)
+
+    def fill(item: tuple[str, torch.Tensor]) -> None:
+        name, weight = item
+        with torch.no_grad():
+            weight.copy_(random_weight(name, weight.shape))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # filling runs outside Python's lock, one tensor to a thread
+        list(pool.map(fill, model.state_dict().items()))
+    return model
+
+
+def _raw_read(job: Job, *, direct: bool) -> Loaded:
+    threads = 8 if direct else len(os.sched_getaffinity(0))
+    return _raw.read_file(job.checkpoint, direct=direct, threads=threads)
+
+
+def _filling(
+    name: str,
+    fill: Callable[[Job, nn.Module], Loaded],
+    *,
+    reads: tuple[Kind, ...],
+    skeleton: Callable[[Job], nn.Module] = _on_meta,
+    imports: tuple[str, ...] = (),
+    package: str = "",
+    takes_key: bool = False,
+) -> Method:
+    def start(job: Job) -> Callable[[], Loaded]:
+        return partial(fill, job, skeleton(job))
+
+    summary = (fill.__doc__ or "").strip().partition("\n")[0]
+    return Method(
+        name=name, start=start, imports=imports, reads=reads, summary=summary, package=package, takes_key=takes_key
+    )
+
+
+def _raw_method(name: str, summary: str, *, direct: bool) -> Method:
+    def start(job: Job) -> Callable[[], Loaded]:
+        return partial(_raw_read, job, direct=direct)
+
+    return Method(name=name, start=start, reads=_BOTH, summary=summary, takes_key=True)
+
+
+#: Fills a model with the truth; not a loader, so no table shows it.
+REFERENCE = _filling(
+    "reference",
+    generate,
+    reads=(PTH, SAFETENSORS, SHARDS, PARAMETERS),
+    skeleton=_emptied_by_sluice,
+    takes_key=True,
+)
+
+#: In the order of the tables.
+PEERS = (
+    _raw_method("raw-direct", "Read the bytes past the page cache, as fast as the disk gives them.", direct=True),
+    _raw_method("raw-buffered", "Read the bytes through the page cache.", direct=False),
+    _filling("torch-load", torch_load, reads=(PTH,), takes_key=True),
+    _filling("torch-mmap", torch_mmap, reads=(PTH,), takes_key=True),
+    _filling("safetensors-load-model", safetensors_load_model, reads=_SAFETENSORS, imports=("safetensors.torch",)),
+    _filling("safetensors-load-file", safetensors_load_file, reads=_SAFETENSORS, imports=("safetensors.torch",)),
+    _filling(
+        "accelerate",
+        accelerate_load,
+        reads=(*_BOTH, SHARDS),
+        skeleton=_emptied_by_accelerate,
+        imports=("accelerate:load_checkpoint_in_model",),
+        package="accelerate",
+    ),
+    _filling(
+        "runai-streamer",
+        runai_stream,
+        reads=_SAFETENSORS,
+        imports=("runai_model_streamer:SafetensorsStreamer",),
+        package="runai-model-streamer",
+    ),
+    _filling(
+        "fastsafetensors",
+        fastsafetensors_load,
+        reads=_SAFETENSORS,
+        imports=("fastsafetensors:fastsafe_open",),
+        package="fastsafetensors",
+    ),
+    _filling(
+        "tensorizer",
+        tensorizer_load,
+        reads=(TENSORS,),
+        imports=("tensorizer:TensorDeserializer",),
+        package="tensorizer",
+    ),
+    *(
+        _filling(
+            name,
+            fill,
+            reads=(*_BOTH, SHARDS, PARAMETERS, OTHER),
+            skeleton=_emptied_by_sluice,
+            imports=("sluice:empty_init", "sluice:load_into"),
+            takes_key=True,
+        )
+        for name, fill in (("sluice-load-into", with_sluice), ("sluice-map", mapped_by_sluice))
+    ),
+)
+
+#: Those that load onto CUDA devices only.
+GPU_PEERS = (
+    _filling(
+        "instanttensor",
+        instanttensor_load,
+        reads=_SAFETENSORS,
+        imports=("instanttensor:safe_open",),
+        package="instanttensor",
+    ),
+)

@@ -1,0 +1,121 @@
+"""``report.html``: one page with the chart, the tables, the machine and the command, which needs no network.
+
+The chart is drawn by uPlot (MIT licence, beside this file), of 50 kB; the page holds it, its style and all data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from sluice._units import format_bytes
+from sluice.benchmark.comparison import verdicts
+from sluice.benchmark.methods import METHODS
+from sluice.benchmark.records import Run, Scenario
+from sluice.benchmark.results import typical_runs
+from sluice.benchmark.summary import Row, summarise
+from sluice.benchmark.table import ALARMING, cells_of, headings_of, notes_of
+
+__all__ = ["write_report"]
+
+
+def write_report(
+    path: Path,
+    *,
+    title: str,
+    machine: dict[str, str],
+    command: str,
+    scenarios: Sequence[Scenario],
+    runs: Sequence[Run],
+) -> None:
+    """Write the page.
+
+    Args:
+        path: The file.
+        title: What was loaded.
+        machine: What ``_machine.describe`` says.
+        command: The command that makes the page again.
+        scenarios: What was run.
+        runs: What came of it.
+
+    Raises:
+        ImportError: jinja2 is not installed; torch brings it.
+    """
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+
+    assets = resources.files("sluice.benchmark") / "assets"
+
+    def raw(name: str) -> Markup:
+        return Markup((assets / name).read_text(encoding="utf-8"))  # noqa: S704  our own files and uPlot's
+
+    environment = Environment(loader=PackageLoader("sluice.benchmark", "assets"), autoescape=True)
+    page = environment.get_template("report.html").render(
+        title=title,
+        machine=machine,
+        command=command,
+        verdicts=list(verdicts(scenarios, runs)),
+        tables=[_table(scenario, runs) for scenario in scenarios],
+        methods=list(_summaries(scenarios)),
+        alarming=ALARMING,
+        data={"charts": [chart for scenario in scenarios for chart in _charts(scenario, runs)]},
+        uplot_css=raw("uPlot.min.css"),
+        uplot_js=raw("uPlot.iife.min.js"),
+        css=raw("report.css"),
+        js=raw("report.js"),
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _table(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
+    rows = summarise(scenario, runs)
+    return {
+        "title": scenario.title,
+        "headings": [heading.replace("\n", " ") for heading in headings_of(scenario)],
+        "rows": [{"method": row.method, "kind": _row_kind(row), "cells": cells_of(scenario, row)} for row in rows],
+        "notes": list(notes_of(scenario, rows, runs)),
+    }
+
+
+def _row_kind(row: Row) -> str:
+    if row.method.startswith("sluice"):
+        return "ours"
+    return "absent" if "absent" in row.failures.values() else ""
+
+
+def _summaries(scenarios: Sequence[Scenario]) -> Iterator[tuple[str, str]]:
+    for method in dict.fromkeys(method for scenario in scenarios for method in scenario.checkpoints):
+        yield method, METHODS[method].summary
+
+
+def _charts(scenario: Scenario, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """Yield what is drawn of a scenario for each of its states; nothing where no process came to load."""
+    limit = "" if scenario.host_limit_bytes is None else f", {format_bytes(scenario.host_limit_bytes)}"
+    shown = [run for run in typical_runs(scenario, runs) if run.outcome.trace is not None]
+    for state in scenario.states:
+        series = [_series(run) for run in shown if run.state == state]
+        if series:
+            yield {
+                "label": f"{scenario.short_dtype}, {state}{limit}",
+                "title": f"{scenario.title}, {state}",
+                "final_bytes": scenario.final_bytes,
+                "series": series,
+            }
+
+
+def _series(run: Run) -> dict[str, Any]:
+    trace = run.outcome.trace
+    assert trace is not None
+    return {
+        "method": run.method,
+        "status": run.outcome.status,
+        "reason": run.outcome.reason,
+        "seconds": round(run.outcome.seconds, 4),
+        "seconds_at": [round(moment, 4) for moment in trace.seconds],
+        "total": trace.total(),
+        "anon": trace.anon,
+        "file": trace.file,
+        "device": trace.device,
+    }

@@ -1,0 +1,153 @@
+"""What came of a comparison, as JSON and as Markdown. Both show the rows that the terminal shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sluice.benchmark.records import Outcome, Run, Scenario, Trace
+from sluice.benchmark.summary import summarise
+from sluice.benchmark.table import cells_of, headings_of, notes_of
+
+__all__ = ["as_document", "show_document", "typical_runs", "write_document", "write_results"]
+
+
+def as_document(
+    *, machine: dict[str, str], command: str, scenarios: Sequence[Scenario], runs: Sequence[Run]
+) -> dict[str, Any]:
+    """Return everything that was found as plain values that ``json.dumps`` takes.
+
+    Args:
+        machine: What ``_machine.describe`` says.
+        command: The command that makes these tables again.
+        scenarios: What was run.
+        runs: What came of it.
+    """
+    return {
+        "command": command,
+        "machine": machine,
+        "scenarios": [_scenario(scenario, runs) for scenario in scenarios],
+    }
+
+
+def typical_runs(scenario: Scenario, runs: Sequence[Run]) -> Iterator[Run]:
+    """Yield for each method and state of a scenario the run that stands for all of its repetitions.
+
+    That is the one in the middle by seconds among those that ended well; where none did, the last.
+    """
+    for state in scenario.states:
+        for method in scenario.checkpoints:
+            same = [run for run in runs if (run.scenario, run.method, run.state) == (scenario.title, method, state)]
+            good = sorted((run for run in same if run.outcome.status == "ok"), key=lambda run: run.outcome.seconds)
+            if same:
+                yield good[(len(good) - 1) // 2] if good else same[-1]
+
+
+def write_results(
+    directory: Path,
+    name: str,
+    *,
+    machine: dict[str, str],
+    command: str,
+    scenarios: Sequence[Scenario],
+    runs: Sequence[Run],
+) -> dict[str, Any]:
+    """Write ``NAME.json`` with every run and ``NAME.md`` with the tables; return the former.
+
+    Args:
+        directory: Where to write; it is made.
+        name: Stem of the two files.
+        machine: As for ``as_document``.
+        command: As for ``as_document``.
+        scenarios: What was run.
+        runs: What came of it.
+    """
+    document = as_document(machine=machine, command=command, scenarios=scenarios, runs=runs)
+    write_document(directory, name, document, [line for each in scenarios for line in (*_markdown(each, runs), "")])
+    return document
+
+
+def write_document(directory: Path, name: str, document: Mapping[str, Any], lines: Iterable[str]) -> None:
+    """Write ``NAME.json``, and ``NAME.md`` with the command and the machine above the tables.
+
+    Args:
+        directory: Where to write; it is made.
+        name: Stem of the two files.
+        document: Plain values; among them ``command`` and ``machine``, as for ``as_document``.
+        lines: The tables as Markdown.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
+    machine = (f"- {key}: {value}" for key, value in document["machine"].items())
+    text = "\n".join([f"Made by `{document['command']}`.", "", *machine, "", *lines])
+    (directory / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def show_document(
+    console: Console, directory: Path, name: str, document: Mapping[str, Any], table: Sequence[str], remark: str = ""
+) -> None:
+    """Write a document of one table as ``write_document`` does, print the table, and say where it is.
+
+    Args:
+        console: Where to print.
+        directory: Where to write; it is made.
+        name: Stem of the two files.
+        document: As for ``write_document``.
+        table: Its lines, in Markdown.
+        remark: Said behind the names of the files.
+    """
+    write_document(directory, name, document, [*table, ""])
+    console.print("\n".join(table), highlight=False, markup=False, soft_wrap=True)
+    written = f"written: {directory}/{name}.md, {directory}/{name}.json{remark}"
+    console.print(written, highlight=False, soft_wrap=True)
+
+
+def _scenario(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
+    described = dataclasses.asdict(scenario)
+    # Names, not paths of this machine.
+    described["checkpoints"] = {method: path.name for method, path in scenario.checkpoints.items()}
+    described["truth"] = scenario.truth and scenario.truth.name
+    return {
+        **described,
+        "rows": [dataclasses.asdict(row) for row in summarise(scenario, runs)],
+        "runs": [
+            {"method": run.method, "state": run.state, "repetition": run.repetition, **_outcome(run.outcome)}
+            for run in runs
+            if run.scenario == scenario.title
+        ],
+        "timelines": [
+            {"method": run.method, "state": run.state, "repetition": run.repetition, **_trace(run.outcome.trace)}
+            for run in typical_runs(scenario, runs)
+            if run.outcome.trace is not None
+        ],
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    # A verdict is hundreds of logits, and the row says whether they were right; timelines are listed apart.
+    left_out = {"verdict", "trace"}
+    names = (field.name for field in dataclasses.fields(outcome) if field.name not in left_out)
+    return {name: getattr(outcome, name) for name in names}
+
+
+def _trace(trace: Trace) -> dict[str, Any]:
+    return {
+        "seconds": [round(moment, 4) for moment in trace.seconds],
+        "anon_bytes": trace.anon,
+        "file_bytes": trace.file,
+        "shmem_bytes": trace.shmem,
+        "device_bytes": trace.device,
+    }
+
+
+def _markdown(scenario: Scenario, runs: Sequence[Run]) -> list[str]:
+    rows = summarise(scenario, runs)
+    headings = ["method", *(heading.replace("\n", " ") for heading in headings_of(scenario))]
+    lines = [f"### {scenario.title}", "", f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
+    lines += [f"| {' | '.join([row.method, *cells_of(scenario, row)])} |" for row in rows]
+    return [*lines, "", *(f"- {note}" for note in notes_of(scenario, rows, runs))]

@@ -1,0 +1,155 @@
+"""Runs scenarios: every method in its own process, the methods interleaved, the page cache prepared before each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from sluice.benchmark.cache import make_cold, make_warm
+from sluice.benchmark.methods import absence
+from sluice.benchmark.process import TIMEOUT_SECONDS, run_job
+from sluice.benchmark.records import REFERENCE, Job, Outcome, Run, Scenario, State
+
+__all__ = ["REFERENCE", "run_with_progress", "seconds_left"]
+
+#: What to do to a checkpoint before a load; nothing before the second load in a row.
+_PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "first": make_cold, "warm": make_warm}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """One process to run."""
+
+    scenario: Scenario
+    method: str
+    state: State
+    #: Counts from 0.
+    repetition: int = 0
+
+
+def _order(scenario: Scenario, repetition: int) -> list[tuple[str, State]]:
+    """Return what one repetition runs; loads in a row belong together, other states are worked off one by one.
+
+    Each repetition begins with another method: what a method leaves behind should not always meet the same one.
+    """
+    methods = list(scenario.checkpoints)
+    begin = repetition % max(1, len(methods))
+    methods = methods[begin:] + methods[:begin]
+    if "first" in scenario.states:
+        return [(method, state) for method in methods for state in scenario.states]
+    return [(method, state) for state in scenario.states for method in methods]
+
+
+def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> list[_Step]:
+    """Return everything to run: each reference once, then repetitions that go through all scenarios."""
+    references = [_Step(scenario=each, method=each.reference, state=each.states[0]) for each in scenarios]
+    return references + [
+        _Step(scenario=scenario, method=method, state=state, repetition=repetition)
+        for repetition in range(repetitions)
+        for scenario in scenarios
+        for method, state in _order(scenario, repetition)
+    ]
+
+
+def seconds_left(took: Mapping[str, float], ahead: Sequence[str]) -> float:
+    """Return how long the runs ahead will take, about: what their method took last, else what methods took on average.
+
+    Args:
+        took: Seconds of the last run of each method that has run; not empty.
+        ahead: Method of each run that is still to come.
+    """
+    usual = sum(took.values()) / len(took)
+    return sum(took.get(method, usual) for method in ahead)
+
+
+def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> Run:
+    scenario, method, state = step.scenario, step.method, step.state
+    if method == scenario.reference:
+        # Under no limit: it is no contestant, and without it nobody knows who is right.
+        outcome = run_job(_job(scenario, method, scenario.truth, verify=True))
+    elif reason := absence(method):
+        outcome = Outcome(status="absent", reason=reason)
+    elif (prepare := _PREPARATIONS.get(state)) and not prepare(scenario.checkpoints[method]):
+        outcome = Outcome(status="failed", reason=f"the page cache could not be made {state}")
+    else:
+        # The digests take longer than a load, and a method that is right once is right the next time.
+        job = _job(scenario, method, scenario.checkpoints[method], verify=step.repetition == 0)
+        time.sleep(settle_seconds)
+        outcome = run_job(job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes)
+    return Run(scenario=scenario.title, method=method, state=state, repetition=step.repetition, outcome=outcome)
+
+
+def _job(scenario: Scenario, method: str, checkpoint: Path | None, *, verify: bool) -> Job:
+    return Job(
+        method=method,
+        model=scenario.model,
+        model_args=scenario.model_args,
+        checkpoint=str(checkpoint or ""),
+        key=scenario.key if checkpoint == scenario.truth else None,
+        dtype=scenario.dtype,
+        device=scenario.device,
+        device_limit_bytes=scenario.device_limit_bytes,
+        verify=verify,
+    )
+
+
+def run_with_progress(
+    console: Console,
+    scenarios: Sequence[Scenario],
+    *,
+    repetitions: int,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    settle_seconds: float = 0.0,
+) -> list[Run]:
+    """Run everything behind a progress line; where there is no terminal, print a line for each run instead.
+
+    Args:
+        console: Where the progress goes.
+        scenarios: What to run.
+        repetitions: How often.
+        timeout_seconds: When to stop one load.
+        settle_seconds: How long to wait before each load, after the process before it has ended and the page cache is
+            as it should be; see ``settling_seconds``.
+
+    Returns:
+        Every run, in order.
+    """
+    schedule = _schedule(scenarios, repetitions)
+    bar = Progress(
+        SpinnerColumn(),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        TextColumn("{task.description}"),
+        TextColumn("[dim]{task.fields[last]}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    runs: list[Run] = []
+    took: dict[str, float] = {}
+    with bar:
+        task = bar.add_task("starting", total=len(schedule), left="", last="")
+        for number, step in enumerate(schedule, start=1):
+            bar.update(task, description=f"[bold]{step.method}[/] {step.scenario.dtype} {step.state}")
+            begin = time.perf_counter()
+            runs.append(_run(step, timeout_seconds=timeout_seconds, settle_seconds=settle_seconds))
+            took[step.method] = time.perf_counter() - begin
+            left = f"about {seconds_left(took, [ahead.method for ahead in schedule[number:]]):.0f} s left"
+            last = _one_line(runs[-1])
+            bar.update(task, advance=1, left=left, last=last)
+            if not console.is_terminal:
+                console.print(f"{number:>4}/{len(schedule)}  {last}, {left}", highlight=False, soft_wrap=True)
+    return runs
+
+
+def _one_line(run: Run) -> str:
+    outcome = run.outcome
+    result = f"{outcome.seconds:.2f} s" if outcome.status == "ok" else outcome.status
+    return f"{run.method} {run.state}: {result}"

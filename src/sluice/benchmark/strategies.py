@@ -1,0 +1,121 @@
+"""The tutorial's loading methods as named strategies, and sluice's, each in full and in half precision.
+
+Every strategy starts from the fp32 checkpoint and is timed from the construction of the model on, as in the tutorial's
+cells. The tutorial has no half-precision cells: each variant says ``.to(torch.bfloat16)`` at the place where that
+method's reader would.
+
+One thing differs from the tutorial. Where a model comes from ``to_empty``, its cells fill ``named_parameters()`` only,
+and the causal masks, which are buffers, stay uninitialised: such a model computes wrong logits. Here the loops go over
+``state_dict()``, which costs no more memory and is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Job, Kind, Loaded, Method
+from sluice.benchmark.subjects import build, read_state_dict
+
+__all__ = ["STRATEGIES"]
+
+
+def _empty_model(job: Job) -> nn.Module:
+    with torch.device("meta"):
+        model = build(job)
+    return model.to(job.torch_dtype).to_empty(device=job.device)
+
+
+def _copy_one_by_one(model: nn.Module, state_dict: dict[str, torch.Tensor], device: str) -> None:
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            weight.copy_(state_dict[name].to(device))
+
+
+def naive(job: Job) -> nn.Module:
+    """Build the model on the device, load the whole state dict onto the same device, copy."""
+    model = build(job).to(job.device, job.torch_dtype)
+    model.load_state_dict(read_state_dict(Path(job.checkpoint), job.key, device=job.device))
+    return model
+
+
+def sequential(job: Job) -> nn.Module:
+    """Build the model on the device, load the state dict into host memory, copy parameter by parameter."""
+    model = build(job).to(job.device, job.torch_dtype)
+    _copy_one_by_one(model, read_state_dict(Path(job.checkpoint), job.key, device="cpu"), job.device)
+    return model
+
+
+def meta_sequential(job: Job) -> nn.Module:
+    """Allocate the model without initialising it, load the state dict onto the device, copy one by one."""
+    model = _empty_model(job)
+    _copy_one_by_one(model, read_state_dict(Path(job.checkpoint), job.key, device=job.device), job.device)
+    return model
+
+
+def mapped(job: Job) -> nn.Module:
+    """Map the file and hand its tensors to a meta model: the tutorial's best practice."""
+    with torch.device("meta"):
+        model = build(job)
+    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=True)
+    model.load_state_dict(state_dict, assign=True)
+    del state_dict  # the tutorial passes it on without a name; holding it would keep the fp32 weights alive
+    return model.to(job.torch_dtype)
+
+
+def per_parameter(job: Job) -> nn.Module:
+    """Allocate the model without initialising it, load one small file after the other."""
+    model = _empty_model(job)
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            file = Path(job.checkpoint, f"{name}.pt")
+            weight.copy_(torch.load(file, map_location="cpu", weights_only=True))
+    return model
+
+
+def with_sluice(job: Job) -> nn.Module:
+    """Build the model without memory and let sluice fill it from the ordinary file."""
+    import sluice
+
+    with sluice.empty_init():
+        model = build(job)
+    sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype, key=job.key)
+    return model
+
+
+def _strategy(
+    name: str,
+    load: Callable[[Job], Loaded],
+    *,
+    reads: tuple[Kind, ...] = (PTH, SAFETENSORS, SHARDS),
+    imports: tuple[str, ...] = (),
+    takes_key: bool = True,
+) -> Method:
+    return Method(
+        name=name,
+        start=lambda job: partial(load, job),
+        imports=imports,
+        reads=reads,
+        summary=(load.__doc__ or "").strip(),
+        takes_key=takes_key,
+    )
+
+
+#: In the order of the tutorial.
+STRATEGIES = (
+    _strategy("naive", naive),
+    _strategy("sequential", sequential),
+    _strategy("meta-sequential", meta_sequential),
+    _strategy("mmap", mapped),
+    _strategy("per-parameter", per_parameter, reads=(PARAMETERS,), takes_key=False),
+    _strategy(
+        "sluice",
+        with_sluice,
+        reads=(PTH, SAFETENSORS, SHARDS, PARAMETERS, OTHER),
+        imports=("sluice:empty_init", "sluice:load_into"),
+    ),
+)

@@ -1,0 +1,152 @@
+"""What is loaded: a built-in GPT-2 or the user's own model, and the state dict of its checkpoint by ordinary means.
+
+The means are those of torch and safetensors, so that sluice is judged by what other code says of the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import sluice
+from sluice._dtypes import is_castable
+from sluice.benchmark import gpt2
+from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Job, Kind
+
+__all__ = [
+    "build",
+    "build_model",
+    "final_bytes",
+    "is_builtin",
+    "kind_of",
+    "main_dtype",
+    "parse_arguments",
+    "read_state_dict",
+    "truth",
+]
+
+
+def is_builtin(model: str) -> bool:
+    """Return whether this is the name of a built-in model; others are ``package.module:name``."""
+    return ":" not in model
+
+
+def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and named arguments out of JSON: an array or an object.
+
+    Raises:
+        ValueError: It is no JSON, or neither of the two.
+    """
+    value = json.loads(text)
+    if isinstance(value, list):
+        return value, {}
+    if isinstance(value, dict):
+        return [], value
+    raise ValueError("must be a JSON object or array")
+
+
+def build_model(model: str, model_args: str) -> nn.Module:
+    """Return a model as its constructor makes it."""
+    if is_builtin(model):
+        return gpt2.build(model)
+    arguments, named = parse_arguments(model_args)
+    built: nn.Module = pkgutil.resolve_name(model)(*arguments, **named)
+    return built
+
+
+def build(job: Job) -> nn.Module:
+    """Return the model of a job as its constructor makes it."""
+    return build_model(job.model, job.model_args)
+
+
+def final_bytes(model: str, model_args: str, dtype: torch.dtype) -> int:
+    """Return F of a model: the bytes of its parameters and persistent buffers, floating-point ones in this dtype."""
+    with sluice.empty_init():
+        built = build_model(model, model_args)
+    tensors = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
+    return sum(
+        tensor.numel() * (dtype if tensor.is_floating_point() else tensor.dtype).itemsize for tensor in tensors.values()
+    )
+
+
+def kind_of(path: Path) -> Kind:
+    """Return what a checkpoint is to the methods, by its first bytes; ``OTHER`` is what only sluice reads.
+
+    Raises:
+        CheckpointError: It is none that sluice reads.
+    """
+    with sluice.open(path) as checkpoint:
+        files, name = checkpoint.files, checkpoint.format
+    if path.is_file() and len(files) == 1:
+        return SAFETENSORS if name == "safetensors" else PTH
+    endings = {Path(file).suffix for file in files}
+    if path.is_dir() and endings == {".pt"}:
+        return PARAMETERS
+    return SHARDS if path.is_dir() and endings <= {".safetensors", ".bin"} else OTHER
+
+
+def main_dtype(path: Path) -> str:
+    """Return the name of the floating-point dtype that most bytes of a checkpoint have; float32 where it has none."""
+    nbytes: Counter[str] = Counter()
+    with sluice.open(path) as checkpoint:
+        for entry in checkpoint.entries.values():
+            nbytes[entry.dtype] += entry.nbytes
+    return next((dtype for dtype, _ in nbytes.most_common() if is_castable(dtype)), "float32")
+
+
+def read_state_dict(checkpoint: Path, key: str | None, *, device: str, mapped: bool = False) -> dict[str, torch.Tensor]:
+    """Return the whole state dict of a checkpoint, read by torch or safetensors.
+
+    Args:
+        checkpoint: A file or a directory.
+        key: Dotted path of the weights; None where there is nothing else.
+        device: Where its tensors go.
+        mapped: Map files instead of reading them; safetensors does so in any case.
+    """
+    found: dict[str, Any] = {}
+    for file in _files(checkpoint):
+        content = _read_file(file, device=device, mapped=mapped)
+        found.update({file.stem: content} if isinstance(content, torch.Tensor) else content)
+    for part in filter(None, (key or "").split(".")):
+        found = found[part]
+    return found
+
+
+def _files(checkpoint: Path) -> Iterator[Path]:
+    """Yield the files that hold a state dict: the file itself, or those that sluice found in a directory."""
+    if not checkpoint.is_dir():
+        yield checkpoint
+        return
+    with sluice.open(checkpoint) as opened:
+        yield from map(Path, opened.files)
+
+
+def _read_file(file: Path, *, device: str, mapped: bool) -> Mapping[str, Any] | torch.Tensor:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file, device=device)
+    found: Mapping[str, Any] | torch.Tensor = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+    return found
+
+
+def truth(job: Job, model: nn.Module) -> nn.Module:
+    """Fill a meta model name by name with what torch or safetensors reads; the other name of a tie serves for both."""
+    named = model.state_dict(keep_vars=True)
+    names_by_tensor: dict[int, list[str]] = {}
+    for name, tensor in named.items():
+        names_by_tensor.setdefault(id(tensor), []).append(name)
+    partners = {name: names_by_tensor[id(tensor)] for name, tensor in named.items()}
+    model = model.to(job.torch_dtype).to_empty(device="cpu")
+    found = read_state_dict(Path(job.checkpoint), job.key, device="cpu", mapped=True)
+    with torch.no_grad():
+        for name, weight in model.state_dict().items():
+            weight.copy_(next(found[partner] for partner in partners[name] if partner in found))
+    return model

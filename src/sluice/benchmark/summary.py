@@ -1,0 +1,108 @@
+"""Medians: from runs to the rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from sluice.benchmark.records import Outcome, Precision, Run, Scenario, State, Status, Verdict
+
+__all__ = ["Row", "raw_seconds", "summarise"]
+
+#: How far logits may be apart, as a share of the largest: other alignments of the weights in memory may change the
+#: order in which a matrix product is added up. The weights themselves are compared bit by bit.
+_TOLERANCES: dict[Precision, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method of one scenario: medians over the repetitions, and for memory the larger of the states' medians."""
+
+    #: Name of the method.
+    method: str
+    #: Why runs did not end well, each reason once.
+    reasons: tuple[str, ...]
+    #: From the call until every weight was touched, for each state that worked.
+    seconds: dict[State, float]
+    #: How the last run ended, for each state in which none worked.
+    failures: dict[State, Status]
+    #: ``seconds`` over those of the fastest raw read of the same state; empty where there was none.
+    over_raw: dict[State, float]
+    #: Peak growth of host memory by kind, in bytes; of a method that died, how far it had come.
+    anon_bytes: int
+    file_bytes: int
+    shmem_bytes: int
+    total_bytes: int
+    #: Peak of the accelerator's memory, in bytes; 0 without one.
+    device_allocated_bytes: int
+    device_reserved_bytes: int
+    #: ``total_bytes`` over F on the host; over an accelerator ``device_reserved_bytes`` over F; None for a raw read.
+    over_final: float | None
+    #: Whether the finished model has the right weights and logits; None when nobody looked.
+    right: bool | None
+
+
+def raw_seconds(runs: Sequence[Run], state: State) -> float | None:
+    """Return the time of the fastest raw read of a state: the lower of the methods' medians."""
+    methods = {run.method for run in runs if _is_raw(run.method)}
+    medians = [_seconds(runs, method, state) for method in methods]
+    return min((seconds for seconds in medians if seconds is not None), default=None)
+
+
+def summarise(scenario: Scenario, runs: Sequence[Run]) -> list[Row]:
+    """Return the rows of a scenario, in the order of its methods."""
+    own = [run for run in runs if run.scenario == scenario.title]
+    truth = next((run.outcome.verdict for run in own if run.method == scenario.reference), None)
+    raw = {state: raw_seconds(own, state) for state in scenario.states}
+    return [_row(scenario, method, own, truth, raw) for method in scenario.checkpoints]
+
+
+def _row(
+    scenario: Scenario, method: str, runs: Sequence[Run], truth: Verdict | None, raw: dict[State, float | None]
+) -> Row:
+    own = [run for run in runs if run.method == method]
+    seconds = {state: value for state in scenario.states if (value := _seconds(own, method, state)) is not None}
+    over_raw = {state: value / bound for state, value in seconds.items() if (bound := raw[state])}
+    verdicts = [run.outcome.verdict for run in own if run.outcome.verdict is not None]
+    total = _peak(own, lambda outcome: outcome.total_bytes)
+    reserved = _peak(own, lambda outcome: outcome.device_reserved_bytes)
+    judged = reserved if scenario.device == "cuda" else total
+    return Row(
+        method=method,
+        reasons=tuple(dict.fromkeys(run.outcome.reason for run in own if run.outcome.reason)),
+        seconds=seconds,
+        failures={run.state: run.outcome.status for run in own if run.state not in seconds},
+        over_raw={} if _is_raw(method) else over_raw,
+        anon_bytes=_peak(own, lambda outcome: outcome.anon_bytes),
+        file_bytes=_peak(own, lambda outcome: outcome.file_bytes),
+        shmem_bytes=_peak(own, lambda outcome: outcome.shmem_bytes),
+        total_bytes=total,
+        device_allocated_bytes=_peak(own, lambda outcome: outcome.device_allocated_bytes),
+        device_reserved_bytes=reserved,
+        over_final=None if _is_raw(method) else judged / scenario.final_bytes,
+        right=all(_same(found, truth, scenario.dtype) for found in verdicts) if verdicts and truth else None,
+    )
+
+
+def _is_raw(method: str) -> bool:
+    return method.startswith("raw-")
+
+
+def _seconds(runs: Sequence[Run], method: str, state: State) -> float | None:
+    good = [run.outcome for run in runs if (run.method, run.state, run.outcome.status) == (method, state, "ok")]
+    return median(outcome.seconds for outcome in good) if good else None
+
+
+def _peak(runs: Sequence[Run], kind: Callable[[Outcome], int]) -> int:
+    """Return the largest of the states' medians of one kind of memory; failed runs count where none was good."""
+    measured = [run for run in runs if run.outcome.status == "ok"] or runs
+    states = {run.state for run in measured}
+    return int(max(median(kind(run.outcome) for run in measured if run.state == state) for state in states))
+
+
+def _same(found: Verdict, truth: Verdict, dtype: Precision) -> bool:
+    if found.weights != truth.weights or len(found.logits) != len(truth.logits):
+        return False
+    bound = _TOLERANCES[dtype] * max(map(abs, truth.logits), default=0.0)
+    return all(abs(ours - right) <= bound for ours, right in zip(found.logits, truth.logits, strict=True))

@@ -1,0 +1,152 @@
+"""The rows of a scenario as texts, and as a table on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from rich.box import ROUNDED
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sluice._units import format_bytes
+from sluice.benchmark.records import Run, Scenario, State
+from sluice.benchmark.summary import Row, summarise
+
+__all__ = ["ALARMING", "cells_of", "console_for_tables", "headings_of", "notes_of", "print_tables"]
+
+_GIB = 1 << 30
+
+#: Width of the bar of the method that needs the most, in characters.
+_BAR = 18
+
+#: A shorter one says nothing.
+_NARROWEST_BAR = 8
+
+#: Columns of the terminal that the table needs beside the bar.
+_COLUMNS_BESIDE_BAR = 82
+
+#: Width where the output is no terminal.
+_UNBOUNDED_COLUMNS = 160
+
+#: Heading of the column that the colours judge.
+_RATIO = "peak\n/ F"
+
+#: Texts of cells that say that something went wrong.
+ALARMING = ("NO", "killed", "failed", "timeout")
+
+#: What stands for a figure that was not measured.
+_NOTHING = "-"
+
+#: Shares of F up to which a peak is drawn green and yellow.
+_LEAN, _FAIR = 1.1, 1.6
+
+
+def headings_of(scenario: Scenario) -> list[str]:
+    """Return the column headings, without that of the method: name and unit, each a line."""
+    peaks = ["host\nGiB", "anon\nGiB", "file\nGiB"]
+    if scenario.device == "cuda":
+        peaks += ["GPU\nalloc", "GPU\nresv"]
+    seconds = [heading for state in scenario.states for heading in _state_headings(scenario, state)]
+    return [*peaks, _RATIO, *seconds, "same\nlogits" if scenario.builtin else "same\nweights"]
+
+
+def _state_headings(scenario: Scenario, state: State) -> list[str]:
+    return [f"{state}\ns", f"{state}\n/ raw"] if _has_raw(scenario) else [f"{state}\ns"]
+
+
+def _has_raw(scenario: Scenario) -> bool:
+    return any(method.startswith("raw-") for method in scenario.checkpoints)
+
+
+def cells_of(scenario: Scenario, row: Row) -> list[str]:
+    """Return the texts below ``headings_of``; what was not measured is a dash."""
+    peaks = [row.total_bytes, row.anon_bytes, row.file_bytes]
+    if scenario.device == "cuda":
+        peaks += [row.device_allocated_bytes, row.device_reserved_bytes]
+    measured = row.total_bytes > 0
+    texts = [f"{peak / _GIB:.2f}" if measured else _NOTHING for peak in peaks]
+    texts.append(f"{row.over_final:.2f}" if measured and row.over_final is not None else _NOTHING)
+    for state in scenario.states:
+        texts.append(f"{row.seconds[state]:.2f}" if state in row.seconds else row.failures[state])
+        if _has_raw(scenario):
+            texts.append(f"{row.over_raw[state]:.2f}" if state in row.over_raw else _NOTHING)
+    texts.append({True: "yes", False: "NO", None: _NOTHING}[row.right])
+    return texts
+
+
+def notes_of(scenario: Scenario, rows: Sequence[Row], runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the lines below a table: what F is, which limit holds, and why some cells are empty."""
+    yield f"F = {format_bytes(scenario.final_bytes)}: the finished tensors"
+    if scenario.host_limit_bytes is not None:
+        yield f"each process had {format_bytes(scenario.host_limit_bytes)} of host memory, its interpreter included"
+    truth = next((run for run in runs if (run.scenario, run.method) == (scenario.title, scenario.reference)), None)
+    if truth is not None and truth.outcome.status != "ok":
+        yield f"nothing to compare with: {truth.outcome.reason}"
+    for row in rows:
+        for reason in row.reasons:
+            yield f"{row.method}: {reason}"
+
+
+def console_for_tables(*, stderr: bool = False) -> Console:
+    """Return a console as wide as the terminal; where there is none, wide enough for every table."""
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(width=None if terminal else _UNBOUNDED_COLUMNS, stderr=stderr)
+
+
+def print_tables(console: Console, scenarios: Sequence[Scenario], runs: Sequence[Run]) -> None:
+    """Print a table for each scenario."""
+    for scenario in scenarios:
+        rows = summarise(scenario, runs)
+        console.print(_rich_table(scenario, rows, bar=min(_BAR, console.width - _COLUMNS_BESIDE_BAR)))
+        for note in notes_of(scenario, rows, runs):
+            console.print(Text(f"  {note}", style="dim"), soft_wrap=True)
+        console.print()
+
+
+def _rich_table(scenario: Scenario, rows: Sequence[Row], *, bar: int) -> Table:
+    """Return the table, with a bar of this many characters for the largest peak if that is enough to see anything."""
+    title = Text(scenario.title, "bold")  # no markup: names of files and models are in it
+    table = Table(title=title, title_justify="left", box=ROUNDED, header_style="bold")
+    table.add_column("method", no_wrap=True)
+    drawn = bar >= _NARROWEST_BAR
+    if drawn:
+        table.add_column("peak\n█ anon ░ file", no_wrap=True, min_width=bar)
+    headings = headings_of(scenario)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    largest = max([row.total_bytes for row in rows] + [1])
+    for row in rows:
+        name = Text(row.method, "bold cyan" if _is_ours(row) else "")
+        cells = [_styled(heading, cell, row) for heading, cell in zip(headings, cells_of(scenario, row), strict=True)]
+        bars = [_bar(row, bar / largest)] if drawn else []
+        table.add_row(name, *bars, *cells, style="bold" if _is_ours(row) else "")
+    return table
+
+
+def _is_ours(row: Row) -> bool:
+    return row.method.startswith("sluice")
+
+
+def _styled(heading: str, cell: str, row: Row) -> Text:
+    if cell in ALARMING:
+        return Text(cell, "bold red")
+    if cell == "yes":
+        return Text(cell, "green")
+    if cell in {"absent", _NOTHING}:
+        return Text(cell, "dim")
+    return Text(cell, _colour(row) if heading == _RATIO else "")
+
+
+def _colour(row: Row) -> str:
+    if row.over_final is None:
+        return "dim"
+    return "green" if row.over_final <= _LEAN else "yellow" if row.over_final <= _FAIR else "red"
+
+
+def _bar(row: Row, scale: float) -> Text:
+    """Return the peak as a bar: anonymous memory solid, file pages shaded. ``scale`` is characters for a byte."""
+    length = round(row.total_bytes * scale)
+    shaded = min(length, round(row.file_bytes * scale))
+    return Text("█" * (length - shaded) + "░" * shaded, _colour(row))

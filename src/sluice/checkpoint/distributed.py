@@ -1,0 +1,256 @@
+"""Directories that torch.distributed.checkpoint writes, read without a process group.
+
+Layout::
+
+    .metadata        what there is and where (``_dcp_metadata``); written last, as .metadata.tmp first
+    __R_N.distcp     the items that rank R wrote, one after the other (``_dcp_items``)
+
+A tensor is stored in chunks, in any of the files: one chunk that is all of it becomes an entry like any other, several
+become one entry that is assembled from them. The tree has the nesting of what was saved (``_dcp_tree``).
+
+To open a directory, the metadata, the values that are no tensors and the first bytes of each chunk are read.
+
+Refused: what the three modules refuse; files that are missing; chunks of another dtype or shape than the metadata says.
+Values that only running code could build are placeholders with their names, as in a ``torch.save`` file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from sluice._errors import CheckpointError, FormatError, LimitError
+from sluice._geometry import contiguous_stride
+from sluice._messages import SHOWN, section
+from sluice._options import Limits
+from sluice.checkpoint.merging import OpenFile, moved
+from sluice.checkpoint.survey import METADATA_FILE, Layout, check_inside
+from sluice.entries import tree as _tree
+from sluice.formats.distributed.items import Item, ItemFile, ItemReader, ItemStorage, check_items
+from sluice.formats.distributed.metadata import Chunk, Contents, Place, TensorItem, read_metadata
+from sluice.formats.distributed.tree import nest
+from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue
+from sluice.records.bulk import collector_paused
+from sluice.sources.local import LocalFile
+
+__all__ = ["open_distributed"]
+
+_NAME = "torch-distributed"
+
+#: Bytes of an item beside its data and its pickle; a little more than torch's.
+_RECORDS_BYTES = 2048
+
+
+def open_distributed(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Open a directory of torch.distributed.checkpoint; reads no tensor data.
+
+    Returns:
+        The index of the checkpoint, and its files in the order of ``Index.files``.
+
+    Raises:
+        CheckpointError: The metadata or a file is damaged, unsafe or of a kind that sluice does not read.
+        ReadError: Something cannot be read.
+    """
+    path = os.path.join(layout.directory, METADATA_FILE)
+    check_inside(layout.directory, METADATA_FILE, limits)
+    source = LocalFile(path)
+    try:
+        contents = read_metadata(source, limits)
+    finally:
+        source.close()
+    files = _items_by_file(contents)
+    if len(files) > limits.files:
+        expected = f"at most {limits.files}"
+        raise LimitError("the metadata passes the limit 'files'", file=path, expected=expected, found=len(files))
+    sources = _open_sources(layout.directory, list(files), limits)
+    try:
+        with collector_paused():
+            builder = _Builder(path, limits)
+            for source, items in zip(sources, files.values(), strict=True):
+                builder.add_file(source, items)
+            return builder.finish(contents, layout, sources)
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise
+
+
+class _Wanted(NamedTuple):
+    """An item, and what the metadata says of it."""
+
+    item: Item
+    tensor: TensorItem | None
+    chunk: Chunk | None
+
+
+def _items_by_file(contents: Contents) -> dict[str, list[_Wanted]]:
+    """Return the items of each file, sorted by offset; the files sorted by name."""
+    files: defaultdict[str, list[_Wanted]] = defaultdict(list)
+    for name, found in contents.items.items():
+        if isinstance(found, UnsupportedValue):
+            continue
+        if isinstance(found, Place):
+            files[found.file].append(_Wanted(Item(name=name, offset=found.offset, nbytes=found.nbytes), None, None))
+            continue
+        for chunk in found.chunks:
+            item = Item(name=_chunk_name(found, chunk), offset=chunk.place.offset, nbytes=chunk.place.nbytes)
+            files[chunk.place.file].append(_Wanted(item, found, chunk))
+    return {file: sorted(files[file], key=lambda wanted: wanted.item.offset) for file in sorted(files)}
+
+
+def _chunk_name(tensor: TensorItem, chunk: Chunk) -> str:
+    return tensor.name if len(tensor.chunks) == 1 else f"{tensor.name}[{', '.join(map(str, chunk.start))}]"
+
+
+def _open_sources(directory: str, files: Sequence[str], limits: Limits) -> list[LocalFile]:
+    sources: list[LocalFile] = []
+    missing: list[str] = []
+    for file in files:
+        check_inside(directory, file, limits)
+        try:
+            sources.append(LocalFile(os.path.join(directory, file)))
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            missing.append(file)
+    if missing:
+        lines = section("missing files", [repr(file) for file in missing[:SHOWN]], missing)
+        text = f"files that the metadata names are not there\n{lines}\nNothing was read"
+        raise FormatError(text, file=directory)
+    return sources
+
+
+@dataclass(slots=True)
+class _File:
+    """The storages of one file, as they are found."""
+
+    first: int
+    storages: list[Storage]
+    owned: list[ItemStorage]
+
+
+class _Builder:
+    """Builds the index file by file, then item by item."""
+
+    def __init__(self, path: str, limits: Limits) -> None:
+        self._path = path
+        self._limits = limits
+        self._reader = ItemReader(limits)
+        self._header_bytes_left = limits.header_bytes
+        self._files: list[_File] = []
+        self._count = 0
+        #: The entry of each chunk, by the chunk's identity; the tree of each value, by name.
+        self._entries: dict[int, Entry | UnsupportedValue] = {}
+        self._values: dict[str, object] = {}
+        #: What is to say of the values, each note once.
+        self._notes: dict[str, None] = {}
+
+    def add_file(self, source: LocalFile, wanted: Sequence[_Wanted]) -> None:
+        """Add the items of the next file, sorted by offset."""
+        check_items(source, [each.item for each in wanted])
+        self._files.append(_File(self._count, [], []))
+        chunks = [each for each in wanted if each.tensor is not None and 0 not in each.tensor.shape]
+        headers = iter(self._reader.chunks(source, [each.item for each in chunks]))
+        for each in wanted:
+            if each.tensor is None:
+                self._add_value(source, each.item)
+                continue
+            assert each.chunk is not None
+            if 0 in each.tensor.shape:
+                storage = self._add_storage(each.item, None, 0, 0, offset=each.item.offset, located=True)
+                entry = _whole(each.tensor, storage=storage)
+            else:
+                inner, nbytes = next(headers)
+                if isinstance(inner, UnsupportedValue):
+                    self._entries[id(each.chunk)] = inner
+                    continue
+                self._check_chunk(inner, each, source)
+                storage = self._add_storage(each.item, inner, inner.storage, nbytes, offset=each.item.offset)
+                entry = replace(inner, storage=storage)
+            self._entries[id(each.chunk)] = entry
+
+    def finish(
+        self, contents: Contents, layout: Layout, sources: Sequence[LocalFile]
+    ) -> tuple[Index, tuple[OpenFile, ...]]:
+        """Return the index of all files, and the files."""
+        values = {
+            name: self._values[name] if isinstance(found, Place) else self._tensor(found)
+            for name, found in contents.items.items()
+        }
+        tree = nest(values, contents.paths, self._limits, self._path)
+        index = Index(
+            format=_NAME,
+            files=tuple(FileRecord(path=source.path, identity=source.identity) for source in sources),
+            storages=tuple(storage for file in self._files for storage in file.storages),
+            tree=tree,
+            metadata={"version": contents.version} if contents.version else {},
+            notes=(*layout.notes, *contents.notes, *_chunk_note(contents.items), *self._notes),
+        )
+        return index, tuple(map(self._open_file, index.files, sources, self._files))
+
+    def _add_value(self, source: LocalFile, item: Item) -> None:
+        inner = self._reader.value(source, item, replace(self._limits, header_bytes=self._header_bytes_left))
+        rest = item.nbytes - sum(storage.nbytes for storage in inner.storages) - _RECORDS_BYTES
+        self._header_bytes_left = max(0, self._header_bytes_left - max(0, rest))
+        first = self._count
+        for number, storage in enumerate(inner.storages):
+            self._add_storage(item, None, number, storage.nbytes, offset=item.offset + storage.offset)
+        self._notes.update(dict.fromkeys(inner.notes))
+        self._values[item.name] = _tree.map_leaves(inner.tree, partial(moved, by=first))
+
+    def _add_storage(
+        self, item: Item, entry: Entry | None, number: int, nbytes: int, *, offset: int, located: bool = False
+    ) -> int:
+        file = self._files[-1]
+        file.owned.append(ItemStorage(item=item, entry=entry, position=number, nbytes=nbytes))
+        key = item.name if entry is not None or located else f"{item.name}/{number}"
+        position = len(self._files) - 1
+        file.storages.append(Storage(file=position, offset=offset, nbytes=nbytes, key=key, located=located))
+        self._count += 1
+        if self._count > self._limits.entries:
+            expected = f"at most {self._limits.entries}"
+            raise LimitError("the files together pass the limit 'entries'", file=self._path, expected=expected)
+        return self._count - 1
+
+    def _check_chunk(self, inner: Entry, wanted: _Wanted, source: LocalFile) -> None:
+        assert wanted.tensor is not None
+        assert wanted.chunk is not None
+        if (inner.dtype, inner.shape) != (wanted.tensor.dtype, wanted.chunk.shape):
+            raise FormatError(
+                "an item holds another tensor than the metadata says",
+                file=source.path,
+                tensor=wanted.item.name,
+                offset=wanted.item.offset,
+                expected=f"{wanted.tensor.dtype} {list(wanted.chunk.shape)}",
+                found=f"{inner.dtype} {list(inner.shape)}",
+            )
+
+    def _tensor(self, tensor: TensorItem | UnsupportedValue) -> Entry | UnsupportedValue:
+        """Return the entry of a tensor; torch copies chunks, so that conjugates are assembled: no views come out."""
+        if isinstance(tensor, UnsupportedValue):
+            return tensor
+        parts = []
+        for chunk in tensor.chunks:
+            entry = self._entries[id(chunk)]
+            if isinstance(entry, UnsupportedValue) or (len(tensor.chunks) == 1 and not entry.math_bits):
+                return entry
+            parts.append(Part(entry=entry, start=chunk.start))
+        return replace(_whole(tensor, storage=NO_STORAGE), parts=tuple(parts))
+
+    def _open_file(self, record: FileRecord, source: LocalFile, file: _File) -> OpenFile:
+        own = Index(format=_NAME, files=(record,), storages=tuple(file.storages), tree=None)
+        locator = ItemFile(self._reader, file.owned)
+        return OpenFile(source=source, locator=locator, index=own, first_storage=file.first)
+
+
+def _whole(tensor: TensorItem, *, storage: int) -> Entry:
+    return Entry(dtype=tensor.dtype, shape=tensor.shape, stride=contiguous_stride(tensor.shape), storage=storage)
+
+
+def _chunk_note(items: Mapping[str, object]) -> tuple[str, ...]:
+    counts = [len(item.chunks) for item in items.values() if isinstance(item, TensorItem) and len(item.chunks) > 1]
+    return (f"Tensors that are assembled from chunks: {len(counts)}, of {sum(counts)} chunks.",) if counts else ()

@@ -1,0 +1,292 @@
+"""The files of a directory as one checkpoint: one tree, one list of storages, and every contradiction between them.
+
+The tree of several files is one flat dict: their state dicts one after the other, or the tensor of each by the file's
+name. Storages are numbered through, file by file. Beside the merged index only what ``Locator.locate`` needs of each
+file is kept: its own storages, which are records of the merged index.
+
+Of what an index file says, the place of every tensor must be right. Tensors that it leaves out and a wrong total size
+are notes: writers do both, and nothing is lost by them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter
+
+from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
+from sluice._messages import SHOWN, section
+from sluice._options import Limits
+from sluice.checkpoint.survey import PARAMETER_SUFFIX, Layout
+from sluice.entries import tree as _tree
+from sluice.formats.protocol import Checksum, Locator
+from sluice.formats.shard_index import ShardIndex
+from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, Storage, UnsupportedValue
+from sluice.records.bulk import records_from_columns
+from sluice.sources.protocol import Source
+from sluice.sources.section import Section
+
+__all__ = ["OpenFile", "incomplete", "merge", "moved"]
+
+#: Names that a note lists.
+_NAMES_IN_NOTE = 5
+
+# The sections of the one error.
+_MISSING = "missing files"
+_DAMAGED = "damaged"
+_MISPLACED = "not where the index says"
+_REPEATED = "in two files"
+_UNUSABLE = "not what the others are"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenFile:
+    """One file of an open checkpoint."""
+
+    #: Its bytes.
+    source: Source
+    #: Finds the data of its storages.
+    locator: Locator
+    #: Its own index. That of one file among several has no tree: the merged index has it.
+    index: Index
+    #: Position of its first storage in the index of the checkpoint.
+    first_storage: int = 0
+    #: First byte of the checkpoint in the source: the offsets of ``index`` count from there.
+    start: int = 0
+
+    def locate(self, storages: Iterable[int]) -> dict[int, int]:
+        """Return the data offset of those of ``storages`` that its index has not located.
+
+        Args:
+            storages: Positions in the index of the checkpoint.
+        """
+        found = self.locator.locate(self._section(), self.index, [number - self.first_storage for number in storages])
+        return {number + self.first_storage: offset + self.start for number, offset in found.items()}
+
+    def checksums(self, limits: Limits) -> list[Checksum | CheckpointError]:
+        """Return the checksums that the file records, with offsets in ``source``; see ``Locator``."""
+        found = self.locator.checksums(self._section(), limits)
+        for one in found if self.start else ():
+            if isinstance(one, CheckpointError) and one.offset is not None:
+                one.offset += self.start
+        return [replace(one, offset=one.offset + self.start) if isinstance(one, Checksum) else one for one in found]
+
+    def _section(self) -> Source:
+        left = self.source.identity.nbytes - self.start
+        return Section(self.source, self.start, left) if self.start else self.source
+
+
+class _Problems(defaultdict[str, list[str]]):
+    """The lines of each section of the error."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    def error(self, path: str) -> CheckpointError:
+        sections = [section(title, lines[:SHOWN], lines) for title, lines in self.items()]
+        text = "\n".join(["the files of the checkpoint do not fit together", *sections, "Nothing was read"])
+        return IncompleteCheckpointError(text, file=path) if _MISSING in self else FormatError(text, file=path)
+
+
+def incomplete(layout: Layout, missing: Iterable[int], *, damaged: str) -> CheckpointError:
+    """Return the error for missing files beside a damaged one, which kept the others from being compared."""
+    problems = _Problems()
+    _add_missing(problems, layout, [layout.files[position] for position in sorted(missing)])
+    problems[_DAMAGED].append(damaged)
+    return problems.error(layout.path)
+
+
+def merge(layout: Layout, opened: Sequence[OpenFile | None]) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index of a whole checkpoint, and its files with what they keep of their own.
+
+    Args:
+        layout: What the files are to each other.
+        opened: The files in its order; None for one that is missing.
+
+    Raises:
+        IncompleteCheckpointError: Files are missing.
+        FormatError: The files contradict each other, the index file or the layout. Either error lists everything.
+    """
+    found = {name: file for name, file in zip(layout.files, opened, strict=True) if file is not None}
+    problems = _Problems()
+    _add_missing(problems, layout, [name for name in layout.files if name not in found])
+    if layout.kind == "whole" and found:
+        return _whole(layout, *found.values())
+    parts = {name: _part(layout, name, file.index.tree) for name, file in found.items()}
+    notes = _compare(layout, parts, problems)
+    if problems:
+        error = problems.error(layout.path)
+        if layout.kind == "parameters" and not any(part is not None for part in parts.values()):
+            error.advice = f"These may be checkpoints of their own: give the path of one, such as {layout.files[0]!r}."
+        raise error
+    files, tree = _join(list(found.values()), list(parts.values()))
+    index = Index(
+        format=_format_name(layout, files),
+        files=tuple(chain.from_iterable(file.index.files for file in files)),
+        storages=tuple(chain.from_iterable(file.index.storages for file in files)),
+        tree=tree,
+        metadata=_agreed([file.index.metadata for file in files]),
+        notes=(*layout.notes, *notes, *_file_notes(found)),
+    )
+    size_note = _size_note(layout.shard_index, index)
+    return replace(index, notes=(*index.notes, *size_note), contradictions=(*notes, *size_note)), tuple(files)
+
+
+def _whole(layout: Layout, file: OpenFile) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index of the only file as it is: its tree may be nested."""
+    notes = (*layout.notes, *file.index.notes)
+    return replace(file.index, format=_format_name(layout, [file]), notes=notes), (file,)
+
+
+def _add_missing(problems: _Problems, layout: Layout, missing: Sequence[str]) -> None:
+    counts = Counter(layout.shard_index.weight_map.values() if layout.shard_index else ())
+    for name in missing:
+        problems[_MISSING].append(f"{name!r}, tensors: {counts[name]}" if counts else repr(name))
+
+
+def _part(layout: Layout, name: str, tree: object) -> dict[str, object] | None:
+    """Return the state dict that a file contributes, or None when it holds something else."""
+    if layout.kind == "parameters":
+        one = isinstance(tree, (Entry, UnsupportedValue))
+        return {name.removesuffix(PARAMETER_SUFFIX): tree} if one else None
+    return tree if isinstance(tree, dict) and all(type(key) is str for key in tree) else None
+
+
+def _compare(layout: Layout, parts: Mapping[str, dict[str, object] | None], problems: _Problems) -> tuple[str, ...]:
+    """Add what the files contradict each other and the index file in; return notes on what the index leaves out."""
+    places: dict[str, str] = {}
+    repeated: set[str] = set()
+    for name, part in parts.items():
+        if part is None:
+            wanted = "one tensor" if layout.kind == "parameters" else "a state dict"
+            problems[_UNUSABLE].append(f"{name!r} does not hold {wanted}")
+            continue
+        for key in sorted(places.keys() & part.keys()):
+            problems[_REPEATED].append(f"{key!r} in {places[key]!r} and {name!r}")
+            repeated.add(key)
+        places.update(dict.fromkeys(part, name))
+    if layout.shard_index is None:
+        return ()
+    weight_map = layout.shard_index.weight_map
+    for key, shard in weight_map.items():
+        place = places.get(key)
+        if place is None and parts.get(shard) is not None:
+            problems[_MISPLACED].append(f"{key!r} is neither in {shard!r} nor in another file")
+        elif place not in {None, shard} and key not in repeated:
+            problems[_MISPLACED].append(f"{key!r} is in {place!r}, not in {shard!r}")
+    extra = [key for key in places if key not in weight_map]
+    return (f"In the shards, but not in their index: {_first(extra)}.",) if extra else ()
+
+
+def _join(
+    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None]
+) -> tuple[list[OpenFile], dict[str, object]]:
+    """Return the files and the one tree with storages numbered through."""
+    joined: list[OpenFile] = []
+    tree: dict[str, object] = {}
+    versions: dict[object, object] = OrderedDict()
+    first = 0
+    for position, (file, part) in enumerate(zip(files, parts, strict=True)):
+        own = file.index.storages
+        columns = {name: map(attrgetter(name), own) for name in ("offset", "nbytes", "key", "located", "swap_bytes")}
+        storages = records_from_columns(Storage, len(own), file=repeat(position), **columns)
+        index = replace(file.index, storages=tuple(storages), tree=None)
+        joined.append(replace(file, index=index, first_storage=first))
+        tree.update(_shifted(part or {}, by=first))
+        versions.update(_tree.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
+        first += len(own)
+    if versions:
+        tree = OrderedDict(tree)
+        tree._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001  (torch's own name for it)
+    return joined, tree
+
+
+def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
+    """Return a state dict whose entries count storages from ``by`` on; names that shared an entry share one."""
+    old = {id(value): value for value in part.values() if isinstance(value, Entry) and _is_plain(value)}
+    columns = {
+        field.name: map(attrgetter(field.name), old.values()) for field in fields(Entry) if field.name != "storage"
+    }
+    storages = (entry.storage + by for entry in old.values())
+    new = dict(zip(old, records_from_columns(Entry, len(old), storage=storages, **columns), strict=True))
+
+    def shift(entry: Entry) -> Entry:
+        if id(entry) not in new:  # it stands deeper
+            new[id(entry)] = moved(entry, by=by)
+        return new[id(entry)]
+
+    return {name: new.get(id(value)) or _tree.map_leaves(value, shift) for name, value in part.items()}
+
+
+def _is_plain(entry: Entry) -> bool:
+    return entry.storage != NO_STORAGE and entry.attributes is None
+
+
+def moved(entry: Entry, *, by: int) -> Entry:
+    """Return an entry, and those that it is made of or has for attributes, with storages counted from ``by`` on."""
+    if _is_plain(entry):
+        return replace(entry, storage=entry.storage + by)
+    shift = partial(moved, by=by)
+    made, parts = entry.composite, tuple(replace(part, entry=shift(part.entry)) for part in entry.parts)
+    if isinstance(made, Sparse):
+        made = replace(made, indices=tuple(map(shift, made.indices)), values=shift(made.values))
+    elif made is not None:
+        scales, zero_points = (shift(one) if isinstance(one, Entry) else one for one in (made.scales, made.zero_points))
+        made = replace(made, values=shift(made.values), scales=scales, zero_points=zero_points)
+    storage = entry.storage + by if entry.storage != NO_STORAGE else NO_STORAGE
+    attributes = _tree.map_leaves(entry.attributes, shift)
+    return replace(entry, storage=storage, parts=parts, composite=made, attributes=attributes)
+
+
+def _versions(tree: object) -> Mapping[object, object]:
+    """Return the versions of modules that torch keeps as an attribute of ordered state dicts."""
+    versions = getattr(tree, "_metadata", None) if isinstance(tree, OrderedDict) else None
+    return versions if isinstance(versions, dict) else {}
+
+
+def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
+    """Return a note when the total size of the index file is neither that of the stored nor of the named bytes."""
+    if shard_index is None or shard_index.total_bytes is None:
+        return ()
+    assert isinstance(index.tree, dict)
+    named = [index.tree[name] for name in shard_index.weight_map]
+    if any(isinstance(value, Opaque) for value in named):
+        return ()  # nothing says how many bytes they have
+    entries = [value for value in named if isinstance(value, Entry)]
+    by_name = sum(entry.nbytes for entry in entries)
+    stored = sum(index.storages[number].nbytes for number in {n for entry in entries for n in entry.storages})
+    if shard_index.total_bytes in {by_name, stored}:
+        return ()
+    return (f"The index gives a total size of {shard_index.total_bytes} bytes; its tensors have {by_name}.",)
+
+
+def _format_name(layout: Layout, files: Sequence[OpenFile]) -> str:
+    if layout.kind == "parts":
+        return "safetensors-parts"
+    if layout.kind == "parameters":
+        return "per-parameter"
+    pickled = any(file.index.format != "safetensors" for file in files)
+    return "huggingface-bin" if pickled else "huggingface-safetensors"
+
+
+def _agreed(texts: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the metadata that all files have in common."""
+    first, *others = texts
+    return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
+
+
+def _file_notes(files: Mapping[str, OpenFile]) -> tuple[str, ...]:
+    """Return the notes of the files, each once, with the files that it is of."""
+    of: defaultdict[str, list[str]] = defaultdict(list)
+    for name, file in files.items():
+        for note in file.index.notes:
+            of[note].append(name)
+    return tuple(note if len(files) == 1 else f"{_first(names)}: {note}" for note, names in of.items())
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMES_IN_NOTE} more" if len(names) > _NAMES_IN_NOTE else ""
+    return ", ".join(names[:_NAMES_IN_NOTE]) + more

@@ -1,0 +1,279 @@
+"""``sluice bench``: every way to load one checkpoint, each in a process of its own, side by side."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from sluice.cli.failures import Failure
+from sluice.cli.options import Size, find_factory, parse_arguments
+from sluice.measuring._limit import memory_limit_refusal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sluice.benchmark.comparison import Checkpoints, Subject
+    from sluice.benchmark.records import Precision, Run, Scenario, State
+    from sluice.benchmark.sizes import Choice
+
+__all__ = ["bench_command"]
+
+_DTYPES: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+_SIZES = ("tiny", "small", "medium", "large", "xl")
+
+#: Where things are put and how they are shown is not what was compared; size and states are said as they were chosen.
+_NOT_REPEATED = {"size", "cold", "directory", "keep", "out", "as_json"}
+
+_PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", "runai-model-streamer", "tensorizer")
+
+
+@click.command("bench")
+@click.argument("checkpoint", required=False, type=click.Path(exists=True, path_type=Path))
+@click.option("--model", "factory", metavar="MODULE:NAME", help="What builds the model of CHECKPOINT.")
+@click.option("--model-args", metavar="JSON", default="{}", help="Its arguments: an object by name, an array in order.")
+@click.option("--key", help="Part of CHECKPOINT that holds the weights, such as model_state_dict.")
+@click.option(
+    "--size", type=click.Choice(_SIZES), envvar="SIZE", help="A built-in GPT-2, with a checkpoint made for the purpose."
+)
+@click.option(
+    "--method", "methods", multiple=True, metavar="NAME", help="Only this method; repeatable. 'all': every one."
+)
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(list(_DTYPES)), help="Finished dtype; repeatable.")
+@click.option("--cold/--warm", "cold", default=None, help="Only with the checkpoint out of, or in, the page cache.")
+@click.option("--runs", type=click.IntRange(1), default=1, show_default=True, help="Repetitions; tables show medians.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where models go; default: cuda if there is one.")
+@click.option("--ram-limit", type=Size(), help="Host memory for each process, such as 2GiB, interpreter included.")
+@click.option(
+    "--timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Seconds after which one is stopped."
+)
+@click.option(
+    "--directory", type=click.Path(path_type=Path), help="For checkpoints that are made; else the temp folder"
+)
+@click.option("--keep", is_flag=True, help="Keep the checkpoints that are made.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
+@click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object, and nothing else.")
+def bench_command(
+    checkpoint: Path | None,
+    *,
+    factory: str | None,
+    model_args: str,
+    key: str | None,
+    size: str | None,
+    methods: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    cold: bool | None,
+    runs: int,
+    device: str | None,
+    ram_limit: int | None,
+    timeout: float,
+    directory: Path | None,
+    keep: bool,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Load one checkpoint in every way and compare peak memory and time.
+
+    With CHECKPOINT and --model it is your own; with --size a GPT-2 that is made for the purpose; with neither, the
+    largest GPT-2 that fits this machine and about two minutes, cold as well as warm where there is time for both.
+    Each load has a process of its own, which is watched from outside. One that dies is shown with the reason and with
+    how far it came.
+
+    Writes report.html (a page that works offline, with the memory of all methods over time), results.md and
+    results.json into --out.
+
+    \b
+    The tutorial's methods, which run unless --method says otherwise:
+      naive, sequential, meta-sequential, mmap, per-parameter, sluice
+    Other loaders, which run by name where they are installed:
+      torch-load, torch-mmap, safetensors-load-model, safetensors-load-file,
+      accelerate, runai-streamer, fastsafetensors, tensorizer, instanttensor
+    And to compare them with: sluice-load-into, sluice-map, raw-direct, raw-buffered
+
+    \b
+    Examples:
+      sluice bench --size small
+      sluice bench model.pth --model net:Net --method naive --method mmap --method sluice
+      sluice bench model.safetensors --model net:Net --method fastsafetensors --dtype bf16 --warm --runs 3
+      sluice bench --size large --ram-limit 4GiB --json | jq '.scenarios[].rows'
+    """
+    _check_options(checkpoint, factory, model_args, size)
+    if ram_limit is not None and (refusal := memory_limit_refusal()):
+        raise Failure(f"--ram-limit: {refusal}")
+    # Here, not above: torch takes a second to import, and wrong options should be refused before that.
+    from sluice.benchmark import machine as _machine
+    from sluice.benchmark.comparison import Checkpoints, builtin_subject, own_subject
+    from sluice.benchmark.folder import temporary_folder
+    from sluice.benchmark.runner import run_with_progress
+    from sluice.benchmark.table import console_for_tables, print_tables
+
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+    console = console_for_tables(stderr=as_json)
+    where = device or _machine.device()
+    with temporary_folder(directory, keep=keep) as folder:
+        machine = _machine.describe(folder, _PACKAGES)
+        _print_machine(console, machine)
+        choices = _states(cold)
+        if checkpoint is not None and factory is not None:
+            subject, states = own_subject(checkpoint.absolute(), factory, model_args, key), choices[0]
+        elif size is not None:
+            subject, states = builtin_subject(size), choices[0]
+        else:
+            loads = len(_choose_methods(builtin_subject(_SIZES[0]), methods, where)) * runs
+            counts = {states: (len(set(dtypes)) or 2) * (1 + loads * len(states)) for states in choices}
+            choice = _choose(console, folder, where, counts)
+            subject, states = builtin_subject(choice.size), choice.states
+        chosen = _choose_methods(subject, methods, where)
+        with console.status("making the checkpoints"):
+            files = Checkpoints(subject, folder)
+            scenarios = _scenarios(subject, files, chosen, dtypes, states, device=where, ram_limit=ram_limit)
+        found = run_with_progress(console, scenarios, repetitions=runs, timeout_seconds=timeout)
+    command = _command(click.get_current_context(), subject, states)
+    document = _write(out, subject.title, machine, command, scenarios, found)
+    if as_json:
+        click.echo(json.dumps(document))
+    else:
+        print_tables(console, scenarios, found)
+        _print_end(console, scenarios, found, out, folder if keep else None)
+    _fail_if_wrong(scenarios, found)
+
+
+def _check_options(checkpoint: Path | None, factory: str | None, model_args: str, size: str | None) -> None:
+    """Refuse what cannot be meant, before torch is imported."""
+    if sys.platform != "linux":
+        raise Failure("sluice bench needs Linux: it reads the memory of other processes from /proc")
+    if (checkpoint is None) != (factory is None):
+        raise click.UsageError("CHECKPOINT and --model belong together: the one is loaded into the other")
+    if checkpoint is not None and size is not None:
+        raise click.UsageError("--size names a built-in model: give either that or CHECKPOINT and --model")
+    parse_arguments(model_args)
+    if factory is not None:
+        find_factory(factory)
+
+
+def _states(cold: bool | None) -> list[tuple[State, ...]]:  # noqa: FBT001 - the value of --cold/--warm
+    """Return the states that can be compared, the most first."""
+    if cold is None:
+        return [("cold", "warm"), ("warm",)]
+    return [("cold",) if cold else ("warm",)]
+
+
+def _choose(console: Console, folder: Path, device: str, counts: dict[tuple[State, ...], int]) -> Choice:
+    """Let the machine choose size and states; ``counts`` has the processes to run for each choice of states."""
+    from sluice.benchmark.sizes import choose_here
+
+    with console.status("looking at memory, disk and time"):
+        choice = choose_here(folder, device, counts)
+    text = f"GPT-2 {choice.size}, {' and '.join(choice.states)}: about {choice.seconds:.0f} s; {choice.reason}"
+    console.print(text, highlight=False, soft_wrap=True)
+    return choice
+
+
+def _choose_methods(subject: Subject, asked: tuple[str, ...], device: str) -> list[str]:
+    """Return the methods to run, each once, in the order of the tables."""
+    from sluice.benchmark.comparison import default_methods
+    from sluice.benchmark.methods import LOADERS
+    from sluice.benchmark.peers import GPU_PEERS
+
+    if not asked:
+        return default_methods(subject)
+    for_gpus = {method.name for method in GPU_PEERS}
+    known = list(LOADERS)
+    unknown = [name for name in asked if name != "all" and name not in known]
+    if unknown:
+        message = f"there is no {unknown[0]!r}; the methods are {', '.join(known)}"
+        raise click.BadParameter(message, param_hint="--method")
+    if device != "cuda" and (useless := for_gpus & set(asked)):
+        raise click.BadParameter(f"{', '.join(useless)} loads onto CUDA devices only", param_hint="--method")
+    everything = set(known) if device == "cuda" else set(known) - for_gpus
+    return [name for name in known if name in asked or ("all" in asked and name in everything)]
+
+
+def _scenarios(
+    subject: Subject,
+    checkpoints: Checkpoints,
+    methods: list[str],
+    dtypes: tuple[str, ...],
+    states: tuple[State, ...],
+    *,
+    device: str,
+    ram_limit: int | None,
+) -> list[Scenario]:
+    from sluice.benchmark.comparison import scenario
+    from sluice.benchmark.subjects import main_dtype
+
+    chosen: list[Precision] = [_DTYPES[name] for name in dict.fromkeys(dtypes)]
+    if not chosen and subject.original is None:
+        chosen = ["float32", "bfloat16"]
+    elif not chosen and subject.original is not None:
+        own = main_dtype(subject.original)
+        chosen = [dtype for dtype in _DTYPES.values() if dtype == own] or ["float32"]
+    ask = partial(scenario, subject, checkpoints, methods, device=device, states=states, host_limit_bytes=ram_limit)
+    return [ask(dtype) for dtype in chosen]
+
+
+def _command(context: click.Context, subject: Subject, states: tuple[State, ...]) -> str:
+    """Return the command line that does the same again, with the size and the states that were chosen."""
+    words = ["sluice", "bench"]
+    if subject.original is None:
+        words += ["--size", subject.model]
+    for parameter in context.command.params:
+        value = context.params[str(parameter.name)]
+        if parameter.name in _NOT_REPEATED or value in (None, (), parameter.get_default(context)):
+            continue
+        if isinstance(parameter, click.Argument):
+            words.append(str(value))
+        else:
+            for each in value if isinstance(value, tuple) else (value,):
+                words += [parameter.opts[0], str(each)]
+    if len(states) == 1:
+        words.append(f"--{states[0]}")
+    return shlex.join(words)
+
+
+def _write(
+    out: Path, title: str, machine: dict[str, str], command: str, scenarios: list[Scenario], runs: list[Run]
+) -> dict[str, Any]:
+    """Write the results and the page; return what the JSON file holds."""
+    from sluice.benchmark.report import write_report
+    from sluice.benchmark.results import write_results
+
+    page = out / "report.html"
+    document = write_results(out, "results", machine=machine, command=command, scenarios=scenarios, runs=runs)
+    write_report(page, title=title, machine=machine, command=command, scenarios=scenarios, runs=runs)
+    return document
+
+
+def _print_machine(console: Console, machine: dict[str, str]) -> None:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    lines = "\n".join(f"{key}: {value}" for key, value in machine.items())
+    console.print(Panel.fit(Text(lines), title="this machine"))
+
+
+def _print_end(console: Console, scenarios: list[Scenario], runs: list[Run], out: Path, kept: Path | None) -> None:
+    from sluice.benchmark.comparison import verdicts
+
+    lines = [*verdicts(scenarios, runs), ""]
+    if kept is not None:
+        lines.append(f"checkpoints: {kept}")
+    lines += [f"results: {out / 'results.md'}, {out / 'results.json'}", f"report: {(out / 'report.html').absolute()}"]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _fail_if_wrong(scenarios: list[Scenario], runs: list[Run]) -> None:
+    """Fail where sluice was wrong, or a method with the built-in model: the table alone says it of other people's."""
+    from sluice.benchmark.summary import summarise
+
+    wrong = {row.method for scenario in scenarios for row in summarise(scenario, runs) if row.right is False}
+    if wrong and (scenarios[0].builtin or any(name.startswith("sluice") for name in wrong)):
+        raise Failure(f"wrong weights or logits: {', '.join(sorted(wrong))}")

@@ -1,0 +1,177 @@
+"""``sluice convert``: write a checkpoint in another form, and say what that made."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import click
+
+import sluice
+from sluice._dtypes import ITEM_BYTES, is_castable
+from sluice._options import MemoryLimits, PageCache
+from sluice.cli.failures import Failure
+from sluice.cli.options import Size, parse_dtype, staging_option
+from sluice.cli.terminal import allow_replacing, progress_wanted
+from sluice.formats.manifest import HashAlgorithm, new_hash
+
+__all__ = ["convert_command"]
+
+_DTYPES = tuple(name for name in ITEM_BYTES if is_castable(name))
+
+#: As ``sluice.save`` has them; asking it would import torch before the options were looked at.
+_FORMATS = ("safetensors", "torch", "huggingface", "per-parameter")
+
+
+@click.command("convert")
+@click.argument("source", type=click.Path())
+@click.argument("destination", type=click.Path())
+@click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
+@click.option("--format", "kind", type=click.Choice(_FORMATS), help="Default: what the suffix of DESTINATION says.")
+@click.option("--dtype", type=click.Choice(_DTYPES), metavar="NAME", help="float32, bfloat16, ... for real floats.")
+@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="* is one part of a name; OLD= drops it.")
+@click.option("--rename-regex", "regexes", multiple=True, metavar="REGEX=NEW", help=r"Whole names; \1 is a group.")
+@click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
+@click.option("--manifest", type=click.Path(), help="Write the hash of each tensor to this file.")
+@click.option(
+    "--manifest-hash", type=click.Choice(get_args(HashAlgorithm)), default="sha256", show_default=True, help="Its hash."
+)
+@click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 200MiB.")
+@staging_option
+@click.option(
+    "--page-cache",
+    type=click.Choice(get_args(PageCache)),
+    default="auto",
+    show_default=True,
+    help="keep: leave the source cached. bypass: leave the cache alone.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+@click.option("--force", is_flag=True, help="Replace what exists without asking.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+def convert_command(
+    source: str,
+    destination: str,
+    *,
+    key: str | None,
+    kind: str | None,
+    dtype: str | None,
+    renames: Sequence[str],
+    regexes: Sequence[str],
+    max_shard_size: int | None,
+    manifest: str | None,
+    manifest_hash: HashAlgorithm,
+    memory: int | None,
+    staging: int,
+    page_cache: PageCache,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write the checkpoint at SOURCE in another form to DESTINATION, with a fixed amount of memory.
+
+    SOURCE is whatever sluice reads: a file, a model directory, the index file of shards, a
+    torch.distributed.checkpoint directory, one file for each parameter. DESTINATION is a .safetensors file, a torch
+    file (.pt, .pth, .bin, .ckpt), or a directory in the Hugging Face layout. What exists is replaced after a question,
+    or with --force; it stays whole until the new file is on the disk.
+
+    \b
+    Examples:
+      sluice convert model.pth model.safetensors --dtype bfloat16
+      sluice convert run.ckpt model.safetensors --key state_dict --rename 'module.**=**'
+      sluice convert dcp-directory hf-model --max-shard-size 5GB
+      sluice convert model.pth model.safetensors --rename-regex 'h\\.(\\d+)\\.(.*)=blocks.\\1.\\2'
+      sluice convert model.pth weights --format per-parameter
+      sluice convert model.pth model.safetensors --dry-run
+      sluice convert model.pth model.safetensors --force --quiet --manifest model.manifest.json
+
+    \b
+    Exit codes:
+      0    written, or with --dry-run could be
+      1    SOURCE or the disk is at fault, or DESTINATION exists and nobody said --force
+      2    the command line is wrong
+      3    the conversion does not fit into --memory
+      130  interrupted
+
+    \b
+    The JSON object:
+      destination, format, files, file_bytes, tensors, nbytes, seconds, notes, dry_run
+      tied         {name: the name that its tensor is stored under}
+      casts        {"float32 -> bfloat16": number of tensors}
+      replaced     files that existed
+    """
+    rules = [*_rules(renames, regex=False), *_rules(regexes, regex=True)]
+    run = partial(
+        sluice.convert,
+        source,
+        destination,
+        key=key,
+        format=kind,  # type: ignore[arg-type]  # click knows the choices
+        dtype=parse_dtype(dtype),  # type: ignore[arg-type]  # "auto" is no choice here
+        rules=rules,
+        max_shard_size=max_shard_size,
+        manifest=manifest,
+        manifest_hash=manifest_hash,
+        memory=MemoryLimits(host=memory, staging=staging),
+        page_cache=page_cache,
+    )
+    _check(destination, kind, max_shard_size, manifest, manifest_hash)
+    if not (force or dry_run):
+        _ask(destination, manifest, run)
+    shown = progress_wanted(quiet=quiet or dry_run)
+    report = run(overwrite=True, progress=shown, dry_run=dry_run)
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    elif not quiet:
+        # Here, not above: rich takes 50 ms to import, and only tables need it.
+        from sluice.cli.views.written import print_written
+
+        print_written(report)
+
+
+def _rules(texts: Sequence[str], *, regex: bool) -> Iterator[sluice.rules.Rule]:
+    """Yield the rules of ``--rename`` or ``--rename-regex``; each has to match a name."""
+    option = "--rename-regex" if regex else "--rename"
+    for text in texts:
+        # Of a regular expression the last sign: look-aheads have one, names of tensors have none.
+        old, sign, new = text.rpartition("=") if regex else text.partition("=")
+        if not (old and sign):
+            raise click.BadParameter(f"{text!r} is not of the form OLD=NEW", param_hint=option)
+        try:
+            pattern = re.compile(old) if regex else old
+            yield sluice.rules.rename(pattern, new) if new else sluice.rules.drop(pattern)
+        except (ValueError, re.error) as error:
+            raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
+
+
+def _check(
+    destination: str, kind: str | None, max_shard_size: int | None, manifest: str | None, algorithm: HashAlgorithm
+) -> None:
+    """Refuse options that do not go together."""
+    # Here, not above: torch takes a second to import, and --help goes without.
+    from sluice.api.save import choose_format
+
+    try:
+        choose_format(Path(destination), kind, max_shard_size)
+        if manifest is not None:
+            new_hash(algorithm)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except ImportError as error:
+        raise Failure(str(error)) from error
+    if manifest is not None and os.path.realpath(manifest) == os.path.realpath(destination):
+        raise click.UsageError("the manifest needs a name of its own, not that of the checkpoint")
+
+
+def _ask(destination: str, manifest: str | None, run: partial[sluice.SaveReport]) -> None:
+    """Return when nothing that exists would be replaced, or the user at the terminal wants it to be."""
+    found = [manifest] if manifest and os.path.lexists(manifest) else []
+    if os.path.lexists(destination):
+        found += run(dry_run=True).replaced
+    allow_replacing(found, Failure)

@@ -1,0 +1,109 @@
+"""``sluice load``: build a model without memory, fill it, and print what that took."""
+
+from __future__ import annotations
+
+import json
+from typing import get_args
+
+import click
+
+import sluice
+from sluice._options import MemoryLimits, PageCache, Place
+from sluice.cli.options import (
+    Size,
+    build_model,
+    check_device,
+    dtype_option,
+    find_factory,
+    no_strict_option,
+    parse_arguments,
+    parse_dtype,
+    place_option,
+    staging_option,
+)
+from sluice.cli.terminal import progress_wanted
+
+__all__ = ["load_command"]
+
+
+@click.command("load")
+@click.argument("path", type=click.Path())
+@click.option(
+    "--model", "factory", required=True, metavar="MODULE:NAME", help="What builds the model: class or function."
+)
+@click.option("--model-args", metavar="JSON", default="{}", help="Its arguments: an object by name, an array in order.")
+@click.option(
+    "--device",
+    help="Where the tensors go: cpu, cuda:0, ...; auto: fill accelerators in order. Default: as in the model.",
+)
+@dtype_option
+@click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
+@click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 4GiB.")
+@staging_option
+@no_strict_option
+@click.option(
+    "--page-cache",
+    type=click.Choice(get_args(PageCache)),
+    default="auto",
+    show_default=True,
+    help="keep: leave the file cached. bypass: leave the cache alone.",
+)
+@place_option
+@click.option("--table", is_flag=True, help="Say of each tensor how it was filled.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
+def load_command(
+    path: str,
+    *,
+    factory: str,
+    model_args: str,
+    device: str | None,
+    dtype: str | None,
+    key: str | None,
+    memory: int | None,
+    staging: int,
+    no_strict: bool,
+    page_cache: PageCache,
+    place: Place,
+    table: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Build a model, fill it from the checkpoint at PATH, and report time and peak memory.
+
+    The model is built by MODULE:NAME, which is imported with the current directory on the path, inside
+    sluice.empty_init(): its parameters take no memory until they are read.
+
+    \b
+    Examples:
+      sluice load model.pth --model net:Net
+      sluice load model.pth --model net:Net --model-args '{"width": 64}' --dtype bfloat16
+      sluice load run.pt --key model_state_dict --model net:build --memory 2GiB --json
+    """
+    arguments, named = parse_arguments(model_args)
+    build = find_factory(factory)
+    if device not in {None, "auto"}:
+        check_device(device)
+    model = build_model(build, factory, arguments, named)
+    report = sluice.load_into(
+        model,
+        path,
+        device=device,
+        dtype=parse_dtype(dtype),
+        key=key,
+        strict=not no_strict,
+        memory=MemoryLimits(host=memory, staging=staging),
+        page_cache=page_cache,
+        place=place,
+        progress=progress_wanted(quiet=quiet),
+    )
+    if as_json:
+        rows = {"table": report.table().to_json()} if table else {}
+        click.echo(json.dumps(report.to_json() | rows))
+    elif not quiet:
+        # Here, not above: rich takes 50 ms to import, and only tables need it.
+        from sluice.cli.views.render import print_report
+
+        print_report(report)
+        if table:
+            click.echo(f"\n{report.table()}")

@@ -1,0 +1,118 @@
+"""``sluice plan``: what a load would take, whether it fits, and how the usual ways to load compare."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import sluice
+from sluice._options import MemoryLimits, Place
+from sluice.cli.options import (
+    Size,
+    build_model,
+    check_device,
+    dtype_option,
+    find_factory,
+    no_strict_option,
+    parse_arguments,
+    parse_dtype,
+    place_option,
+    staging_option,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["plan_command"]
+
+#: As after a load that does not fit.
+_DOES_NOT_FIT = 3
+
+
+@click.command("plan")
+@click.argument("path", type=click.Path())
+@click.option("--model", "factory", metavar="MODULE:NAME", help="What builds the model. Default: the checkpoint alone.")
+@click.option("--model-args", metavar="JSON", help="Its arguments: an object by name, an array in order.")
+@click.option("--device", help="Where the tensors go: cpu, cuda:0, ...; with a model also auto.")
+@dtype_option
+@click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
+@click.option(
+    "--memory",
+    "--host-limit",
+    "host_limit",
+    type=Size(),
+    help="Limit on the growth of host memory, such as 4GiB. Default: control group or free memory.",
+)
+@click.option("--device-limit", type=Size(), help="Limit on the growth of each accelerator's memory. Default: free.")
+@staging_option
+@no_strict_option
+@place_option
+@click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
+@click.option("--explain", is_flag=True, help="Say how each group of tensors would be read, staged and cast.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
+@click.pass_context
+def plan_command(
+    ctx: click.Context,
+    path: str,
+    *,
+    factory: str | None,
+    model_args: str | None,
+    device: str | None,
+    dtype: str | None,
+    key: str | None,
+    host_limit: int | None,
+    device_limit: int | None,
+    staging: int,
+    no_strict: bool,
+    place: Place,
+    probe: bool,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    """Say what loading the checkpoint at PATH would take, and whether it fits. Nothing is loaded.
+
+    Peaks are predicted for sluice and for the usual ways to load, and one of them is recommended. With --model the
+    plan is that of `sluice load` with the same options; without, the tensors of the file are taken for the model's.
+    The exit code is 3 where the load does not fit.
+
+    \b
+    Examples:
+      sluice plan model.pth
+      sluice plan model.pth --model net:Net --dtype bfloat16 --explain
+      sluice plan model.pth --model net:Net --device cuda:0 --host-limit 2GiB --device-limit 8GiB --probe
+      sluice plan model.pth --json | jq .recommended
+    """
+    if factory is None and (model_args is not None or no_strict or place != "copy" or device == "auto"):
+        raise click.UsageError("--model-args, --no-strict, --place and --device auto need --model")
+    if device not in {None, "auto"}:
+        check_device(device)
+    report = sluice.plan(
+        _model(factory, model_args or "{}"),
+        path,
+        device=device,
+        dtype=parse_dtype(dtype),
+        key=key,
+        strict=not no_strict,
+        place=place,
+        memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),
+        probe=probe,
+    )
+    if as_json:
+        explanation: dict[str, Any] = {"explanation": report.explain().to_json()} if explain else {}
+        click.echo(json.dumps({**report.to_json(), **explanation}))
+    else:
+        # Here, not above: rich takes 50 ms to import, and only tables need it.
+        from sluice.cli.views.render import print_plan
+
+        print_plan(report, explain=explain)
+    if not report.fits:
+        ctx.exit(_DOES_NOT_FIT)
+
+
+def _model(factory: str | None, model_args: str) -> nn.Module | None:
+    if factory is None:
+        return None
+    arguments, named = parse_arguments(model_args)
+    return build_model(find_factory(factory), factory, arguments, named)

@@ -1,0 +1,52 @@
+"""How a command fails: one paragraph on stderr and an exit code."""
+
+from __future__ import annotations
+
+import click
+
+from sluice import __version__
+from sluice._errors import BudgetError, SluiceError
+from sluice.cli.text import printable_paragraph
+
+__all__ = ["Failure", "Interrupted", "OverBudget", "describe", "failure_of"]
+
+
+class Failure(click.ClickException):
+    """The checkpoint, the model or the disk is at fault."""
+
+    exit_code = 1
+
+    def format_message(self) -> str:
+        """Return the paragraph; what it quotes from files is made safe."""
+        return printable_paragraph(self.message)
+
+
+class OverBudget(Failure):
+    """The load does not fit into the memory limits."""
+
+    exit_code = 3
+
+
+class Interrupted(Failure):
+    """The user stopped it."""
+
+    exit_code = 130  # 128 + SIGINT, as shells count
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Return what the user is told about an exception that ended a command."""
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted")
+    if isinstance(error, BudgetError):
+        return OverBudget(str(error))
+    if isinstance(error, SluiceError):
+        return Failure(str(error))
+    return Failure(
+        f"unexpected {describe(error)}. This is a defect of sluice: please run the command again as "
+        f"`sluice --debug ...` and report the traceback with the versions of sluice ({__version__}), torch and Python."
+    )
+
+
+def describe(error: BaseException) -> str:
+    """Return the type and the text of an exception, in one clause."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

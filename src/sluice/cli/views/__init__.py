@@ -1,0 +1,1 @@
+"""What commands print. A view is imported by its command only when it is needed."""

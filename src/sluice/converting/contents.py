@@ -1,0 +1,171 @@
+"""What a conversion takes from a checkpoint: its whole tree, or the flat state dict that a format holds. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from sluice._errors import LimitError, MismatchError
+from sluice.api.checkpoint import Checkpoint
+from sluice.entries import tree as _tree
+from sluice.entries.lookup import subtree
+from sluice.matching.renaming import Rename, rename_entries
+from sluice.matching.selection import only_state_dict
+from sluice.records import Entry
+from sluice.rules._apply import Rule, apply_rules
+
+__all__ = ["Contents", "flat_contents", "refuse_repeats", "stored_once", "whole_contents"]
+
+#: Names that a note lists.
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is converted."""
+
+    #: The object: a nested one, or a flat dict of entries.
+    tree: object
+    #: Where it lies in the checkpoint; empty for the whole.
+    key: str
+    #: What was left out, a sentence each.
+    notes: tuple[str, ...]
+
+
+def whole_contents(
+    checkpoint: Checkpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]
+) -> Contents:
+    """Return the whole object, or the part at ``key``; with new names or rules the state dict in it, flat.
+
+    Raises:
+        MismatchError: There is nothing at ``key``, no single state dict to rename, or the rules do not apply.
+        UnsafeContentError: It holds an object that only running code could build.
+        UnsupportedError: It holds a tensor of a kind that sluice does not read.
+    """
+    tree = _with_ties(checkpoint)
+    if rename is None and not rules:
+        chosen = subtree(tree, key or "")
+        _tree.refuse_opaques(chosen, checkpoint.path)
+        return Contents(tree=chosen, key=key or "", notes=tuple(_left_out(tree, chosen, key or "")))
+    chosen, found = _state_dict(checkpoint, tree, key)
+    made: dict[str, object] = {**_entries(checkpoint, chosen, rename, rules)}
+    values = {name: value for name, value in _tree.leaves(chosen) if not isinstance(value, Entry)}
+    for name, value in rename_entries(values, rename).items():
+        if name in made:
+            raise MismatchError("a tensor gets the name of another value", file=checkpoint.path, tensor=name)
+        made[name] = value
+    state_dict = OrderedDict(made)
+    state_dict.__dict__.update(getattr(chosen, "__dict__", {}))
+    return Contents(tree=state_dict, key=found, notes=tuple(_left_out(tree, chosen, found)))
+
+
+def flat_contents(checkpoint: Checkpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]) -> Contents:
+    """Return the tensors of the state dict at ``key``, or of the only one, by name.
+
+    Raises:
+        MismatchError: There is nothing at ``key``, no single state dict, a name is no text, or the rules do not apply.
+        UnsafeContentError: It holds an object that only running code could build.
+        UnsupportedError: It holds a tensor of a kind that sluice does not read.
+    """
+    tree = _with_ties(checkpoint)
+    chosen, found = _state_dict(checkpoint, tree, key)
+    notes = list(_left_out(tree, chosen, found))
+    values = [name for name, value in _tree.leaves(chosen) if not isinstance(value, Entry)]
+    if values:
+        notes.append(f"{len(values)} values that are no tensors were left out: {_some(values)}")
+    flags = sum(entry.parameter for entry in _tree.every_entry(chosen))
+    if flags:
+        notes.append(f"{flags} parameters became plain tensors: the format has no requires_grad")
+    return Contents(tree=_entries(checkpoint, chosen, rename, rules), key=found, notes=tuple(notes))
+
+
+def stored_once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Return the entries without further names of the same tensor, and those names with the one that stays.
+
+    The name that stays is the first in alphabetical order, as ``save`` has it.
+    """
+    firsts: dict[Entry, str] = {}
+    aliases: dict[str, str] = {}
+    for name in sorted(entries):
+        entry = entries[name]
+        if entry.numel == 0:
+            continue
+        kept = firsts.setdefault(replace(entry, parameter=False, requires_grad=False, origin=""), name)
+        if kept != name:
+            aliases[name] = kept
+    return {name: entry for name, entry in entries.items() if name not in aliases}, aliases
+
+
+def refuse_repeats(entries: Mapping[str, Entry], checkpoint: Checkpoint) -> None:
+    """Refuse to write far more bytes than the source holds: expanded tensors, and views that overlap.
+
+    Raises:
+        LimitError: They are more than ``limits.repeated_bytes``.
+    """
+    written: Counter[int] = Counter()
+    for entry in entries.values():
+        for piece in entry.pieces:
+            if piece.constant is None:
+                written[piece.storage] += piece.nbytes
+    storages = checkpoint.index.storages
+    repeated = {number: nbytes - storages[number].nbytes for number, nbytes in written.items()}
+    total = sum(nbytes for nbytes in repeated.values() if nbytes > 0)
+    if total > checkpoint.limits.repeated_bytes:
+        worst = max(entries, key=lambda name: entries[name].nbytes)
+        raise LimitError(
+            "tensors repeat bytes that the checkpoint holds once, and each would be written in full; "
+            "format='torch' keeps them as views",
+            file=checkpoint.path,
+            tensor=worst,
+            expected=f"at most {checkpoint.limits.repeated_bytes} bytes more (repeated_bytes)",
+            found=f"{total} bytes",
+        )
+
+
+def _state_dict(checkpoint: Checkpoint, tree: object, key: str | None) -> tuple[Mapping[str, object], str]:
+    found = only_state_dict(tree, checkpoint.path) if key is None else key
+    chosen = subtree(tree, found)
+    if not isinstance(chosen, Mapping):
+        problem = "this part of the checkpoint is not a state dict"
+        raise MismatchError(problem, file=checkpoint.path, tensor=found, found=type(chosen).__name__)
+    _tree.refuse_opaques(chosen, checkpoint.path)
+    return chosen, found
+
+
+def _entries(
+    checkpoint: Checkpoint, chosen: Mapping[str, object], rename: Rename | None, rules: Sequence[Rule]
+) -> dict[str, Entry]:
+    for key in _tree.odd_keys(chosen):
+        problem = f"names of tensors are texts, not {type(key).__name__}"
+        raise MismatchError(problem, file=checkpoint.path, tensor=repr(key)[:80])
+    return apply_rules(rename_entries(_tree.flatten(chosen, checkpoint.limits), rename), rules)
+
+
+def _with_ties(checkpoint: Checkpoint) -> object:
+    """Return the tree with the names that a safetensors file keeps in its metadata for tensors stored under others."""
+    tree = checkpoint.index.tree
+    if "safetensors" not in checkpoint.format or not isinstance(tree, dict):
+        return tree
+    ties = {
+        name: stored
+        for name, stored in checkpoint.metadata.items()
+        if stored in tree and name not in tree and name != "format"
+    }
+    return type(tree)({**tree, **{name: tree[stored] for name, stored in ties.items()}}) if ties else tree
+
+
+def _left_out(tree: object, chosen: object, key: str) -> Iterable[str]:
+    if chosen is tree:
+        return
+    kept = {id(entry) for entry in _tree.every_entry(chosen)}
+    outside = [entry for entry in _tree.every_entry(tree) if id(entry) not in kept]
+    values = sum(not isinstance(value, Entry) for _, value in _tree.leaves(tree))
+    values -= sum(not isinstance(value, Entry) for _, value in _tree.leaves(chosen))
+    if outside or values:
+        yield f"only {key!r} was taken: {len(outside)} tensors and {values} other values outside it were left out"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, islice(names, _SHOWN))) + (", ..." if len(names) > _SHOWN else "")

@@ -1,0 +1,181 @@
+"""The storages of a torch file that is converted to: where each tensor ends, and what fills them, batch by batch.
+
+The records of all targets of 100,000 tensors would take more than their index. So they are laid out twice: once for the
+places of the tensors, which are columns of numbers, and again batch by batch to be filled. Tensors that share bytes are
+in one batch.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+
+import numpy as np
+
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES
+from sluice._geometry import span_elements
+from sluice.converting.job import Job
+from sluice.planning.memory_layout import View, shared_targets
+from sluice.records import NO_STORAGE, Entry, Quantized, Request, Target
+from sluice.writing.torch_tensors import Described, Geometry, QuantizedParts, SparseParts
+
+__all__ = ["Storages", "dense_parts", "descriptions", "stored_bytes"]
+
+
+class Storages:
+    """Numbered storages in which views of the same bytes of the source share one."""
+
+    def __init__(self, job: Job, entries: Sequence[Entry], dense: Sequence[Entry], names: Sequence[str]) -> None:
+        """Decide where each tensor lies.
+
+        Args:
+            job: The conversion.
+            entries: The tensors.
+            dense: The ``dense_parts`` of all, one after the other.
+            names: What messages call each of these.
+        """
+        self._job = job
+        self._dense = dense
+        self._names = names
+        # They are never cast, and the same integers may be a tensor of their own: one storage has one dtype.
+        self._quantized = {id(part) for entry in entries if _is_quantized(entry) for part in dense_parts(entry)}
+        self._offsets = job.offsets(dense)
+        self._order = _neighbours(dense)
+        #: Bytes of each storage.
+        self.sizes = array("Q")
+        self._storage, self._start = array("Q", bytes(8 * len(dense))), array("Q", bytes(8 * len(dense)))
+        #: Steps of those tensors that have others than in the source, by position.
+        self._stride: dict[int, tuple[int, ...]] = {}
+        for positions in self._batches():
+            self._note(positions, *self._lay_out(positions))
+
+    def _note(self, positions: Sequence[int], targets: Sequence[Target], views: Sequence[View]) -> None:
+        first = len(self.sizes)
+        self.sizes.extend(target.nbytes for target in targets)
+        for position, view in zip(positions, views, strict=True):
+            self._storage[position] = first + view.target
+            self._start[position] = view.start
+            if view.stride != self._dense[position].stride:
+                self._stride[position] = view.stride
+
+    def targets(self) -> Iterator[Target]:
+        """Yield what fills each storage; few are held at once."""
+        for positions in self._batches():
+            yield from self._lay_out(positions)[0]
+
+    def geometry(self, position: int) -> Geometry:
+        """Return what the pickle says of a tensor."""
+        entry = self._dense[position]
+        storage, dtype = self._storage[position], self._dtype(position)
+        return Geometry(
+            storage=storage,
+            elements=self.sizes[storage] // ITEM_BYTES[dtype],
+            dtype=dtype,
+            start=self._start[position],
+            shape=entry.shape,
+            stride=self._stride.get(position, entry.stride),
+            math_bits=entry.math_bits,
+        )
+
+    def _dtype(self, position: int) -> str:
+        entry = self._dense[position]
+        return entry.dtype if id(entry) in self._quantized else self._job.finished(entry)
+
+    def _lay_out(self, positions: Sequence[int]) -> tuple[tuple[Target, ...], tuple[View, ...]]:
+        requests = [
+            Request(
+                name=self._names[position],
+                entry=self._dense[position],
+                dtype=self._dtype(position),
+                device="cpu",
+                alone=id(self._dense[position]) in self._quantized,
+            )
+            for position in positions
+        ]
+        return shared_targets(requests, self._job.checkpoint.index, self._offsets)
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Yield positions in groups; tensors that may share bytes of the source are in the same."""
+        batch: list[int] = []
+        fills, last, end = 0, None, 0
+        for position in map(int, self._order):
+            entry = self._dense[position]
+            source = entry.storage if entry.storage != NO_STORAGE else entry.parts
+            first, behind = _bytes(entry)
+            if source != last:
+                end = 0
+            if fills >= options.STREAM_FILLS and (source != last or first > end):
+                yield batch
+                batch, fills = [], 0
+            batch.append(position)
+            fills += max(1, len(entry.parts))
+            last, end = source, max(end, behind)
+        if batch:
+            yield batch
+
+
+def _bytes(entry: Entry) -> tuple[int, int]:
+    """Return where the bytes of an entry begin and end in its storage; an assembled one has none of its own."""
+    item = ITEM_BYTES[entry.dtype]
+    first = entry.storage_offset * item
+    return first, first + span_elements(entry.shape, entry.stride) * item
+
+
+def _neighbours(dense: Sequence[Entry]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return positions such that the tensors of one source follow each other, by their first bytes.
+
+    The sources come in the order in which they are met.
+    """
+    sources = (entry.storage if entry.storage != NO_STORAGE else hash(entry.parts) for entry in dense)
+    _, first, group = np.unique(
+        np.fromiter(sources, dtype=np.int64, count=len(dense)), return_index=True, return_inverse=True
+    )
+    begins = np.fromiter((_bytes(entry)[0] for entry in dense), dtype=np.uint64, count=len(dense))
+    return np.lexsort((begins, first[group]))
+
+
+def dense_parts(entry: Entry) -> tuple[Entry, ...]:
+    """Return the dense tensors that an entry is made of: itself, or those of a sparse or quantized one."""
+    return (entry,) if entry.composite is None else entry.composite.components
+
+
+def stored_bytes(job: Job, entry: Entry) -> int:
+    """Return the bytes that an entry takes in a file of its own, of a tensor that is not expanded."""
+    dtypes = (part.dtype if _is_quantized(entry) else job.finished(part) for part in dense_parts(entry))
+    return sum(part.numel * ITEM_BYTES[dtype] for part, dtype in zip(dense_parts(entry), dtypes, strict=True))
+
+
+def _is_quantized(entry: Entry) -> bool:
+    return isinstance(entry.composite, Quantized)
+
+
+def descriptions(entries: Iterable[Entry], storages: Storages) -> Iterator[Described]:
+    """Yield what the pickle says of each entry, all of those that the storages were made for."""
+    positions = count()
+    for entry in entries:
+        parts = [storages.geometry(next(positions)) for _ in dense_parts(entry)]
+        yield Described(
+            made_of=_made_of(entry, parts),
+            requires_grad=entry.requires_grad,
+            parameter=entry.parameter,
+            attributes=entry.attributes,
+        )
+
+
+def _made_of(entry: Entry, parts: Sequence[Geometry]) -> Geometry | SparseParts | QuantizedParts:
+    composite = entry.composite
+    if composite is None:
+        return parts[0]
+    if not isinstance(composite, Quantized):
+        return SparseParts(
+            layout=composite.layout, parts=tuple(parts), shape=entry.shape, coalesced=composite.coalesced
+        )
+    integers, *channels = parts
+    scales, zero_points = channels or (composite.scales, composite.zero_points)
+    assert not isinstance(scales, Entry)
+    assert not isinstance(zero_points, Entry)
+    return QuantizedParts(
+        dtype=entry.dtype, integers=integers, scales=scales, zero_points=zero_points, axis=composite.axis
+    )

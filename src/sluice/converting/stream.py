@@ -1,0 +1,183 @@
+"""From a checkpoint to files under construction, through the gate: what a conversion moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._errors import BudgetError
+from sluice._options import MemoryLimits, PageCache
+from sluice._units import format_bytes, parse_bytes
+from sluice.engine.file_targets import FileTargets
+from sluice.engine.host_memory import HostMemory
+from sluice.engine.session import execute
+from sluice.engine.staging import StagingPool
+from sluice.engine.targets import Targets
+from sluice.machine.facts import host_headroom, machine_facts
+from sluice.planning.conversion import Gathering, gatherings, in_long_runs, plan_gathering, plan_stream
+from sluice.planning.planner import staging_buffer_bytes
+from sluice.records import Target
+from sluice.writing.chunks import Staging
+
+if TYPE_CHECKING:
+    from sluice.api.checkpoint import Checkpoint
+
+__all__ = ["Stream"]
+
+#: Writes a piece of a target: its position, where the piece begins in it, in bytes, and the bytes.
+Write = Callable[[int, int, memoryview], None]
+
+
+class Stream:
+    """Moves targets of one checkpoint into files."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        tensors: int,
+        memory: MemoryLimits | None = None,
+        page_cache: PageCache = "auto",
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """Ask the machine, and check that the gate fits.
+
+        Args:
+            checkpoint: Where the bytes come from.
+            tensors: How many tensors will be moved.
+            memory: How much memory may grow.
+            page_cache: How the page cache is used.
+            progress: Called with the bytes written so far.
+
+        Raises:
+            BudgetError: The limits cannot be kept.
+        """
+        memory = memory or MemoryLimits()
+        self._checkpoint = checkpoint
+        self._facts = machine_facts(checkpoint.sources)
+        self._page_cache: PageCache = page_cache
+        self._staging_bytes = parse_bytes(memory.staging)
+        self._progress = progress
+        self._done = 0
+        #: Bytes of memory in which targets are put together that would be written in short pieces.
+        self.window_bytes = self._staging_bytes // 2
+        if self.window_bytes < options.SMALLEST_STAGING_BYTES:
+            raise BudgetError(
+                "staging is too small for a conversion",
+                expected=f"at least {format_bytes(2 * options.SMALLEST_STAGING_BYTES)}",
+                found=format_bytes(self._staging_bytes),
+            )
+        #: Buffers for writes around the page cache, a share of staging; None where it is too small to be shared.
+        self.writing: StagingPool | None = None
+        needed = self._staging_bytes + options.OVERHEAD_BYTES + options.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
+        limit, origin = host_headroom(self._facts)
+        if memory.host is not None:
+            limit, origin = parse_bytes(memory.host), "MemoryLimits(host=...)"
+        if needed > limit:
+            raise BudgetError(
+                f"the conversion needs {format_bytes(needed)} of host memory: {format_bytes(self._staging_bytes)} for "
+                "staging and the rest for the index and threads",
+                expected=f"at most {format_bytes(limit)} ({origin})",
+                found=format_bytes(needed),
+            )
+        self._reading_bytes = self._staging_bytes
+        if self._staging_bytes >= options.SHARED_STAGING_BYTES:
+            writing_bytes = min(self._staging_bytes // 4, options.SAVE_STAGING_BYTES)
+            self.writing = Staging.make(writing_bytes).pool
+            self._reading_bytes -= writing_bytes
+
+    def is_scattered(self, target: Target) -> bool:
+        """Return whether a target is written in short pieces, in any order: it does not fit the window."""
+        return not in_long_runs(target) and target.nbytes > self.window_bytes
+
+    def move(self, targets: Sequence[Target], write: Write) -> None:
+        """Write every byte of ``targets`` once.
+
+        Args:
+            targets: What to move; the fills say where from.
+            write: Called from any thread.
+
+        Raises:
+            ReadError: The operating system failed a read.
+            SourceChangedError: A file of the checkpoint changed meanwhile.
+            SaveError: The operating system failed a write.
+        """
+        short = [i for i, target in enumerate(targets) if target.nbytes and not in_long_runs(target)]
+        gathered = [i for i in short if targets[i].nbytes <= self.window_bytes]
+        apart = set(gathered)
+        for batch in _batches(targets, [i for i, one in enumerate(targets) if one.nbytes and i not in apart]):
+            self._stream(targets, batch, write)
+        if gathered:
+            window = HostMemory(self.window_bytes, huge_pages=self._facts.huge_pages)
+            for batch in _batches(targets, gathered):
+                for group in gatherings(targets, batch, self.window_bytes):
+                    self._gather(targets, group, window, write)
+
+    def _stream(self, targets: Sequence[Target], batch: Sequence[int], write: Write) -> None:
+        plan = plan_stream(
+            [targets[i] for i in batch],
+            self._checkpoint.index.files,
+            self._facts,
+            staging_bytes=self._reading_bytes,
+            buffer_bytes=staging_buffer_bytes(self._staging_bytes),
+            page_cache=self._page_cache,
+        )
+        parts = FileTargets(plan, lambda position, at, piece: write(batch[position], at, piece))
+        execute(plan, self._checkpoint.sources, parts, progress=lambda _: self._report(parts.written))
+        self._report(parts.written)
+        self._done += parts.written
+
+    def _gather(self, targets: Sequence[Target], group: Gathering, window: HostMemory, write: Write) -> None:
+        chosen = [targets[i] for i in group.targets]
+        plan = plan_gathering(
+            chosen,
+            self._checkpoint.index.files,
+            self._facts,
+            staging_bytes=self._reading_bytes - self.window_bytes,
+            page_cache=self._page_cache,
+        )
+        with torch.inference_mode(mode=False):
+            existing = {
+                position: torch.frombuffer(
+                    window.mapping,
+                    dtype=torch_dtype(target.dtype),
+                    count=target.nbytes // ITEM_BYTES[target.dtype],
+                    offset=window.start + offset,
+                )
+                for position, (target, offset) in enumerate(zip(chosen, group.offsets, strict=True))
+            }
+        held = window.view()
+
+        def completed(position: int) -> None:
+            first, nbytes = group.offsets[position], chosen[position].nbytes
+            write(group.targets[position], 0, held[first : first + nbytes])
+            self._done += nbytes
+            self._report(0)
+
+        execute(plan, self._checkpoint.sources, Targets(plan, existing), completed=completed)
+        for position, target in enumerate(chosen):
+            if not target.fills:  # nothing was read for it
+                completed(position)
+
+    def _report(self, more: int) -> None:
+        if self._progress:
+            self._progress(self._done + more)
+
+
+def _batches(targets: Sequence[Target], positions: Sequence[int]) -> Iterator[list[int]]:
+    """Yield positions in groups whose plan takes little memory."""
+    batch: list[int] = []
+    fills = 0
+    for position in positions:
+        more = len(targets[position].fills) + 1
+        if batch and fills + more > options.STREAM_FILLS:
+            yield batch
+            batch, fills = [], 0
+        batch.append(position)
+        fills += more
+    if batch:
+        yield batch

@@ -1,0 +1,233 @@
+"""Conversions to torch zip files: one with the whole object, or one for each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES
+from sluice._geometry import contiguous_stride
+from sluice.api.checkpoint import borrow
+from sluice.converting.contents import refuse_repeats
+from sluice.converting.job import Job, Written, existing
+from sluice.converting.storages import Storages, dense_parts, descriptions, stored_bytes
+from sluice.converting.stream import Stream
+from sluice.entries.slicing import boxes
+from sluice.entries.tree import flatten, walk
+from sluice.records import Entry, Target
+from sluice.writing.chunks import Staging, row_major_bytes
+from sluice.writing.durable.replacement import NewFile, Replacement
+from sluice.writing.manifest import ManifestWriter
+from sluice.writing.parameters import check_file_names, parameter_directory, parameter_file
+from sluice.writing.pickle_walk import survey
+from sluice.writing.safetensors import TensorOutline
+from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
+from sluice.writing.torch_zip import TorchZip
+
+__all__ = ["convert_to_parameters", "convert_to_torch"]
+
+#: Files of single parameters that are written together: each takes a descriptor.
+_FILES_AT_ONCE = 32
+
+
+def convert_to_torch(job: Job, tree: object) -> Written:
+    """Write the whole object to one ``torch.save`` file."""
+    names = flatten(tree, job.checkpoint.limits) if job.manifest else {}
+    laid_out = _lay_out(job, tree, names)
+    made = laid_out.made
+    out = Replacement(job.destination, overwrite=job.overwrite or job.dry_run)
+    replaced = existing([job.destination])
+    if not job.dry_run:
+        with job.stream(laid_out.tensors, made.nbytes) as stream, out:
+            _fill_torch_files(job, stream, [(laid_out, out)])
+            out.commit(nbytes=made.finish(out))
+        _hash_written(job, job.destination, laid_out.apart)
+    return Written(
+        files={job.destination: made.file_bytes},
+        replaced=replaced,
+        tensors=laid_out.tensors,
+        nbytes=made.nbytes,
+        casts=laid_out.casts,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TorchFile:
+    """A decided torch file and what its storages are made of."""
+
+    made: TorchZip
+    storages: Storages
+    #: Tensor objects in it.
+    tensors: int
+    #: Tensors that are cast, by both dtypes.
+    casts: Mapping[str, int]
+    #: What the manifest says of its tensors, by their names there.
+    hashed: Mapping[str, TensorOutline]
+    #: Names for the manifest of tensors that lie in row-major order in a storage: storage and first byte.
+    together: Mapping[str, tuple[int, int]]
+    #: Names for the manifest of the others, and what they are called in the file.
+    apart: Mapping[str, str]
+
+
+def _lay_out(job: Job, tree: object, hashed: Mapping[str, Entry]) -> _TorchFile:
+    """Decide a torch file: views of the same bytes share a storage, as in the source.
+
+    Args:
+        job: The conversion.
+        tree: What the file holds.
+        hashed: The tensors of the manifest, by their names in it.
+    """
+    surveyed = survey(tree, _look)
+    dense = [part for entry in surveyed.tensors for part in dense_parts(entry)]
+    storages = Storages(job, surveyed.tensors, dense, _names(tree, surveyed.tensors))
+    made = TorchZip(pickle_object(tree, surveyed, descriptions(surveyed.tensors, storages)), storages.sizes)
+    positions = {id(entry): position for position, entry in enumerate(dense)} if hashed else {}
+    together: dict[str, tuple[int, int]] = {}
+    for name, entry in hashed.items():
+        view = storages.geometry(positions[id(entry)])
+        if view.stride == contiguous_stride(view.shape) and not view.math_bits:
+            together[name] = (view.storage, view.start * ITEM_BYTES[view.dtype])
+    own = {id(entry): name for name, entry in walk(tree)} if len(together) < len(hashed) else {}
+    return _TorchFile(
+        made=made,
+        storages=storages,
+        tensors=len(surveyed.tensors),
+        casts=job.casts(surveyed.tensors),
+        hashed=job.outlines(hashed),
+        together=together,
+        apart={name: own[id(entry)] for name, entry in hashed.items() if name not in together},
+    )
+
+
+def _look(value: object) -> Mapping[str, object] | None:
+    if isinstance(value, Entry):
+        return value.attributes or {}
+    if is_plain(value):
+        return None
+    raise refusal(value)
+
+
+def _names(tree: object, entries: Iterable[Entry]) -> list[str]:
+    """Return what messages call the dense tensors that the entries are made of."""
+    names = {id(entry): name for name, entry in walk(tree)}
+    return [names.get(id(entry), "_metadata") for entry in entries for _ in dense_parts(entry)]
+
+
+class _Place(NamedTuple):
+    """A storage of a file under construction."""
+
+    made: TorchZip
+    out: NewFile
+    storage: int
+    target: Target
+
+
+def _fill_torch_files(job: Job, stream: Stream, files: Sequence[tuple[_TorchFile, NewFile]]) -> None:
+    """Write the storages of files, all together in the order of the source; the caller finishes and commits each."""
+    first = 0
+    for laid_out, out in files:
+        # Hashes look pieces up again that came before their turn, in the page cache.
+        out.reserve(laid_out.made.records_bytes, None if job.manifest else stream.writing)
+        if job.manifest:
+            _expect(job.manifest, laid_out, first)
+        first += len(laid_out.storages.sizes)
+    places = (
+        _Place(laid_out.made, out, storage, target)
+        for laid_out, out in files
+        for storage, target in enumerate(laid_out.storages.targets())
+    )
+    first = 0
+    while batch := list(islice(places, options.STREAM_FILLS)):
+        _fill(job.manifest, stream, batch, first)
+        first += len(batch)
+
+
+def _fill(manifest: ManifestWriter | None, stream: Stream, places: Sequence[_Place], first: int) -> None:
+    """Write some of the storages, of which the manifest knows the first by the number ``first``."""
+    targets = [place.target for place in places]
+    # A CRC is put together from long pieces; of what comes in short ones it is taken when all of it is there.
+    scattered = {position for position, target in enumerate(targets) if stream.is_scattered(target)}
+
+    def write(position: int, at: int, piece: memoryview) -> None:
+        made, out, storage, _ = places[position]
+        made.write(out, storage, at, piece, account=position not in scattered)
+        if manifest:
+            manifest.piece(first + position, at, piece, partial(made.read, out, storage))
+
+    stream.move(targets, write)
+    if manifest:
+        for position in range(len(targets)):
+            manifest.done(first + position)
+    for position in scattered:
+        made, out, storage, _ = places[position]
+        made.account_written(out, storage)
+
+
+def _expect(manifest: ManifestWriter, laid_out: _TorchFile, first: int) -> None:
+    """Announce the tensors that will be hashed on their way; storages are numbered from ``first``."""
+    for name, (storage, start) in laid_out.together.items():
+        tensor = laid_out.hashed[name]
+        manifest.expect(
+            name, dtype=tensor.dtype, shape=tensor.shape, nbytes=tensor.nbytes, stored=first + storage, start=start
+        )
+
+
+def _hash_written(job: Job, path: Path, names: Mapping[str, str]) -> None:
+    """Hash tensors of a finished file whose elements it does not hold in row-major order."""
+    if job.manifest is None or not names:
+        return
+    staging = Staging.make(options.SCRATCH_BYTES)
+    with borrow(path, limits=job.checkpoint.limits) as checkpoint:
+        for name, own in names.items():
+            tensor = checkpoint[own]
+            dtype = tensor.entry.dtype
+            keys = boxes(tensor.shape, options.SAVE_STAGING_BYTES // ITEM_BYTES[dtype])
+            pieces = (piece for key in keys for piece in row_major_bytes(tensor[key].read(), dtype, staging))
+            job.manifest.add(name, dtype=dtype, shape=tensor.shape, pieces=pieces)
+
+
+def convert_to_parameters(job: Job, tree: object) -> Written:
+    """Write a state dict as one ``torch.save`` file for each tensor."""
+    assert isinstance(tree, dict)
+    check_file_names(tree)
+    refuse_repeats(tree, job.checkpoint)
+    job.offsets(list(tree.values()))
+    paths = {name: job.destination / parameter_file(name) for name in tree}
+    replaced = existing(sorted(job.destination.glob(parameter_file("*"))))  # all of them, whatever their names
+    nbytes = sum(stored_bytes(job, entry) for entry in tree.values())
+    files: dict[Path, int] = {}
+    with ExitStack() as stack:
+        stream = stack.enter_context(job.stream(len(tree), nbytes))
+        hidden = None
+        if not job.dry_run:
+            hidden = stack.enter_context(parameter_directory(job.destination, tree, overwrite=job.overwrite))
+        for names in _batches(tree):
+            laid_out = [_lay_out(job, tree[name], {name: tree[name]} if job.manifest else {}) for name in names]
+            files |= {paths[name]: one.made.file_bytes for name, one in zip(names, laid_out, strict=True)}
+            if hidden:
+                places = [hidden / parameter_file(name) for name in names]
+                _write_parameters(stream, list(zip(laid_out, places, strict=True)), job)
+    return Written(files=files, replaced=replaced, tensors=len(tree), nbytes=nbytes, casts=job.casts(tree.values()))
+
+
+def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], job: Job) -> None:
+    with ExitStack() as stack:
+        outs = [stack.enter_context(NewFile(path)) for _, path in files]
+        laid_out = [one for one, _ in files]
+        _fill_torch_files(job, stream, list(zip(laid_out, outs, strict=True)))
+        for one, out in zip(laid_out, outs, strict=True):
+            out.seal(nbytes=one.made.finish(out))
+    for one, path in files:
+        _hash_written(job, path, one.apart)
+
+
+def _batches(names: Iterable[str]) -> Iterator[list[str]]:
+    left = iter(names)
+    while batch := list(islice(left, _FILES_AT_ONCE)):
+        yield batch

@@ -1,0 +1,283 @@
+"""The one place that talks to accelerators: allocation, page-locked staging, asynchronous copies.
+
+``Accelerator`` is all that the engine needs of a device. ``CudaAccelerator`` copies on a stream of its own out of
+page-locked staging; ``BlockingAccelerator`` does the same with plain copies on any device that torch knows (mps, xpu,
+npu); tests have one that copies late and in any order.
+
+A copy may read its source until the ticket of a later ``mark`` has fired. A source is a run of bytes and the strided
+view that is wanted of it: casts and views are made on the device, out of a scratch the size of one staging buffer, so
+that the bus carries the file's bytes once and the host does nothing but read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from sluice._errors import BudgetError
+from sluice._units import format_bytes
+from sluice.engine.host_copies import Source, copy_in_pieces
+from sluice.engine.host_memory import HostMemory
+from sluice.engine.staging import Ticket
+from sluice.planning.cuda_allocator import scratch_bytes
+from sluice.records import DeviceFacts
+
+__all__ = [
+    "Accelerator",
+    "BlockingAccelerator",
+    "CudaAccelerator",
+    "accelerator",
+    "accelerators",
+    "allocator_bytes",
+    "device_facts",
+]
+
+#: ``cudaHostRegisterPortable``: page-locked for every device of the process.
+_PORTABLE = 1
+
+
+class Accelerator(Protocol):
+    """A device during one load. Every method may be called from any thread."""
+
+    def begin(self, buffer_bytes: int) -> None:
+        """Prepare for copies of at most ``buffer_bytes`` at once."""
+        ...
+
+    def reserve(self, nbytes: int) -> None:
+        """Let the allocator keep one free block of ``nbytes`` for the allocations that follow; no more than a hint."""
+        ...
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised memory of one dimension.
+
+        Raises:
+            BudgetError: The device has no room; it carries the allocator's figures.
+        """
+        ...
+
+    def copy(self, target: torch.Tensor, source: Source) -> None:
+        """Start to copy ``source`` to ``target``, multiplied by its factors, then cast where the dtypes differ."""
+        ...
+
+    def mark(self) -> Ticket | None:
+        """Return a ticket for the copies started so far, or None when they have read their sources already."""
+        ...
+
+    def finish(self) -> None:
+        """Return once all copies are done and what the caller starts next sees them."""
+        ...
+
+    def release(self) -> None:
+        """Give back what the allocator caches: a load that failed leaves the device as it found it."""
+        ...
+
+
+class BlockingAccelerator:
+    """Any device, by copies that return when they are done."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+
+    def begin(self, buffer_bytes: int) -> None:
+        """Do nothing: each copy brings what it needs."""
+
+    def reserve(self, nbytes: int) -> None:
+        """Do nothing: the allocator's habits are not known."""
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        return _allocate(self._device, count, dtype)
+
+    def copy(self, target: torch.Tensor, source: Source) -> None:
+        if source.factors or not source.aligned:
+            copy_in_pieces(target, source)
+        else:
+            target.copy_(source.on_host())
+
+    def mark(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def release(self) -> None:
+        """Do nothing: the allocator's habits are not known."""
+
+
+class CudaAccelerator:
+    """One CUDA device: copies on a stream of its own."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+        self._callers = torch.cuda.current_stream(self._device)
+        self._stream = _side_stream(self._device)
+        # What the caller has queued may still read from tensors that are about to be filled in place.
+        self._stream.wait_stream(self._callers)
+        self._buffer_bytes = 0
+        self._scratch: torch.Tensor | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, buffer_bytes: int) -> None:
+        self._buffer_bytes = buffer_bytes
+
+    def reserve(self, nbytes: int) -> None:
+        with self._on(self._callers):
+            if 0 < torch.cuda.memory_stats(self._device).get("max_split_size", 0) < nbytes:
+                return  # the user forbids to cut blocks of this size: it could serve no tensor
+            try:
+                torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            except torch.OutOfMemoryError:
+                return  # each tensor by itself may still find room in what is cached
+
+    def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        # On the caller's stream: the memory is theirs once the load has finished. Its last user may be a kernel that is
+        # still queued there, from any thread, and the copies have to come after that.
+        with self._lock, self._on(self._callers):
+            memory = _allocate(self._device, count, dtype)
+            self._stream.wait_stream(self._callers)
+            return memory
+
+    def copy(self, target: torch.Tensor, source: Source) -> None:
+        with self._lock, self._on(self._stream):  # one at a time, so that the scratch is used in stream order
+            same = (target.dtype, target.stride()) == (source.dtype, source.stride) and target.is_contiguous()
+            if same and not (source.factors or source.math_bits):
+                _bytes_of(target).copy_(source.raw, non_blocking=True)
+                return
+            if self._scratch is None:
+                self._scratch = _allocate(self._device, scratch_bytes(self._buffer_bytes), torch.uint8)
+            scratch = self._scratch[: source.raw.nbytes]
+            scratch.copy_(source.raw, non_blocking=True)
+            for factor in source.factors:  # gaps and all: a view may show an element twice, which in place is refused
+                scratch.view(source.dtype).mul_(factor)
+            target.copy_(source.seen_in(scratch))
+
+    def mark(self) -> Ticket:
+        with torch.cuda.device(self._device):
+            # Blocking: readers that wait must leave the cores to those that cast.
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+            return _CudaTicket(event)
+
+    def finish(self) -> None:
+        try:
+            # On the host, not only on the caller's stream: staging goes away next.
+            self._stream.synchronize()
+        finally:
+            self._scratch = None
+
+    def release(self) -> None:
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        # The device first: leaving a stream sets the device that was current before, and a thread that never chose one
+        # would get a context on device 0.
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for copies to a device: one for the process, since the allocator caches scratch by stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _CudaTicket:
+    event: torch.cuda.Event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+
+def accelerator(device: str) -> Accelerator:
+    """Return the accelerator of a device, as torch writes it with its index: ``"cuda:0"``."""
+    if _is_cuda(device):
+        return CudaAccelerator(device)
+    return BlockingAccelerator(device)
+
+
+@contextmanager
+def page_locked(memory: HostMemory | None, devices: Iterable[str]) -> Iterator[None]:
+    """Page-lock staging for the length of the block, once for all CUDA devices, so that they copy without the host.
+
+    Where the driver refuses, copies are slower and nothing else changes.
+    """
+    cuda = [device for device in devices if _is_cuda(device)]
+    if memory is None or not cuda:
+        yield
+        return
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory.mapping, memory.start))
+    with torch.cuda.device(cuda[0]):
+        locked = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)) == 0
+    if not locked:
+        _forget_last_error()
+    try:
+        yield
+    finally:
+        if locked:
+            with torch.cuda.device(cuda[0]):
+                runtime.cudaHostUnregister(address)
+
+
+def _forget_last_error() -> None:
+    """Clear the CUDA runtime's error, which the caller's next kernel would raise: a checked failure does that."""
+    with suppress(RuntimeError):
+        torch.cuda.set_device(torch.cuda.device_count())
+
+
+def accelerators() -> tuple[str, ...]:
+    """Return every accelerator that torch can use here, in its order."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return () if kind is None else tuple(f"{kind.type}:{i}" for i in range(torch.accelerator.device_count()))
+
+
+def device_facts(device: str) -> DeviceFacts:
+    """Return what a device says of its memory."""
+    if not _is_cuda(device):
+        return DeviceFacts(device=device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    # A process may have promised to take only a part of the device; torch can be asked for it since 2.10.
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    allowed = max(0, int(fraction * total) - reserved)
+    cached = reserved - torch.cuda.memory_allocated(device)
+    return DeviceFacts(device=device, free_bytes=min(free, allowed), cached_bytes=cached)
+
+
+def allocator_bytes(device: str) -> tuple[int, int] | None:
+    """Return what torch's allocator has allocated and reserved of a device, or None where it does not say."""
+    if not _is_cuda(device):
+        return None
+    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+
+
+def _is_cuda(device: str) -> bool:
+    return device.partition(":")[0] == "cuda"
+
+
+def _allocate(device: torch.device, count: int, dtype: torch.dtype) -> torch.Tensor:
+    try:
+        return torch.empty(count, dtype=dtype, device=device)
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise  # some devices say it with a plain RuntimeError
+        facts = device_facts(str(device))
+        free = "unknown" if facts.free_bytes is None else format_bytes(facts.free_bytes)
+        raise BudgetError(
+            f"{device} is out of memory: {format_bytes(count * dtype.itemsize)} more were needed, {free} are free and "
+            f"{format_bytes(facts.cached_bytes)} are cached by torch in pieces",
+        ) from error
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as one dimension of bytes; ``view`` cannot, of a tensor without dimensions."""
+    return tensor.view(-1).view(torch.uint8)

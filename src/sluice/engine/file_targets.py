@@ -1,0 +1,177 @@
+"""Targets that are parts of files under construction: what the engine reads is written on, cast where it has to be.
+
+Bytes that the file wants as they are go from the staging buffer to the system; no tensor is made of them. The rest
+goes through a small scratch in the order of the target, which is written run by run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
+from sluice._geometry import span_elements
+from sluice.engine.host_copies import Source, copy_in_pieces
+from sluice.engine.host_memory import HostMemory
+from sluice.engine.staging import StagingBuffer, StagingPool
+from sluice.engine.targets import BITS, turn_round
+from sluice.entries.slicing import boxes, slice_view
+from sluice.records import Constant, Copy, LoadPlan, Read
+from sluice.sources.protocol import Source as FileSource
+
+__all__ = ["FileTargets"]
+
+
+class FileTargets:
+    """The targets of one plan, each a part of a file; see ``TargetMemory``."""
+
+    def __init__(self, plan: LoadPlan, write: Callable[[int, int, memoryview], None]) -> None:
+        """Write nothing yet.
+
+        Args:
+            plan: From ``plan_stream``.
+            write: Writes a piece of a target: its position, where the piece begins in it, in bytes, and the bytes.
+                Called from any thread, for each byte once.
+        """
+        self._plan = plan
+        self._write_piece = write
+        self._scratch: queue.SimpleQueue[HostMemory] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        #: Bytes written so far.
+        self.written = 0
+
+    def map_files(self, sources: Sequence[FileSource]) -> None:
+        """Do nothing: nothing is mapped."""
+
+    def begin(self, staging: StagingPool) -> None:  # noqa: ARG002  (accelerators would lock it)
+        """Write what no file fills."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for position, target in enumerate(self._plan.targets):
+                for constant in target.constants:
+                    self._write_constant(position, constant)
+
+    def window(self, position: int, offset: int, nbytes: int) -> memoryview:
+        """Refuse: a file is no memory."""
+        raise NotImplementedError(f"target {position} is no memory")
+
+    def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
+        """Write strided boxes of a staging buffer to their targets."""
+        for copy in read.copies[: read.copies_before_swaps]:
+            self._write_copy(copy, buffer, first)
+        for swap in read.swaps:
+            turn_round(swap, buffer, first)
+        for copy in read.copies[read.copies_before_swaps :]:
+            self._write_copy(copy, buffer, first)
+
+    def finish(self) -> None:
+        """Do nothing: writes have ended when they return."""
+
+    def _write_copy(self, copy: Copy, buffer: StagingBuffer, first: int) -> None:
+        if self._is_verbatim(copy):
+            start = first + copy.offset
+            nbytes = copy.shape[0] * ITEM_BYTES[copy.dtype]
+            at = copy.target_start * ITEM_BYTES[copy.dtype]
+            self._write(copy.target, at, buffer.view[start : start + nbytes])
+        else:
+            self._write_box(copy.target, copy, _source(copy, buffer, first))
+
+    def _is_verbatim(self, copy: Copy) -> bool:
+        run = len(copy.shape) == 1 and copy.source_stride == copy.target_stride == (1,)
+        return run and copy.dtype == self._plan.targets[copy.target].dtype and not (copy.factors or copy.math_bits)
+
+    def _write_constant(self, position: int, constant: Constant) -> None:
+        exact = torch.float64 if is_castable(constant.dtype) else torch.int64
+        element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(constant.dtype))
+        raw = element.view(torch.uint8)
+        still = (0,) * len(constant.shape)
+        self._write_box(position, constant, Source(raw, element.dtype, constant.shape, still, constant.factors))
+
+    def _write_box(self, position: int, box: Copy | Constant, source: Source) -> None:
+        """Write the elements of a box in the order of the target, a scratch at a time."""
+        target = self._plan.targets[position]
+        item = ITEM_BYTES[target.dtype]
+        computed = box.dtype != target.dtype or box.factors or source.math_bits
+        dtype = torch_dtype(target.dtype) if computed else BITS[item]
+        source = source if computed else replace(source, dtype=dtype)
+        order = sorted(range(len(box.shape)), key=lambda dim: -box.target_stride[dim])
+        shape, stride, steps = (
+            tuple(values[dim] for dim in order) for values in (box.shape, source.stride, box.target_stride)
+        )
+        with self._borrowed() as scratch:
+            for key in boxes(shape, options.SCRATCH_BYTES // item):
+                sizes, strides, begin = slice_view(shape, stride, key)
+                _, _, landed = slice_view(shape, steps, key)
+                count = prod(sizes)
+                out = torch.frombuffer(scratch.mapping, dtype=dtype, count=count, offset=scratch.start)
+                copy_in_pieces(out.view(sizes), _part(source, sizes, strides, begin))
+                held = scratch.view()
+                for start, at, length in _runs(sizes, steps):
+                    piece = held[start * item : (start + length) * item]
+                    self._write(position, (box.target_start + landed + at) * item, piece)
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[HostMemory]:
+        try:
+            scratch = self._scratch.get_nowait()
+        except queue.Empty:
+            scratch = HostMemory(options.SCRATCH_BYTES, huge_pages=False)
+        try:
+            yield scratch
+        finally:
+            self._scratch.put(scratch)
+
+    def _write(self, position: int, at: int, piece: memoryview) -> None:
+        self._write_piece(position, at, piece)
+        with self._lock:
+            self.written += len(piece)
+
+
+def _source(copy: Copy, buffer: StagingBuffer, first: int) -> Source:
+    raw = torch.frombuffer(
+        buffer.memory.mapping,
+        dtype=torch.uint8,
+        count=span_elements(copy.shape, copy.source_stride) * ITEM_BYTES[copy.dtype],
+        offset=buffer.start + first + copy.offset,
+    )
+    return Source(raw, torch_dtype(copy.dtype), copy.shape, copy.source_stride, copy.factors, copy.math_bits)
+
+
+def _part(source: Source, shape: tuple[int, ...], stride: tuple[int, ...], begin: int) -> Source:
+    """Return a part of a source: only its bytes are moved where their address does not suit the dtype."""
+    item = source.dtype.itemsize
+    raw = source.raw[begin * item : (begin + span_elements(shape, stride)) * item]
+    return Source(raw, source.dtype, shape, stride, source.factors, source.math_bits)
+
+
+def _runs(shape: tuple[int, ...], stride: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield first element, place and length, in elements, of what lies together in the target.
+
+    Args:
+        shape: Sizes of a row-major box, in elements.
+        stride: Its steps in the target; those behind the last ones that are row-major are not.
+    """
+    length, outer = 1, len(shape)
+    while outer and (shape[outer - 1] == 1 or stride[outer - 1] == length):
+        length *= shape[outer - 1]
+        outer -= 1
+    first = 0
+    for position in _positions(shape[:outer], stride[:outer]):
+        yield first, position, length
+        first += length
+
+
+def _positions(shape: Sequence[int], stride: Sequence[int]) -> Iterator[int]:
+    """Yield the place of each element of a strided box, in row-major order."""
+    if not shape:
+        yield 0
+        return
+    for index in range(shape[0]):
+        for rest in _positions(shape[1:], stride[1:]):
+            yield index * stride[0] + rest

@@ -1,0 +1,289 @@
+"""Final memory on the host and on accelerators, and the copies that reach it.
+
+Host targets are tensors over our own mappings, made with ``torch.frombuffer`` at their exact bytes: slices of one
+large byte tensor would drag its whole storage along when they are saved or shared. Equal dtypes are copied as
+integers of the same size, so that every bit arrives, also those that no value of the dtype has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+from torch._utils import set_tensor_metadata
+
+from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
+from sluice._geometry import span_elements
+from sluice.engine.accelerators import Accelerator, accelerator, page_locked
+from sluice.engine.host_copies import Source, copy_in_pieces
+from sluice.engine.host_memory import HostMemory
+from sluice.engine.staging import StagingBuffer, StagingPool
+from sluice.planning.memory_layout import View
+from sluice.records import Constant, Copy, LoadPlan, Read, Swap
+from sluice.sources.protocol import MappableSource
+from sluice.sources.protocol import Source as FileSource
+
+__all__ = ["BITS", "Targets", "turn_round"]
+
+#: The dtype in which elements of so many bytes are copied where nothing is computed.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class Targets:
+    """The final memory of one plan, allocated target by target when the first bytes for it arrive."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        existing: Mapping[int, torch.Tensor] | None = None,
+        *,
+        accelerators: Mapping[str, Accelerator] | None = None,
+    ) -> None:
+        """Allocate nothing yet.
+
+        Args:
+            plan: The plan; ``Block.kind == "existing"`` targets must all be in ``existing``.
+            existing: Live tensors to fill in place, by target position.
+            accelerators: The devices of the plan by name; None takes torch's.
+        """
+        self._plan = plan
+        if accelerators is None:
+            accelerators = {device.device: accelerator(device.device) for device in plan.devices}
+        self._accelerators = accelerators
+        self._existing = {position: _writable(tensor) for position, tensor in (existing or {}).items()}
+        self._mappings: dict[int, HostMemory] = {}
+        self._arenas: dict[int, HostMemory] = {}
+        self._ranges: list[tuple[mmap.mmap, int]] = []
+        self._flats: dict[int, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self._reserved = False
+        self._cleanup = ExitStack()
+        #: Positions of targets that bytes were read or copied into.
+        self.touched: set[int] = set()
+
+    def window(self, position: int, offset: int, nbytes: int) -> memoryview:
+        """Return ``nbytes`` bytes of a host target from ``offset``, for reads without staging.
+
+        ``offset`` may be negative down to the target's lead, and the end may pass the target's up to its last block:
+        direct reads take whole blocks.
+        """
+        self.touched.add(position)
+        if position in self._existing:
+            tensor = self._existing[position]
+            total = self._plan.targets[position].nbytes
+            # Reads without staging are planned only for dense memory, whatever the order of its dimensions.
+            raw = (ctypes.c_char * total).from_address(tensor.data_ptr())
+            return memoryview(raw).cast("B")[offset : offset + nbytes]
+        memory = self._mapping(position)
+        start = self._plan.blocks[position].lead_bytes + offset
+        return memory.view()[start : start + nbytes]
+
+    def map_files(self, sources: Sequence[FileSource]) -> None:
+        """Map the ranges of files that the plan wants mapped; their pages are loaded when they are first touched."""
+        for each in self._plan.mapped_ranges:
+            source = sources[each.file]
+            assert isinstance(source, MappableSource)  # the planner was told which are
+            self._ranges.append(source.map(each.offset, each.nbytes))
+
+    def begin(self, staging: StagingPool) -> None:
+        """Prepare accelerators for copies out of ``staging``; ``finish`` has to follow, whatever happens."""
+        self._cleanup.enter_context(page_locked(staging.memory, self._accelerators))
+        for device in self._plan.devices:
+            link = self._accelerators[device.device]
+            self._cleanup.callback(link.finish)  # before staging is unlocked, and each whatever another one raises
+            link.begin(self._plan.staging_buffer_bytes)
+        self.reserve()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for position, target in enumerate(self._plan.targets):
+                if target.constants and not target.fills:
+                    self._flat(position)  # no read will ask for it
+
+    def reserve(self) -> None:
+        """Reserve the memory of accelerators, once: before the first tensor of the plan is allocated."""
+        for device in () if self._reserved else self._plan.devices:
+            if device.reservation.block_bytes:
+                self._accelerators[device.device].reserve(device.reservation.block_bytes)
+        self._reserved = True
+
+    def finish(self) -> None:
+        """Return once every copy is done, whether the load succeeded or not; staging is the host's again."""
+        self._cleanup.close()
+
+    def discard(self) -> None:
+        """Give back everything that was allocated: the load failed."""
+        for held in (self._flats, self._mappings, self._arenas, self._ranges):
+            held.clear()
+        for link in self._accelerators.values():
+            link.release()
+
+    def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
+        """Copy strided boxes out of a staging buffer into their targets, cast where the dtypes differ.
+
+        Copies to accelerators may go on after the return: the buffer keeps their tickets.
+
+        Args:
+            read: What to copy.
+            buffer: The buffer that it was read into.
+            first: Where its first byte lies in the buffer.
+        """
+        started: set[str] = set()
+        try:
+            for copy in read.copies[: read.copies_before_swaps]:
+                self._copy(copy, buffer, first, started)
+            for swap in read.swaps:
+                turn_round(swap, buffer, first)
+            for copy in read.copies[read.copies_before_swaps :]:
+                self._copy(copy, buffer, first, started)
+        finally:  # a copy that fails leaves those before it under way
+            tickets = [self._accelerators[device].mark() for device in started]
+            buffer.tickets.extend(ticket for ticket in tickets if ticket is not None)
+
+    def _copy(self, copy: Copy, buffer: StagingBuffer, first: int, started: set[str]) -> None:
+        """Copy one box, or start to; ``started`` gets the device that still reads from the buffer."""
+        self.touched.add(copy.target)
+        device = self._plan.targets[copy.target].device
+        target, source = self._sides(copy, buffer, first)
+        if copy.cast_at is not None:
+            source = _cast_in_buffer(source, target.dtype, buffer, copy.cast_at)
+        if device != "cpu":
+            started.add(device)
+        self._send(device, target, source)
+
+    def _send(self, device: str, target: torch.Tensor, source: Source) -> None:
+        """Copy to a device, or start to."""
+        if device == "cpu":
+            copy_in_pieces(target, source)
+        else:
+            self._accelerators[device].copy(target, source)
+
+    def _sides(self, copy: Copy, buffer: StagingBuffer, first: int) -> tuple[torch.Tensor, Source]:
+        """Return the two sides of a copy, as integers where nothing is computed."""
+        item = ITEM_BYTES[copy.dtype]
+        raw = torch.frombuffer(
+            buffer.memory.mapping,
+            dtype=torch.uint8,
+            count=span_elements(copy.shape, copy.source_stride) * item,
+            offset=buffer.start + first + copy.offset,
+        )
+        flat = self._flat(copy.target)
+        bits = copy.dtype == self._plan.targets[copy.target].dtype and not (copy.factors or copy.math_bits)
+        flat = flat.view(BITS[item]) if bits else flat
+        dtype = BITS[item] if bits else torch_dtype(copy.dtype)
+        return _box(flat, copy), Source(raw, dtype, copy.shape, copy.source_stride, copy.factors, copy.math_bits)
+
+    def tensors(self, views: Iterable[View]) -> list[torch.Tensor]:
+        """Return finished tensors. Each shares its storage with the other views of its target and with nothing else."""
+        # Parameters made of inference tensors could not be trained, so the caller's modes do not count here.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return [self._tensor(view) for view in views]
+
+    def _tensor(self, view: View) -> torch.Tensor:
+        if view.target in self._existing:
+            return self._existing[view.target]
+        target = self._plan.targets[view.target]
+        dtype = torch_dtype(target.dtype)
+        if target.nbytes == 0:
+            return _with_math_bits(self._flat(view.target).new_empty_strided(view.shape, view.stride), view)
+        flat = self._flat(view.target)
+        # set_ makes a tensor of its own; as_strided would make a view that keeps a base.
+        empty = torch.empty(0, dtype=dtype, device=flat.device)
+        return _with_math_bits(empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride), view)
+
+    def _flat(self, position: int) -> torch.Tensor:
+        """Return the target's memory as one dimension, its constants written; a live tensor is returned as it is."""
+        with self._lock:
+            if position not in self._flats:
+                known = position in self._existing
+                self._flats[position] = self._existing[position] if known else self._allocate(position)
+                self._write_constants(position)
+            return self._flats[position]
+
+    def _write_constants(self, position: int) -> None:
+        """Write the boxes that no file fills, by the way that all bytes take: a device's own queue orders them."""
+        target = self._plan.targets[position]
+        for constant in target.constants:
+            self.touched.add(position)
+            exact = torch.float64 if is_castable(constant.dtype) else torch.int64
+            element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(constant.dtype))
+            source = Source(
+                element.view(torch.uint8), element.dtype, constant.shape, (0,) * len(constant.shape), constant.factors
+            )
+            self._send(target.device, _box(self._flats[position], constant), source)
+
+    def _allocate(self, position: int) -> torch.Tensor:
+        target, block = self._plan.targets[position], self._plan.blocks[position]
+        dtype = torch_dtype(target.dtype)
+        count = target.nbytes // ITEM_BYTES[target.dtype]
+        if target.device != "cpu":
+            return self._accelerators[target.device].allocate(count, dtype)
+        if block.kind == "empty":
+            return torch.empty(0, dtype=dtype)
+        if block.kind == "mapped":
+            mapping, start = self._ranges[block.mapped_range]
+            return torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + block.mapped_offset)
+        if block.kind == "arena":
+            memory = self._arenas.get(block.arena)
+            if memory is None:
+                memory = HostMemory(self._plan.arenas[block.arena], huge_pages=False)
+                self._arenas[block.arena] = memory
+            offset = memory.start + block.arena_offset
+        else:
+            memory = self._mapping_locked(position)
+            offset = memory.start + block.lead_bytes
+        return torch.frombuffer(memory.mapping, dtype=dtype, count=count, offset=offset)
+
+    def _mapping(self, position: int) -> HostMemory:
+        with self._lock:
+            return self._mapping_locked(position)
+
+    def _mapping_locked(self, position: int) -> HostMemory:
+        if position not in self._mappings:
+            nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
+            self._mappings[position] = HostMemory(nbytes, huge_pages=self._plan.facts.huge_pages)
+        return self._mappings[position]
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a live tensor without its history; of an inference tensor, which only its mode may change, the memory."""
+    if not tensor.is_inference():
+        return tensor.detach()
+    with torch.inference_mode(mode=False):
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _box(flat: torch.Tensor, box: Copy | Constant) -> torch.Tensor:
+    """Return the elements of a target that a copy or a constant writes."""
+    return flat.as_strided(box.shape, box.target_stride, flat.storage_offset() + box.target_start)
+
+
+def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
+    if view.math_bits:
+        # As torch.load does: conj() would make a view that keeps a base.
+        set_tensor_metadata(tensor, dict.fromkeys(view.math_bits, True))  # type: ignore[no-untyped-call]
+    return tensor
+
+
+def turn_round(swap: Swap, buffer: StagingBuffer, first: int) -> None:
+    """Reverse the bytes of each number of a range of a staging buffer."""
+    np.frombuffer(
+        buffer.memory.mapping,
+        dtype=f"u{swap.item_bytes}",
+        count=swap.nbytes // swap.item_bytes,
+        offset=buffer.start + first + swap.offset,
+    ).byteswap(inplace=True)
+
+
+def _cast_in_buffer(source: Source, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> Source:
+    """Cast a contiguous source into another part of its staging buffer."""
+    count = source.shape[0]
+    raw = torch.frombuffer(
+        buffer.memory.mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=buffer.start + at
+    )
+    copy_in_pieces(raw.view(dtype), source)
+    return Source(raw, dtype, source.shape, source.stride)

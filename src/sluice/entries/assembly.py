@@ -1,0 +1,297 @@
+"""Entries made from entries: turned, joined, reshaped, padded, multiplied. Pure; no data, no torch.
+
+Whatever strides can express stays a view of its storage. The rest is assembled from boxes: a part for each box, and
+parts of parts never nest. Reasons why something cannot be done are ``ValueError`` with a clause for the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+from sluice import _options as options
+from sluice._geometry import contiguous_stride
+from sluice.entries.slicing import slice_entry
+from sluice.records import NO_STORAGE, Entry, Part
+
+__all__ = ["join", "multiply", "narrow", "pad", "permute", "reshape", "stack"]
+
+Shape = tuple[int, ...]
+
+
+def permute(entry: Entry, order: Sequence[int]) -> Entry:
+    """Return the entry with its dimensions in another order, as ``tensor.permute(order)``."""
+
+    def reordered(values: Shape) -> Shape:
+        return tuple(values[dim] for dim in order)
+
+    if not entry.parts:
+        return replace(entry, shape=reordered(entry.shape), stride=reordered(entry.stride))
+    parts = [Part(entry=permute(part.entry, order), start=reordered(part.start)) for part in entry.parts]
+    return _whole(entry, reordered(entry.shape), parts)
+
+
+def narrow(entry: Entry, dim: int, start: int, size: int) -> Entry:
+    """Return ``size`` elements of a dimension from ``start``, as ``tensor.narrow``."""
+    part = slice_entry(entry, (*(slice(None),) * dim, slice(start, start + size)))
+    return _whole(part, part.shape, part.parts) if part.parts else part
+
+
+def multiply(entry: Entry, factor: float) -> Entry:
+    """Return the entry with every element multiplied by a number, in its own dtype."""
+    if not entry.parts:
+        return replace(entry, factors=(*entry.factors, factor))
+    return replace(
+        entry, parts=tuple(Part(entry=multiply(part.entry, factor), start=part.start) for part in entry.parts)
+    )
+
+
+def join(entries: Sequence[Entry], dim: int) -> Entry:
+    """Return the entries one after the other along a dimension, as ``torch.cat``.
+
+    Raises:
+        ValueError: Their shapes differ elsewhere, or their dtypes differ.
+    """
+    first = entries[0]
+    dtype, cast = _common_dtype(entries)
+    for entry in entries:
+        if _without(entry.shape, dim) != _without(first.shape, dim):
+            raise ValueError(f"shapes {list(first.shape)} and {list(entry.shape)} differ in more than dimension {dim}")
+    parts, at = [], 0
+    for entry in entries:
+        parts += [replace(part, start=_moved(part.start, dim, at)) for part in _parts(entry)]
+        at += entry.shape[dim]
+    like = replace(
+        first,
+        dtype=dtype,
+        cast=cast,
+        parameter=all(entry.parameter for entry in entries),
+        requires_grad=any(entry.requires_grad for entry in entries),
+    )
+    return _whole(like, (*first.shape[:dim], at, *first.shape[dim + 1 :]), parts)
+
+
+def stack(entries: Sequence[Entry], dim: int) -> Entry:
+    """Return the entries one after the other along a new dimension, as ``torch.stack``.
+
+    Raises:
+        ValueError: Their shapes or their dtypes differ.
+    """
+    key = (*(slice(None),) * dim, None)
+    shapes = {entry.shape for entry in entries}
+    if len(shapes) > 1:
+        raise ValueError("shapes " + " and ".join(str(list(shape)) for shape in sorted(shapes)) + " differ")
+    return join([slice_entry(entry, key) for entry in entries], dim)
+
+
+def pad(entry: Entry, dim: int, size: int, value: float) -> Entry:
+    """Return the entry with ``value`` behind it up to ``size`` elements in a dimension."""
+    shape = (*entry.shape[:dim], size - entry.shape[dim], *entry.shape[dim + 1 :])
+    constant = Entry(
+        dtype=entry.dtype,
+        shape=shape,
+        stride=(0,) * len(shape),
+        storage=NO_STORAGE,
+        constant=value,
+        cast=entry.cast,
+        parameter=entry.parameter,
+        requires_grad=entry.requires_grad,
+    )
+    return join([entry, constant], dim)
+
+
+def reshape(entry: Entry, shape: Sequence[int]) -> Entry:
+    """Return the entry with its elements, in the order of indices, in another shape, as ``tensor.reshape``.
+
+    Raises:
+        ValueError: The sizes do not fit, or it would take too many boxes.
+    """
+    sizes = _with_inferred(shape, entry)
+    if entry.numel == 0:
+        return _whole(entry, sizes, ())
+    groups = _groups(entry.shape, sizes)
+    parts: list[Part] = []
+    for part in _parts(entry):
+        for box in _boxes(part, groups):
+            parts.append(box)
+            if len(parts) > options.RESHAPE_BOXES:
+                raise ValueError(
+                    f"its elements lie so that {list(sizes)} takes more than {options.RESHAPE_BOXES} boxes; "
+                    "load it as it is and reshape the tensor"
+                )
+    return _whole(entry, sizes, parts)
+
+
+def _parts(entry: Entry) -> tuple[Part, ...]:
+    """Return an entry as parts, without what belongs to the whole."""
+    if entry.parts:
+        return entry.parts
+    bare = replace(entry, cast=None, origin="", parameter=False, requires_grad=False)
+    return (Part(entry=bare, start=(0,) * len(entry.shape)),)
+
+
+def _whole(like: Entry, shape: Shape, parts: Sequence[Part]) -> Entry:
+    """Return an entry of this shape that is made of parts: a view again where one part is everything."""
+    held = tuple(part for part in parts if part.entry.numel)
+    if len(held) == 1 and held[0].entry.constant is None and held[0].entry.dtype == like.dtype:
+        only = held[0].entry
+        return replace(
+            like,
+            shape=shape,
+            stride=only.stride,
+            storage=only.storage,
+            storage_offset=only.storage_offset,
+            factors=only.factors,
+            math_bits=only.math_bits,
+            constant=None,
+            parts=(),
+        )
+    return replace(
+        like,
+        shape=shape,
+        stride=contiguous_stride(shape),
+        storage=NO_STORAGE,
+        storage_offset=0,
+        factors=(),
+        math_bits=(),
+        constant=None,
+        parts=held,
+    )
+
+
+def _common_dtype(entries: Sequence[Entry]) -> tuple[str, str | None]:
+    """Return the dtype of a whole, and what it is cast to."""
+    dtypes = {entry.dtype for entry in entries}
+    casts = {entry.cast for entry in entries}
+    finished = casts.pop() if len(casts) == 1 else None
+    if casts or (len(dtypes) > 1 and finished is None):
+        found = " and ".join(sorted({entry.cast or entry.dtype for entry in entries} | dtypes))
+        raise ValueError(f"dtypes {found} differ; cast them to one dtype before")
+    return (dtypes.pop() if len(dtypes) == 1 else str(finished)), finished
+
+
+def _without(shape: Shape, dim: int) -> Shape:
+    return shape[:dim] + shape[dim + 1 :]
+
+
+def _moved(start: Shape, dim: int, by: int) -> Shape:
+    return (*start[:dim], start[dim] + by, *start[dim + 1 :])
+
+
+def _with_inferred(shape: Sequence[int], entry: Entry) -> Shape:
+    """Return a shape with its -1 replaced by the size that fits."""
+    known = prod(size for size in shape if size != -1)
+    sizes = tuple(shape)
+    if -1 in sizes and known and entry.numel % known == 0:
+        sizes = tuple(entry.numel // known if size == -1 else size for size in sizes)
+    if -1 in sizes or prod(sizes) != entry.numel:
+        raise ValueError(f"{entry.numel} elements of shape {list(entry.shape)} do not fit {list(shape)}")
+    return sizes
+
+
+#: Dimensions ``first`` to ``last`` of the old shape and of the new one that hold the same elements.
+_Group = tuple[slice, Shape, Shape]
+
+
+def _groups(old: Shape, new: Shape) -> list[_Group]:
+    """Divide two shapes of the same, positive number of elements into the smallest groups of equal products."""
+    groups: list[_Group] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first, first_new = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while prod(old[first:i]) != prod(new[first_new:j]):
+            if prod(old[first:i]) < prod(new[first_new:j]):
+                i += 1
+            else:
+                j += 1
+        groups.append((slice(first, i), old[first:i], new[first_new:j]))
+    return groups
+
+
+def _boxes(part: Part, groups: Sequence[_Group]) -> Iterator[Part]:
+    """Yield the boxes of the new shape that a part of the old one becomes."""
+    waiting = [part]
+    while waiting:
+        box = waiting.pop()
+        shape: list[int] = []
+        stride: list[int] = []
+        start: list[int] = []
+        for where, old, new in groups:
+            found = _regroup(box.entry.shape[where], box.entry.stride[where], box.start[where], old, new)
+            if found is None:
+                waiting += _halves(box, where)
+                break
+            shape += found[0]
+            stride += found[1]
+            start += found[2]
+        else:
+            yield Part(entry=replace(box.entry, shape=tuple(shape), stride=tuple(stride)), start=tuple(start))
+
+
+def _halves(part: Part, where: slice) -> list[Part]:
+    """Cut a part in two along the first dimension of a group that is larger than 1."""
+    dim = next(dim for dim in range(where.start, where.stop) if part.entry.shape[dim] > 1)
+    middle = part.entry.shape[dim] // 2
+    before = (slice(None),) * dim
+    return [  # the second half first: the last one is looked at next
+        Part(entry=slice_entry(part.entry, (*before, slice(middle, None))), start=_moved(part.start, dim, middle)),
+        Part(entry=slice_entry(part.entry, (*before, slice(0, middle))), start=part.start),
+    ]
+
+
+def _regroup(shape: Shape, stride: Shape, start: Shape, old: Shape, new: Shape) -> tuple[Shape, Shape, Shape] | None:
+    """Return shape, stride and start that a box of a group of dimensions has in the new ones; None where it has none.
+
+    Args:
+        shape: Sizes of the box in the old dimensions.
+        stride: Its steps.
+        start: Its first element in the old dimensions.
+        old: Sizes of the old dimensions.
+        new: Sizes of the new dimensions, with the same product.
+    """
+    varying = [dim for dim, size in enumerate(shape) if size > 1]
+    if varying and shape[varying[0] + 1 :] != old[varying[0] + 1 :]:
+        return None  # not one run of elements
+    first = sum(at * step for at, step in zip(start, contiguous_stride(old), strict=True))
+    box = _box_of_run(first, prod(shape), new)
+    if box is None:
+        return None
+    sizes, begin = box
+    steps = _view_stride(shape, stride, sizes)
+    return None if steps is None else (sizes, steps, begin)
+
+
+def _box_of_run(first: int, count: int, shape: Shape) -> tuple[Shape, Shape] | None:
+    """Return shape and start of the box that a run of elements is in a tensor of this shape; None where it is none."""
+    steps = contiguous_stride(shape)
+    begin = tuple(first // step % size for step, size in zip(steps, shape, strict=True))
+    for dim in reversed(range(len(shape))):
+        whole, rest = divmod(count, steps[dim])
+        if rest == 0 and first % steps[dim] == 0 and begin[dim] + whole <= shape[dim]:
+            return ((1,) * dim + (whole,) + shape[dim + 1 :]), begin
+    return ((), ()) if not shape else None
+
+
+def _view_stride(shape: Shape, stride: Shape, new: Shape) -> Shape | None:
+    """Return the stride of a view with another shape, as ``tensor.view`` would have it; None where it would copy."""
+    merged: list[tuple[int, int]] = []  # size and step of runs of dimensions that are one
+    for size, step in zip(shape, stride, strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * step:
+            merged[-1] = (merged[-1][0] * size, step)
+        else:
+            merged.append((size, step))
+    steps = [0] * len(new)
+    size, step = merged.pop() if merged else (1, 1)
+    for dim in reversed(range(len(new))):
+        if size == 1 and merged and new[dim] > 1:
+            size, step = merged.pop()
+        if size % new[dim]:
+            return None
+        steps[dim] = step
+        size //= new[dim]
+        step *= new[dim]
+    return tuple(steps)

@@ -1,0 +1,375 @@
+"""The directory of the zip archives that ``torch.save`` writes.
+
+Layout, little-endian, nothing before, between or after::
+
+    records                    local header, name, extra field (padding), data, optional data descriptor
+    central directory          one entry for each record, in the order of the records
+    zip64 end record, locator  torch always writes them; other writers only for large archives
+    end record                 22 bytes, no comment
+
+The central directory is read with one read and checked against ``Limits`` first. It says where each record's local
+header is; where the data is, only the local header says (``_zip_records``).
+
+Refused, because torch and other readers disagree on them or no writer needs them: a comment, bytes before the first
+record or after the end record, records that overlap or are out of order, two names that differ at most in case, names
+that are no plain relative path below one common directory, directories among the records, several disks. Compression
+and encryption are unsupported: data could not be read in place.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
+from sluice._options import Limits
+from sluice.sources.protocol import Source
+
+__all__ = ["KNOWN_FLAGS", "LOCAL_HEADER_BYTES", "Directory", "Record", "first_names", "read_directory", "zip64_fields"]
+
+#: Bytes of a local header without name and extra field.
+LOCAL_HEADER_BYTES = 30
+
+#: Flag bits that change nothing for stored data: sizes follow the data (bit 3), names are UTF-8 (bit 11).
+KNOWN_FLAGS = 0x0808
+
+#: Fields with these values are in a zip64 field instead.
+_IN_ZIP64_16, _IN_ZIP64_32 = 0xFFFF, 0xFFFFFFFF
+
+_ZIP64_EXTRA = 1
+
+# signature, disk, directory's disk, entries on the disk, entries, directory bytes, directory offset, comment bytes
+_END = struct.Struct("<4sHHHHIIH")
+# signature, disk of the end record, its offset, disks
+_LOCATOR = struct.Struct("<4sIQI")
+# signature, bytes that follow, versions, disk, directory's disk, entries on the disk, entries, bytes, offset
+_END64 = struct.Struct("<4sQ4xIIQQQQ")
+# signature, flags, method, CRC-32, stored bytes, bytes, name, extra and comment bytes, disk, attributes, header offset
+_ENTRY = struct.Struct("<4s4xHH4xIIIHHHH2xII")
+
+#: Attribute of a directory. torch reads no bytes for such a record, and gives memory that nobody has written.
+_IS_DIRECTORY = 0x10
+
+#: Between the end of one record's data and the next local header, as the directory sees it: extra field and descriptor.
+_MAX_SLACK_BYTES = 0xFFFF + 24
+
+_TAIL_BYTES = _END.size + _LOCATOR.size + _END64.size
+
+#: Bytes of a central directory that ``first_names`` looks at.
+_NAMES_BYTES = 1 << 20
+
+#: How far back a misplaced end record is looked for, to tell trailing bytes from a truncated file.
+_SEARCH_BYTES = 1 << 20
+
+#: A relative path without empty, "." and ".." components, control characters and backslashes.
+_NAME = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+(?:/(?!\Z)|\Z))+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record of an archive, as the central directory describes it."""
+
+    #: Its full name.
+    name: str
+    #: First byte of its local header.
+    header: int
+    #: Bytes of data.
+    nbytes: int
+    #: First byte that belongs to what follows: the next record or the central directory.
+    limit: int
+    #: CRC-32 of the data; 0 when the writer did not compute it.
+    crc: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directory:
+    """The central directory, in columns: archives with 100,000 records are ordinary."""
+
+    #: The directory that all names share.
+    archive: str
+    #: Position of each record by its name below ``archive``, in lower case: torch looks names up regardless of case.
+    positions: dict[str, int]
+    #: First byte of each local header, ascending.
+    headers: array[int]
+    #: Stored bytes of each record.
+    sizes: array[int]
+    #: CRC-32 of each record's data.
+    crcs: array[int]
+    #: First byte of the central directory.
+    start: int
+    #: Full spelling of the names below ``archive`` that are not in lower case, by their key in ``positions``.
+    spelled: dict[str, str]
+    #: Why the first compressed or encrypted record cannot be read; raised by callers, who may know a better reason.
+    unsupported: UnsupportedError | LimitError | None
+
+    def __contains__(self, name: str) -> bool:
+        return name.lower() in self.positions
+
+    def record(self, name: str) -> Record | None:
+        """Return the record of this name below ``archive``, or None."""
+        position = self.positions.get(name.lower())
+        if position is None:
+            return None
+        return Record(
+            name=f"{self.archive}/{name}",
+            header=self.headers[position],
+            nbytes=self.sizes[position],
+            limit=self.limit(position),
+            crc=self.crcs[position],
+        )
+
+    def records(self) -> Iterator[Record]:
+        """Yield every record, in the order of the file."""
+        for name in self.positions:
+            record = self.record(self.spelled.get(name, name))
+            assert record is not None
+            yield record
+
+    def limit(self, position: int) -> int:
+        """Return the first byte after the record at ``position``."""
+        following = position + 1
+        return self.headers[following] if following < len(self.headers) else self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """What the end records say of the central directory."""
+
+    entries: int
+    nbytes: int
+    offset: int
+
+
+def read_directory(source: Source, limits: Limits) -> Directory:
+    """Return the central directory of the archive.
+
+    Raises:
+        TruncatedError: The file ends before its end record.
+        FormatError: The archive contradicts itself, or is not as the module describes.
+        LimitError: It has more records, or a larger directory, than the limits allow.
+    """
+    end = _read_end(source)
+    if end.entries > limits.entries:
+        raise LimitError(f"the archive has more than {limits.entries} records", file=source.path, found=end.entries)
+    if end.nbytes > limits.header_bytes:
+        raise LimitError(
+            f"the archive's directory has more than {limits.header_bytes} bytes", file=source.path, found=end.nbytes
+        )
+    return _Parser(source.read_at(end.offset, end.nbytes), end, limits, source.path).parse()
+
+
+def first_names(source: Source, limits: Limits) -> list[str]:
+    """Return the first names of any zip archive, for messages: as many as can be read, in whatever state it is."""
+    try:
+        end = _read_end(source)
+    except CheckpointError:
+        return []
+    raw = source.read_at(end.offset, min(end.nbytes, limits.header_bytes, _NAMES_BYTES))
+    names, at = [], 0
+    while raw.startswith(b"PK\1\2", at) and at + _ENTRY.size <= len(raw):
+        name_bytes, extra_bytes, comment_bytes = struct.unpack_from("<HHH", raw, at + 28)
+        at += _ENTRY.size
+        names.append(raw[at : at + name_bytes].decode("utf-8", "backslashreplace"))
+        at += name_bytes + extra_bytes + comment_bytes
+    return names
+
+
+def _read_end(source: Source) -> _End:
+    size = source.identity.nbytes
+    tail = source.read_at(max(0, size - _TAIL_BYTES), min(size, _TAIL_BYTES))
+    at = size - _END.size
+    if len(tail) < _END.size or tail[-_END.size :][:4] != b"PK\5\6" or tail[-2:] != b"\0\0":
+        raise _missing_end(source)
+    _, disk, directory_disk, here, entries, nbytes, offset, _ = _END.unpack_from(tail, len(tail) - _END.size)
+    if disk or directory_disk or here != entries:
+        raise FormatError("the archive spans several disks", file=source.path, offset=at)
+    end = _End(entries=entries, nbytes=nbytes, offset=offset)
+    if tail[-_END.size - _LOCATOR.size :][:4] == b"PK\6\7":
+        end, at = _read_end64(source, tail, end), size - _TAIL_BYTES
+    if end.offset + end.nbytes != at or end.entries * _ENTRY.size > end.nbytes:
+        raise FormatError(
+            "the central directory is not where the end record says, or bytes were put before the archive",
+            file=source.path,
+            offset=at,
+            expected=f"{end.entries} entries in bytes {end.offset} to {at}",
+            found=f"{end.nbytes} bytes",
+        )
+    return end
+
+
+def _read_end64(source: Source, tail: bytes, end: _End) -> _End:
+    size = source.identity.nbytes
+    _, disk, at, disks = _LOCATOR.unpack_from(tail, len(tail) - _END.size - _LOCATOR.size)
+    if len(tail) < _TAIL_BYTES or disk or disks != 1 or at != size - _TAIL_BYTES:
+        raise FormatError(
+            "the zip64 end record is not before its locator",
+            file=source.path,
+            offset=size - _END.size - _LOCATOR.size,
+            expected=size - _TAIL_BYTES,
+            found=at,
+        )
+    signature, rest, disk, directory_disk, here, entries, nbytes, offset = _END64.unpack_from(tail)
+    if signature != b"PK\6\6" or rest != _END64.size - 12 or disk or directory_disk or here != entries:
+        raise FormatError("the zip64 end record is damaged", file=source.path, offset=at)
+    for small, large, escape in (
+        (end.entries, entries, _IN_ZIP64_16),
+        (end.nbytes, nbytes, _IN_ZIP64_32),
+        (end.offset, offset, _IN_ZIP64_32),
+    ):
+        if small not in (large, escape):
+            raise FormatError("the two end records disagree", file=source.path, offset=at, expected=small, found=large)
+    return _End(entries=entries, nbytes=nbytes, offset=offset)
+
+
+def _missing_end(source: Source) -> FormatError | TruncatedError:
+    size = source.identity.nbytes
+    start = max(0, size - _SEARCH_BYTES)
+    found = source.read_at(start, size - start).rfind(b"PK\5\6", 0, max(0, size - start - _END.size + 4))
+    if found >= 0:
+        return FormatError(
+            "bytes follow the end of the archive",
+            file=source.path,
+            offset=start + found + _END.size,
+            expected="the end of the file",
+            found=f"{size - start - found - _END.size} bytes",
+        )
+    return TruncatedError("the file ends before the archive's end record", file=source.path, offset=size)
+
+
+class _Parser:
+    """Parses the central directory, one entry after the other."""
+
+    def __init__(self, raw: bytes, end: _End, limits: Limits, file: str) -> None:
+        self._raw = raw
+        self._end = end
+        self._limits = limits
+        self._file = file
+        self._prefix = b""
+        self._spelled: dict[str, str] = {}
+        self._unsupported: UnsupportedError | LimitError | None = None
+
+    def parse(self) -> Directory:
+        positions: dict[str, int] = {}
+        headers, sizes, crcs = array("Q"), array("Q"), array("I")
+        at = free = 0
+        for position in range(self._end.entries):
+            following, name, header, nbytes, crc = self._entry(at)
+            if not free <= header <= free + (_MAX_SLACK_BYTES if position else 0):
+                raise self._error("records overlap, or bytes belong to none", at, expected=free, found=header)
+            key = self._key(name, at)
+            if key in positions:
+                raise self._error(f"two records are named {_printable(name)}", at)
+            positions[key] = position
+            headers.append(header)
+            sizes.append(nbytes)
+            crcs.append(crc)
+            free = header + LOCAL_HEADER_BYTES + len(name) + nbytes
+            at = following
+        if at != len(self._raw) or not free <= self._end.offset <= free + _MAX_SLACK_BYTES:
+            raise self._error("the central directory does not end where the end record says", at)
+        return Directory(
+            archive=self._prefix[:-1].decode(),
+            positions=positions,
+            headers=headers,
+            sizes=sizes,
+            crcs=crcs,
+            start=self._end.offset,
+            spelled=self._spelled,
+            unsupported=self._unsupported,
+        )
+
+    def _entry(self, at: int) -> tuple[int, bytes, int, int, int]:
+        try:
+            signature, flags, method, crc, packed, nbytes, *lengths, disk, attributes, header = _ENTRY.unpack_from(
+                self._raw, at
+            )
+        except struct.error:
+            raise self._error("the central directory ends inside an entry", at) from None
+        name_bytes, extra_bytes, comment_bytes = lengths
+        start = at + _ENTRY.size
+        extra = start + name_bytes
+        following = extra + extra_bytes + comment_bytes
+        if signature != b"PK\1\2" or following > len(self._raw) or disk:
+            raise self._error("an entry of the central directory is damaged", at)
+        name = self._raw[start:extra]
+        if attributes & _IS_DIRECTORY:
+            raise self._error(f"record {_printable(name)} is marked as a directory, as other packers do", at)
+        if _IN_ZIP64_32 in (packed, nbytes, header):
+            fields = zip64_fields(self._raw[extra : extra + extra_bytes], (nbytes, packed, header))
+            if fields is None:
+                raise self._error(f"record {_printable(name)} has no zip64 field for its sizes", at)
+            nbytes, packed, header = fields
+        if flags & ~KNOWN_FLAGS or method:
+            self._refuse(name, flags, method, nbytes, at)
+        if packed != nbytes and not method:
+            raise self._error(f"record {_printable(name)} is stored, in two sizes", at, expected=nbytes, found=packed)
+        return following, name, header, packed, crc
+
+    def _key(self, name: bytes, at: int) -> str:
+        if not self._prefix:
+            self._prefix = name[: name.find(b"/") + 1]
+        if len(name) > self._limits.name_bytes:
+            raise LimitError(
+                f"a record's name is longer than {self._limits.name_bytes} bytes", file=self._file, found=len(name)
+            )
+        prefix = self._prefix
+        if not prefix or not name.startswith(prefix) or not _NAME.fullmatch(name):
+            raise self._error(f"record {_printable(name)} is no plain path below the directory of the first record", at)
+        try:
+            prefix.decode()  # the directory's name is kept as text
+            key = name[len(prefix) :].lower().decode()
+            if key.encode() != name[len(prefix) :]:
+                self._spelled[key] = name[len(prefix) :].decode()
+            return key
+        except UnicodeDecodeError:
+            raise self._error(f"the name of record {_printable(name)} is not UTF-8", at) from None
+
+    def _refuse(self, name: bytes, flags: int, method: int, nbytes: int, at: int) -> None:
+        if name.endswith(b"/data.pkl") and nbytes > self._limits.header_bytes:
+            problem = f"record {_printable(name)} is compressed, and has more than {self._limits.header_bytes} bytes"
+            self._unsupported = LimitError(problem, file=self._file, offset=self._end.offset + at, found=nbytes)
+        if self._unsupported is None:
+            how = f"compressed (method {method})" if method else f"encrypted or patched (flags {flags:#x})"
+            problem = f"record {_printable(name)} is {how}"
+            advice = "Load it with torch.load(mmap=False) and save it again, or pack it again without compression."
+            self._unsupported = UnsupportedError(
+                problem, file=self._file, offset=self._end.offset + at, advice=advice if method else None
+            )
+
+    def _error(self, problem: str, at: int, *, expected: object = None, found: object = None) -> FormatError:
+        return FormatError(problem, file=self._file, offset=self._end.offset + at, expected=expected, found=found)
+
+
+def zip64_fields(extra: bytes, fields: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return ``fields`` with those that are escaped replaced from the zip64 part of an extra field; None without it.
+
+    Args:
+        extra: The whole extra field.
+        fields: Values of the 32-bit fields, in the order of the zip64 part; 0xFFFFFFFF is an escape.
+    """
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<HH", extra, at)
+        at += 4
+        if kind == _ZIP64_EXTRA and at + nbytes <= len(extra):
+            values = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra, at))
+            return _filled(fields, values)
+        at += nbytes
+    return None
+
+
+def _filled(fields: tuple[int, ...], values: Iterator[int]) -> tuple[int, ...] | None:
+    filled = []
+    for field in fields:
+        value = next(values, None) if field == _IN_ZIP64_32 else field
+        if value is None:
+            return None
+        filled.append(value)
+    return tuple(filled)
+
+
+def _printable(name: bytes) -> str:
+    return ascii(name[:80].decode("utf-8", "replace"))

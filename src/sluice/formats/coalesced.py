@@ -1,0 +1,69 @@
+"""Many small ranges of one file, read together where they are close and by several threads where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+from sluice._options import COALESCE_GAP_BYTES
+from sluice._threads import Workers, spare_threads
+from sluice.sources.protocol import Source
+
+__all__ = ["read_ranges"]
+
+#: Threads that read: each waits for one cold page, so that more than the cores pay.
+_THREADS = 8
+
+#: Most bytes of one read for several ranges, 8 MiB over all threads.
+_SPAN_BYTES = 1 << 20
+
+#: Reads from which on threads pay: starting them takes about as long as eight cold pages.
+_READS_FOR_THREADS = 8
+
+
+def read_ranges(
+    source: Source, starts: Sequence[int], sizes: Sequence[int], *, gap_bytes: int = COALESCE_GAP_BYTES
+) -> list[bytes]:
+    """Return the bytes of each range.
+
+    Args:
+        source: Where they are.
+        starts: First byte of each range, in ascending order.
+        sizes: Bytes of each range, far fewer than 1 MiB; none reaches into the next.
+        gap_bytes: Ranges closer than this are read as one.
+
+    Raises:
+        TruncatedError: The source ends before a range does.
+    """
+
+    def read(some: Sequence[range]) -> list[bytes]:
+        return [piece for span in some for piece in _read_span(source, span, starts, sizes)]
+
+    spans = list(_spans(starts, sizes, gap_bytes))
+    threads = spare_threads(_THREADS) if len(spans) >= _READS_FOR_THREADS else 0
+    if not threads:
+        return read(spans)
+    share = -(-len(spans) // threads)
+    shares = [spans[first : first + share] for first in range(0, len(spans), share)]
+    with Workers(len(shares), "sluice-headers") as workers:
+        jobs = [workers.start(partial(read, some)) for some in shares]
+        return list(chain.from_iterable(job.result() for job in jobs))
+
+
+def _spans(starts: Sequence[int], sizes: Sequence[int], gap_bytes: int) -> Iterator[range]:
+    """Group the positions of the ranges so that each group is worth one read."""
+    first, end = 0, 0
+    for position, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        if position > first and (start - end > gap_bytes or start + size - starts[first] > _SPAN_BYTES):
+            yield range(first, position)
+            first = position
+        end = start + size
+    if starts:
+        yield range(first, len(starts))
+
+
+def _read_span(source: Source, span: range, starts: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
+    origin = starts[span[0]]
+    data = source.read_at(origin, starts[span[-1]] + sizes[span[-1]] - origin)
+    return [data[(start := starts[position] - origin) : start + sizes[position]] for position in span]

@@ -1,0 +1,355 @@
+"""``.metadata`` of a torch.distributed.checkpoint directory: which tensors and values there are, and where.
+
+It is a bare pickle of ``torch.distributed.checkpoint.metadata.Metadata``::
+
+    state_dict_metadata   NAME -> TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata()
+    chunks                [ChunkStorageMetadata(offsets, sizes), ...]: boxes of the tensor, each stored by itself
+    storage_data          MetadataIndex(fqn, offset) -> _StorageInfo(relative_path, offset, length)
+    planner_data          NAME -> the path that it had before torch flattened the object; absent in old checkpoints
+    version, storage_meta not used
+
+The inert unpickler reads it. The classes above become records of this module that hold what they are given; a global
+beyond them and torch's plain values is refused. Everything is then looked at field by field.
+
+Limits: the file's size (``header_bytes``), tensors and chunks together (``entries``), ``dimensions``, names
+(``name_bytes``), and those of the pickle.
+
+Refused: a chunk that reaches out of its tensor or is stored nowhere; chunks that leave a hole or overlap; files outside
+the directory. Ignored: chunks without elements, which uneven shards have, and stored items that nothing describes.
+Tensors of other layouts or of dtypes that no plain tensor has, and items that the writer transformed (compressed, say),
+are leaves that say so; a checkpoint of which every item was transformed is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from reprlib import repr as short_repr
+from typing import Any
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError, UnsupportedError
+from sluice._options import Limits
+from sluice.formats.distributed.cover import cut_dimensions, first_miscount
+from sluice.formats.distributed.objects import BYTES, MEMORY_FORMAT, MetadataObjects, Record
+from sluice.formats.foreign import recognise_placeholder
+from sluice.formats.pickles.unpickler import Unpickler
+from sluice.formats.shard_index import is_plain_path
+from sluice.formats.torch_save.values import DTYPE_PREFIX
+from sluice.records import TorchSize, TorchText, UnsupportedValue
+from sluice.records.bulk import collector_paused
+from sluice.sources.protocol import Source
+
+__all__ = ["Chunk", "Contents", "Place", "TensorItem", "read_metadata"]
+
+#: ``dtype, layout, requires_grad, memory format, pin_memory``
+_PROPERTIES = 5
+
+#: Bytes that tell what stands in the place of the metadata.
+_HEAD_BYTES = 4096
+
+_TRANSFORMED = "an item that was transformed when it was written (compressed, say)"
+
+#: torch's sizes are signed 64-bit integers.
+_MAX_SIGNED = 2**63 - 1
+
+#: Corners of chunks that are compared, for each entry of ``Limits.entries``: chunks cut in two dimensions have four.
+_CORNERS_PER_ENTRY = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an item is stored."""
+
+    #: Path of the file, relative to the directory, with forward slashes.
+    file: str
+    #: First byte of the item in the file.
+    offset: int
+    #: Bytes of the item.
+    nbytes: int
+    #: What the writer did to the item (compression, say), as it names it; empty for nothing.
+    transforms: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A box of a tensor that is stored as a tensor of its own."""
+
+    #: First element in each dimension of the tensor.
+    start: tuple[int, ...]
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Where it is stored.
+    place: Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorItem:
+    """A tensor of the checkpoint."""
+
+    #: Its flat name.
+    name: str
+    #: Name of its dtype.
+    dtype: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: The boxes that cover it, each element once; one without elements for an empty tensor.
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What the metadata describes."""
+
+    #: Tensors, places of the values that are none, and tensors that are not read, by flat name in the file's order.
+    items: Mapping[str, TensorItem | Place | UnsupportedValue]
+    #: The path of each item in the object that was saved, unchecked; those of one level may be missing.
+    paths: Mapping[str, object]
+    #: Version of the format; empty when it is not given.
+    version: str
+    #: What a reader of the report should know, a sentence each.
+    notes: tuple[str, ...]
+
+
+def read_metadata(source: Source, limits: Limits) -> Contents:
+    """Return what ``.metadata`` describes, checked against itself.
+
+    Raises:
+        IncompleteCheckpointError: It stands for a file that was never downloaded.
+        UnsafeContentError: It names a global beyond those that torch writes.
+        PathEscapeError: It names a file outside its directory.
+        UnsupportedError: An item is stored in a way that sluice does not read.
+        LimitError: It describes more than the limits allow.
+        FormatError: It contradicts itself, or is no metadata at all.
+        TruncatedError: It ends too early.
+    """
+    with collector_paused():
+        root = _unpickle(source, limits)
+        return _Reader(source.path, limits).contents(root)
+
+
+def _unpickle(source: Source, limits: Limits) -> object:
+    nbytes = source.identity.nbytes
+    if nbytes > limits.header_bytes:
+        expected = f"at most {limits.header_bytes}"
+        raise LimitError(
+            "the metadata passes the limit 'header_bytes'", file=source.path, expected=expected, found=nbytes
+        )
+    data = source.read_at(0, nbytes)
+    placeholder = recognise_placeholder(data[:_HEAD_BYTES], source.path)
+    if placeholder is not None:
+        raise placeholder
+    unpickler = Unpickler(data, MetadataObjects(limits, nbytes), limits=limits, file=source.path)
+    root = unpickler.load()
+    for leaf in unpickler.opaque.values():
+        raise UnsafeContentError(
+            f"the metadata names {leaf.qualified_name}, which torch never writes", file=source.path
+        )
+    if unpickler.refusal is not None:
+        raise unpickler.refusal.error
+    if unpickler.end != nbytes:
+        raise FormatError("bytes follow the pickle of the metadata", file=source.path, offset=unpickler.end)
+    return root
+
+
+class _Reader:
+    """Turns the object of the pickle into ``Contents``."""
+
+    def __init__(self, file: str, limits: Limits) -> None:
+        self._file = file
+        self._limits = limits
+        self._chunks = 0
+        self._corners_left = _CORNERS_PER_ENTRY * limits.entries
+        self._plain: set[str] = set()
+
+    def contents(self, root: object) -> Contents:
+        fields = self._fields(root, "Metadata", "the metadata")
+        items = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
+        stored = self._dict(fields.get("storage_data"), "storage_data")
+        if len(items) > self._limits.entries or len(stored) > self._limits.entries:
+            raise self._over("entries", max(len(items), len(stored)))
+        places = self._places(stored)
+        described = {name: self._item(name, item, places) for name, item in items.items()}
+        self._check_readable(described)
+        paths, version = fields.get("planner_data"), fields.get("version")
+        left = sum(map(len, places.values()))
+        return Contents(
+            items=described,
+            paths={} if paths is None else self._dict(paths, "planner_data"),
+            version=version if type(version) is str else "",
+            notes=(f"Items that are stored but not described: {left}.",) if left else (),
+        )
+
+    def _check_readable(self, described: Mapping[str, TensorItem | Place | UnsupportedValue]) -> None:
+        """Refuse a checkpoint of which every item was transformed: there is nothing to open it for."""
+        first = next(iter(described.items()), None)
+        if first is None or any(
+            not isinstance(item, UnsupportedValue) or item.reason != _TRANSFORMED for item in described.values()
+        ):
+            return
+        name, item = first
+        assert isinstance(item, UnsupportedValue)
+        raise UnsupportedError(_TRANSFORMED, file=self._file, tensor=name, found=item.qualified_name)
+
+    def _places(self, stored: dict[Any, Any]) -> dict[str, dict[str, Place]]:
+        """Return the place of each item, by the item's name and then by the start of the chunk, as text."""
+        places: dict[str, dict[str, Place]] = {}
+        for key, info in stored.items():
+            index = self._fields(key, "MetadataIndex", "a key of storage_data")
+            name, start = index.get("fqn"), index.get("offset")
+            if type(name) is not str:
+                raise self._error("a key of storage_data has no name")
+            where = "" if start is None else _spell(self._sizes(start, name, "the offset of a stored chunk"))
+            if where in places.setdefault(name, {}):
+                raise self._error("an item is stored twice", name, found=f"chunk at [{where}]")
+            places[name][where] = self._place(info, name)
+        return places
+
+    def _place(self, info: object, name: str) -> Place:
+        fields = self._fields(info, "_StorageInfo", "a value of storage_data", name)
+        file, offset, nbytes = (fields.get(field) for field in ("relative_path", "offset", "length"))
+        if type(file) is not str or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
+            raise self._error("the place of an item is malformed", name, expected="a path, an offset and a length")
+        if file not in self._plain:
+            if not is_plain_path(file):
+                problem = "the metadata names a file that is no plain path below its own directory"
+                raise PathEscapeError(problem, file=self._file, tensor=name, found=repr(file))
+            self._plain.add(file)
+        transforms = fields.get("transform_descriptors")
+        named = "" if transforms is None or transforms == [] else short_repr(transforms)
+        return Place(file=file, offset=offset, nbytes=nbytes, transforms=named)
+
+    def _item(
+        self, name: object, item: object, places: dict[str, dict[str, Place]]
+    ) -> TensorItem | Place | UnsupportedValue:
+        if type(name) is not str:
+            raise self._error("the name of an item is no text", found=type(name).__name__)
+        stored = places.get(name, {})
+        if item is BYTES:
+            place = stored.pop("", None)
+            if place is None:
+                raise self._error("a value is stored nowhere", name)
+            return self._transformed([place]) or place
+        fields = self._fields(item, "TensorStorageMetadata", "what describes an item", name)
+        shape = self._sizes(fields.get("size"), name, "the size of a tensor")
+        dtype = self._dtype(fields.get("properties"), name)
+        if isinstance(dtype, UnsupportedValue):
+            stored.clear()
+            return dtype
+        if _numel(shape) * ITEM_BYTES[dtype] > _MAX_SIGNED:
+            raise self._error("a tensor has more bytes than torch can count", name, found=shape)
+        every = list(self._boxes(fields.get("chunks"), shape, name))
+        boxes = every[:1] if 0 in shape else [(start, sizes) for start, sizes in every if 0 not in sizes]
+        self._check_cover(boxes, shape, name)
+        chunks = tuple(self._chunk(start, sizes, stored, name) for start, sizes in boxes)
+        for start, _ in every:
+            stored.pop(_spell(start), None)
+        transformed = self._transformed([chunk.place for chunk in chunks])
+        if transformed is not None:
+            return transformed
+        return TensorItem(name=name, dtype=dtype, shape=shape, chunks=chunks)
+
+    def _transformed(self, places: Sequence[Place]) -> UnsupportedValue | None:
+        """Return what stands for an item of which a part was transformed, or None."""
+        for place in places:
+            if place.transforms:
+                return UnsupportedValue(qualified_name=place.transforms, reason=_TRANSFORMED, file=self._file)
+        return None
+
+    def _dtype(self, properties: object, name: str) -> str | UnsupportedValue:
+        state = properties.state if type(properties) is Record and properties.kind == "TensorProperties" else None
+        if type(state) is not tuple or len(state) != _PROPERTIES or state[3] is not MEMORY_FORMAT:
+            raise self._error("the properties of a tensor are malformed", name)
+        dtype, layout = state[:2]
+        if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
+            raise self._error("a tensor's dtype is no torch.dtype", name)
+        if dtype[len(DTYPE_PREFIX) :] not in ITEM_BYTES:
+            problem = "a tensor of a dtype that plain tensors do not have"
+            return UnsupportedValue(qualified_name=dtype, reason=problem, file=self._file)
+        if layout != "torch.strided":
+            kind = str(layout) if isinstance(layout, str) else short_repr(layout)
+            return UnsupportedValue(qualified_name=kind, reason="a tensor that is not strided", file=self._file)
+        return dtype[len(DTYPE_PREFIX) :]
+
+    def _boxes(
+        self, chunks: object, shape: tuple[int, ...], name: str
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Yield start and size of each chunk."""
+        if type(chunks) is not list or not chunks:
+            raise self._error("a tensor has no list of chunks", name)
+        self._chunks += len(chunks)
+        if self._chunks > self._limits.entries:
+            raise self._over("entries", self._chunks)
+        for chunk in chunks:
+            fields = self._fields(chunk, "ChunkStorageMetadata", "a chunk", name)
+            start = self._sizes(fields.get("offsets"), name, "the offsets of a chunk")
+            sizes = self._sizes(fields.get("sizes"), name, "the sizes of a chunk")
+            inside = len(start) == len(sizes) == len(shape) and all(
+                first + size <= whole for first, size, whole in zip(start, sizes, shape, strict=True)
+            )
+            if not inside:
+                found = f"{list(sizes)} at {list(start)}"
+                raise self._error("a chunk reaches out of its tensor", name, expected=list(shape), found=found)
+            yield start, sizes
+
+    def _check_cover(
+        self, boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...], name: str
+    ) -> None:
+        if 0 in shape or boxes == [((0,) * len(shape), shape)]:
+            return
+        self._corners_left -= len(boxes) << len(cut_dimensions(shape, boxes))
+        if self._corners_left < 0:
+            raise self._over("entries", f"chunks of {name!r} with too many corners")
+        wrong = first_miscount(shape, boxes)
+        if wrong is not None:
+            problem = "the chunks of a tensor overlap" if wrong.boxes else "the chunks of a tensor leave a hole"
+            found = f"element {list(wrong.element)} in {wrong.boxes}"
+            raise self._error(problem, name, expected="every element in one chunk", found=found)
+
+    def _chunk(self, start: tuple[int, ...], shape: tuple[int, ...], stored: dict[str, Place], name: str) -> Chunk:
+        place = stored.pop(_spell(start), None)
+        if place is None:
+            raise self._error("a chunk is stored nowhere", name, expected=f"a place for the chunk at {list(start)}")
+        return Chunk(start=start, shape=shape, place=place)
+
+    def _fields(self, value: object, kind: str, what: str, name: str | None = None) -> dict[str, Any]:
+        if type(value) is not Record or value.kind != kind or type(value.state) is not dict:
+            found = value.kind if type(value) is Record else type(value).__name__
+            raise self._error(f"{what} is no {kind}", name, found=found)
+        return value.state
+
+    def _dict(self, value: object, field: str) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise self._error(f"{field} of the metadata is no dictionary", found=type(value).__name__)
+        return value
+
+    def _sizes(self, value: object, name: str, what: str) -> tuple[int, ...]:
+        if type(value) not in (tuple, TorchSize, list):
+            raise self._error(f"{what} is no tuple", name, found=type(value).__name__)
+        sizes: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]  # one of the two
+        if not all(type(size) is int and 0 <= size <= _MAX_SIGNED for size in sizes):
+            raise self._error(f"{what} is made of something other than sizes", name)
+        if len(sizes) > self._limits.dimensions:
+            raise self._error(f"a tensor has more than {self._limits.dimensions} dimensions", name, found=len(sizes))
+        return sizes
+
+    def _error(
+        self, problem: str, name: str | None = None, *, expected: object = None, found: object = None
+    ) -> FormatError:
+        return FormatError(problem, file=self._file, tensor=name, expected=expected, found=found)
+
+    def _over(self, limit: str, found: object) -> LimitError:
+        expected = f"at most {getattr(self._limits, limit)}"
+        return LimitError(f"the metadata passes the limit {limit!r}", file=self._file, expected=expected, found=found)
+
+
+def _spell(start: tuple[int, ...]) -> str:
+    """Return the start of a chunk as a key: text, which no file can make collide; a scalar's differs from none."""
+    return f"[{','.join(map(str, start))}]"
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,169 @@
+"""What the tensors of a checkpoint should be: a JSON file with the dtype, the shape and a hash of each.
+
+Layout::
+
+    {"format": "sluice-manifest", "version": 1, "algorithm": "sha256",
+     "tensors": {"NAME": {"dtype": "float32", "shape": [2, 3], "hash": "HEX"}, ...}}
+
+``NAME`` is the dotted name that ``sluice.open`` shows. The hash is that of the bytes of a contiguous tensor: the
+elements in row-major order, little-endian, without gaps, conjugation and negation applied. So it does not depend on
+the file's format, nor on how the tensor lies in its storage. A sparse or quantized tensor also has its
+``"layout"`` (``"sparse_coo"``, ``"quantized"``), and the hash of the tensors that it is made of, one after the other:
+indices, then values; integers, then scales and zero points. Those that are plain numbers follow as float64.
+
+Refused: whatever is no strict JSON in UTF-8, names or fields of other kinds, other versions, unknown algorithms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol, cast, get_args
+
+from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
+from sluice._options import Limits
+from sluice._strict_json import kind_of, parse_strict_json
+from sluice.records.bulk import collector_paused
+from sluice.sources.local import LocalFile
+
+__all__ = ["HashAlgorithm", "Hasher", "Manifest", "TensorHash", "new_hash", "read_manifest"]
+
+#: ``sha256`` also finds changes that were made on purpose; ``xxh3_128`` (``pip install 'sluice[hash]'``) only finds
+#: damage, several times as fast.
+HashAlgorithm = Literal["sha256", "xxh3_128"]
+
+_FORMAT, _VERSION = "sluice-manifest", 1
+
+
+class Hasher(Protocol):
+    """A hash under construction, as ``hashlib`` and ``xxhash`` make them."""
+
+    def update(self, data: memoryview | bytes, /) -> None:
+        """Take the next bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """Return the hash of all bytes so far, in hexadecimal digits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorHash:
+    """What one tensor should be."""
+
+    #: Name of its dtype, as torch spells it: ``"float32"``.
+    dtype: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: ``"strided"`` for a dense tensor, else ``"sparse_coo"``, ``"quantized"``, ...
+    layout: str = "strided"
+    #: The hash of its elements, in hexadecimal digits.
+    hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What every tensor of a checkpoint should be."""
+
+    #: Name of the hash.
+    algorithm: HashAlgorithm
+    #: The tensors by their dotted names.
+    tensors: Mapping[str, TensorHash]
+
+    def encode(self) -> bytes:
+        """Return the file, a line for each tensor."""
+        lines = [
+            f"{json.dumps(name)}: {json.dumps(_fields(tensor), separators=(', ', ': '))}"
+            for name, tensor in self.tensors.items()
+        ]
+        head = f'{{"format": "{_FORMAT}", "version": {_VERSION}, "algorithm": "{self.algorithm}", "tensors": {{'
+        return (head + ",".join(f"\n  {line}" for line in lines) + "\n}}\n").encode()
+
+
+def _fields(tensor: TensorHash) -> dict[str, object]:
+    return {name: value for name, value in asdict(tensor).items() if name != "layout" or value != "strided"}
+
+
+def new_hash(algorithm: HashAlgorithm) -> Hasher:
+    """Return a hash of nothing yet.
+
+    Raises:
+        ImportError: It needs a library that is not installed.
+        ValueError: There is no such algorithm.
+    """
+    return _maker(algorithm)()
+
+
+def _maker(algorithm: str) -> Callable[[], Hasher]:
+    if algorithm == "sha256":
+        return hashlib.sha256
+    if algorithm not in get_args(HashAlgorithm):
+        raise ValueError(f"unknown hash {algorithm!r}: one of {', '.join(get_args(HashAlgorithm))}")
+    try:
+        import xxhash
+    except ImportError as error:
+        raise ImportError("xxh3_128 needs the library xxhash: pip install 'sluice[hash]'") from error
+    return xxhash.xxh3_128
+
+
+def read_manifest(path: str, limits: Limits) -> Manifest:
+    """Read a manifest.
+
+    Raises:
+        CheckpointError: It does not exist, or is no manifest.
+        ReadError: The operating system failed.
+    """
+    with closing(LocalFile(path)) as source:
+        nbytes = source.identity.nbytes
+        if nbytes > limits.header_bytes:
+            expected = f"at most {limits.header_bytes} bytes (header_bytes)"
+            raise LimitError("the manifest is too large", file=path, expected=expected, found=nbytes)
+        data = source.read_at(0, nbytes)
+    with collector_paused():
+        return parse_manifest(data, path, limits)
+
+
+def parse_manifest(data: bytes, path: str, limits: Limits) -> Manifest:
+    """Check the bytes of a manifest; raises as ``read_manifest`` does."""
+    try:
+        content = parse_strict_json(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the manifest is not strict JSON: {error}", file=path) from error
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise UnsupportedError("this is JSON text, but no manifest", file=path, expected=f'"format": "{_FORMAT}"')
+    version, algorithm, tensors = (content.get(field) for field in ("version", "algorithm", "tensors"))
+    if type(version) is not int or version != _VERSION:
+        raise UnsupportedError("a manifest of another version", file=path, expected=_VERSION, found=version)
+    if algorithm not in get_args(HashAlgorithm):
+        expected = f"one of {', '.join(get_args(HashAlgorithm))}"
+        raise UnsupportedError("a manifest with an unknown hash", file=path, expected=expected, found=algorithm)
+    if not isinstance(tensors, dict):
+        raise FormatError("the manifest has no object of tensors", file=path, found=kind_of(tensors))
+    if len(tensors) > limits.entries:
+        expected = f"at most {limits.entries} (entries)"
+        raise LimitError("the manifest has too many tensors", file=path, expected=expected, found=len(tensors))
+    return Manifest(
+        algorithm=cast("HashAlgorithm", algorithm),
+        tensors={name: _tensor(name, value, path) for name, value in tensors.items()},
+    )
+
+
+def _tensor(name: str, value: object, path: str) -> TensorHash:
+    if not isinstance(value, dict):
+        raise FormatError("the manifest says no object of this tensor", file=path, tensor=name, found=kind_of(value))
+    dtype, shape, layout, digest = (value.get(field) for field in ("dtype", "shape", "layout", "hash"))
+    layout = layout if "layout" in value else "strided"
+    if not (isinstance(dtype, str) and isinstance(layout, str) and isinstance(digest, str)):
+        raise _wrong(name, path)
+    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
+        raise _wrong(name, path)
+    return TensorHash(dtype=dtype, shape=tuple(shape), layout=layout, hash=digest.lower())
+
+
+def _wrong(name: str, path: str) -> CheckpointError:
+    expected = "texts dtype and hash, and sizes in shape"
+    return FormatError("the manifest lacks a field of this tensor or has it of another kind", file=path, tensor=name,
+                       expected=expected)  # fmt: skip

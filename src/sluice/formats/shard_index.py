@@ -1,0 +1,154 @@
+"""The index of a sharded checkpoint: a JSON file that says which shard holds which tensor.
+
+Layout, as transformers, diffusers and huggingface_hub write it::
+
+    {"metadata": {"total_size": BYTES, ...}, "weight_map": {"NAME": "FILE", ...}}
+
+Limits: the file's size (``Limits.header_bytes``) before it is read; commas and containers (``Limits.entries`` and a
+fixed number) before it is parsed, as each becomes Python objects; ``Limits.files`` and ``Limits.name_bytes``.
+
+Refused: whatever is no strict JSON in UTF-8, which Python's own parser is not: names given twice, NaN, infinities, lone
+surrogates, byte-order marks. A weight map that is not text to text, or empty. A file name that is no plain relative
+path with forward slashes: it must mean the same on every platform, stay below the directory of the index, and be
+spelled one way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+
+from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeError, UnsupportedError
+from sluice._options import Limits
+from sluice._strict_json import kind_of, parse_strict_json
+from sluice.formats.foreign import recognise_placeholder
+from sluice.records.bulk import collector_paused
+from sluice.sources.local import LocalFile
+
+__all__ = ["ShardIndex", "is_plain_path", "parse_shard_index", "read_shard_index"]
+
+#: Objects and lists in the whole file. Real ones have three, and metadata may hold more; the parser calls itself for
+#: each that is nested.
+_MOST_CONTAINERS = 500
+
+#: A string; one without an end runs to the end of the file, so that no byte is looked at twice.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+#: Bytes that tell what stands in the place of an index.
+_HEAD_BYTES = 4096
+
+#: Quotes of one tensor: four around its name and its file's name, and as many inside of them.
+_QUOTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardIndex:
+    """What an index file says; nothing of it was checked against the shards."""
+
+    #: The index file.
+    path: str
+    #: File name of the shard for each tensor, relative to the directory of the index.
+    weight_map: Mapping[str, str]
+    #: Bytes of all tensors as the index claims, or None when it claims nothing.
+    total_bytes: int | float | None
+
+
+def read_shard_index(path: str, limits: Limits) -> ShardIndex:
+    """Read and check an index file; the shards are not looked at.
+
+    Raises:
+        CheckpointError: It is not what the format allows.
+        PathEscapeError: It names a file outside its directory.
+    """
+    return parse_shard_index(_read(path, limits), path, limits)
+
+
+def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
+    """Check the bytes of an index file; raises as ``read_shard_index`` does."""
+    with collector_paused():
+        content = _parse(data, path, limits)
+    weight_map = content.get("weight_map")
+    if "weight_map" not in content:
+        raise UnsupportedError("this is JSON text, not the index of a sharded checkpoint: no weight_map", file=path)
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise FormatError("weight_map is no object that names tensors", file=path, found=kind_of(weight_map))
+    _check_weight_map(weight_map, path, limits)
+    metadata = content.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    numeric = isinstance(total, (int, float)) and not isinstance(total, bool)
+    return ShardIndex(path=path, weight_map=weight_map, total_bytes=total if numeric else None)
+
+
+def _read(path: str, limits: Limits) -> bytes:
+    with closing(LocalFile(path)) as source:
+        nbytes = source.identity.nbytes
+        if nbytes > limits.header_bytes:
+            raise _over_limit("header_bytes", path, limits, found=nbytes)
+        return source.read_at(0, nbytes)
+
+
+def _parse(data: bytes, path: str, limits: Limits) -> dict[str, object]:
+    if data.count(b'"') > _QUOTES * (limits.entries + _MOST_CONTAINERS):
+        raise _over_limit("entries", path, limits, found=data.count(b'"') // _QUOTES)
+    structure = _STRING.sub(b"", data)
+    if structure.count(b",") > limits.entries:
+        raise _over_limit("entries", path, limits, found=structure.count(b","))
+    if structure.count(b"[") + structure.count(b"{") > _MOST_CONTAINERS:
+        expected = f"at most {_MOST_CONTAINERS} brackets"
+        raise LimitError("the index has more lists and objects than an index needs", file=path, expected=expected)
+    try:
+        content = parse_strict_json(data)
+    except (ValueError, RecursionError) as error:
+        placeholder = recognise_placeholder(data[:_HEAD_BYTES], path)
+        raise placeholder or FormatError(f"the index is not strict JSON: {error}", file=path) from error
+    if not isinstance(content, dict):
+        raise FormatError("the index is no JSON object", file=path, found=kind_of(content))
+    return content
+
+
+def _check_weight_map(weight_map: dict[str, object], path: str, limits: Limits) -> None:
+    for name, file in weight_map.items():
+        if not isinstance(file, str):
+            raise FormatError("the weight map gives no file name", file=path, tensor=name, found=kind_of(file))
+    if len(weight_map) > limits.entries:
+        raise _over_limit("entries", path, limits, found=len(weight_map))
+    files = {str(file) for file in weight_map.values()}
+    if len(files) > limits.files:
+        raise _over_limit("files", path, limits, found=len(files))
+    for text in (*weight_map, *files):
+        _check_text(text, path, limits)
+    for file in files:
+        if not is_plain_path(file):
+            raise PathEscapeError(
+                "the index names a file that is no plain path below its own directory",
+                file=path,
+                tensor=next(name for name, where in weight_map.items() if where == file),
+                found=repr(file),
+            )
+
+
+def _check_text(text: str, path: str, limits: Limits) -> None:
+    try:
+        nbytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise FormatError("a name holds a lone surrogate", file=path, found=repr(text[:80])) from error
+    if nbytes > limits.name_bytes:
+        raise _over_limit("name_bytes", path, limits, found=nbytes)
+
+
+def is_plain_path(file: str) -> bool:
+    """Return whether a file name means one path below the directory, on every platform.
+
+    Windows drops dots and blanks at the end of a component, so that ``".. "`` is ``".."`` there; a colon starts a drive
+    or a stream.
+    """
+    if any(character in file for character in "\\:\0"):
+        return False
+    return all(component.rstrip(". ") for component in file.split("/"))
+
+
+def _over_limit(limit: str, path: str, limits: Limits, *, found: int) -> CheckpointError:
+    expected = f"at most {getattr(limits, limit)}"
+    return LimitError(f"the index passes the limit {limit!r}", file=path, expected=expected, found=found)

@@ -1,0 +1,141 @@
+"""What only legacy files name: views of storages, classes of modules, and tensors as torch before 0.4 pickled them.
+
+- a storage's persistent id ``("storage", class, key, location, elements, view)``: a ``StorageReference``, of the whole
+  storage where ``view`` is None, of a part of it where it is ``(key, first element, elements)``
+- ``("module", class, file, source)``: the class, an inert leaf
+- ``torch.FloatTensor()``, then the state ``(storage, offset, size, stride)``: an ``Entry``
+- ``torch.nn.Parameter(tensor)``, then ``(requires_grad, volatile, hooks)``; ``torch.nn.Parameter()``, then
+  ``(tensor, gradient, hooks, requires_grad, volatile)``: the tensor's ``Entry``, as a parameter; no gradient is kept
+
+Refused: one key for two storages or two views, as torch would take the first it met for both; a view that reaches out
+of its storage, which torch cuts off. Not read: untyped storages, which torch writes (for dtypes such as
+``float8_e5m2``) but fails to read; complex numbers of a big-endian machine, whose halves torch exchanges.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import FormatError, UnsupportedError
+from sluice._options import Limits
+from sluice.formats.pickles.unpickler import Constructor, Pending
+from sluice.formats.torch_save.objects import StorageKind, StorageReference, TorchObjects
+from sluice.records import Entry, Opaque
+
+__all__ = ["LegacyObjects"]
+
+#: ``("storage", class, key, location, elements, view)``
+_IDENTITY_FIELDS = 6
+
+#: Tensor classes of torch before 0.4. Those on accelerators cannot be built without one: they stay inert.
+_TENSOR_CLASSES = {
+    "DoubleTensor": "float64",
+    "FloatTensor": "float32",
+    "HalfTensor": "float16",
+    "LongTensor": "int64",
+    "IntTensor": "int32",
+    "ShortTensor": "int16",
+    "CharTensor": "int8",
+    "ByteTensor": "uint8",
+}
+
+_UNTYPED = "torch.storage.UntypedStorage"
+
+
+class LegacyObjects(TorchObjects):
+    """What the pickle of one legacy file may name, and the storages and tensors that it did name."""
+
+    def __init__(self, limits: Limits, pickle_bytes: int, *, little_endian: bool = True) -> None:
+        """Start with nothing named.
+
+        Args:
+            limits: Bounds on tensors, dimensions and names.
+            pickle_bytes: Size of the pickle.
+            little_endian: Whether a machine that is so wrote the file.
+        """
+        super().__init__(limits, pickle_bytes)
+        self._little_endian = little_endian
+        self._views: dict[str, StorageReference] = {}
+        for name, dtype in _TENSOR_CLASSES.items():
+            self.names["torch", name] = Constructor(
+                qualified_name=f"torch.{name}", build=partial(self._early_tensor, dtype), creates=True
+            )
+        self.names["torch.nn.parameter", "Parameter"] = Constructor(
+            qualified_name="torch.nn.parameter.Parameter", build=self._early_parameter, creates=True
+        )
+
+    def load_persistent(  # type: ignore[override]  # more than storages: a class has a persistent id too
+        self, identity: object
+    ) -> StorageReference | Opaque:
+        """Return the storage, or the part of one, that a persistent id declares.
+
+        Raises:
+            FormatError: It is malformed, or contradicts an earlier declaration of the same storage.
+            UnsupportedError: It is a storage of a dtype that torch does not read from legacy files.
+        """
+        if type(identity) is not tuple:
+            return super().load_persistent(identity)
+        if len(identity) > 1 and identity[0] == "module" and isinstance(identity[1], Opaque):
+            return identity[1]
+        if len(identity) != _IDENTITY_FIELDS:
+            raise FormatError("a persistent id of the wrong length", expected=_IDENTITY_FIELDS, found=len(identity))
+        kind, key, view = identity[1], identity[2], identity[5]
+        if type(key) is str and key in self._views:
+            raise FormatError(f"{key!r} is the key of a storage and of a view")
+        storage = super().load_persistent(identity[:5])
+        if type(kind) is StorageKind and kind.qualified_name == _UNTYPED:
+            problem = "a tensor of an untyped storage, which torch itself does not read from legacy files"
+            raise UnsupportedError(problem, found=_UNTYPED)
+        if storage.nbytes and storage.dtype.startswith("complex") and not self._little_endian:
+            problem = "a tensor of complex numbers from a big-endian machine, which torch misreads"
+            raise UnsupportedError(problem, found=f"torch.{storage.dtype}")
+        return storage if view is None else self._view(storage, view)
+
+    def _view(self, storage: StorageReference, view: object) -> StorageReference:
+        key, first, numel = view if type(view) is tuple and len(view) == 3 else (None, None, None)
+        if type(key) is not str or type(first) is not int or type(numel) is not int:
+            raise FormatError("a malformed view of a storage", expected="key, first element and number of elements")
+        if not 0 <= first <= first + numel <= storage.numel:
+            raise FormatError(
+                f"view {key!r} reaches out of its storage {storage.key!r}",
+                expected=f"elements 0 to {storage.numel}",
+                found=f"{first} to {first + numel}",
+            )
+        item_bytes = ITEM_BYTES[storage.element_dtype]
+        made = storage._replace(numel=numel, nbytes=numel * item_bytes, start=first * item_bytes)
+        if key in self._by_key or self._views.setdefault(key, made) != made:
+            raise FormatError(f"{key!r} is the key of two views, or of a view and a storage")
+        return made
+
+    def _early_tensor(self, dtype: str, arguments: tuple[Any, ...]) -> Pending:
+        if arguments:
+            raise FormatError("a tensor that its class would make from arguments")
+        return Pending(finish=partial(self._finish_tensor, dtype))
+
+    def _finish_tensor(self, dtype: str, state: object) -> Entry:
+        storage, offset, size, stride = state if type(state) is tuple and len(state) == 4 else (None,) * 4
+        if type(storage) is not StorageReference or storage.dtype != dtype:
+            raise FormatError(f"the state of a {dtype} tensor is no view of a {dtype} storage")
+        return self._tensor(None, storage, offset, size, stride, requires_grad=False)
+
+    def _early_parameter(self, arguments: tuple[Any, ...]) -> Pending:
+        if len(arguments) > 1:
+            raise FormatError("a parameter with the wrong number of arguments", expected="0 or 1", found=len(arguments))
+        return Pending(
+            finish=partial(self._finish_parameter, *arguments) if arguments else self._finish_empty_parameter
+        )
+
+    def _finish_parameter(self, data: object, state: object) -> Entry:
+        if type(state) is not tuple or len(state) != 3:
+            raise FormatError("the state of a parameter has the wrong length", expected=3)
+        requires_grad, _volatile, hooks = state
+        return self._rebuild_parameter((data, requires_grad, OrderedDict() if hooks is None else hooks))
+
+    def _finish_empty_parameter(self, state: object) -> Entry:
+        if type(state) is not tuple or len(state) != 5:
+            raise FormatError("the state of a parameter has the wrong length", expected=5)
+        data, _gradient, hooks, requires_grad, volatile = state
+        return self._finish_parameter(data, (requires_grad, volatile, hooks))

@@ -1,0 +1,248 @@
+"""What ``torch.save`` has written since torch 1.6: a zip archive of stored records below one directory.
+
+Records::
+
+    NAME/data.pkl             the object, pickled; its storages are persistent ids
+    NAME/data/KEY             the bytes of the storage KEY
+    NAME/version              version of the format, 1 to 10
+    NAME/byteorder            "little" or "big"; absent in old files, which are little-endian
+    NAME/.storage_alignment   alignment of the data, in bytes
+    NAME/.format_version, NAME/.data/serialization_id   checked and not used
+
+Indexing reads the directory, the small records and data.pkl. Where the data of a storage starts only its local header
+says, next to the data: ``locate`` reads those of the storages that are needed. ``read_index`` itself checks the headers
+that ``locate`` could not judge, since the index does not hold what follows them in the file.
+
+Limits: those of the directory (``_zip``) and the pickle (``_pickle``); data.pkl is bounded by ``Limits.header_bytes``.
+
+Refused: TorchScript archives, a storage whose record is missing or has another size than the pickle
+declares, a pickle followed by more bytes, and a whole object where a state dict should be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+from sluice._dtypes import number_bytes
+from sluice._errors import CheckpointError, FormatError, UnsupportedError
+from sluice._options import Limits
+from sluice.formats.archives.zip_directory import Directory, Record, first_names, read_directory
+from sluice.formats.archives.zip_records import locate_records, read_record, record_checksums
+from sluice.formats.foreign import recognise_archive
+from sluice.formats.pickles.unpickler import Unpickler
+from sluice.formats.protocol import Checksum
+from sluice.formats.torch_save.objects import StorageReference, TorchObjects
+from sluice.formats.torch_save.root import check_object
+from sluice.records import Entry, FileRecord, Index, Storage
+from sluice.records.bulk import records_from_columns
+from sluice.sources.protocol import Source
+
+__all__ = ["TorchZip"]
+
+#: Versions of the format that torch reads.
+_VERSIONS = range(1, 11)
+
+#: Records that say nothing of the tensors. torch reads them all the same and refuses a file in which they are damaged.
+_UNUSED_RECORDS = (".format_version", ".data/serialization_id")
+
+#: Bytes of a record that holds one word or number.
+_SMALL_RECORD_BYTES = 64
+
+#: Largest padding that an extra field can hold.
+_MAX_ALIGNMENT = 1 << 16
+
+#: Longest pickle that is remembered. That of a tensor takes about 200 bytes.
+_REMEMBERED_BYTES = 1024
+
+#: What two files can share.
+_IMMUTABLE = frozenset({Entry, bool, int, float, str, type(None)})
+
+
+class _Unpickled(NamedTuple):
+    """What the pickle of one file gave."""
+
+    tree: object
+    references: Sequence[StorageReference]
+    notes: tuple[str, ...]
+
+
+class TorchZip:
+    """One file of ``torch.save``; see ``Format``."""
+
+    name = "torch-zip"
+
+    def __init__(self, *, remembered: int = 0, whole_objects: bool = False) -> None:
+        """Prepare to read files.
+
+        Args:
+            remembered: Pickles of one tensor or plain value that are run once for all files that hold the same bytes.
+            whole_objects: Whether a file may hold an object of some class, which sluice does not build, and nothing
+                else.
+        """
+        self._whole_objects = whole_objects
+        self._remembered = remembered
+        self._known: dict[tuple[bytes, bool], _Unpickled] = {}
+
+    def matches(self, head: bytes) -> bool:
+        return head.startswith(b"PK\3\4")
+
+    def read_index(self, source: Source, limits: Limits) -> Index:
+        try:
+            directory = read_directory(source, limits)
+            metadata = _read_metadata(source, directory, limits)
+        except (FormatError, UnsupportedError) as error:
+            raise recognise_archive(first_names(source, limits), source.path) or error from None
+        big_endian = metadata["byteorder"] == "big"
+        tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
+        positions = _positions(references, directory, source.path)
+        _check_unjudged(source, references, positions, directory)
+        return Index(
+            format=self.name,
+            files=(FileRecord(path=source.path, identity=source.identity),),
+            storages=tuple(_storages(references, positions, directory, big_endian=big_endian)),
+            tree=tree,
+            metadata=metadata,
+            notes=notes,
+        )
+
+    def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
+        wanted = [position for position in storages if not index.storages[position].located]
+        if not wanted:
+            return {}
+        limits = _limits(index, source.identity.nbytes)
+        archive = index.metadata["archive"]
+        records = [
+            Record(
+                name=f"{archive}/data/{storage.key}",
+                header=storage.offset,
+                nbytes=storage.nbytes,
+                limit=limits[storage.offset],
+            )
+            for storage in map(index.storages.__getitem__, wanted)
+        ]
+        return dict(zip(wanted, locate_records(source, records), strict=True))
+
+    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
+        return record_checksums(source, limits)
+
+    def _unpickle(self, source: Source, directory: Directory, limits: Limits, *, big_endian: bool) -> _Unpickled:
+        record = directory.record("data.pkl")
+        assert record is not None  # looked up before
+        offset, data = read_record(source, record, limits.header_bytes)
+        known = self._known.get((data, big_endian)) if self._remembered else None
+        if known is not None:
+            return known
+        objects = TorchObjects(limits, len(data), big_endian=big_endian)
+        unpickler = Unpickler(data, objects, limits=limits, file=source.path, offset=offset)
+        tree = unpickler.load()
+        if unpickler.end != len(data):
+            raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
+        whole_objects = self._whole_objects
+        tree, notes = check_object(tree, unpickler, objects, limits, source.path, whole_objects=whole_objects)
+        made = _Unpickled(tree, objects.storages, notes)
+        if type(tree) in _IMMUTABLE and len(self._known) < self._remembered and len(data) <= _REMEMBERED_BYTES:
+            self._known[data, big_endian] = made
+        return made
+
+
+def _limits(index: Index, file_bytes: int) -> dict[int, int]:
+    """Return what follows each local header of the index: the next one, or the end of the file."""
+    headers = sorted(storage.offset for storage in index.storages)
+    return dict(zip(headers, [*headers[1:], file_bytes], strict=True))
+
+
+def _read_metadata(source: Source, directory: Directory, limits: Limits) -> dict[str, str]:
+    if "constants.pkl" in directory:
+        raise UnsupportedError(
+            "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint",
+            file=source.path,
+            advice="If you trust it, load it with torch.jit.load, and save its state_dict with torch.save.",
+        )
+    if "data.pkl" not in directory:
+        raise FormatError("this zip archive was not written by torch.save: it has no data.pkl", file=source.path)
+    if directory.unsupported is not None:
+        raise directory.unsupported
+    for name in _UNUSED_RECORDS:
+        _check_unused(source, directory.record(name), limits)
+    version = _version(source, directory)
+    alignment = _word(source, directory, ".storage_alignment", default="64")
+    if not alignment.isascii() or not alignment.isdigit() or not 0 < int(alignment) <= _MAX_ALIGNMENT:
+        raise FormatError("impossible storage alignment", file=source.path, found=repr(alignment))
+    byte_order = _word(source, directory, "byteorder", default="little")
+    if byte_order not in {"little", "big"}:
+        raise FormatError("unknown byte order", file=source.path, expected="little or big", found=repr(byte_order))
+    return {"version": version, "byteorder": byte_order, "archive": directory.archive}
+
+
+def _check_unused(source: Source, record: Record | None, limits: Limits) -> None:
+    if record is not None:
+        offset, data = read_record(source, record, limits.header_bytes)
+        try:
+            data.decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(f"record {record.name!r} is not UTF-8", file=source.path, offset=offset) from error
+
+
+def _version(source: Source, directory: Directory) -> str:
+    name = ".data/version" if ".data/version" in directory else "version"
+    version = _word(source, directory, name, default="").removesuffix("\n")
+    if not version.isascii() or not version.isdigit() or int(version) not in _VERSIONS:
+        raise FormatError("unknown version of the format", file=source.path, expected="1 to 10", found=repr(version))
+    return version
+
+
+def _word(source: Source, directory: Directory, name: str, *, default: str) -> str:
+    record = directory.record(name)
+    if record is None:
+        return default
+    return read_record(source, record, _SMALL_RECORD_BYTES)[1].decode("latin1")
+
+
+def _positions(references: Sequence[StorageReference], directory: Directory, file: str) -> list[int]:
+    """Return the position of each storage's record in the directory."""
+    positions = []
+    for reference in references:
+        position = directory.positions.get(f"data/{reference.key}".lower())
+        if position is None:
+            raise FormatError(f"the archive has no record for storage {reference.key!r}", file=file)
+        if directory.sizes[position] != reference.nbytes:
+            raise FormatError(
+                f"the record of storage {reference.key!r} has another size than the pickle declares",
+                file=file,
+                offset=directory.headers[position],
+                expected=f"{reference.nbytes} bytes",
+                found=f"{directory.sizes[position]} bytes",
+            )
+        positions.append(position)
+    return positions
+
+
+def _storages(
+    references: Sequence[StorageReference], positions: list[int], directory: Directory, *, big_endian: bool
+) -> list[Storage]:
+    swapped = (number_bytes(reference.element_dtype) if big_endian else 0 for reference in references)
+    return records_from_columns(
+        Storage,
+        len(positions),
+        file=repeat(0),
+        offset=map(directory.headers.__getitem__, positions),
+        nbytes=map(directory.sizes.__getitem__, positions),
+        key=(reference.key for reference in references),
+        located=repeat(False),
+        swap_bytes=(nbytes if nbytes > 1 else 0 for nbytes in swapped),
+    )
+
+
+def _check_unjudged(
+    source: Source, references: Sequence[StorageReference], positions: list[int], directory: Directory
+) -> None:
+    """Check the local headers of storages that are followed by a record which is no storage of the index."""
+    used = set(positions)
+    records = [
+        directory.record(f"data/{reference.key}")
+        for reference, position in zip(references, positions, strict=True)
+        if position + 1 not in used
+    ]
+    locate_records(source, [record for record in records if record is not None])

@@ -1,0 +1,132 @@
+"""What a plan needs to know of the machine, asked once before planning and frozen.
+
+Nothing here waits for the disk: the page cache is asked what it holds, file systems and control groups are read from
+``/proc`` and ``/sys``. Where a platform does not answer, the fact says so and the planner takes the careful way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from sluice import _options as options
+from sluice._errors import ReadError
+from sluice._geometry import round_up
+from sluice._threads import address_space_room
+from sluice.machine.cgroups import cgroup_headroom
+from sluice.machine.page_cache import probe_cache
+from sluice.records import DeviceFacts, FileFacts, MachineFacts
+from sluice.sources.local import LocalFile
+from sluice.sources.memory import MemoryFile
+from sluice.sources.protocol import DirectIOUnavailable, MappableSource, Source
+
+__all__ = ["file_facts", "host_headroom", "machine_facts", "mappable", "takes_direct_io"]
+
+#: Local file systems on which direct reads and writes were found to be at least as fast as buffered ones. Network and
+#: FUSE file systems, and those that only accept the flag, are left out.
+_DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
+
+#: Of a file that a plan does not read, and of a source that is no local file: buffered reads always work.
+_NOT_ASKED = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
+
+
+def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, ...] = ()) -> MachineFacts:
+    """Return the facts of this machine and of the files behind ``sources``, in their order.
+
+    Args:
+        sources: The files. None stands for one that will not be read: of a thousand shards a slice needs one.
+        devices: What was asked of the accelerators, which takes torch.
+    """
+    return MachineFacts(
+        cores=_cores(),
+        memory_available_bytes=psutil.virtual_memory().available,
+        memory_limit_bytes=cgroup_headroom(),
+        huge_pages=_huge_pages(),
+        files=tuple(file_facts(source) if source else _NOT_ASKED for source in sources),
+        devices=devices,
+        address_space_bytes=address_space_room(),
+    )
+
+
+def host_headroom(facts: MachineFacts) -> tuple[int, str]:
+    """Return the bytes that host memory may grow by when the caller set no limit, and where that number comes from."""
+    if facts.memory_limit_bytes is not None and facts.memory_limit_bytes < facts.memory_available_bytes:
+        return facts.memory_limit_bytes, "left in the control group"
+    return facts.memory_available_bytes, "free memory"
+
+
+def file_facts(source: Source) -> FileFacts:
+    """Return what the file system says of one file; bytes in memory are on none, and of others nothing is known."""
+    if isinstance(source, MemoryFile):
+        return replace(_NOT_ASKED, filesystem="memory")
+    if not isinstance(source, LocalFile):
+        return _NOT_ASKED
+    nbytes = source.identity.nbytes
+    filesystem = _filesystem(source.path)
+    step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))
+    large = nbytes >= options.DIRECT_FILE_BYTES
+    return FileFacts(
+        filesystem=filesystem,
+        direct_io=large and filesystem in _DIRECT_FILESYSTEMS and _opens_direct(source),
+        probe_step_bytes=step,
+        cached=_probe_cache(source, range(0, nbytes, step)) if large else (),
+    )
+
+
+def takes_direct_io(path: str) -> bool:
+    """Return whether direct reads and writes of a file there are worth trying: it is on a local disk."""
+    return _filesystem(path) in _DIRECT_FILESYSTEMS
+
+
+def mappable(source: Source) -> bool:
+    """Return whether the system can map a source: its first byte is mapped, and not touched."""
+    if not isinstance(source, MappableSource):
+        return False
+    try:
+        source.map(0, 1)
+    except ReadError:
+        return False
+    return True
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _huge_pages() -> bool:
+    try:
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return "[never]" not in modes
+
+
+def _filesystem(path: str) -> str:
+    """Return the type of the file system that holds ``path``: that of the longest mount point above it."""
+    real = os.path.realpath(path)
+    best, kind = "", ""
+    for partition in psutil.disk_partitions(all=True):
+        mount = partition.mountpoint
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, kind = mount, partition.fstype
+    return kind
+
+
+def _opens_direct(source: LocalFile) -> bool:
+    try:
+        with source.lend(direct=True):
+            return True
+    except DirectIOUnavailable:
+        return False
+
+
+def _probe_cache(source: LocalFile, offsets: range) -> tuple[bool, ...]:
+    with source.lend() as descriptor:
+        return probe_cache(descriptor, offsets)

@@ -1,0 +1,150 @@
+"""Parts of a checkpoint that could be a state dict: where they lie, and what each holds. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from sluice._errors import MismatchError
+from sluice._options import Limits
+from sluice.entries.lookup import subtree
+from sluice.entries.tree import CONTAINERS, children, component, every_entry, flatten, sizes
+from sluice.matching.renaming import Rename, rename_entries
+from sluice.records import Entry
+from sluice.rules._apply import Rule, apply_rules
+
+__all__ = ["Candidate", "CandidateReader", "likely_state_dicts", "state_dict_candidates"]
+
+#: Last component of the name under which a state dict holds what a module's ``get_extra_state`` returned.
+_EXTRA_STATE = "_extra_state"
+
+
+def state_dict_candidates(tree: object) -> tuple[str, ...]:
+    """Return the keys of what could be state dicts of models, the largest first; ``""`` is the whole tree.
+
+    These are the dicts that hold tensors by name, at least half of the bytes below them directly: a loss beside a
+    model does not make the whole checkpoint a state dict, and extra state does not divide one. Optimizer states do
+    not count.
+    """
+    return tuple(_candidates(tree))
+
+
+def likely_state_dicts(tree: object) -> dict[str, list[Entry]]:
+    """Return the tensors of each candidate by its key, the largest first, without metrics beside a model.
+
+    Scores have names as well: a dict of scalars counts only where nothing larger does.
+    """
+    entries = {key: list(every_entry(part)) for key, part in _candidates(tree).items()}
+    return {key: found for key, found in entries.items() if any(entry.shape for entry in found)} or entries
+
+
+def _candidates(tree: object) -> dict[str, object]:
+    """Return what could be state dicts of models by key, the largest first; see ``state_dict_candidates``."""
+    below = sizes(tree)
+    found: dict[str, object] = {}
+    seen: set[int] = set()
+    states: list[tuple[str, object]] = [("", tree)]
+    while states:
+        path, value = states.pop()
+        if id(value) in seen or not isinstance(value, CONTAINERS) or _is_optimizer_state(value):
+            continue
+        seen.add(id(value))
+        direct = _named_tensor_bytes(value)
+        named = path or value is tree  # a dict under an empty key has no key of its own
+        if named and direct is not None and 2 * direct >= below[id(value)][1]:
+            found.setdefault(path, value)
+            continue
+        prefix = f"{path}." if value is not tree else ""
+        states += [(prefix + component(name), child) for name, child in reversed(list(children(value)))]
+    return dict(sorted(found.items(), key=lambda item: -below[id(item[1])][1]))
+
+
+def _is_optimizer_state(value: object) -> bool:
+    return isinstance(value, dict) and "state" in value and "param_groups" in value
+
+
+def _named_tensor_bytes(value: object) -> int | None:
+    """Return the bytes of the tensors that a dict holds by name, or None when it holds none."""
+    if not isinstance(value, dict):
+        return None
+    sizes = [child.nbytes for name, child in value.items() if isinstance(child, Entry) and isinstance(name, str)]
+    return sum(sizes) if sizes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A part of a checkpoint that could be a state dict."""
+
+    #: Where it lies in the checkpoint, as a dotted path; None is the whole.
+    key: str | None
+    #: Its tensors, by their new names and after rules.
+    entries: Mapping[str, Entry]
+    #: Version of each module's part of it, by the module's name.
+    versions: Mapping[str, int]
+    #: Extra state of modules, which is no part of ``entries`` even where it is a tensor.
+    extra_state: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateReader:
+    """Makes candidates of parts of a checkpoint."""
+
+    #: ``Index.tree``.
+    tree: object
+    #: New names.
+    rename: Rename | None
+    #: What the tensors become.
+    rules: tuple[Rule, ...]
+    #: Bounds for flattening the tree.
+    limits: Limits
+
+    def read(self, key: str) -> Candidate:
+        """Return the part at ``key``; ``""`` is the whole.
+
+        Raises:
+            FormatError: Two tensors have the same dotted name.
+            MismatchError: ``key`` does not exist, ``rename`` gives two entries the same name, or a rule does not apply.
+        """
+        part = subtree(self.tree, key)
+        versions = {}
+        metadata = getattr(part, "_metadata", None)  # torch's own name for it
+        if isinstance(metadata, dict):
+            for path, values in metadata.items():
+                version = values.get("version") if isinstance(values, dict) else None
+                if isinstance(path, str) and type(version) is int:
+                    versions[path] = version
+        flat = flatten(part, self.limits)
+        entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name.split(".")}
+        return Candidate(
+            key=key or None,
+            entries=apply_rules(rename_entries(entries, self.rename), self.rules),
+            versions=versions,
+            extra_state=rename_entries(dict(_extra_state(part)), self.rename),
+        )
+
+    def read_all(self, keys: Sequence[str]) -> list[Candidate]:
+        """Return the parts that the rules apply to; raise what is wrong with the first where there is none."""
+        made, errors = [], []
+        for key in keys:
+            try:
+                made.append(self.read(key))
+            except MismatchError as error:
+                if not self.rules:
+                    raise
+                errors.append(error)
+        if errors and not made:
+            raise errors[0]
+        return made
+
+
+def _extra_state(part: object) -> Iterator[tuple[str, object]]:
+    """Yield name and value of what modules keep besides tensors, in a flat or nested state dict."""
+    waiting = [("", part)]
+    while waiting:
+        prefix, value = waiting.pop()
+        for name, child in value.items() if isinstance(value, dict) else ():
+            if isinstance(name, str):
+                if name.rpartition(".")[2] == _EXTRA_STATE:
+                    yield prefix + name, child
+                elif isinstance(child, dict):
+                    waiting.append((f"{prefix}{name}.", child))

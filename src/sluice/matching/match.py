@@ -1,0 +1,298 @@
+"""Which entry of a checkpoint becomes which tensor of a module, and every reason why not. Pure; no torch.
+
+``match`` works on frozen descriptions of the module's tensors (``Slot``) and on entries by name. Its rules:
+
+- **Ties.** One tensor object is one slot, whatever its names. One of them in the checkpoint is enough; where there are
+  more, they are one tensor if they view the same bytes, and otherwise the copies have to be compared while loading.
+- **dtype.** None: the module's own, as ``load_state_dict`` casts. ``"auto"``: the checkpoint's. A name: tensors that
+  are real floating point in the checkpoint and in the module become that; all others take the module's dtype. What a
+  rule casts has the dtype that the rule says.
+- **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
+  module's layout.
+- **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar.
+- **Missing names.** A buffer that older versions of its module did not save keeps its value or starts at zero. Without
+  ``strict``, live tensors keep their values and those on meta are initialised by their module's ``reset_parameters``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from sluice._dtypes import is_castable, why_no_cast
+from sluice._geometry import contiguous_stride, is_dense
+from sluice._messages import Findings
+from sluice.entries.slicing import slice_entry
+from sluice.matching.placement import Placement, device_of
+from sluice.records import Entry, Request
+
+__all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One tensor object of a module that a state dict holds."""
+
+    #: Its names in the module's state dict, in its order; tied tensors have several.
+    names: tuple[str, ...]
+    #: Whether it is a parameter; else a persistent buffer.
+    parameter: bool
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements.
+    stride: tuple[int, ...]
+    #: Name of its dtype.
+    dtype: str
+    #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``, ``"meta"``.
+    device: str
+    #: Whether gradients are recorded for it.
+    requires_grad: bool
+    #: Whether its memory is live and can be filled element by element.
+    in_place: bool
+    #: Whether ``reset_parameters`` of a module that owns it may be called without harm to live tensors.
+    resettable: bool = False
+    #: Version of its module that added it: older state dicts do not have it. None: every state dict has it.
+    added_in: int | None = None
+    #: Whether it has no shape yet and takes that of its entry.
+    lazy: bool = False
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether it has no memory yet."""
+        return self.device == "meta"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """What matching needs to know of a module."""
+
+    #: Its parameters and persistent buffers.
+    slots: tuple[Slot, ...]
+    #: Names of extra state that its modules keep in state dicts.
+    extra_state: tuple[str, ...] = ()
+    #: Names of tensors of kinds that cannot be loaded into; ``problems`` says why.
+    refused: tuple[str, ...] = ()
+    #: Why it cannot be loaded into, whatever the checkpoint: a sentence each.
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Which entries fill which slots. ``requests`` and ``slots`` run in parallel."""
+
+    #: The finished tensors that are wanted.
+    requests: tuple[Request, ...]
+    #: Position in ``Outline.slots`` of each request.
+    slots: tuple[int, ...]
+    #: Further copies of tied tensors: position in ``requests`` and the request whose bytes must be the same.
+    comparisons: tuple[tuple[int, Request], ...] = ()
+    #: Slots on meta that start at zero.
+    zeroed: tuple[int, ...] = ()
+    #: Slots on meta that ``reset_parameters`` fills.
+    initialised: tuple[int, ...] = ()
+    #: Live slots without an entry; they keep their values.
+    kept: tuple[int, ...] = ()
+    #: Finished dtype of each of ``zeroed`` and ``initialised``.
+    initial_dtypes: Mapping[int, str] = field(default_factory=dict)
+    #: Names of the module that the checkpoint does not have.
+    missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that the module does not have.
+    unexpected: tuple[str, ...] = ()
+    #: Groups of names that are one tensor.
+    tied: tuple[tuple[str, ...], ...] = ()
+
+
+def match(
+    outline: Outline,
+    entries: Mapping[str, Entry],
+    *,
+    placement: Placement | None = None,
+    dtype: str | None = None,
+    strict: bool = True,
+    versions: Mapping[str, int] | None = None,
+    extra_state: Collection[str] = (),
+    forgiven: Collection[str] = (),
+    problems: Sequence[str] = (),
+) -> Match:
+    """Match entries with the tensors of a module.
+
+    Args:
+        outline: The module.
+        entries: The state dict, by the names that the module uses.
+        placement: Devices by prefixes of names; tensors that it does not name stay where they are.
+        dtype: None, ``"auto"`` or the name of a real floating-point dtype; see the module docstring.
+        strict: Whether missing and unexpected names are problems.
+        versions: Version that each module's part of the state dict has, by the module's name, where the file says so.
+        extra_state: Names of the extra state that the state dict has.
+        forgiven: Names that are not missed, because their module says so.
+        problems: What was found before, to be reported together with the rest.
+
+    Raises:
+        MismatchError: They do not fit; it lists every reason.
+    """
+    matcher = _Matcher(entries, placement=placement or {}, dtype=dtype, strict=strict, versions=versions or {})
+    for position, slot in enumerate(outline.slots):
+        matcher.add(position, slot, forgiven=any(name in forgiven for name in slot.names))
+    matcher.add_extra_state(outline.extra_state, extra_state)
+    matcher.add_unexpected(outline)
+    matcher.findings.others.extend((*outline.problems, *problems))
+    matcher.findings.raise_if_any()
+    return matcher.result(outline)
+
+
+def finished_dtype(of_entry: str, of_slot: str, wanted: str | None) -> str:
+    """Return the dtype of a finished tensor; ``wanted`` is the ``dtype`` of ``match``."""
+    if wanted == "auto":
+        return of_entry
+    if wanted is not None and is_castable(of_entry) and is_castable(of_slot):
+        return wanted
+    return of_slot
+
+
+class _Matcher:
+    """Collects requests and findings, slot by slot."""
+
+    def __init__(
+        self,
+        entries: Mapping[str, Entry],
+        *,
+        placement: Placement,
+        dtype: str | None,
+        strict: bool,
+        versions: Mapping[str, int],
+    ) -> None:
+        self.findings = Findings(origins={name: entry.origin for name, entry in entries.items() if entry.origin})
+        self._entries = entries
+        self._placement = placement
+        self._dtype = dtype
+        self._strict = strict
+        self._versions = versions
+        self._requests: list[Request] = []
+        self._slots: list[int] = []
+        self._comparisons: list[tuple[int, Request]] = []
+        self._absent: dict[str, list[int]] = {"zeroed": [], "initialised": [], "kept": []}
+        self._initial_dtypes: dict[int, str] = {}
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+
+    def add(self, position: int, slot: Slot, *, forgiven: bool = False) -> None:
+        """Match one slot."""
+        present = [name for name in slot.names if name in self._entries]
+        if not present:
+            self._add_absent(position, slot, forgiven=forgiven)
+            return
+        if slot.lazy:
+            shape = self._entries[present[0]].shape
+            slot = replace(slot, shape=shape, stride=contiguous_stride(shape))
+        first = self._request(present[0], slot)
+        for name in present[1:]:
+            if not _same_bytes(self._entries[name], self._entries[present[0]]):
+                other = self._request(name, slot)
+                if first is not None and other is not None:
+                    self._comparisons.append((len(self._requests), replace(other, existing=False)))
+        if first is not None:
+            self._requests.append(first)
+            self._slots.append(position)
+
+    def _request(self, name: str, slot: Slot) -> Request | None:
+        """Return the request for one name of a slot, or None after noting why there cannot be one."""
+        entry = self._entries[name]
+        if entry.composite is not None:
+            self.findings.others.append(
+                f"{name!r} is a {entry.layout} tensor in the checkpoint and dense in the module: "
+                "read it with sluice.load_state_dict and convert it"
+            )
+            return None
+        if slot.shape == () and entry.shape == (1,):
+            entry = slice_entry(entry, 0)
+        dtype = entry.cast or finished_dtype(entry.dtype, slot.dtype, self._dtype)
+        if entry.shape != slot.shape:
+            self.findings.shapes.append((name, slot.shape, entry.shape))
+            return None
+        reason = why_no_cast(entry.dtype, dtype, requires_grad=slot.requires_grad)
+        if reason:
+            self.findings.dtypes.append((name, reason))
+            return None
+        device = self._where(slot)
+        existing = slot.in_place and (dtype, device) == (slot.dtype, slot.device)
+        keeps_stride = existing or is_dense(slot.shape, slot.stride)
+        stride = slot.stride if keeps_stride else contiguous_stride(slot.shape)
+        return Request(
+            name=name,
+            entry=entry,
+            dtype=dtype,
+            device=device,
+            stride=stride,
+            existing=existing,
+            replaces=not (existing or slot.on_meta or slot.lazy),
+        )
+
+    def _where(self, slot: Slot) -> str:
+        return device_of(slot.names[0], self._placement) or ("cpu" if slot.on_meta else slot.device)
+
+    def _add_absent(self, position: int, slot: Slot, *, forgiven: bool) -> None:
+        optional = slot.added_in is not None and self._version_of(slot) < slot.added_in
+        if not optional and not forgiven:
+            self._missing.extend(slot.names)
+            if self._strict:
+                self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
+                return
+        if not slot.on_meta or slot.lazy:
+            fate = "kept"
+        elif optional:
+            fate = "zeroed"
+        elif slot.resettable:
+            fate = "initialised"
+        else:
+            self.findings.others.append(
+                f"{slot.names[0]!r} is not in the checkpoint and on the meta device, and no module that owns it can "
+                "initialise it with reset_parameters()"
+            )
+            return
+        self._absent[fate].append(position)
+        if slot.on_meta:
+            self._initial_dtypes[position] = finished_dtype(slot.dtype, slot.dtype, self._dtype)
+
+    def _version_of(self, slot: Slot) -> int:
+        return self._versions.get(slot.names[0].rpartition(".")[0], 0)
+
+    def add_extra_state(self, own: Sequence[str], found: Collection[str]) -> None:
+        """Note extra state of which only the module or only the state dict knows."""
+        missing = [name for name in own if name not in found]
+        self._missing += missing
+        if self._strict:
+            self.findings.missing += [((name,), None) for name in missing]
+        spare = [name for name in found if name not in own]
+        self._unexpected += spare
+        self.findings.spare += [(name, None) for name in spare]
+
+    def add_unexpected(self, outline: Outline) -> None:
+        """Note the entries that no slot has a name for."""
+        known = {name for slot in outline.slots for name in slot.names} | set(outline.refused)
+        for name, entry in self._entries.items():
+            if name not in known:
+                self._unexpected.append(name)
+                self.findings.spare.append((name, entry.shape))
+        self.findings.report_spare = self._strict
+
+    def result(self, outline: Outline) -> Match:
+        """Return what was collected."""
+        return Match(
+            requests=tuple(self._requests),
+            slots=tuple(self._slots),
+            comparisons=tuple(self._comparisons),
+            **{fate: tuple(positions) for fate, positions in self._absent.items()},
+            initial_dtypes=self._initial_dtypes,
+            missing=tuple(self._missing),
+            unexpected=tuple(self._unexpected),
+            tied=tuple(slot.names for slot in outline.slots if len(slot.names) > 1),
+        )
+
+
+def _same_bytes(one: Entry, other: Entry) -> bool:
+    return _bytes_of(one) == _bytes_of(other)
+
+
+def _bytes_of(entry: Entry) -> tuple[object, ...]:
+    place = (entry.dtype, entry.shape, entry.stride, entry.storage, entry.storage_offset)
+    return (*place, entry.parts, entry.factors, entry.cast, entry.math_bits)

@@ -1,0 +1,104 @@
+"""Values of tensors that a checkpoint does not have, in a module on the meta device: by ``reset_parameters``.
+
+They are computed before anything is read, in the memory that they keep. Modules are reset one at a time in their own
+dtype and then cast, so that the values are those of an ordinary model; a module whose tensors are larger than the
+scratch of a cast is reset in the finished dtype, because the other way would need the memory twice.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from sluice._dtypes import dtype_name, torch_dtype
+from sluice._errors import MismatchError
+from sluice.matching.match import Match
+from sluice.modules.collect import ModuleState, reset_of
+from sluice.modules.install import hold, registered
+from sluice.modules.meta_initialisers import InitialisersSkipMeta
+from sluice.modules.swap import with_data
+
+__all__ = ["initial_values"]
+
+#: Byte that fills tensors before they are reset: a NaN in every floating-point dtype, so that what is left out shows.
+_UNTOUCHED = 0xFF
+
+#: Bytes that are looked at in one go.
+_PIECE_BYTES = 1 << 20
+
+
+def initial_values(state: ModuleState, match: Match, memory: Mapping[int, torch.Tensor], *, scratch_bytes: int) -> None:
+    """Compute the values of the slots on meta that the checkpoint does not fill; the module is left as it is.
+
+    Args:
+        state: The module.
+        match: Its ``zeroed`` and ``initialised`` slots are computed.
+        memory: The finished tensor of each of them, without values.
+        scratch_bytes: What a module may take besides, for values that are cast.
+
+    Raises:
+        MismatchError: A ``reset_parameters`` fails, or leaves out a tensor that it should fill.
+    """
+    # Parameters made of inference tensors could not be trained, and gradients are not asked for.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for slot in match.zeroed:
+            memory[slot].zero_()
+        slots_of: defaultdict[nn.Module, list[int]] = defaultdict(list)
+        for slot in match.initialised:
+            slots_of[next(owner.module for owner in state.owners[slot] if reset_of(owner.module))].append(slot)
+        for module, slots in slots_of.items():
+            _reset(state, module, {slot: memory[slot] for slot in slots}, scratch_bytes)
+
+
+def _reset(state: ModuleState, module: nn.Module, memory: Mapping[int, torch.Tensor], scratch_bytes: int) -> None:
+    """Let one module fill ``memory``, which is in the places of its tensors for as long as that takes."""
+    reset = reset_of(module)
+    assert reset is not None
+    own = {slot: torch_dtype(state.outline.slots[slot].dtype) for slot in memory}
+    needed = sum(tensor.numel() * own[slot].itemsize for slot, tensor in memory.items() if own[slot] != tensor.dtype)
+    if needed > scratch_bytes:
+        own = {slot: tensor.dtype for slot, tensor in memory.items()}
+    places = {
+        slot: tensor if tensor.dtype == own[slot] else torch.empty_like(tensor, dtype=own[slot])
+        for slot, tensor in memory.items()
+    }
+    for place in places.values():
+        _bytes_of(place).fill_(_UNTOUCHED)
+    try:
+        for slot, place in places.items():
+            hold(state.owners[slot], with_data(state.tensors[slot], place))
+        _run(reset, type(module).__name__, own.values())
+        made = {slot: registered(owners[0])[owners[0].name].data for slot in memory for owners in (state.owners[slot],)}
+    finally:
+        for slot in memory:
+            hold(state.owners[slot], state.tensors[slot])
+    for slot, values in made.items():
+        if values.numel() and _is_untouched(values):
+            raise MismatchError(
+                "the checkpoint does not have it, and reset_parameters() left it out",
+                tensor=state.outline.slots[slot].names[0],
+            )
+        if values.data_ptr() != memory[slot].data_ptr():
+            memory[slot].copy_(values)
+
+
+def _run(reset: Callable[[], object], of: str, dtypes: Iterable[torch.dtype]) -> None:
+    try:
+        with InitialisersSkipMeta():
+            reset()
+    except Exception as error:
+        made = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))
+        raise MismatchError(f"reset_parameters() of {of} failed on {made} tensors: {error}") from error
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor in one dimension."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _is_untouched(tensor: torch.Tensor) -> bool:
+    pieces = torch.split(tensor.reshape(-1), _PIECE_BYTES)
+    return all(bool((piece.view(torch.uint8) == _UNTOUCHED).all()) for piece in pieces)

@@ -1,0 +1,198 @@
+"""What modules do when ``load_state_dict`` loads them, done for a state dict whose tensors are not read.
+
+- Pre-hooks rename, drop or reject entries: they run on meta tensors that stand for the entries, and each of these is
+  recognised again by identity. A hook that computes a tensor cannot be followed and is named.
+- Overrides of ``_load_from_state_dict`` are followed in the same way, on a copy of the module (``_own_loading``).
+  Those of torch's norms are known (``Slot.added_in``).
+- Lazy modules materialise their tensors in a pre-hook; here they do when they are filled, so that hook is left out.
+- Extra state is plain data to hooks; ``restore_extra_state`` gives it to the modules once their tensors are in place.
+- Post-hooks run as they are, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+
+from sluice._dtypes import torch_dtype
+from sluice.modules.custom_loaders import NotFollowedError, follow_own_loader, has_own_loader
+from sluice.records import Entry
+
+__all__ = ["Followed", "extra_state_names", "follow_loading", "restore_extra_state", "run_post_hooks"]
+
+# nn.Module documents these names for subclasses and keeps them private otherwise: there is no public way to ask.
+# ruff: noqa: SLF001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """A state dict as the hooks and loaders of a module leave it."""
+
+    #: Its tensors, by the names that the module uses.
+    entries: dict[str, Entry]
+    #: Its extra state by name: plain values and containers with ``Entry`` leaves.
+    extra_state: dict[str, object] = field(default_factory=dict)
+    #: Names of tensors that their modules do not miss.
+    forgiven: frozenset[str] = frozenset()
+    #: Why it cannot be loaded, a sentence each.
+    problems: tuple[str, ...] = ()
+
+
+def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
+    """Yield the name of this module's extra state in a state dict, when it has any."""
+    if type(module).set_extra_state is not nn.Module.set_extra_state:
+        yield prefix + _EXTRA_STATE_KEY_SUFFIX
+
+
+def follow_loading(
+    module: nn.Module,
+    entries: Mapping[str, Entry],
+    extra_state: Mapping[str, object] | None = None,
+    *,
+    versions: Mapping[str, int] | None = None,
+) -> Followed:
+    """Return the state dict as the module's load_state_dict pre-hooks and its parts' own loaders leave it.
+
+    Args:
+        module: The module that is loaded; it is left alone.
+        entries: The state dict, by the names that the module uses.
+        extra_state: Its extra state, by the same names.
+        versions: Version of each module's part of it, by the module's name.
+    """
+    extra_state = extra_state or {}
+    parts = [
+        (path, part)
+        for path, part in module.named_modules(remove_duplicate=False)
+        if has_own_loader(part) or any(True for _ in _pre_hooks(part))
+    ]
+    if not parts:
+        return Followed(entries=dict(entries), extra_state=dict(extra_state))
+    run = _Run(entries, extra_state)
+    for path, part in parts:
+        metadata = {"version": versions[path]} if versions and path in versions else {}
+        run.follow(path, part, metadata)
+    return run.result()
+
+
+def _pre_hooks(module: nn.Module) -> Iterator[Any]:
+    """Yield the pre-hooks of a module but for the one by which lazy modules materialise."""
+    for hook in module._load_state_dict_pre_hooks.values():
+        function = getattr(getattr(hook, "hook", None), "__func__", None)
+        if function is not LazyModuleMixin._lazy_load_hook:
+            yield hook
+
+
+class _Run:
+    """One state dict on its way through hooks and loaders, from the top down."""
+
+    def __init__(self, entries: Mapping[str, Entry], extra_state: Mapping[str, object]) -> None:
+        stand_ins = {name: _stand_in(entry) for name, entry in entries.items()}
+        extra = {name: _stand_in(value) if isinstance(value, Entry) else value for name, value in extra_state.items()}
+        self._state: dict[str, Any] = {**stand_ins, **extra}
+        self._kept = dict(self._state)  # keeps all of them alive, so that identities stay theirs
+        self._entry_of = {id(self._kept[name]): entry for name, entry in entries.items()}
+        self._entry_of |= {
+            id(self._kept[name]): value for name, value in extra_state.items() if isinstance(value, Entry)
+        }
+        self._forgiven: set[str] = set()
+        self._problems: list[str] = []
+
+    def follow(self, path: str, part: nn.Module, metadata: dict[str, Any]) -> None:
+        """Let one module do what it does; what it may not do becomes a problem."""
+        prefix = f"{path}." if path else ""
+        # A module sees what load_state_dict passes down: the names below it.
+        below = {name: self._state.pop(name) for name in list(self._state) if name.startswith(prefix)}
+        if has_own_loader(part):
+            below = self._follow_loader(path, part, below, metadata)
+        else:
+            self._follow_hooks(path, part, below, metadata)
+        self._state.update(below)
+
+    def _follow_loader(
+        self, path: str, part: nn.Module, below: dict[str, Any], metadata: dict[str, Any]
+    ) -> dict[str, Any]:
+        described = f"the _load_from_state_dict of {path or 'the module'} ({type(part).__name__})"
+        try:
+            found = follow_own_loader(part, below, f"{path}." if path else "", metadata)
+        except NotFollowedError as error:
+            self._problems.append(f"{described} {error}")
+            return below
+        self._forgiven |= found.forgiven
+        self._problems += [f"{described} rejects the state dict: {error}" for error in found.errors]
+        return found.state
+
+    def _follow_hooks(self, path: str, part: nn.Module, below: dict[str, Any], metadata: dict[str, Any]) -> None:
+        described = f"the load_state_dict pre-hook of {path or 'the module'} ({type(part).__name__})"
+        missing: list[str] = []
+        unexpected: list[str] = []
+        errors: list[str] = []
+        try:
+            for hook in _pre_hooks(part):
+                # torch passes strict=True whatever load_state_dict was called with, and judges the lists at its end.
+                hook(below, f"{path}." if path else "", metadata, True, missing, unexpected, errors)
+        except Exception as error:  # noqa: BLE001  foreign code may raise anything
+            self._problems.append(f"{described} failed on a state dict without data: {error}")
+        errors += [f"it misses {name!r}" for name in missing] + [f"it does not expect {name!r}" for name in unexpected]
+        self._problems += [f"{described} rejects the state dict: {error}" for error in errors]
+        self._problems += [
+            f"{described} computes a tensor from the state dict: {name!r}"
+            for name, value in below.items()
+            if isinstance(value, torch.Tensor) and id(value) not in self._entry_of
+        ]
+
+    def result(self) -> Followed:
+        """Return what is left."""
+        entries: dict[str, Entry] = {}
+        extra_state: dict[str, object] = {}
+        for name, value in self._state.items():
+            entry = self._entry_of.get(id(value))
+            if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
+                extra_state[name] = value if entry is None else entry
+            elif entry is not None:
+                entries[name] = entry
+        return Followed(
+            entries=entries,
+            extra_state=extra_state,
+            forgiven=frozenset(self._forgiven),
+            problems=tuple(self._problems),
+        )
+
+
+def _stand_in(entry: Entry) -> torch.Tensor:
+    """Return a tensor without data; of a sparse or quantized one a dense tensor of the same shape."""
+    if entry.composite is not None:
+        return torch.empty(entry.shape, dtype=torch_dtype(entry.composite.values.dtype), device="meta")
+    return torch.empty_strided(entry.shape, entry.stride, dtype=torch_dtype(entry.dtype), device="meta")
+
+
+def restore_extra_state(module: nn.Module, values: Mapping[str, object]) -> None:
+    """Give each module its extra state, parents first as ``load_state_dict`` does.
+
+    Args:
+        module: The module that was loaded.
+        values: The extra state, by its name in the state dict.
+    """
+    if not values:
+        return
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name in extra_state_names(f"{path}." if path else "", part):
+            if name in values:
+                part.set_extra_state(values[name])
+
+
+def run_post_hooks(module: nn.Module, missing: list[str], unexpected: list[str]) -> None:
+    """Run the module's load_state_dict post-hooks, children first, as ``load_state_dict`` does.
+
+    Hooks may change the lists.
+    """
+    for child in module._modules.values():
+        if child is not None:
+            run_post_hooks(child, missing, unexpected)
+    for hook in module._load_state_dict_post_hooks.values():
+        hook(module, _IncompatibleKeys(missing, unexpected))

@@ -1,0 +1,297 @@
+"""Final memory: from requests to targets, views on them, and how each is allocated. Pure; no torch.
+
+A dense tensor keeps the order of its dimensions, so that one contiguous read fills it. A view with gaps becomes
+contiguous unless others need the bytes in between. Views that overlap in the file share one target where the
+caller wants shared storages (state dicts), and get one each where every tensor stands alone (modules).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES
+from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
+from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, MathBit, Part, Request, Target
+
+__all__ = ["Computed", "View", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A finished tensor: a strided view of a target."""
+
+    #: Position of the target in ``LoadPlan.targets``.
+    target: int
+    #: Element 0, in elements from the start of the target.
+    start: int
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements.
+    stride: tuple[int, ...]
+    #: Bits that the finished tensor gets: its memory holds the conjugate, the negative or both.
+    math_bits: tuple[MathBit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computed:
+    """A finished tensor whose values come from no file."""
+
+    #: Its name, for messages.
+    name: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements; row-major where these would leave gaps.
+    stride: tuple[int, ...]
+    #: Name of its dtype.
+    dtype: str
+    #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``.
+    device: str
+
+
+def computed_targets(computed: Sequence[Computed], first: int) -> tuple[tuple[Target, ...], tuple[View, ...]]:
+    """Return memory without fills for computed tensors, and one view for each.
+
+    Args:
+        computed: What is wanted.
+        first: Position of the first of these targets in the plan.
+    """
+    targets, views = [], []
+    for position, one in enumerate(computed, first):
+        stride = one.stride if is_dense(one.shape, one.stride) else contiguous_stride(one.shape)
+        nbytes = span_elements(one.shape, stride) * ITEM_BYTES[one.dtype]
+        targets.append(Target(name=one.name, dtype=one.dtype, nbytes=nbytes, device=one.device, fills=()))
+        views.append(View(target=position, start=0, shape=one.shape, stride=stride))
+    return tuple(targets), tuple(views)
+
+
+def single_targets(
+    requests: Sequence[Request], index: Index, offsets: Mapping[int, int]
+) -> tuple[tuple[Target, ...], tuple[View, ...]]:
+    """Return one target and one view for each request. Conjugates and negatives are made as such.
+
+    Args:
+        requests: What is wanted.
+        index: The index that the entries belong to.
+        offsets: Data offset of every storage that the index has not located.
+    """
+    targets, views = [], []
+    for position, request in enumerate(requests):
+        target, view = _alone(request, position, index, offsets)
+        targets.append(target)
+        views.append(view)
+    return tuple(targets), tuple(views)
+
+
+def shared_targets(
+    requests: Sequence[Request], index: Index, offsets: Mapping[int, int]
+) -> tuple[tuple[Target, ...], tuple[View, ...]]:
+    """Return targets and one view for each request, such that views of the same bytes share a target.
+
+    Of a storage only the union of what its views need is held: a 10-row view of a large storage is 10 rows.
+    Conjugates and negatives stay views of what they are made from.
+    """
+    targets: list[Target] = []
+    views: dict[int, View] = {}
+    bare = [_without_math_bits(request) for request in requests]
+    for members in _storage_groups(bare):
+        for group in _overlapping([(i, bare[i]) for i in members]):
+            _lay_out_group(group, targets, views, index, offsets)
+    bits = [request.entry.math_bits for request in requests]
+    return tuple(targets), tuple(
+        replace(views[i], math_bits=bits[i]) if bits[i] else views[i] for i in range(len(requests))
+    )
+
+
+def _without_math_bits(request: Request) -> Request:
+    return replace(request, entry=replace(request.entry, math_bits=())) if request.entry.math_bits else request
+
+
+def lay_out_blocks(
+    targets: Sequence[Target], leads: Mapping[int, int], mapped: Mapping[int, Block]
+) -> tuple[tuple[Block, ...], tuple[int, ...]]:
+    """Return how each target is allocated, and the bytes of each arena.
+
+    An arena is closed when it is full, and early when another module begins, so that deleting a module gives its
+    memory back.
+
+    Args:
+        targets: Final memory.
+        leads: Bytes to leave before a target in its own mapping, by position; absent means 0.
+        mapped: Blocks of the targets that are pages of a file, by position.
+    """
+    blocks: list[Block] = []
+    arenas: list[int] = []
+    used, module = 0, ""
+    for position, target in enumerate(targets):
+        if position in mapped:
+            blocks.append(mapped[position])
+            continue
+        kind = _kind(target)
+        if kind != "arena":
+            blocks.append(Block(kind=kind, lead_bytes=leads.get(position, 0)))
+            continue
+        parent = target.name.rpartition(".")[0]
+        too_full = used + target.nbytes > options.ARENA_BYTES
+        if not arenas or too_full or (parent != module and used >= options.ARENA_MODULE_BYTES):
+            arenas.append(0)
+            used = 0
+        blocks.append(Block(kind="arena", arena=len(arenas) - 1, arena_offset=used))
+        used = round_up(used + target.nbytes, options.TENSOR_ALIGNMENT_BYTES)
+        arenas[-1] = used
+        module = parent
+    return tuple(blocks), tuple(arenas)
+
+
+def _kind(target: Target) -> BlockKind:
+    if target.existing:
+        return "existing"
+    if target.nbytes == 0:
+        return "empty"
+    if target.device != "cpu":
+        return "device"
+    return "mapping" if target.nbytes >= options.OWN_MAPPING_BYTES else "arena"
+
+
+def _alone(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:
+    """Return memory for one tensor: as requested, or with its own stride where that wastes nothing, or row-major."""
+    entry, stride = request.entry, request.stride
+    if stride is not None:
+        target = _filled(request, entry, stride, index, offsets)
+        return target, View(target=position, start=0, shape=entry.shape, stride=stride)
+    # Of an expanded tensor each element is read and held once.
+    once = replace(entry, shape=tuple(min(size, 1) if not step else size for size, step in _dimensions(entry)))
+    span = span_elements(once.shape, once.stride)
+    if not is_dense(once.shape, once.stride) and span <= once.numel:
+        # Its elements overlap in another way (sliding windows, say): fill what lies under them.
+        first = entry.storage_offset
+        target = _union(request, first, first + span, index, offsets)
+        return target, View(target=position, start=0, shape=entry.shape, stride=entry.stride)
+    stride = once.stride if span <= once.numel else contiguous_stride(once.shape)
+    target = _filled(request, once, stride, index, offsets)
+    repeated = tuple(0 if step == 0 else new for (_, step), new in zip(_dimensions(entry), stride, strict=True))
+    return target, View(target=position, start=0, shape=entry.shape, stride=repeated)
+
+
+def _dimensions(entry: Entry) -> Iterator[tuple[int, int]]:
+    """Yield size and step of each dimension."""
+    return zip(entry.shape, entry.stride, strict=True)
+
+
+def _filled(
+    request: Request, entry: Entry, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]
+) -> Target:
+    """Return a target of the given stride, with one fill or one for each part."""
+    elements = entry.numel if request.existing else span_elements(entry.shape, stride)
+    pieces = [(part.entry, _first(part, stride)) for part in entry.parts] or [(entry, 0)]
+    held = [(piece, first) for piece, first in pieces if piece.numel]
+    fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in held if piece.constant is None)
+    return Target(
+        name=request.name,
+        dtype=request.dtype,
+        nbytes=elements * ITEM_BYTES[request.dtype],
+        device=request.device,
+        fills=fills,
+        constants=tuple(_constants(held, stride)),
+        existing=request.existing,
+        replaces=request.replaces,
+        origin=entry.origin,
+    )
+
+
+def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
+    """Return what copies a view of one storage to the elements of a target from ``first`` on."""
+    storage = index.storages[piece.storage]
+    base = storage.offset if storage.located else offsets[piece.storage]
+    return Fill(
+        file=storage.file,
+        offset=base + piece.storage_offset * ITEM_BYTES[piece.dtype],
+        dtype=piece.dtype,
+        shape=piece.shape,
+        source_stride=piece.stride,
+        target_stride=stride,
+        target_start=first,
+        factors=piece.factors,
+        swap_bytes=storage.swap_bytes,
+        math_bits=piece.math_bits,
+    )
+
+
+def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> Iterator[Constant]:
+    for piece, first in pieces:
+        if piece.constant is not None:
+            yield Constant(
+                value=piece.constant,
+                dtype=piece.dtype,
+                factors=piece.factors,
+                shape=piece.shape,
+                target_stride=stride,
+                target_start=first,
+            )
+
+
+def _first(part: Part, stride: tuple[int, ...]) -> int:
+    """Return where a part's element 0 goes in a target of this stride, in elements."""
+    return sum(start * step for start, step in zip(part.start, stride, strict=True))
+
+
+def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
+    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for position, request in enumerate(requests):
+        entry = request.entry  # an assembled one shares memory with its like only
+        source = (entry.parts or entry.storage, entry.dtype, entry.factors)
+        apart = position if request.alone else None
+        groups[*source, request.dtype, request.device, apart].append(position)
+    return groups.values()
+
+
+def _overlapping(members: list[tuple[int, Request]]) -> Iterable[list[tuple[int, Request]]]:
+    """Split views of one storage into groups whose spans overlap or touch."""
+    if len(members) == 1:
+        return [members]
+    groups: list[list[tuple[int, Request]]] = []
+    end = -1
+    for position, request in sorted(members, key=lambda member: member[1].entry.storage_offset):
+        entry = request.entry
+        if not groups or entry.storage_offset > end:
+            groups.append([])
+        groups[-1].append((position, request))
+        end = max(end, entry.storage_offset + span_elements(entry.shape, entry.stride))
+    return groups
+
+
+def _lay_out_group(
+    group: list[tuple[int, Request]],
+    targets: list[Target],
+    views: dict[int, View],
+    index: Index,
+    offsets: Mapping[int, int],
+) -> None:
+    distinct = {(r.entry.storage_offset, r.entry.shape, r.entry.stride): r for _, r in group}
+    first = min(start for start, _, _ in distinct)
+    end = max(start + span_elements(shape, stride) for start, shape, stride in distinct)
+    wanted = sum(request.entry.numel for request in distinct.values())
+    if len(distinct) == 1 or end - first > wanted:
+        # Alone, or so sparse that a copy for each view takes less memory than the bytes between them.
+        made: dict[tuple[int, tuple[int, ...], tuple[int, ...]], View] = {}
+        for position, request in group:
+            geometry = (request.entry.storage_offset, request.entry.shape, request.entry.stride)
+            if geometry not in made:
+                target, made[geometry] = _alone(request, len(targets), index, offsets)
+                targets.append(target)
+            views[position] = made[geometry]
+        return
+    for position, request in group:
+        entry = request.entry
+        views[position] = View(
+            target=len(targets), start=entry.storage_offset - first, shape=entry.shape, stride=entry.stride
+        )
+    targets.append(_union(group[0][1], first, end, index, offsets))
+
+
+def _union(request: Request, first: int, end: int, index: Index, offsets: Mapping[int, int]) -> Target:
+    """Return one target for all elements of a storage from ``first`` to ``end``."""
+    whole = replace(request.entry, shape=(end - first,), stride=(1,), storage_offset=first)
+    return _filled(request, whole, (1,), index, offsets)

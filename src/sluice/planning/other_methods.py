@@ -1,0 +1,308 @@
+"""What the usual ways to load a model take: peaks of memory and time, as formulas. Pure; no torch.
+
+The methods are those of a well-known tutorial on memory-efficient loading, each from the construction of the model on,
+until every weight was touched. ``L`` is all that ``torch.load`` reads (the whole file, optimizer states included),
+``B`` the model as its constructor makes it, ``F`` the finished one, ``C`` the bytes in the file that become weights.
+
+method            on the host                          on an accelerator
+----------------  -----------------------------------  -------------------------------------------------------
+naive             max(B and the cast of it, F + L)     host max(B, largest of L); device F + L
+sequential        the same                             host max(B, L); device F + largest of C
+meta-sequential   F + L                                host largest of L; device F + L
+mmap              C as file pages, and F when cast     host C as file pages; device L, and the cast of it
+per-parameter     F + largest of C                     host largest of C; device F
+
+A cast one parameter at a time is followed step by step. Device figures are what torch's allocator reserves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from sluice import _options as options
+from sluice.planning.cuda_allocator import plan_reservation
+from sluice.records import Peaks
+
+__all__ = ["METHODS", "Forecast", "LoadingMethod", "Rates", "Subject", "Weight", "forecast"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """One tensor of a model, in bytes."""
+
+    #: In the checkpoint; 0 where it is not there.
+    file_bytes: int
+    #: As the constructor makes it.
+    built_bytes: int
+    #: Finished.
+    final_bytes: int
+
+    @property
+    def cast(self) -> bool:
+        """Whether the constructor's dtype is another one than the finished."""
+        return self.built_bytes != self.final_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model and its checkpoint, as far as the formulas need them."""
+
+    #: The tensors of the model, in its order.
+    weights: tuple[Weight, ...]
+    #: Bytes of each storage of the checkpoint: what ``torch.load`` reads, whether the model wants it or not.
+    storages: tuple[int, ...]
+    #: Name of the format, as ``Checkpoint.format`` has it.
+    format: str
+    #: Number of files.
+    files: int
+    #: The one device of the finished model; ``"cpu"`` is the host.
+    device: str
+    #: Whether the model is to be on several devices, which none of the methods does.
+    several_devices: bool = False
+
+    @property
+    def final_bytes(self) -> int:
+        """F."""
+        return sum(weight.final_bytes for weight in self.weights)
+
+    @property
+    def built_bytes(self) -> int:
+        """B."""
+        return sum(weight.built_bytes for weight in self.weights)
+
+    @property
+    def file_bytes(self) -> int:
+        """C."""
+        return sum(weight.file_bytes for weight in self.weights)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """L."""
+        return sum(self.storages)
+
+    @property
+    def cast(self) -> bool:
+        """Whether the file's dtype is another one than the finished, for any weight."""
+        return any(weight.file_bytes not in {0, weight.final_bytes} for weight in self.weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast this machine did small parts of a load, in bytes for each second."""
+
+    #: sluice: read, cast and placed, with all readers.
+    sluice: float
+    #: One thread through the page cache into new memory, as ``torch.load`` reads.
+    serial: float
+    #: Random numbers into new memory, as constructors initialise.
+    initialise: float
+    #: Copied from memory to memory.
+    copy: float
+    #: From the host to the accelerator; None without one.
+    bus: float | None = None
+    #: Whether what was read lay in the page cache.
+    cached: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What one way to load would take."""
+
+    #: Name of the method.
+    method: str
+    #: Growth of the host's memory.
+    host: Peaks
+    #: Growth of what torch's allocator reserves on the accelerator, in bytes; 0 on the host.
+    device_bytes: int = 0
+    #: Seconds; None where the machine was not probed.
+    seconds: float | None = None
+    #: Why the method cannot take this checkpoint as it is; empty when it can. The figures are then those of the same
+    #: weights in the file that it wants.
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingMethod:
+    """One way to load."""
+
+    #: Its name, as benchmarks and tables have it.
+    name: str
+    #: What it does, in words.
+    how: str
+    #: Predicts its peaks.
+    peaks: Callable[[Subject], tuple[int, int, int]]
+    #: Predicts its seconds.
+    seconds: Callable[[Subject, Rates], float]
+    #: Formats that it reads, of one file; None for one file for each parameter.
+    formats: frozenset[str] | None = frozenset({"torch-zip", "torch-legacy"})
+
+
+def forecast(method: LoadingMethod, subject: Subject, rates: Rates | None = None) -> Forecast:
+    """Return what one method takes.
+
+    Args:
+        method: One of ``METHODS``.
+        subject: What is loaded.
+        rates: How fast the machine is; None gives no time.
+    """
+    anon, file, device = method.peaks(subject)
+    anon += options.METHOD_OVERHEAD_BYTES
+    return Forecast(
+        method=method.name,
+        host=Peaks(anon_bytes=anon, file_bytes=file, shmem_bytes=0, total_bytes=anon + file),
+        device_bytes=device,
+        seconds=None if rates is None else method.seconds(subject, rates),
+        needs=_needs(method, subject),
+    )
+
+
+def _needs(method: LoadingMethod, subject: Subject) -> str:
+    if subject.several_devices:
+        return "puts the whole model on one device"
+    if method.formats is None:
+        return "" if subject.format == "per-parameter" else "needs one file for each parameter"
+    if subject.format not in method.formats or subject.files != 1:
+        return f"needs one torch.save file ({' or '.join(sorted(method.formats))})"
+    return ""
+
+
+def _on_host(subject: Subject) -> bool:
+    return subject.device == "cpu"
+
+
+def _largest(sizes: Iterable[int]) -> int:
+    return max(sizes, default=0)
+
+
+def _largest_in_file(subject: Subject) -> int:
+    return _largest(weight.file_bytes for weight in subject.weights)
+
+
+def _reserved(*sizes: Iterable[int]) -> int:
+    """Return what torch's allocator reserves for tensors that are allocated one by one and kept."""
+    return plan_reservation((size for group in sizes for size in group), one_block=False).reserved_bytes
+
+
+def _finals(subject: Subject) -> list[int]:
+    return [weight.final_bytes for weight in subject.weights]
+
+
+def _cast_peak(steps: Sequence[tuple[int, int]]) -> int:
+    """Return the peak of tensors that are replaced one after the other, each whole before its old one goes.
+
+    Args:
+        steps: Bytes before and after, for each.
+    """
+    held = peak = sum(before for before, _ in steps)
+    for before, after in steps:
+        if before != after:
+            peak = max(peak, held + after)
+            held += after - before
+    return peak
+
+
+def _built_peak(subject: Subject) -> int:
+    """Return the peak on the host while the model is built there and cast."""
+    return _cast_peak([(weight.built_bytes, weight.final_bytes) for weight in subject.weights])
+
+
+def _built_then_moved(subject: Subject) -> int:
+    """Return the peak on the host while the model is built there and moved: a cast makes a copy before the bus."""
+    cast = _largest(weight.final_bytes for weight in subject.weights if weight.cast)
+    return subject.built_bytes + cast
+
+
+def _naive(subject: Subject) -> tuple[int, int, int]:
+    if _on_host(subject):
+        return max(_built_peak(subject), subject.final_bytes + subject.loaded_bytes), 0, 0
+    host = max(_built_then_moved(subject), _largest(subject.storages))
+    return host, 0, _reserved(_finals(subject), subject.storages)
+
+
+def _sequential(subject: Subject) -> tuple[int, int, int]:
+    if _on_host(subject):
+        return _naive(subject)
+    host = max(_built_then_moved(subject), subject.loaded_bytes)
+    return host, 0, _reserved(_finals(subject), [_largest_in_file(subject)])
+
+
+def _meta_sequential(subject: Subject) -> tuple[int, int, int]:
+    if _on_host(subject):
+        return subject.final_bytes + subject.loaded_bytes, 0, 0
+    return _largest(subject.storages), 0, _reserved(_finals(subject), subject.storages)
+
+
+def _mmap(subject: Subject) -> tuple[int, int, int]:
+    if _on_host(subject):
+        return (subject.final_bytes if subject.cast else 0), subject.file_bytes, 0
+    steps = [(weight.file_bytes or weight.final_bytes, weight.final_bytes) for weight in subject.weights]
+    more = _cast_peak(steps) - sum(before for before, _ in steps)
+    return 0, subject.loaded_bytes, _reserved(subject.storages, [more])
+
+
+def _per_parameter(subject: Subject) -> tuple[int, int, int]:
+    if _on_host(subject):
+        return subject.final_bytes + _largest_in_file(subject), 0, 0
+    cast = _largest(weight.final_bytes for weight in subject.weights if weight.file_bytes != weight.final_bytes)
+    return _largest_in_file(subject) + cast, 0, _reserved(_finals(subject))
+
+
+def _bus_seconds(subject: Subject, rates: Rates, nbytes: int) -> float:
+    return 0.0 if _on_host(subject) else nbytes / (rates.bus or rates.copy)
+
+
+def _naive_seconds(subject: Subject, rates: Rates) -> float:
+    built = subject.built_bytes / rates.initialise + (subject.built_bytes / rates.copy if _casts_built(subject) else 0)
+    moved = _bus_seconds(subject, rates, subject.final_bytes)
+    return built + moved + _meta_sequential_seconds(subject, rates)
+
+
+def _casts_built(subject: Subject) -> bool:
+    return any(weight.cast for weight in subject.weights)
+
+
+def _meta_sequential_seconds(subject: Subject, rates: Rates) -> float:
+    read = subject.loaded_bytes / rates.serial
+    return read + _bus_seconds(subject, rates, subject.loaded_bytes) + subject.file_bytes / rates.copy
+
+
+def _mmap_seconds(subject: Subject, rates: Rates) -> float:
+    # Cached pages are only entered into the page table, sixteen at a time: about as fast as a copy without the copy.
+    touched = subject.file_bytes / (2 * rates.copy if rates.cached else rates.serial)
+    cast = subject.file_bytes / rates.copy if subject.cast else 0.0
+    return touched + cast + _bus_seconds(subject, rates, subject.loaded_bytes)
+
+
+#: In the order of the tutorial.
+METHODS = (
+    LoadingMethod(
+        name="naive", how="load_state_dict(torch.load()) into a real model", peaks=_naive, seconds=_naive_seconds
+    ),
+    LoadingMethod(
+        name="sequential",
+        how="state dict on the host, copied parameter by parameter into a real model",
+        peaks=_sequential,
+        seconds=_naive_seconds,
+    ),
+    LoadingMethod(
+        name="meta-sequential",
+        how="to_empty() instead of initial values, then parameter by parameter",
+        peaks=_meta_sequential,
+        seconds=_meta_sequential_seconds,
+    ),
+    LoadingMethod(
+        name="mmap",
+        how="torch.load(mmap=True) into a meta model with assign=True",
+        peaks=_mmap,
+        seconds=_mmap_seconds,
+        formats=frozenset({"torch-zip"}),
+    ),
+    LoadingMethod(
+        name="per-parameter",
+        how="one small file after the other into a model from to_empty()",
+        peaks=_per_parameter,
+        seconds=_meta_sequential_seconds,
+        formats=None,
+    ),
+)

@@ -1,0 +1,168 @@
+"""The one path from requests to finished tensors: locate, lay out, ask the machine, plan, check the budget, run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sluice._options import MemoryLimits, TransferOptions
+from sluice._units import parse_bytes
+from sluice.engine.accelerators import allocator_bytes, device_facts
+from sluice.engine.session import Outcome, execute
+from sluice.engine.targets import Targets
+from sluice.machine.facts import machine_facts, mappable
+from sluice.planning.alternatives import Change, check_budget
+from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
+from sluice.planning.memory_layout import Computed, View, computed_targets, shared_targets, single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request
+
+if TYPE_CHECKING:
+    from sluice.api.checkpoint import Checkpoint
+
+__all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A plan, and the views that the requests asked for."""
+
+    #: What the engine will do.
+    plan: LoadPlan
+    #: One finished tensor for each request.
+    views: tuple[View, ...]
+    #: Those that the caller computes.
+    computed: tuple[View, ...] = ()
+
+
+def plan_transfer(
+    checkpoint: Checkpoint,
+    requests: Sequence[Request],
+    *,
+    share_storages: bool = False,
+    computed: Sequence[Computed] = (),
+    options: TransferOptions | None = None,
+) -> Prepared:
+    """Plan the transfer of ``requests`` without reading tensor data.
+
+    Args:
+        checkpoint: Where the entries come from.
+        requests: What is wanted.
+        share_storages: Whether views of the same bytes share memory, as in the file.
+        computed: Further tensors that get memory and no values.
+        options: How; None for the defaults.
+
+    Limits are not checked: ``prepare`` and the verbs do that.
+
+    Raises:
+        CheckpointError: A header that belongs to the wanted data is damaged.
+    """
+    options = options or TransferOptions()
+    memory = options.memory or MemoryLimits()
+    offsets = checkpoint.locate(
+        {storage for request in requests if request.entry.numel for storage in request.entry.storages}
+    )
+    lay_out = shared_targets if share_storages else single_targets
+    targets, views = lay_out(requests, checkpoint.index, offsets)
+    extra, computed_views = computed_targets(computed, len(targets))
+    targets += extra
+    mapped = NOTHING_MAPPED
+    if options.place == "map":
+        wanted = {fill.file for target in targets for fill in target.fills}
+        can_map = [i in wanted and mappable(source) for i, source in enumerate(checkpoint.sources)]
+        mapped = plan_mapping(targets, can_map)
+    read = {fill.file for i, target in enumerate(targets) if i not in mapped.blocks for fill in target.fills}
+    plan = plan_load(
+        targets,
+        checkpoint.index.files,
+        machine_facts(
+            [source if i in read else None for i, source in enumerate(checkpoint.sources)],
+            tuple(device_facts(device) for device in sorted({target.device for target in targets} - {"cpu"})),
+        ),
+        staging_bytes=parse_bytes(memory.staging),
+        page_cache=options.page_cache,
+        mapped=mapped,
+    )
+    return Prepared(plan=plan, views=views, computed=computed_views)
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    requests: Sequence[Request],
+    *,
+    share_storages: bool = False,
+    options: TransferOptions | None = None,
+) -> Prepared:
+    """Plan the transfer of ``requests`` and check that it keeps its limits; see ``plan_transfer``.
+
+    Raises:
+        BudgetError: The plan cannot keep the limits; it says whether smaller staging would.
+        CheckpointError: A header that belongs to the wanted data is damaged.
+    """
+    options = options or TransferOptions()
+
+    def plan_with(change: Change) -> Prepared:
+        return plan_transfer(checkpoint, requests, share_storages=share_storages, options=changed(options, change))
+
+    prepared = plan_with(Change())
+    memory = options.memory or MemoryLimits()
+    check_budget(prepared.plan, memory, lambda change: plan_with(change).plan, file=checkpoint.path)
+    return prepared
+
+
+def changed(options: TransferOptions, change: Change) -> TransferOptions:
+    """Return options with what a change says of staging and place."""
+    memory = options.memory or MemoryLimits()
+    if change.staging_bytes is not None:
+        memory = replace(memory, staging=change.staging_bytes)
+    return replace(options, memory=memory, place=change.place or options.place)
+
+
+def run(
+    checkpoint: Checkpoint,
+    prepared: Prepared,
+    targets: Targets,
+    *,
+    progress: Callable[[int], None] | None = None,
+    completed: Callable[[int], None] | None = None,
+) -> tuple[list[torch.Tensor], Outcome]:
+    """Run a plan and return one tensor for each request.
+
+    Args:
+        checkpoint: Where the bytes come from.
+        prepared: What to do.
+        targets: The plan's final memory.
+        progress: Called with the bytes read so far.
+        completed: Called with the position of each target as soon as it is whole.
+    """
+    try:
+        outcome = execute(prepared.plan, checkpoint.sources, targets, progress=progress, completed=completed)
+    except BaseException:
+        targets.discard()
+        raise
+    return targets.tensors(prepared.views), outcome
+
+
+def allocator_state(plan: LoadPlan) -> dict[str, tuple[int, int] | None]:
+    """Return what torch's allocator has allocated and reserved of each accelerator of a plan, before it runs."""
+    return {device.device: allocator_bytes(device.device) for device in plan.devices}
+
+
+def device_memory(plan: LoadPlan, before: Mapping[str, tuple[int, int] | None]) -> tuple[DeviceMemory, ...]:
+    """Return how the memory of each accelerator of a plan has grown since ``before``."""
+    return tuple(_grown(device, before[device.device]) for device in plan.devices)
+
+
+def _grown(device: DevicePlan, before: tuple[int, int] | None) -> DeviceMemory:
+    after = allocator_bytes(device.device)
+    grown = None if before is None or after is None else (after[0] - before[0], after[1] - before[1])
+    return DeviceMemory(
+        device=device.device,
+        requested_bytes=device.reservation.requested_bytes,
+        predicted_bytes=device.predicted_bytes,
+        allocated_bytes=grown and grown[0],
+        reserved_bytes=grown and grown[1],
+    )

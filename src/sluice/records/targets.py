@@ -1,0 +1,105 @@
+"""The tensors that are wanted, the memory that they end in, and what fills it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sluice.records.index import Entry, MathBit
+
+__all__ = ["Constant", "Fill", "Request", "Target"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One finished tensor that is wanted: which entry, and as what."""
+
+    #: Name in the result: that of the parameter, the buffer or the state-dict entry.
+    name: str
+    #: Where its bytes come from.
+    entry: Entry
+    #: Dtype of the finished tensor.
+    dtype: str
+    #: Device of the finished tensor, as torch writes it: ``"cpu"``, ``"cuda:0"``.
+    device: str
+    #: Step of each dimension of the finished tensor, in elements; None keeps the entry's where that wastes nothing.
+    stride: tuple[int, ...] | None = None
+    #: True where the caller supplies the memory (a live tensor filled in place), False where it is allocated.
+    existing: bool = False
+    #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
+    replaces: bool = False
+    #: True where it shares memory with no other tensor, whatever the file does.
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """A rectangular strided copy out of a file: the only way by which bytes reach a target.
+
+    Element ``i, j, ...`` of ``shape`` is read at ``offset + item * (i*source_stride[0] + ...)`` in the file and
+    written at ``target_start + i*target_stride[0] + ...`` elements in the target, multiplied by the factors in its own
+    dtype and then cast to the target's. Whole tensors, views, slices, transposes, parts of a fused weight and shards
+    are all fills.
+    """
+
+    #: Position of the file in ``LoadPlan.files``.
+    file: int
+    #: First byte of element 0 in the file.
+    offset: int
+    #: Dtype of the bytes in the file.
+    dtype: str
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension in the file, in elements of ``dtype``.
+    source_stride: tuple[int, ...]
+    #: Step of each dimension in the target, in elements of the target's dtype.
+    target_stride: tuple[int, ...]
+    #: Where element 0 goes, in elements from the start of the target.
+    target_start: int = 0
+    #: What each element is multiplied by, one number after the other.
+    factors: tuple[float, ...] = ()
+    #: Bytes of each number that is stored with the most significant byte first; 0 where none is.
+    swap_bytes: int = 0
+    #: What is done to the elements before.
+    math_bits: tuple[MathBit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A box of a target that no file fills: the rows that a larger vocabulary adds."""
+
+    #: What every element is.
+    value: float
+    #: Dtype that it is rounded to, and multiplied in, before the cast to the target's.
+    dtype: str
+    #: What it is multiplied by, one number after the other.
+    factors: tuple[float, ...] = ()
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension in the target, in elements.
+    target_stride: tuple[int, ...]
+    #: Where element 0 goes, in elements from the start of the target.
+    target_start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Final memory of one or more tensors, and what fills it."""
+
+    #: Name for messages and progress: that of its first tensor.
+    name: str
+    #: Dtype of the finished elements.
+    dtype: str
+    #: Bytes of the finished memory.
+    nbytes: int
+    #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``.
+    device: str
+    #: The copies that fill it. With the constants they cover what its tensors view.
+    fills: tuple[Fill, ...]
+    #: What no file fills; written before the first fill.
+    constants: tuple[Constant, ...] = ()
+    #: True where the caller supplies the memory (a live parameter filled in place), False where it is allocated.
+    existing: bool = False
+    #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
+    replaces: bool = False
+    #: What rules made it of, in words; empty for a tensor as the file has it.
+    origin: str = ""

@@ -1,0 +1,152 @@
+"""The rows of a report's table, out of what a load decided. Pure; no torch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._geometry import span_elements
+from sluice.entries.tree import walk
+from sluice.matching.match import Match, Outline, Slot
+from sluice.matching.placement import Placement, device_of
+from sluice.records import Entry, Index, LoadPlan, Request
+from sluice.reports.table import TensorRow
+
+__all__ = ["Decided", "casts", "request_rows", "tensor_rows"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What a load into a module decided. A report keeps it, so that the table costs nothing until it is asked for."""
+
+    #: The tensors of the module.
+    outline: Outline
+    #: What fills them. Its requests run in parallel with the targets of the plan.
+    match: Match
+    #: How.
+    plan: LoadPlan
+    #: Devices that were asked for, or chosen.
+    placement: Placement
+    #: The checkpoint.
+    index: Index
+    #: Buffers that no state dict holds.
+    computed: tuple[TensorRow, ...] = ()
+
+
+def tensor_rows(decided: Decided) -> tuple[TensorRow, ...]:
+    """Return one row for each name of the module, in its order; computed buffers come last."""
+    fates = {
+        **dict.fromkeys(decided.match.kept, "kept"),
+        **dict.fromkeys((*decided.match.zeroed, *decided.match.initialised), "initialised"),
+    }
+    filled = dict(zip(decided.match.slots, range(len(decided.match.slots)), strict=True))
+    in_place = {read.into for read in decided.plan.reads}
+    names = _SourceNames(decided.index)
+    rows: list[TensorRow] = []
+    for position, slot in enumerate(decided.outline.slots):
+        if position in filled:
+            number = filled[position]
+            request = decided.match.requests[number]
+            how = _how(decided.plan, number, request, in_place)
+            row = _filled(slot.names[0], request, how, names.of(request.entry))
+        else:
+            row = _absent(slot, fates[position], decided, position)
+        rows.append(row)
+        rows.extend(replace(row, name=other, how=f"tied to {slot.names[0]}") for other in slot.names[1:])
+    return (*rows, *decided.computed)
+
+
+def casts(requests: Iterable[Request]) -> dict[str, int]:
+    """Return the number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``."""
+    changes = [(request.entry.dtype, request.dtype) for request in requests]
+    return dict(Counter(f"{old}->{new}" for old, new in changes if old != new))
+
+
+def request_rows(
+    requests: Sequence[Request], targets: Sequence[int], plan: LoadPlan, index: Index
+) -> tuple[TensorRow, ...]:
+    """Return one row for each request, whose target has the position in ``targets``."""
+    in_place = {read.into for read in plan.reads}
+    names = _SourceNames(index)
+    return tuple(
+        _filled(request.name, request, _how(plan, target, request, in_place), names.of(request.entry))
+        for request, target in zip(requests, targets, strict=True)
+    )
+
+
+def _how(plan: LoadPlan, number: int, request: Request, in_place: set[int | None]) -> str:
+    kind = plan.blocks[number].kind
+    if kind == "mapped":
+        return kind
+    if request.entry.numel == 0:
+        return "empty"
+    if request.dtype != request.entry.dtype:
+        return "cast"
+    return "direct into place" if number in in_place else "through staging"
+
+
+def _filled(name: str, request: Request, how: str, source_names: tuple[str, ...]) -> TensorRow:
+    entry = request.entry
+    return TensorRow(
+        name=name,
+        file_dtype=entry.dtype,
+        dtype=request.dtype,
+        shape=entry.shape,
+        nbytes=entry.numel * ITEM_BYTES[request.dtype],
+        device=request.device,
+        how=how,
+        source_names=source_names,
+        origin=entry.origin,
+    )
+
+
+def _absent(slot: Slot, how: str, decided: Decided, position: int) -> TensorRow:
+    dtype = decided.match.initial_dtypes.get(position, slot.dtype)
+    return TensorRow(
+        name=slot.names[0],
+        file_dtype=None,
+        dtype=dtype,
+        shape=slot.shape,
+        nbytes=prod(slot.shape) * ITEM_BYTES[dtype],
+        device=device_of(slot.names[0], decided.placement) or ("cpu" if slot.on_meta else slot.device),
+        how=how,
+    )
+
+
+class _SourceNames:
+    """Finds the names of entries: of those in the tree by identity, of parts of them by the bytes that they view."""
+
+    def __init__(self, index: Index) -> None:
+        self._by_entry: dict[int, str] = {}
+        self._by_storage: defaultdict[int, dict[str, Entry]] = defaultdict(dict)
+        for name, entry in walk(index.tree):
+            self._by_entry.setdefault(id(entry), name)
+            if not entry.parts:
+                self._by_storage[entry.storage][name] = entry
+
+    def of(self, entry: Entry) -> tuple[str, ...]:
+        if id(entry) in self._by_entry:
+            return (self._by_entry[id(entry)],)
+        parts = [part.entry for part in entry.parts] or [entry]
+        return tuple(dict.fromkeys(name for part in parts for name in self._of_part(part)))
+
+    def _of_part(self, part: Entry) -> Iterator[str]:
+        if id(part) in self._by_entry:
+            yield self._by_entry[id(part)]
+            return
+        start, end = _range(part)
+        for name, entry in self._by_storage[part.storage].items():
+            first, last = _range(entry)
+            if first <= start and end <= last:
+                yield name
+                return
+
+
+def _range(entry: Entry) -> tuple[int, int]:
+    """Return the bytes of its storage that an entry spans."""
+    item = ITEM_BYTES[entry.dtype]
+    first = entry.storage_offset * item
+    return first, first + span_elements(entry.shape, entry.stride) * item

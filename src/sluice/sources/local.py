@@ -1,0 +1,262 @@
+"""Local files, read with ``preadv`` through descriptors of a bounded cache: one buffered, one for direct I/O.
+
+Where ``preadv`` does not exist (macOS before 11, Windows), reads fall back to ``pread`` or to a locked seek and read.
+Paths that are not regular files are refused before they are opened: a FIFO would block for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from sluice._errors import (
+    BudgetError,
+    CheckpointError,
+    FormatError,
+    ReadError,
+    SourceChangedError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice._options import BLOCK_BYTES
+from sluice.records import FileIdentity
+from sluice.sources.descriptors import DESCRIPTORS, Lease
+from sluice.sources.mapping import map_privately
+from sluice.sources.protocol import DirectIOUnavailable
+
+__all__ = ["LocalFile"]
+
+_HAS_PREADV = hasattr(os, "preadv")
+
+#: Before another try at a read that was interrupted (EINTR) or refused for the moment (EAGAIN), as FUSE and network
+#: file systems may; after the last of them the error stands.
+_PAUSES_SECONDS = (0.001, 0.01, 0.1)
+
+
+def _identity(status: os.stat_result) -> FileIdentity:
+    return FileIdentity(
+        device=status.st_dev,
+        inode=status.st_ino,
+        nbytes=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
+    )
+
+
+class LocalFile:
+    """A regular file; see ``Source``."""
+
+    def __init__(self, path: str | os.PathLike[str], *, expected: FileIdentity | None = None) -> None:
+        """Look at the file without reading it.
+
+        Args:
+            path: The file.
+            expected: The identity found earlier, when the file was indexed before.
+
+        Raises:
+            CheckpointError: It does not exist, is empty, or is no regular file.
+            SourceChangedError: It is not the file of ``expected``.
+        """
+        self._path = os.fspath(path)
+        self._key = object()
+        self._lock = threading.Lock()
+        try:
+            status = os.stat(self._path)
+        except FileNotFoundError as error:
+            raise CheckpointError("the file does not exist", file=self._path) from error
+        except ValueError as error:
+            raise CheckpointError(f"this cannot be a path: {error}", file=self._path) from error
+        except OSError as error:
+            raise ReadError(f"the file cannot be looked at: {error.strerror}", file=self._path) from error
+        if stat.S_ISDIR(status.st_mode):
+            raise UnsupportedError("this is a directory, not a checkpoint file", file=self._path)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError("not a regular file", file=self._path, found=_kind(status.st_mode))
+        self._identity = expected or _identity(status)
+        if _identity(status) != self._identity:
+            raise self._changed(_identity(status))
+        if status.st_size == 0:
+            raise TruncatedError("the file is empty", file=self._path)
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @property
+    def identity(self) -> FileIdentity:
+        return self._identity
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
+            raise self._too_early(offset, nbytes, max(0, self._identity.nbytes - offset))
+        data = bytearray(nbytes)
+        found = self.read_into(offset, memoryview(data))
+        if found != nbytes:
+            self.check_unchanged()
+            raise self._too_early(offset, nbytes, found)
+        return bytes(data)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if offset < 0:
+            raise self._too_early(offset, len(buffer), 0)
+        if offset >= self._identity.nbytes or not buffer:  # also: the system takes no offset of 64 bits
+            return 0
+        with self.lend(direct=direct) as descriptor:
+            return self._read_all(descriptor, offset, buffer, direct=direct)
+
+    def _read_all(self, descriptor: int, offset: int, buffer: memoryview, *, direct: bool) -> int:
+        done = 0
+        while done < len(buffer):
+            try:
+                found = self._read_some(descriptor, buffer[done:], offset + done)
+            except OSError as error:
+                if direct and error.errno == errno.EINVAL:
+                    raise DirectIOUnavailable(self._path) from error
+                raise ReadError(
+                    f"reading failed: {error.strerror or error}",
+                    file=self._path,
+                    offset=offset + done,
+                ) from error
+            if found == 0:
+                break
+            done += found
+            if direct and done % BLOCK_BYTES:
+                # Only the last block of a file reads short; elsewhere the rest would have to start inside of a block.
+                if offset + done < self._identity.nbytes:
+                    raise DirectIOUnavailable(self._path)
+                break
+        return done
+
+    def _read_some(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        for pause in _PAUSES_SECONDS:
+            try:
+                return self._read_once(descriptor, buffer, offset)
+            except (BlockingIOError, InterruptedError):
+                time.sleep(pause)
+        return self._read_once(descriptor, buffer, offset)
+
+    def _read_once(self, descriptor: int, buffer: memoryview, offset: int) -> int:
+        if _HAS_PREADV:
+            return os.preadv(descriptor, [buffer], offset)
+        with self._lock:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            data = os.read(descriptor, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    @contextmanager
+    def lend(self, *, direct: bool = False) -> Iterator[int]:
+        """Lend an open descriptor for the length of the block, checked against the identity when it was opened.
+
+        Raises:
+            DirectIOUnavailable: ``direct`` was asked for and the platform or file system has none.
+            ReadError: The file cannot be opened.
+            SourceChangedError: The path now names another file.
+        """
+        lease = Lease()
+        try:
+            try:
+                descriptor = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct), lease)
+            except OSError as error:
+                raise ReadError(f"the file cannot be opened: {error.strerror}", file=self._path) from error
+            yield descriptor.number
+        finally:
+            DESCRIPTORS.give_back(lease)
+
+    def _open(self, opened: list[int], *, direct: bool) -> None:
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+        if direct:
+            if not hasattr(os, "O_DIRECT"):
+                raise DirectIOUnavailable(self._path)
+            flags |= os.O_DIRECT
+        try:
+            # One step: an interrupt that comes during the call cannot get between it and the list.
+            opened.extend(map(os.open, (self._path,), (flags,)))
+        except OSError as error:
+            if direct and error.errno == errno.EINVAL:
+                raise DirectIOUnavailable(self._path) from error
+            raise
+        found = _identity(os.fstat(opened[0]))
+        if found != self._identity:
+            raise self._changed(found)
+
+    def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
+        with self.lend() as descriptor:
+            found = _identity(os.fstat(descriptor))
+            if found != self._identity:
+                raise self._changed(found)
+            try:
+                return map_privately(descriptor, offset, nbytes)
+            except OSError as error:
+                problem = f"the system refused to map {nbytes} bytes: {error.strerror}"
+                if error.errno == errno.ENOMEM:
+                    raise BudgetError(
+                        f"{problem} (a limit of the process on address space or mappings, or vm.overcommit_memory=2)",
+                        file=self._path,
+                        offset=offset,
+                    ) from error
+                raise ReadError(problem, file=self._path, offset=offset) from error
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        if hasattr(os, "posix_fadvise"):
+            with self.lend() as descriptor, suppress(OSError):
+                os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def check_unchanged(self) -> None:
+        try:
+            found = _identity(os.stat(self._path))
+        except OSError as error:
+            raise SourceChangedError(f"the file is gone: {error.strerror}", file=self._path) from error
+        if found != self._identity:
+            raise self._changed(found)
+
+    def close(self) -> None:
+        for direct in (False, True):
+            DESCRIPTORS.drop((self._key, direct))
+
+    def __del__(self) -> None:
+        # A checkpoint that nobody closed, or one that an interrupt kept from its ``with`` block.
+        for direct in (False, True):
+            DESCRIPTORS.forsake((self._key, direct))
+
+    def _too_early(self, offset: int, wanted: int, found: int) -> TruncatedError:
+        return TruncatedError(
+            "the file ends too early",
+            file=self._path,
+            offset=offset,
+            expected=f"{wanted} bytes",
+            found=f"{found} bytes",
+        )
+
+    def _changed(self, found: FileIdentity, *, offset: int | None = None) -> SourceChangedError:
+        return SourceChangedError(
+            "the file changed since it was indexed",
+            file=self._path,
+            offset=offset,
+            expected=_describe(self._identity),
+            found=_describe(found),
+        )
+
+
+def _describe(identity: FileIdentity) -> str:
+    return (
+        f"{identity.nbytes} bytes, inode {identity.device}:{identity.inode}, "
+        f"mtime {identity.mtime_ns} ns, ctime {identity.ctime_ns} ns"
+    )
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")

@@ -1,0 +1,71 @@
+"""Bytes in memory as a source: what an ``io.BytesIO`` holds."""
+
+from __future__ import annotations
+
+import io
+
+from sluice._errors import SourceChangedError, TruncatedError
+from sluice.records import FileIdentity
+from sluice.sources.protocol import DirectIOUnavailable
+
+__all__ = ["MemoryFile"]
+
+
+class MemoryFile:
+    """The content of a ``BytesIO``, which is not copied; see ``Source``."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        """Look at the stream; its position does not count and does not change."""
+        self.path = "<memory>"
+        self._stream = stream
+        self.identity = FileIdentity(device=0, inode=0, nbytes=self._nbytes(), mtime_ns=0, ctime_ns=0)
+        if not self.identity.nbytes:
+            raise TruncatedError("the file is empty", file=self.path)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or not 0 <= nbytes <= self.identity.nbytes - offset:
+            raise self._too_early(offset, nbytes)
+        self.check_unchanged()
+        with self._stream.getbuffer() as content:
+            return bytes(content[offset : offset + nbytes])
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if direct:
+            raise DirectIOUnavailable(self.path)
+        if offset < 0:
+            raise self._too_early(offset, len(buffer))
+        self.check_unchanged()
+        # The view lives no longer than this call: while there is one, the stream cannot be written to.
+        with self._stream.getbuffer() as content:
+            found = content[offset : offset + len(buffer)]
+            buffer[: len(found)] = found
+            return len(found)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Nothing is cached."""
+
+    def check_unchanged(self) -> None:
+        found = self._nbytes()
+        if found != self.identity.nbytes:
+            raise SourceChangedError(
+                "the stream changed",
+                file=self.path,
+                expected=f"{self.identity.nbytes} bytes",
+                found=f"{found} bytes",
+            )
+
+    def close(self) -> None:
+        """The stream is the caller's."""
+
+    def _too_early(self, offset: int, nbytes: int) -> TruncatedError:
+        return TruncatedError(
+            "the file ends too early",
+            file=self.path,
+            offset=offset,
+            expected=f"{nbytes} bytes",
+            found=f"{self.identity.nbytes} bytes in all",
+        )
+
+    def _nbytes(self) -> int:
+        with self._stream.getbuffer() as content:
+            return content.nbytes

@@ -1,0 +1,59 @@
+"""Reading headers: small reads bring their surroundings along, which the next ones ask for.
+
+A zip file is indexed in a dozen reads of a few bytes each, at its beginning and at its end. One by one they cost a
+thousand shards a thousand times as much as they bring.
+"""
+
+from __future__ import annotations
+
+from sluice._options import HEADER_PIECE_BYTES
+from sluice.records import FileIdentity
+from sluice.sources.protocol import Source
+
+__all__ = ["ReadAhead"]
+
+#: Pieces that are kept: the beginning of a file, its end, and where a pickle or a storage between them ends.
+_PIECES_KEPT = 4
+
+
+class ReadAhead:
+    """Another source, of which the last few pieces are kept; see ``Source``. For the time of indexing only."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        #: Offset and bytes of each piece. Replaced as a whole, so that any thread may look.
+        self._pieces: tuple[tuple[int, bytes], ...] = ()
+
+    @property
+    def path(self) -> str:
+        return self._source.path
+
+    @property
+    def identity(self) -> FileIdentity:
+        return self._source.identity
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        size = self.identity.nbytes
+        if offset < 0 or not 0 <= nbytes < HEADER_PIECE_BYTES or offset + nbytes > size:
+            return self._source.read_at(offset, nbytes)
+        for start, data in self._pieces:
+            if start <= offset and offset + nbytes <= start + len(data):
+                return data[offset - start : offset - start + nbytes]
+        start = max(0, min(offset, size - HEADER_PIECE_BYTES))
+        data = self._source.read_at(start, min(HEADER_PIECE_BYTES, size - start))
+        self._pieces = (*self._pieces[1 - _PIECES_KEPT :], (start, data))
+        return data[offset - start : offset - start + nbytes]
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        return self._source.read_into(offset, buffer, direct=direct)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        self._pieces = ()
+        self._source.forget(offset, nbytes)
+
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
+
+    def close(self) -> None:
+        self._pieces = ()
+        self._source.close()

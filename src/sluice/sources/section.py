@@ -1,0 +1,73 @@
+"""A range of a source as a source of its own: a file inside a file is parsed by what parses it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from sluice._errors import TruncatedError
+from sluice.records import FileIdentity
+from sluice.sources.protocol import Source
+
+__all__ = ["Section"]
+
+
+class Section:
+    """Bytes ``start`` to ``start + nbytes`` of another source, counted from 0; see ``Source``.
+
+    Offsets in errors about what was parsed count from its start, so whoever parses it adds ``start``.
+    """
+
+    def __init__(self, source: Source, start: int, nbytes: int, *, known: Iterable[tuple[int, bytes]] = ()) -> None:
+        """Choose the range.
+
+        Args:
+            source: What it is a part of.
+            start: Its first byte there; the range lies inside the source.
+            nbytes: Its size.
+            known: Ranges that were read already, by their offset in the section: they are not read again.
+        """
+        self.start = start
+        self._source = source
+        self._identity = replace(source.identity, nbytes=nbytes)
+        self._known = tuple(known)
+
+    @property
+    def path(self) -> str:
+        return self._source.path
+
+    @property
+    def identity(self) -> FileIdentity:
+        return self._identity
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
+            raise self._too_early(offset, nbytes)
+        for first, data in self._known:
+            if first <= offset and offset + nbytes <= first + len(data):
+                return data[offset - first : offset - first + nbytes]
+        return self._source.read_at(self.start + offset, nbytes)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if offset < 0:
+            raise self._too_early(offset, len(buffer))
+        room = max(0, self._identity.nbytes - offset)
+        return self._source.read_into(self.start + offset, buffer[:room], direct=direct)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        self._source.forget(self.start + offset, nbytes)
+
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
+
+    def close(self) -> None:
+        """The source belongs to others."""
+
+    def _too_early(self, offset: int, nbytes: int) -> TruncatedError:
+        return TruncatedError(
+            "a file inside this file ends too early",
+            file=self.path,
+            offset=offset,
+            expected=f"{nbytes} bytes",
+            found=f"{max(0, self._identity.nbytes - offset)} bytes",
+        )

@@ -1,0 +1,85 @@
+"""Sparse and quantized tensors in memory as the dense ones that they are made of, which share their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sluice.writing.torch_tensors import Geometry, QuantizedParts, SparseParts
+
+__all__ = ["QUANTIZED_DTYPES", "SPARSE_LAYOUTS", "count_parts", "dense_parts", "made_of"]
+
+#: How the compressed and the plain indices of each layout are called.
+_INDICES = {
+    torch.sparse_csr: ("crow_indices", "col_indices"),
+    torch.sparse_csc: ("ccol_indices", "row_indices"),
+    torch.sparse_bsr: ("crow_indices", "col_indices"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices"),
+}
+
+#: Layouts that torch pickles.
+SPARSE_LAYOUTS = frozenset({torch.sparse_coo, *_INDICES})
+
+#: Dtype of the integers of each quantized dtype that torch pickles.
+QUANTIZED_DTYPES = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+
+# torch has no public names for what an uncoalesced tensor is made of, which coalesce() would change.
+# ruff: noqa: SLF001
+
+
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the dense tensors that a tensor is made of: itself, where it is dense."""
+    tensor = tensor.detach() if tensor.layout is not torch.strided or tensor.is_quantized else tensor
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in _INDICES:
+        compressed, plain = _INDICES[tensor.layout]
+        return getattr(tensor, compressed)(), getattr(tensor, plain)(), tensor.values()
+    if not tensor.is_quantized:
+        return (tensor,)
+    integers = torch.empty(0, dtype=QUANTIZED_DTYPES[tensor.dtype], device=tensor.device)
+    integers.set_(tensor.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    if tensor.qscheme() is torch.per_tensor_affine:
+        return (integers,)
+    return integers, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+
+
+def count_parts(tensor: torch.Tensor) -> int:
+    """Return how many ``dense_parts`` a tensor has."""
+    if tensor.layout is torch.strided:
+        return 3 if tensor.is_quantized and tensor.qscheme() is not torch.per_tensor_affine else 1
+    return 2 if tensor.layout is torch.sparse_coo else 3
+
+
+def made_of(tensor: torch.Tensor, parts: Sequence[Geometry]) -> Geometry | SparseParts | QuantizedParts:
+    """Return what the pickle says of a tensor.
+
+    Args:
+        tensor: The tensor.
+        parts: What it says of its ``dense_parts``.
+    """
+    if tensor.layout is not torch.strided:
+        return SparseParts(
+            layout=str(tensor.layout).removeprefix("torch."),
+            parts=tuple(parts),
+            shape=tuple(tensor.shape),
+            coalesced=tensor.is_coalesced() if tensor.layout is torch.sparse_coo else None,
+        )
+    if not tensor.is_quantized:
+        return parts[0]
+    if len(parts) == 1:
+        scale, zero_point = (tensor.q_scale(),), (tensor.q_zero_point(),)
+        return QuantizedParts(integers=parts[0], scales=scale, zero_points=zero_point, dtype=_name(tensor.dtype))
+    integers, scales, zero_points = parts
+    return QuantizedParts(
+        integers=integers,
+        scales=scales,
+        zero_points=zero_points,
+        axis=tensor.q_per_channel_axis(),
+        dtype=_name(tensor.dtype),
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

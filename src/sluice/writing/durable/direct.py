@@ -1,0 +1,153 @@
+"""Large writes that bypass the page cache: the disk takes them at its own speed, and nothing has to be written back.
+
+Whole blocks go through aligned staging buffers, from several threads at once. What is smaller than a block, or stands
+before the first and behind the last one, waits in memory and is written through the page cache, many together: while
+such a write holds the file, file systems let no direct one go on. No block is written both ways.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+
+import numpy as np
+
+from sluice import _options as options
+from sluice._geometry import round_down, round_up
+from sluice.engine.staging import StagingPool
+from sluice.machine.facts import takes_direct_io
+from sluice.writing.durable.partial_files import close
+
+__all__ = ["DirectWrites", "block_bytes", "direct_writes", "write_all"]
+
+
+def block_bytes() -> int:
+    """Return the alignment of direct writes: pages of the cache must not hold blocks that are written past it."""
+    return max(options.BLOCK_BYTES, mmap.PAGESIZE)
+
+
+def write_all(descriptor: int, offset: int, view: memoryview) -> None:
+    """Write all of ``view``, one-dimensional bytes, at a position in a file."""
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        if not written:
+            raise OSError(errno.EIO, "nothing was written")
+        offset, view = offset + written, view[written:]
+
+
+def direct_writes(path: str, descriptor: int, staging: StagingPool) -> DirectWrites | None:
+    """Open a file that is being written a second time, for direct writes; None where there are none.
+
+    Args:
+        path: Its present name.
+        descriptor: The one that is open.
+        staging: Buffers of whole blocks, for one writing thread each.
+    """
+    if not hasattr(os, "O_DIRECT") or not takes_direct_io(path):
+        return None
+    try:
+        direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None  # what matters is written through the page cache as well, or fails there
+    try:
+        if os.path.samestat(os.fstat(descriptor), os.fstat(direct)):
+            return DirectWrites(descriptor, direct, staging)
+    except OSError:
+        pass
+    close(direct)
+    return None
+
+
+class DirectWrites:
+    """The writes of one file. ``settle`` it after the last."""
+
+    def __init__(self, descriptor: int, direct: int, staging: StagingPool) -> None:
+        self._descriptor = descriptor
+        self._direct = direct
+        self._staging = staging
+        self._own = staging.memory.mapping if staging.memory else None
+        self._refused = False
+        self._lock = threading.Lock()
+        self._small: list[tuple[int, bytes]] = []
+        self._small_bytes = 0
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write all of ``view`` at ``offset``; from any thread, each byte of the file once."""
+        end = offset + len(view)
+        first, last = round_up(offset, block_bytes()), round_down(end, block_bytes())
+        if last - first < options.DIRECT_WRITE_BYTES:
+            self._keep(offset, view)
+            return
+        reached = first + self._write_blocks(first, view[first - offset : last - offset])
+        self._keep(offset, view[: first - offset])
+        write_all(self._descriptor, reached, view[reached - offset : last - offset])
+        self._keep(last, view[last - offset :])
+
+    def settle(self, first: int = 0, end: int | None = None) -> None:
+        """Hand to the system what waits, if any of it lies between two positions in the file."""
+        with self._lock:
+            if any(at + len(data) > first and (end is None or at < end) for at, data in self._small):
+                self._write_small()
+
+    def close(self) -> None:
+        """Close the second descriptor; what waits is lost."""
+        close(self._direct)
+
+    def _keep(self, offset: int, view: memoryview) -> None:
+        if not view:
+            return
+        with self._lock:
+            self._small.append((offset, bytes(view)))
+            self._small_bytes += len(view)
+            if self._small_bytes > options.SMALL_WRITES_BYTES or len(self._small) >= options.SMALL_WRITES:
+                self._write_small()
+
+    def _write_small(self) -> None:
+        """Write what waits, neighbours together."""
+        waiting, self._small, self._small_bytes = sorted(self._small), [], 0
+        joined = bytearray()
+        start = 0
+        for offset, data in waiting:
+            if offset != start + len(joined):
+                write_all(self._descriptor, start, memoryview(joined))
+                joined, start = bytearray(), offset
+            joined += data
+        write_all(self._descriptor, start, memoryview(joined))
+
+    def _write_blocks(self, offset: int, view: memoryview) -> int:
+        """Write whole blocks and return how many bytes were; fewer where the file system refuses."""
+        done = 0
+        while done < len(view) and not self._refused:
+            if view.obj is self._own and _address(view) % block_bytes() == 0:
+                written = self._write_once(view[done:], offset + done)
+            else:
+                written = self._write_copy(view[done:], offset + done)
+            done += written
+            if written == 0 or written % block_bytes():
+                break
+        return done
+
+    def _write_copy(self, view: memoryview, offset: int) -> int:
+        buffer = self._staging.borrow()
+        try:
+            piece = buffer.view[: min(len(view), round_down(len(buffer.view), block_bytes()))]
+            # Not a slice assignment, which would keep all other threads from running.
+            np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(view, np.uint8, len(piece)))
+            return self._write_once(piece, offset)
+        finally:
+            self._staging.give_back(buffer)
+
+    def _write_once(self, view: memoryview, offset: int) -> int:
+        try:
+            return os.pwrite(self._direct, view, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._refused = True
+            return 0
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)

@@ -1,0 +1,280 @@
+"""One file written so that its name always means a whole file: the old one until the new one is on the disk.
+
+The new file is written beside the old one under a hidden name, synced, given its name by a rename, and the directory
+is synced after. A crash at any moment leaves the old file or the new one, and perhaps a hidden file, which the next
+save of the same name removes (``_hidden``).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from sluice import _options as options
+from sluice._errors import SaveError
+from sluice.engine.staging import StagingPool
+from sluice.writing.durable.direct import DirectWrites, direct_writes, write_all
+from sluice.writing.durable.partial_files import (
+    ATTEMPTS,
+    close,
+    hidden_path,
+    remove_leftovers,
+    saving,
+    syncing,
+    try_lock,
+)
+
+__all__ = ["NewFile", "Replacement", "kind_of_file", "saving"]
+
+#: Answers of file systems that cannot reserve space, and of those that have no hard links.
+_NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+
+
+class NewFile:
+    """A file that is being filled: made in a ``with`` block, where nothing may have its name, and closed after it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Nothing is made yet.
+
+        Args:
+            path: Its name.
+        """
+        self.path = os.fsdecode(path)
+        self._descriptor = -1
+        self._made = ""
+        self._direct: DirectWrites | None = None
+
+    def __enter__(self) -> Self:
+        with saving(self.path):
+            self._make(self.path)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def _make(self, path: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        self._descriptor = os.open(path, flags, 0o666)
+        self._made = path
+
+    def _close(self) -> None:
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            direct.close()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            close(descriptor)
+
+    def reserve(self, nbytes: int, staging: StagingPool | None = None) -> None:
+        """Take the space for ``nbytes`` bytes now, so that a full disk is an error before the work, not after it.
+
+        Args:
+            nbytes: Bytes that will be written, or most of them.
+            staging: Buffers through which large files are written around the page cache; None writes through it.
+        """
+        if not nbytes:
+            return
+        if hasattr(os, "posix_fallocate"):
+            with saving(self.path):
+                try:
+                    os.posix_fallocate(self._descriptor, 0, nbytes)
+                except OSError as error:
+                    if error.errno not in _NO_RESERVE:
+                        raise
+        if staging is not None and nbytes >= options.DIRECT_FILE_BYTES:
+            self._direct = direct_writes(self._made, self._descriptor, staging)
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Write all of ``data`` at a position in the file, in bytes; from any thread, each byte of the file once."""
+        view = memoryview(data).cast("B")
+        with saving(self.path):
+            if self._direct is not None:
+                self._direct.write(offset, view)
+            else:
+                write_all(self._descriptor, offset, view)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes that were written before."""
+        with saving(self.path):
+            if self._direct is not None:
+                self._direct.settle(offset, offset + nbytes)
+            data = os.pread(self._descriptor, nbytes, offset)
+            if not data:
+                raise OSError(errno.EIO, "bytes that were written are not there")
+            return data
+
+    def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
+        """Make what is written durable, under the name that it has now.
+
+        Args:
+            nbytes: Size of the file; None leaves it at what was written or reserved.
+            mode: Permissions; None leaves those that new files get.
+
+        Raises:
+            SaveError: The operating system failed.
+        """
+        with saving(self.path):
+            if self._direct is not None:
+                self._direct.settle()
+            if nbytes is not None:
+                os.ftruncate(self._descriptor, nbytes)
+            if mode is not None and hasattr(os, "fchmod"):
+                os.fchmod(self._descriptor, mode)
+            os.fsync(self._descriptor)
+
+
+class Replacement(NewFile):
+    """A file under construction. Use it in a ``with`` block and ``commit`` it; without that, nothing has happened.
+
+    Example:
+        >>> with Replacement("model.bin", overwrite=True) as file:
+        ...     file.write_at(0, b"abc")
+        ...     file.commit()
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool, in_set: bool = False) -> None:
+        """Look at what is there; nothing is changed.
+
+        Args:
+            path: The file to make or replace. Symbolic links are followed: what they point to is replaced.
+            overwrite: Whether a file that exists may be replaced.
+            in_set: It belongs to a set of files whose directory the caller has locked. It is sealed and named with
+                the others; a symbolic link in its place is replaced itself.
+
+        Raises:
+            SaveError: Something is there that may not or can not be replaced.
+        """
+        super().__init__(path)
+        self._overwrite = overwrite
+        self._in_set = in_set
+        with saving(self.path):
+            self._final = self.path if in_set else os.path.realpath(self.path)
+            self._directory, self._name = os.path.split(self._final)
+            self._old = self._existing()
+        self._hidden = ""
+
+    def _existing(self) -> os.stat_result | None:
+        """Return what the system says of the file that is there, or None for none."""
+        try:
+            found = os.lstat(self._final)
+        except FileNotFoundError:
+            return None
+        if self._in_set and stat.S_ISLNK(found.st_mode):
+            return None
+        if not stat.S_ISREG(found.st_mode):
+            raise SaveError("only a regular file can be replaced", file=self.path, found=kind_of_file(found.st_mode))
+        if not self._overwrite:
+            raise SaveError("the file exists already; say overwrite=True to replace it", file=self.path)
+        if not os.access(self._final, os.W_OK):
+            raise SaveError("the file is read-only", file=self.path)
+        return found
+
+    def __enter__(self) -> Self:
+        try:
+            with saving(self.path):
+                if not self._in_set:
+                    remove_leftovers(self._directory, self._name)
+                self._make_hidden()
+        except BaseException:
+            self._abandon()
+            raise
+        return self
+
+    def _make_hidden(self) -> None:
+        for _ in range(ATTEMPTS):
+            self._hidden = hidden_path(self._directory, self._name, in_set=self._in_set)
+            self._make(self._hidden)
+            if self._in_set or (try_lock(self._descriptor) is not False and os.fstat(self._descriptor).st_nlink):
+                return
+            self._close()  # another writer took it for a leftover before it was locked
+        raise SaveError("hidden files of this save are removed as fast as they are made", file=self.path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abandon()
+
+    def _abandon(self) -> None:
+        if self._hidden:
+            with suppress(OSError):  # it has its name already, or cannot be removed: the next save tries again
+                os.unlink(self._hidden)
+        self._close()
+
+    def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
+        """Make what is written durable, with the owner and permissions of the file that it replaces."""
+        if self._old is not None:
+            mode = stat.S_IMODE(self._old.st_mode) if mode is None else mode
+            self._keep_owner(self._old)
+        super().seal(nbytes=nbytes, mode=mode)
+        if self._in_set:
+            self._close()  # there can be more of them than descriptors
+
+    def _keep_owner(self, old: os.stat_result) -> None:
+        with suppress(OSError):  # only root may give files away
+            new = os.fstat(self._descriptor)
+            if hasattr(os, "fchown") and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+                os.fchown(self._descriptor, old.st_uid, old.st_gid)
+
+    def commit(self, *, nbytes: int | None = None) -> None:
+        """Give the file its name, once all of it is on the disk.
+
+        Args:
+            nbytes: Its size; None leaves it at what was written or reserved.
+
+        Raises:
+            SaveError: It could not be made durable or named. What was there before is still there, except when
+                only the last step failed, the sync of the directory: then the new file has the name, whole.
+        """
+        self.seal(nbytes=nbytes)
+        with syncing(self._directory, self.path, commits=True):
+            self.publish()
+
+    def publish(self) -> None:
+        """Give the sealed file its name; the caller syncs the directory."""
+        with saving(self.path):
+            if self._overwrite:
+                os.replace(self._hidden, self._final)
+            else:
+                self._link()
+
+    def _link(self) -> None:
+        try:
+            os.link(self._hidden, self._final)  # unlike a rename, it refuses when somebody was faster
+        except OSError as error:
+            if error.errno in _NO_LINKS and not os.path.lexists(self._final):
+                os.replace(self._hidden, self._final)
+                return
+            if isinstance(error, FileExistsError) or error.errno in _NO_LINKS:
+                raise SaveError("the file was made by somebody else meanwhile", file=self.path) from error
+            raise
+
+    @property
+    def is_published(self) -> bool:
+        """Whether a file that was sealed has its final name: what was renamed is no longer hidden."""
+        return not os.path.lexists(self._hidden)
+
+    def withdraw(self) -> None:
+        """Remove a published file, as far as that is possible."""
+        with suppress(OSError):
+            os.unlink(self._final)
+
+
+def kind_of_file(mode: int) -> str:
+    """Return what a path is that is no regular file, from its mode; for messages."""
+    for test, name in (
+        (stat.S_ISDIR, "a directory"),
+        (stat.S_ISFIFO, "a FIFO"),
+        (stat.S_ISSOCK, "a socket"),
+        (stat.S_ISLNK, "a symbolic link that leads in a circle"),
+        (stat.S_ISREG, "a file"),
+    ):
+        if test(mode):
+            return name
+    return "a device"

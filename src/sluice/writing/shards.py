@@ -1,0 +1,209 @@
+"""Writes a model directory as Hugging Face libraries read it: one safetensors file, or shards and their index.
+
+A crash at any moment leaves a directory that reads as the old model or as the new one. All files are written under
+hidden names first. Then the shards get names that nothing refers to yet, and one step makes them the model: the index
+is renamed or, where a single file was or becomes the model, that file is replaced or removed, because readers prefer it
+to an index. What only the old model needs goes last. Where old shards have the usual names, new ones get a token in
+theirs.
+
+The directory is locked meanwhile: hidden files of a set are then known to be leftovers. The hidden index is on the disk
+before the first shard has its name, so that it tells the next save which shards a killed one has named in vain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from sluice._errors import SaveError
+from sluice.writing.durable.directories import locked_directory, made_directory, publish_set
+from sluice.writing.durable.partial_files import hidden_stem, saving, syncing
+from sluice.writing.durable.replacement import Replacement
+from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
+
+__all__ = ["ModelFiles", "plan_model_directory", "split_shards", "write_model_directory"]
+
+_WHOLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+#: Shards under their usual names, and under those that are taken when the usual ones are in use.
+_USUAL = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_TOKEN = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
+
+
+def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list[str]]:
+    """Return the names of each shard, in order; a tensor above the limit is alone in its shard.
+
+    Example:
+        >>> split_shards({"a": 3, "b": 4, "c": 9}, 7)
+        [['a', 'b'], ['c']]
+    """
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, nbytes in sizes.items():
+        if shards[-1] and limit_bytes is not None and used + nbytes > limit_bytes:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += nbytes
+    return shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """The decided files of a model; the one that makes them the model is the last."""
+
+    #: Name of each file of tensors, and what is in it.
+    shards: tuple[tuple[str, SafetensorsLayout], ...]
+    #: The index; empty for a single file.
+    index: bytes
+    #: Names of the files of the model that is there, in the order in which they can go.
+    old: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file by its name."""
+        sizes = {name: layout.nbytes for name, layout in self.shards}
+        return {**sizes, _INDEX: len(self.index)} if self.index else sizes
+
+
+def plan_model_directory(
+    directory: Path, tensors: Mapping[str, TensorOutline], *, metadata: Mapping[str, str], limit_bytes: int | None
+) -> ModelFiles:
+    """Decide the files of a model; nothing is changed.
+
+    Args:
+        directory: Where they go; it need not exist.
+        tensors: Without further names of the same tensor.
+        metadata: Text for the header of each file.
+        limit_bytes: Bytes of tensors in one shard; None for one file.
+
+    Raises:
+        SaveError: A name or a dtype that the format cannot hold.
+    """
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    shards = split_shards(sizes, limit_bytes)
+    with saving(str(directory)):
+        old = _model_files(directory) if directory.is_dir() else []
+    names = _shard_names(len(shards), taken=old)
+    layouts = [lay_out_safetensors({name: tensors[name] for name in shard}, metadata) for shard in shards]
+    index = _index(dict(zip(names, shards, strict=True)), sum(sizes.values())) if len(shards) > 1 else b""
+    return ModelFiles(shards=tuple(zip(names, layouts, strict=True)), index=index, old=tuple(old))
+
+
+def write_model_directory(
+    directory: Path,
+    tensors: Mapping[str, TensorOutline],
+    *,
+    metadata: Mapping[str, str],
+    limit_bytes: int | None,
+    overwrite: bool,
+    write: Callable[[SafetensorsLayout, Replacement], None],
+) -> list[Path]:
+    """Write the tensors and return the files of the model.
+
+    Args:
+        directory: Made when it does not exist.
+        tensors: Without further names of the same tensor.
+        metadata: Text for the header of each file.
+        limit_bytes: Bytes of tensors in one shard; None for one file.
+        overwrite: Whether a model that is there may be replaced.
+        write: Writes what a file holds, without committing it.
+
+    Raises:
+        SaveError: Nothing was changed that the old model needs.
+    """
+    plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)  # refuses before it is made
+    with made_directory(str(directory), lambda: locked_directory(str(directory))):
+        _remove_leftovers(directory)
+        files = plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)
+        if files.old and not overwrite:
+            problem = "the directory holds a model already; say overwrite=True to replace it"
+            raise SaveError(problem, file=str(directory), found=files.old[0])
+        with ExitStack() as stack:
+            written = []
+            for name, layout in files.shards:
+                out = stack.enter_context(Replacement(directory / name, overwrite=True, in_set=True))
+                write(layout, out)
+                out.seal(nbytes=layout.nbytes)
+                written.append(out)
+            if files.index:
+                out = stack.enter_context(Replacement(directory / _INDEX, overwrite=True, in_set=True))
+                out.write_at(0, files.index)
+                out.seal(nbytes=len(files.index))
+                written.append(out)
+            _publish(directory, written, files.old)
+        _remove(directory, [name for name in files.old if name not in files.sizes])
+    return [directory / name for name in files.sizes]
+
+
+def _publish(directory: Path, files: Sequence[Replacement], old: Sequence[str]) -> None:
+    """Name the files of the new model; the step that makes it the model comes last."""
+    whole = directory / _WHOLE
+    if len(files) > 1 and _WHOLE in old:  # until this goes, readers do not look at the index
+        publish_set(str(directory), files, whole.unlink, lambda: not os.path.lexists(whole))
+    else:
+        publish_set(str(directory), files[:-1], files[-1].publish, lambda: files[-1].is_published)
+
+
+def _shard_names(count: int, *, taken: Iterable[str]) -> list[str]:
+    """Return the usual names, or others where the old model has some of them."""
+    if count == 1:
+        return [_WHOLE]
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if not set(names) & set(taken):
+        return names
+    token = secrets.token_hex(4)
+    return [f"model-{token}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+
+
+def _model_files(directory: Path) -> list[str]:
+    """Return the files of the model that is there, the preferred one first."""
+    found = [name for name in (_WHOLE, _INDEX) if os.path.lexists(directory / name)]
+    found += sorted(_shards_of(directory / _INDEX)) if _INDEX in found else []
+    usual = (path.name for path in directory.iterdir() if _USUAL.fullmatch(path.name))
+    return [*found, *sorted(set(usual) - set(found))]
+
+
+def _shards_of(index: Path) -> set[str]:
+    """Return the shards that an index names; a damaged one names none."""
+    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return {name for name in shards if os.path.basename(name) == name}
+    return set()
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what killed saves have left: hidden files, and shards that were named without becoming a model."""
+    with saving(str(directory)):
+        names = os.listdir(directory)
+    hidden = [name for name in names if hidden_stem(name, in_set=True) is not None]
+    in_vain = set[str]().union(*(_shards_of(directory / name) for name in hidden))
+    model = {_WHOLE, _INDEX, *_shards_of(directory / _INDEX)}
+    orphans = [name for name in names if name in in_vain or _TOKEN.fullmatch(name)]
+    _remove(directory, [name for name in orphans if name not in model])
+    _remove(directory, hidden)  # after the shards that only a hidden index tells apart
+
+
+def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": {name: file for file, names in shards.items() for name in names},
+    }
+    return json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _remove(directory: Path, names: Sequence[str]) -> None:
+    """Remove what nobody reads, as far as that is possible: the next save tries again what is left."""
+    if not names:
+        return
+    with suppress(OSError, SaveError), syncing(str(directory), str(directory)):
+        for name in names:
+            with suppress(OSError):
+                (directory / name).unlink()

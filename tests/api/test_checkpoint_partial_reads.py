@@ -1,0 +1,360 @@
+"""Slices and parts read only the bytes that they need: the reads of every format, recorded and compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import basic_indices
+from torch import nn
+
+import sluice
+from sluice import _options as options
+from sluice.machine import facts as _facts
+from sluice.sources.local import LocalFile
+from sluice.testing import RecordingSource, record_reads
+from support import distributed
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+
+#: File, first byte and size of a read.
+Range: TypeAlias = tuple[str, int, int]
+
+#: The gap of most tests, so that small files have gaps on both sides of it: 16 elements.
+GAP_BYTES = 64
+
+
+@pytest.fixture(autouse=True)
+def _small_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "COALESCE_GAP_BYTES", GAP_BYTES)
+
+
+def numbered(*shape: int, start: int = 0) -> torch.Tensor:
+    """A tensor in which no two elements are equal, so that its bytes are found in a file."""
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def write_zip(path: Path, tensors: Tensors) -> Path:
+    torch.save(tensors, path / "f.pth")
+    return path / "f.pth"
+
+
+def write_legacy(path: Path, tensors: Tensors) -> Path:
+    torch.save(tensors, path / "f.pth", _use_new_zipfile_serialization=False)
+    return path / "f.pth"
+
+
+def write_safetensors(path: Path, tensors: Tensors) -> Path:
+    safetensors.torch.save_file(tensors, path / "f.safetensors")
+    return path / "f.safetensors"
+
+
+def write_model(path: Path, tensors: Tensors) -> Path:
+    safetensors.torch.save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def write_parts(path: Path, tensors: Tensors) -> Path:
+    for number, (name, tensor) in enumerate(tensors.items()):
+        safetensors.torch.save_file({name: tensor}, path / f"part-{number}.safetensors")
+    return path
+
+
+def write_parameters(path: Path, tensors: Tensors) -> Path:
+    for name, tensor in tensors.items():
+        torch.save(tensor.clone(), path / f"{name}.pt")
+    return path
+
+
+def write_shards(path: Path, tensors: Tensors) -> Path:
+    weight_map = {name: f"model-{number}.safetensors" for number, name in enumerate(tensors)}
+    for name, file in weight_map.items():
+        safetensors.torch.save_file({name: tensors[name]}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path / "model.safetensors.index.json"
+
+
+def write_pickled_shards(path: Path, tensors: Tensors) -> Path:
+    weight_map = {name: f"pytorch_model-{number}.bin" for number, name in enumerate(tensors)}
+    for name, file in weight_map.items():
+        torch.save({name: tensors[name]}, path / file)
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def write_distributed(path: Path, tensors: Tensors) -> Path:
+    return distributed.save(path, dict(tensors))
+
+
+WRITERS = (
+    *(write_zip, write_legacy, write_safetensors, write_model),
+    *(write_parts, write_parameters, write_shards, write_pickled_shards, write_distributed),
+)
+
+every_format = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
+
+
+class Recorded:
+    """An open checkpoint whose reads are recorded."""
+
+    def __init__(self, checkpoint: sluice.Checkpoint, recordings: tuple[RecordingSource, ...]) -> None:
+        self.checkpoint = checkpoint
+        self._recordings = recordings
+
+    def reads(self) -> list[Range]:
+        """Return what was read since the last call."""
+        found = [(source.path, read.offset, read.nbytes) for source in self._recordings for read in source.reads]
+        for source in self._recordings:
+            source.reads.clear()
+        return sorted(found)
+
+    def needed(self, stored: torch.Tensor, key: Any = ..., gap_bytes: int = GAP_BYTES) -> list[Range]:
+        """Return the byte runs of ``stored[key]`` in the file that holds it, joined over gaps that are small."""
+        storage = torch.empty(0, dtype=stored.dtype).set_(stored.untyped_storage())
+        places = [(path, Path(path).read_bytes().find(storage.numpy().tobytes())) for path in self.checkpoint.files]
+        [(path, base)] = [place for place in places if place[1] >= 0]
+        numbers = torch.arange(storage.numel()).as_strided(stored.shape, stored.stride(), stored.storage_offset())[key]
+        item = stored.element_size()
+        runs: list[Range] = []
+        for number in sorted(set(numbers.flatten().tolist())):
+            first = base + number * item
+            if runs and first - (runs[-1][1] + runs[-1][2]) <= gap_bytes:
+                runs[-1] = (path, runs[-1][1], first + item - runs[-1][1])
+            else:
+                runs.append((path, first, item))
+        return runs
+
+
+@contextmanager
+def recorded(path: Path) -> Iterator[Recorded]:
+    """Open a checkpoint, find where its data lies, and record from there on."""
+    with sluice.open(path) as checkpoint:
+        for tensor in checkpoint.values():
+            if tensor.shape:
+                tensor[:1].read()  # zip files tell where the data is beside it
+        yield Recorded(checkpoint, record_reads(checkpoint))
+
+
+KEYS: dict[str, Any] = {
+    "rows": slice(10, 20),
+    "rows and every second column": (slice(10, 20), slice(None, None, 2)),
+    "columns with small gaps": (slice(None), slice(5, 40)),
+    "columns with large gaps": (slice(None), slice(5, 15)),
+    "one column": (slice(None), 7),
+    "rows far apart": slice(None, None, 7),
+    "rows far apart and one column": (slice(3, None, 9), 49),
+    "one row": -1,
+    "one element": (3, 4),
+    "three dimensions": (slice(2, 4), None, ..., slice(0, 50, 25)),
+    "everything": ...,
+    "last rows": slice(-2, 1000),
+    "no rows": slice(5, 5),
+    "no columns": (slice(None), slice(60, None)),
+}
+
+
+@every_format
+def test_a_slice_reads_its_runs(tmp_path: Path, write: Callable[[Path, Tensors], Path]) -> None:
+    tensors = {"a": numbered(100), "w": numbered(30, 50, start=1000), "z": numbered(7, 3, start=5000)}
+    with recorded(write(tmp_path, tensors)) as file:
+        for what, key in KEYS.items():
+            assert torch.equal(file.checkpoint["w"][key].read(), tensors["w"][key]), what
+            assert file.reads() == file.needed(tensors["w"], key), what
+
+
+@every_format
+def test_an_empty_slice_reads_nothing_at_all(tmp_path: Path, write: Callable[[Path, Tensors], Path]) -> None:
+    with sluice.open(write(tmp_path, {"w": numbered(30, 50)})) as checkpoint:
+        recordings = record_reads(checkpoint)
+        assert checkpoint["w"][3:3, ::2].read().shape == (0, 25)
+        assert checkpoint["w"][:, 50:].read(dtype=torch.bfloat16).dtype == torch.bfloat16
+        assert [source.reads for source in recordings] == [[]]  # neither data nor what tells where the data is
+
+
+@every_format
+def test_a_slice_into_memory_that_exists(tmp_path: Path, write: Callable[[Path, Tensors], Path]) -> None:
+    tensors = {"w": numbered(30, 50)}
+    out = torch.zeros(3, 30, dtype=torch.float64).t()
+    with recorded(write(tmp_path, tensors)) as file:
+        file.checkpoint["w"][:, 10:40:10].read(out=out)
+        assert torch.equal(out, tensors["w"][:, 10:40:10].double())
+        assert file.reads() == file.needed(tensors["w"], (slice(None), slice(10, 40, 10)))
+
+
+@pytest.mark.parametrize("write", [write_zip, write_legacy])
+def test_slices_of_views(tmp_path: Path, write: Callable[[Path, Tensors], Path]) -> None:
+    storage = numbered(30, 50)
+    tensors = {
+        "transposed": storage.t(),
+        "columns": storage[:, 20:40],
+        "steps": storage[::3, ::17],
+        "expanded": storage[:, :1].expand(30, 400),
+        "repeated": storage[3].expand(6, 50),
+    }
+    with recorded(write(tmp_path, tensors)) as file:
+        for name, stored in tensors.items():
+            for key in (slice(2, 4), (slice(None), slice(1, 3)), (slice(None, None, 5), slice(10)), 1, ...):
+                found = file.checkpoint[name][key].read()
+                assert torch.equal(found, stored[key]), (name, key)
+                assert file.reads() == file.needed(stored, key), (name, key)
+                assert found.untyped_storage().nbytes() <= stored[key].nbytes
+
+
+def test_an_expanded_tensor_is_held_once(tmp_path: Path) -> None:
+    column = numbered(1000, 50)[:, :1].expand(1000, 3000)
+    torch.save({"w": column}, tmp_path / "f.pth")
+    with sluice.open(tmp_path / "f.pth") as checkpoint:
+        for key in (..., slice(None, None, 10)):
+            found = checkpoint["w"][key].read()
+            assert torch.equal(found, column[key])
+            assert found.untyped_storage().nbytes() == 4 * len(found)
+
+
+def test_the_real_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    gap = options.COALESCE_GAP_BYTES
+    tensors = {"below": numbered(3, gap // 4 + 1), "above": numbered(3, gap // 4 + 2, start=1 << 20)}
+    with recorded(write_safetensors(tmp_path, tensors)) as file:
+        for name, reads in (("below", 1), ("above", 3)):
+            file.checkpoint[name][:, 0].read()
+            found = file.reads()
+            assert len(found) == reads
+            assert found == file.needed(tensors[name], (slice(None), 0), gap)
+
+
+@pytest.mark.parametrize("rows", [slice(100, 400), (slice(None), slice(0, 1020, 2))], ids=["rows", "columns"])
+def test_what_passes_the_gate_in_parts_is_read_once(tmp_path: Path, rows: Any) -> None:
+    tensors = {"w": numbered(1000, 1024)}
+    memory = sluice.MemoryLimits(staging="1MiB")
+    with recorded(write_safetensors(tmp_path, tensors)) as file:
+        found = file.checkpoint["w"][rows].read(dtype=torch.float64, memory=memory)
+        assert torch.equal(found, tensors["w"][rows].double())
+        reads = file.reads()
+        [(_, first, nbytes)] = file.needed(tensors["w"], rows)
+        assert len(reads) > 1
+        assert (reads[0][1], reads[-1][1] + reads[-1][2]) == (first, first + nbytes)
+        ends = [offset + size for _, offset, size in reads]
+        assert all(0 <= start - end <= GAP_BYTES for end, (_, start, _) in zip(ends, reads[1:], strict=False))
+
+
+def test_a_large_slice_without_a_cast_is_read_to_its_place(tmp_path: Path) -> None:
+    tensors = {"w": numbered(1000, 1024)}
+    with recorded(write_safetensors(tmp_path, tensors)) as file:
+        assert torch.equal(file.checkpoint["w"][100:400].read(), tensors["w"][100:400])
+        assert file.reads() == file.needed(tensors["w"], slice(100, 400))
+
+
+@every_format
+def test_loading_a_part_reads_only_its_bytes(
+    tmp_path: Path, write: Callable[[Path, Tensors], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "COALESCE_GAP_BYTES", 0)
+    tensors = {f"{part}.{name}": tensor for part in "abc" for name, tensor in parameters(ord(part)).items()}
+    with sluice.empty_init():
+        module = nn.Linear(20, 30)
+    with recorded(write(tmp_path, tensors)) as file:
+        sluice.load_into(module, file.checkpoint, key="b")
+        wanted = [file.needed(tensors[f"b.{name}"], gap_bytes=0)[0] for name in ("weight", "bias")]
+        assert covered(file.reads()) == covered(wanted)
+    assert torch.equal(module.weight, tensors["b.weight"])
+
+
+def parameters(start: int) -> Tensors:
+    return {"weight": numbered(30, 20, start=start * 1000), "bias": numbered(30, start=start * 1000 + 600)}
+
+
+def covered(ranges: list[Range]) -> Mapping[str, set[int]]:
+    """Return every byte of the ranges, by file; none of them twice."""
+    found: dict[str, set[int]] = {}
+    for path, offset, nbytes in ranges:
+        bytes_ = set(range(offset, offset + nbytes))
+        assert not found.setdefault(path, set()) & bytes_
+        found[path] |= bytes_
+    return found
+
+
+def test_a_state_dict_of_a_few_rows_reads_those_rows(tmp_path: Path) -> None:
+    storage = numbered(1000, 50)
+    with recorded(write_zip(tmp_path, {"rows": storage[500:510]})) as file:
+        sluice.load_state_dict(file.checkpoint)
+        assert file.reads() == file.needed(storage[500:510])
+
+
+def test_zip_headers_are_read_once_for_each_tensor_that_is_asked_for(tmp_path: Path) -> None:
+    tensors = {"a": numbered(100_000), "b": numbered(100_000, start=1 << 20), "c": numbered(3, start=1 << 22)}
+    with sluice.open(write_zip(tmp_path, tensors)) as checkpoint:
+        [recording] = record_reads(checkpoint)
+        checkpoint["b"][:3].read()
+        header, data = recording.reads
+        assert header.nbytes <= 512
+        assert data.nbytes == 12
+        checkpoint["b"][4].read()
+        assert len(recording.reads) == 3
+
+
+def test_direct_reads_round_to_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, columns = 5000, 4096
+    header = json.dumps({"w": {"dtype": "F32", "shape": [rows, columns], "data_offsets": [0, rows * columns * 4]}})
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with path.open("r+b") as file:
+        file.truncate(8 + len(header) + rows * columns * 4)
+    monkeypatch.setattr(_facts, "_probe_cache", lambda _, offsets: (False,) * len(offsets))
+    with closing(LocalFile(path)) as source:
+        if not (known := _facts.file_facts(source)).direct_io:
+            pytest.skip(f"no direct reads on {known.filesystem}")
+    reads: list[tuple[int, int, bool]] = []
+    real = LocalFile.read_into
+
+    def record(self: LocalFile, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        reads.append((offset, len(buffer), direct))
+        return real(self, offset, buffer, direct=direct)
+
+    with sluice.open(path) as checkpoint:
+        monkeypatch.setattr(LocalFile, "read_into", record)
+        assert not checkpoint["w"][3000:3100].read().any()
+    wanted = 8 + len(header) + 3000 * columns * 4
+    assert reads == [(wanted // 4096 * 4096, 100 * columns * 4 + 4096, True)]
+
+
+sizes = st.integers(1, 6)
+
+
+@st.composite
+def views(draw: st.DrawFn) -> torch.Tensor:
+    """Draw a view of a storage: any steps, any order of dimensions, some of them expanded."""
+    shape = draw(st.lists(sizes, min_size=1, max_size=3))
+    tensor = numbered(*(size * 3 for size in shape))
+    tensor = tensor[tuple(slice(draw(sizes), None, draw(sizes)) for _ in shape)]
+    tensor = tensor.permute(draw(st.permutations(range(len(shape)))))
+    for _ in range(draw(st.integers(0, 2))):
+        tensor = tensor.unsqueeze(draw(st.integers(0, tensor.dim())))
+    return tensor.expand([draw(sizes) if size == 1 else size for size in tensor.shape])
+
+
+@given(st.data(), views(), st.sampled_from([0, 4, 12, 64]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_slice_of_any_view(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, stored: torch.Tensor, gap_bytes: int
+) -> None:
+    keys = basic_indices(tuple(stored.shape), allow_newaxis=True)
+    key = data.draw(keys.filter(lambda key: not steps_back(key)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "COALESCE_GAP_BYTES", gap_bytes)
+        with recorded(write_zip(tmp_path_factory.mktemp("view"), {"w": stored})) as file:
+            found = file.checkpoint["w"][key].read()
+            assert torch.equal(found, stored[key])
+            assert file.reads() == file.needed(stored, key, gap_bytes)
+
+
+def steps_back(key: Any) -> bool:
+    keys = key if isinstance(key, tuple) else (key,)
+    return any(isinstance(one, slice) and one.step is not None and one.step < 0 for one in keys)

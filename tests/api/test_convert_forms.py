@@ -1,0 +1,275 @@
+"""``sluice.convert``: every readable kind of checkpoint to every form, read back with torch and safetensors."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import sluice
+from sluice import rules
+from sluice._dtypes import is_castable
+from support import directories, distributed
+from support.oracles import bits, same
+
+Tensors = OrderedDict[str, torch.Tensor]
+
+
+def tensors() -> Tensors:
+    torch.manual_seed(0)
+    return OrderedDict(
+        wide=torch.randn(300, 400),
+        half=torch.randn(7, 5).half(),
+        ints=torch.arange(11),
+        flags=torch.tensor([True, False]),
+        scalar=torch.tensor(2.5),
+        nothing=torch.empty(0, 3),
+        brain=torch.randn(33).bfloat16(),
+    )
+
+
+def write_zip(path: Path, state: Tensors) -> Path:
+    torch.save(state, path / "in.pt")
+    return path / "in.pt"
+
+
+def write_legacy(path: Path, state: Tensors) -> Path:
+    torch.save(state, path / "in.pt", _use_new_zipfile_serialization=False)
+    return path / "in.pt"
+
+
+def write_safetensors(path: Path, state: Tensors) -> Path:
+    safetensors.torch.save_file(state, path / "in.safetensors", metadata={"format": "pt", "made by": "us"})
+    return path / "in.safetensors"
+
+
+def write_sharded(path: Path, state: Tensors) -> Path:
+    names = list(state)
+    shards = {"model-1.safetensors": names[:3], "model-2.safetensors": names[3:]}
+    directories.save_sharded(
+        path / "in",
+        "model.safetensors.index.json",
+        {file: {name: state[name] for name in part} for file, part in shards.items()},
+    )
+    return path / "in"
+
+
+def write_parameters(path: Path, state: Tensors) -> Path:
+    (path / "in").mkdir()
+    for name, tensor in state.items():
+        torch.save(tensor, path / "in" / f"{name}.pt")
+    return path / "in"
+
+
+def write_distributed(path: Path, state: Tensors) -> Path:
+    stored = {
+        name: distributed.chunks(tensor, [((0,) * tensor.dim(), tuple(tensor.shape))]) for name, tensor in state.items()
+    }
+    stored["wide"] = distributed.rows(state["wide"], 4, files=2)
+    return distributed.write(path / "in", stored)
+
+
+SOURCES: list[Callable[[Path, Tensors], Path]] = [
+    write_zip,
+    write_legacy,
+    write_safetensors,
+    write_sharded,
+    write_parameters,
+    write_distributed,
+]
+
+
+def read_back(path: Path) -> dict[str, torch.Tensor]:
+    """Read with the libraries of the format."""
+    if path.suffix == ".pt":
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None  # the CRC of every record
+        assert same_twice(path)
+        return dict(torch.load(path, weights_only=True))
+    if path.suffix == ".safetensors":
+        return safetensors.torch.load_file(path)
+    if (path / "model.safetensors.index.json").exists():
+        index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        files = set(index["weight_map"].values())
+        return {name: t for file in files for name, t in safetensors.torch.load_file(path / file).items()}
+    return {file.stem: torch.load(file, weights_only=True) for file in path.iterdir()}
+
+
+def same_twice(path: Path) -> bool:
+    mapped = torch.load(path, weights_only=True, mmap=True)
+    return same(mapped, torch.load(path, weights_only=True))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert found[name].shape == tensor.shape, name
+        assert bits(found[name]) == bits(tensor), name
+
+
+@pytest.mark.parametrize("to", [None, torch.bfloat16])
+@pytest.mark.parametrize("form", ["out.pt", "out.safetensors", "sharded", "parameters"])
+@pytest.mark.parametrize("write", SOURCES, ids=lambda write: write.__name__)
+def test_every_source_becomes_every_form(
+    tmp_path: Path, write: Callable[[Path, Tensors], Path], form: str, to: torch.dtype | None
+) -> None:
+    state = tensors()
+    source = write(tmp_path, state)
+    report = sluice.convert(
+        source,
+        tmp_path / form,
+        format="per-parameter" if form == "parameters" else None,
+        max_shard_size=100_000 if form == "sharded" else None,
+        dtype=to,
+    )
+    expected = {name: t.to(to) if to and t.is_floating_point() else t for name, t in state.items()}
+    assert_equal(read_back(tmp_path / form), expected)
+    assert report.tensors == len(state)
+    assert report.nbytes == sum(t.nbytes for t in expected.values())
+    assert [os.path.getsize(file) for file in report.files] == list(report.file_bytes)
+    assert sum(report.casts.values()) == sum(state[name].dtype != t.dtype for name, t in expected.items())
+    assert {path.name for path in tmp_path.iterdir()} == {source.name, form}
+
+
+def test_a_training_state_goes_to_a_torch_file_as_a_whole(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 4)).sum().backward()
+    optimizer.step()
+    flagged = nn.Parameter(torch.randn(3), requires_grad=False)
+    flagged.note = {"rank": 2, "like": torch.ones(2)}  # type: ignore[attr-defined]
+    named = torch.randn(2)
+    named.note = "kept"  # type: ignore[attr-defined]
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "parameters": [flagged, flagged, nn.Parameter(torch.randn(2))],
+        "named": named,
+        "numbers": (1, 2.5, None, True, 1 + 2j, b"bytes", {"a", 1}, "text"),
+        "counts": Counter("aab"),
+        7: {"deep": [[torch.ones(1)]]},
+        "conj": torch.randn(3, dtype=torch.complex64).conj(),
+    }
+    torch.save(state, tmp_path / "run.pt")
+    report = sluice.convert(tmp_path / "run.pt", tmp_path / "again.pt")
+    found = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert same(found, torch.load(tmp_path / "run.pt", weights_only=True))
+    assert vars(found["model"]) == vars(state["model"])
+    assert found["parameters"][0] is found["parameters"][1]
+    assert found["parameters"][0].note["rank"] == 2
+    assert not report.notes
+    again = torch.optim.AdamW(model.parameters())
+    again.load_state_dict(found["optimizer"])
+
+
+def test_a_flat_form_takes_the_state_dict_and_says_what_it_left_out(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": torch.ones(3, 3), "epoch": 4},
+        "optimizer": {"state": {0: {"m": torch.ones(9)}}, "param_groups": []},
+    }
+    torch.save(state, tmp_path / "run.pt")
+    report = sluice.convert(tmp_path / "run.pt", tmp_path / "m.safetensors")
+    assert_equal(read_back(tmp_path / "m.safetensors"), {"w": torch.ones(3, 3)})
+    notes = "\n".join(report.notes)
+    assert "only 'model' was taken: 1 tensors" in notes
+    assert "1 values that are no tensors were left out: 'epoch'" in notes
+    sluice.convert(tmp_path / "run.pt", tmp_path / "o.safetensors", key="optimizer.state")
+    assert_equal(read_back(tmp_path / "o.safetensors"), {"0.m": torch.ones(9)})
+    torch.save({"a": state["model"], "b": {"w": torch.ones(3, 3)}}, tmp_path / "two.pt")
+    with pytest.raises(sluice.MismatchError, match="no single state dict"):
+        sluice.convert(tmp_path / "two.pt", tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_ties_and_views_stay_shared_in_a_torch_file_and_are_stored_once_elsewhere(tmp_path: Path) -> None:
+    base = torch.randn(50, 8)
+    state = OrderedDict(b=base, a=base, turned=base.t(), rows=base[10:20], far=torch.randn(1000)[900:910])
+    torch.save(state, tmp_path / "in.pt")
+    sluice.convert(tmp_path / "in.pt", tmp_path / "out.pt", dtype=torch.float64)
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert_equal(found, {name: tensor.double() for name, tensor in state.items()})
+    shared = {name: tensor.untyped_storage().data_ptr() for name, tensor in found.items()}
+    assert shared["a"] == shared["b"] == shared["turned"] == shared["rows"] != shared["far"]
+    assert found["far"].untyped_storage().nbytes() == 80  # of the thousand only what is needed
+    report = sluice.convert(tmp_path / "in.pt", tmp_path / "out.safetensors")
+    assert report.tied == {"b": "a"}
+    assert_equal(read_back(tmp_path / "out.safetensors"), {k: t for k, t in state.items() if k != "b"})
+    sluice.convert(tmp_path / "out.safetensors", tmp_path / "back.pt", rename={"a": "x"})
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert back["x"].data_ptr() == back["b"].data_ptr()  # the name that the header kept is a tie again
+    report = sluice.convert(tmp_path / "out.safetensors", tmp_path / "named.safetensors", rename={"a": "x"})
+    assert report.tied == {"x": "b"}
+
+
+def test_rules_apply_while_bytes_pass(tmp_path: Path) -> None:
+    state = {"q": torch.randn(6, 4), "k": torch.randn(6, 4), "w": torch.randn(40, 30), "f": torch.randn(3, 3)}
+    torch.save({"model": state, "step": 1}, tmp_path / "in.pt")
+    wanted = [
+        rules.concatenate(("q", "k"), "qk", dim=1),
+        rules.transpose("w"),
+        rules.scale("f", 0.5),
+        rules.resize("f", 4),
+    ]
+    expected = {
+        "qk": torch.cat([state["q"], state["k"]], 1),
+        "w": state["w"].t(),
+        "f": torch.cat([state["f"] * 0.5, torch.zeros(1, 3)]),
+    }
+    for name in ("out.safetensors", "out.pt"):
+        report = sluice.convert(tmp_path / "in.pt", tmp_path / name, rules=wanted)
+        assert report.tensors == 3
+        assert_equal(read_back(tmp_path / name), expected)
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
+def test_parts_that_reach_a_large_tensor_in_short_runs(tmp_path: Path, name: str) -> None:
+    state = {"q": torch.randn(600, 600), "k": torch.randn(600, 600), "small": torch.randn(9, 9)}
+    torch.save(state, tmp_path / "in.pt")
+    wanted = [rules.concatenate(("q", "k"), "qk", dim=1), rules.transpose("small")]
+    memory = sluice.MemoryLimits(staging="2MiB")  # half of it is less than the joined tensor
+    sluice.convert(tmp_path / "in.pt", tmp_path / name, rules=wanted, memory=memory, dtype=torch.float64)
+    expected = {"qk": torch.cat([state["q"], state["k"]], 1).double(), "small": state["small"].t().double()}
+    assert_equal(read_back(tmp_path / name), expected)
+
+
+def test_big_endian_files_are_turned_round(tmp_path: Path) -> None:
+    state = {"w": torch.randn(40, 30), "t": torch.randn(30, 40).t(), "c": torch.randn(9, dtype=torch.complex64)}
+    path = tmp_path / "big.pt"
+    torch.save(state, tmp_path / "little.pt")
+    with zipfile.ZipFile(tmp_path / "little.pt") as old, zipfile.ZipFile(path, "w") as new:
+        for record in old.infolist():
+            new.writestr(record.filename, b"big" if record.filename.endswith("byteorder") else old.read(record))
+    expected = torch.load(path, weights_only=True)
+    for name in ("out.safetensors", "out.pt"):
+        sluice.convert(path, tmp_path / name)
+        assert_equal(read_back(tmp_path / name), expected)
+
+
+def test_from_a_file_object(tmp_path: Path) -> None:
+    raw = io.BytesIO()
+    torch.save({"w": torch.arange(5.0)}, raw)
+    raw.seek(0)
+    sluice.convert(raw, tmp_path / "w.safetensors")
+    assert_equal(read_back(tmp_path / "w.safetensors"), {"w": torch.arange(5.0)})
+
+
+def test_floats_alone_are_cast(tmp_path: Path) -> None:
+    state = tensors() | {"c": torch.randn(3, dtype=torch.complex64)}
+    torch.save(state, tmp_path / "in.pt")
+    report = sluice.convert(tmp_path / "in.pt", tmp_path / "out.pt", dtype=torch.float16)
+    found: dict[str, Any] = torch.load(tmp_path / "out.pt", weights_only=True)
+    for name, tensor in state.items():
+        castable = is_castable(str(tensor.dtype).removeprefix("torch."))
+        assert found[name].dtype == (torch.float16 if castable else tensor.dtype)
+    assert report.casts == {"float32 -> float16": 3, "bfloat16 -> float16": 1}

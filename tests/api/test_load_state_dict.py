@@ -1,0 +1,157 @@
+"""``load_state_dict`` against ``torch.load(weights_only=True)`` and safetensors."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import sluice
+from sluice._dtypes import ITEM_BYTES, torch_dtype
+from support.oracles import same, save_and_compare
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
+    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),  # torch's own loader, of its own files
+]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", [name for name in ITEM_BYTES if name != "float4_e2m1fn_x2"])
+def test_every_dtype(tmp_path: Path, name: str, protocol: int) -> None:
+    raw = torch.randint(0, 256, (480,), dtype=torch.uint8)
+    state_dict = {"t": raw.view(torch_dtype(name)), "empty": torch.empty((0, 3), dtype=torch_dtype(name))}
+    state_dict["scalar"] = state_dict["t"][3]
+    save_and_compare(tmp_path / "f.pth", state_dict, pickle_protocol=protocol)
+
+
+def test_views_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:
+    base = torch.randn(40, 50)
+    state_dict = OrderedDict(
+        whole=base,
+        rows=base[5:9],
+        column=base[:, 3],
+        transposed=torch.randn(6, 7).t(),
+        channels_last=torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        expanded=torch.randn(1, 3).expand(4, 3),
+        parameter=torch.nn.Parameter(torch.randn(3)),
+        frozen=torch.nn.Parameter(torch.randn(3), requires_grad=False),
+        wants_grad=torch.randn(3, requires_grad=True),
+        step=7,
+        name="run",
+        nested={"inner": [torch.arange(3), 2.5, None]},
+    )
+    state_dict["tied"] = state_dict["whole"]
+    ours = save_and_compare(tmp_path / "f.pth", state_dict)
+    assert ours["tied"] is ours["whole"]
+    assert ours["rows"].untyped_storage().data_ptr() == ours["whole"].untyped_storage().data_ptr()
+    assert ours["transposed"].stride() == (1, 7)
+    assert ours["channels_last"].is_contiguous(memory_format=torch.channels_last)
+    assert ours["expanded"].stride() == (0, 1)
+
+
+def test_module_versions_survive(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    ours = save_and_compare(tmp_path / "f.pth", model.state_dict())
+    assert ours._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
+
+
+def test_a_few_rows_of_a_large_storage_hold_and_read_only_themselves(tmp_path: Path) -> None:
+    torch.save({"rows": torch.randn(5000, 100)[10:20]}, tmp_path / "f.pth")
+    read: list[int] = []
+    ours = sluice.load_state_dict(tmp_path / "f.pth", progress=lambda event: read.append(event.total_bytes))
+    assert ours["rows"].untyped_storage().nbytes() == 4000
+    assert read[-1] == 4000
+
+
+@st.composite
+def state_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    bases = [torch.randn(60), torch.arange(60), torch.randn(60).to(torch.bfloat16)]
+    made = {}
+    for number in range(draw(st.integers(1, 6))):
+        base = draw(st.sampled_from(bases))
+        start = draw(st.integers(0, 59))
+        view = base[start : draw(st.integers(start, 60)) : draw(st.integers(1, 3))]
+        if draw(st.booleans()) and view.numel() % 2 == 0:
+            view = view.reshape(2, -1).t()
+        made[f"t{number}"] = view
+    return made
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(state_dicts())
+def test_any_views(tmp_path: Path, state_dict: dict[str, torch.Tensor]) -> None:
+    save_and_compare(tmp_path / "f.pth", state_dict)
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    state_dict = {"a": torch.randn(30, 20), "b": torch.arange(7), "h": torch.randn(5).half(), "e": torch.empty(0, 2)}
+    safetensors.torch.save_file(state_dict, tmp_path / "f.safetensors")
+    ours = sluice.load_state_dict(tmp_path / "f.safetensors")
+    theirs = safetensors.torch.load_file(tmp_path / "f.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(same(ours[name], theirs[name]) for name in theirs)
+
+
+def test_dtype_casts_real_floating_point_only(tmp_path: Path) -> None:
+    state_dict = {"f": torch.randn(9), "i": torch.arange(3), "b": torch.tensor([True]), "c": torch.randn(2) * 1j}
+    torch.save(state_dict, tmp_path / "f.pth")
+    ours = sluice.load_state_dict(tmp_path / "f.pth", dtype=torch.bfloat16)
+    assert torch.equal(ours["f"], state_dict["f"].to(torch.bfloat16))
+    assert [ours[name].dtype for name in "ibc"] == [torch.int64, torch.bool, torch.complex64]
+
+
+def test_the_only_candidate_is_found_and_several_are_listed(tmp_path: Path) -> None:
+    weights = {"w": torch.randn(3)}
+    torch.save({"model": weights, "epoch": 3}, tmp_path / "one.pth")
+    assert same(dict(sluice.load_state_dict(tmp_path / "one.pth")), weights)
+    torch.save({"model": weights, "ema": {"w": torch.randn(3)}}, tmp_path / "two.pth")
+    with pytest.raises(sluice.MismatchError, match=r"key='model': 1 tensors, 12 B\n    key='ema': 1 tensors"):
+        sluice.load_state_dict(tmp_path / "two.pth")
+    assert same(dict(sluice.load_state_dict(tmp_path / "two.pth", key="model")), weights)
+
+
+def test_a_prefix_of_flat_names_is_a_key(tmp_path: Path) -> None:
+    torch.save({"a.0.w": torch.ones(2), "a.1.w": torch.zeros(2), "b": torch.zeros(1)}, tmp_path / "f.pth")
+    assert list(sluice.load_state_dict(tmp_path / "f.pth", key="a.1")) == ["w"]
+    with pytest.raises(sluice.MismatchError, match=r"nothing at key 'a\.2'"):
+        sluice.load_state_dict(tmp_path / "f.pth", key="a.2")
+
+
+def test_objects_that_need_code_are_refused_where_they_are_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "f.pth"
+    torch.save({"model": {"w": torch.ones(2)}, "args": argparse.Namespace(lr=1)}, path)
+    assert torch.equal(sluice.load_state_dict(path)["w"], torch.ones(2))
+    with sluice.open(path) as checkpoint:
+        assert repr(checkpoint.tree["args"]) == "<not loaded: argparse.Namespace>"
+    torch.save({"w": torch.ones(2), "args": argparse.Namespace(lr=1)}, path)
+    with pytest.raises(sluice.UnsafeContentError, match=r"tensor 'args'.*found argparse\.Namespace"):
+        sluice.load_state_dict(path)
+
+
+def test_a_single_tensor_is_no_state_dict(tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "f.pth")
+    with pytest.raises(sluice.MismatchError, match="no state dict of a model"):
+        sluice.load_state_dict(tmp_path / "f.pth")
+
+
+def test_meta_is_no_place_for_weights(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "f.pth")
+    with pytest.raises(ValueError, match="meta"):
+        sluice.load_state_dict(tmp_path / "f.pth", device="meta")
+
+
+def test_tensors_hidden_in_the_module_versions_are_loaded_as_torch_does(tmp_path: Path) -> None:
+    state_dict = OrderedDict(w=torch.ones(2))
+    state_dict._metadata = OrderedDict({"": {"version": 1, "extra": torch.arange(3)}})  # type: ignore[attr-defined]
+    torch.save(state_dict, tmp_path / "f.pth")
+    ours = sluice.load_state_dict(tmp_path / "f.pth")
+    assert torch.equal(ours._metadata[""]["extra"], torch.arange(3))  # type: ignore[attr-defined]
+    with sluice.open(tmp_path / "f.pth") as checkpoint:
+        assert checkpoint.tree._metadata[""]["extra"].shape == (3,)

@@ -1,0 +1,289 @@
+"""``sluice.save``: read back with torch, safetensors, transformers' index and sluice itself."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import sluice
+from sluice import _options as options
+from support.oracles import same
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
+
+
+def any_tensor(dtype: torch.dtype, count: int = 24) -> torch.Tensor:
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
+    return raw.view(dtype).view(2, count // 2)
+
+
+def states() -> dict[str, torch.Tensor]:
+    base = torch.randn(6, 8)
+    return {
+        "plain": torch.randn(3, 5),
+        "transposed": base.t(),
+        "strided": base[::2, 1:7:3],
+        "row": base[2],
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "ints": torch.arange(7),
+    }
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_torch_reads_every_dtype(tmp_path: Path, dtype: torch.dtype, mmap: bool) -> None:
+    tensor = any_tensor(dtype)
+    sluice.save({"t": tensor}, tmp_path / "f.pt")
+    loaded = torch.load(tmp_path / "f.pt", weights_only=True, mmap=mmap)
+    assert same(loaded["t"], tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_safetensors_reads_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = any_tensor(dtype)
+    sluice.save({"t": tensor}, tmp_path / "f.safetensors")
+    assert same(safetensors.torch.load_file(tmp_path / "f.safetensors")["t"], tensor)
+
+
+@pytest.mark.parametrize("staging", [1, 40, 1 << 20])
+@pytest.mark.parametrize("to", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ["f.pth", "f.safetensors", "directory"])
+def test_views_of_all_kinds_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: torch.dtype | None, staging: int
+) -> None:
+    monkeypatch.setattr(options, "SAVE_STAGING_BYTES", staging)
+    state = states()
+    report = sluice.save(state, tmp_path / name, dtype=to)
+    with sluice.open(tmp_path / name) as checkpoint:
+        assert set(checkpoint) == set(state)
+        for key, tensor in state.items():
+            expected = tensor.to(to) if to and tensor.is_floating_point() else tensor
+            assert same(checkpoint[key].read().contiguous(), expected.contiguous())
+    assert report.tensors == len(state)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name]
+
+
+def test_views_stay_views_and_ties_stay_ties_for_torch(tmp_path: Path) -> None:
+    base = torch.randn(1000)
+    state = OrderedDict(rows=base[100:200], again=base[150:160].view(2, 5), tied=base[100:200])
+    sluice.save(state, tmp_path / "f.pt")
+    loaded = torch.load(tmp_path / "f.pt", weights_only=True)
+    assert all(same(loaded[name], tensor) for name, tensor in state.items())
+    assert loaded["rows"].data_ptr() == loaded["tied"].data_ptr() == loaded["again"].data_ptr() - 200
+    assert loaded["rows"].untyped_storage().nbytes() == 400  # of the thousand only what is needed
+    assert (tmp_path / "f.pt").stat().st_size < 3000
+
+
+def test_what_shares_memory_with_its_conjugate_is_stored_as_what_it_stands_for(tmp_path: Path) -> None:
+    base = torch.randn(4, dtype=torch.complex64)
+    state = {"plain": base, "conjugate": base.conj(), "negative": base.conj().imag}
+    sluice.save(state, tmp_path / "f.pt")
+    loaded = torch.load(tmp_path / "f.pt", weights_only=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("name", ["f.pt", "f.safetensors", "directory"])
+def test_a_module_comes_back_with_its_ties(tmp_path: Path, name: str) -> None:
+    model = Tied()
+    report = sluice.save(model, tmp_path / name)
+    with sluice.empty_init():
+        other = Tied()
+    sluice.load_into(other, tmp_path / name)
+    assert other.head.weight is other.embedding.weight
+    for key, value in model.state_dict().items():
+        assert same(other.state_dict()[key], value)
+    if name == "f.pt":
+        loaded = torch.load(tmp_path / name, weights_only=True)
+        assert vars(loaded)["_metadata"] == vars(model.state_dict())["_metadata"]
+    else:
+        assert report.tied == {"head.weight": "embedding.weight"}
+        third = Tied()
+        if name == "f.safetensors":
+            missing, unexpected = safetensors.torch.load_model(third, tmp_path / name)
+            assert not missing
+            assert not unexpected
+
+
+def test_a_training_state_comes_back(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "best": (0.5, None, True),
+        "sizes": [torch.Size([1, 2]), torch.float16, torch.device("cpu"), 1 + 2j, b"x", {"a", 1}],
+    }
+    sluice.save(state, tmp_path / "f.pt")
+    loaded = torch.load(tmp_path / "f.pt", weights_only=True)
+    assert {key: loaded[key] for key in ("epoch", "best", "sizes")} == {
+        key: state[key] for key in ("epoch", "best", "sizes")
+    }
+    torch.optim.AdamW(model.parameters()).load_state_dict(loaded["optimizer"])
+    sluice.save(optimizer, tmp_path / "o.pt")
+    assert torch.load(tmp_path / "o.pt", weights_only=True)["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_parameters_stay_parameters(tmp_path: Path) -> None:
+    frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+    sluice.save({"a": nn.Parameter(torch.randn(2)), "b": frozen, "c": frozen}, tmp_path / "f.pt")
+    loaded = torch.load(tmp_path / "f.pt", weights_only=True)
+    assert type(loaded["a"]) is nn.Parameter
+    assert loaded["a"].requires_grad
+    assert not loaded["b"].requires_grad
+    assert loaded["b"] is loaded["c"]
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    state = {f"layer.{i}.weight": torch.randn(10, 10) for i in range(7)}
+    report = sluice.save(state, tmp_path / "m", max_shard_size=900)
+    assert [Path(file).name for file in report.files][-2:] == [
+        "model-00004-of-00004.safetensors",
+        "model.safetensors.index.json",
+    ]
+    loaded = sluice.load_state_dict(tmp_path / "m")
+    assert all(same(loaded[name], tensor) for name, tensor in state.items())
+    with pytest.raises(sluice.SaveError, match="holds a model already"):
+        sluice.save(state, tmp_path / "m")
+
+
+@pytest.mark.parametrize("first", [900, None])
+@pytest.mark.parametrize("second", [900, None])
+def test_a_model_directory_is_replaced_and_nothing_stale_stays(
+    tmp_path: Path, first: int | None, second: int | None
+) -> None:
+    old = {f"old.{i}": torch.randn(10, 10) for i in range(5)}
+    new = {f"new.{i}": torch.randn(10, 10) for i in range(5)}
+    sluice.save(old, tmp_path / "m", format="huggingface", max_shard_size=first)
+    (tmp_path / "m" / "config.json").write_text("{}", encoding="utf-8")
+    report = sluice.save(new, tmp_path / "m", format="huggingface", max_shard_size=second, overwrite=True)
+    assert set(sluice.load_state_dict(tmp_path / "m")) == set(new)
+    assert {path.name for path in (tmp_path / "m").iterdir()} == {
+        "config.json",
+        *(Path(file).name for file in report.files),
+    }
+
+
+def test_two_saves_into_one_directory_do_not_mix(tmp_path: Path) -> None:
+    problems: list[sluice.SaveError] = []
+
+    def second(_: sluice.ProgressEvent) -> None:
+        if not problems:
+            with pytest.raises(sluice.SaveError, match="another save is writing") as refused:
+                sluice.save({"b": torch.ones(1)}, tmp_path / "m", overwrite=True)
+            problems.append(refused.value)
+
+    sluice.save({"a": torch.ones(1)}, tmp_path / "m", progress=second)
+    assert len(problems) == 1
+    assert set(sluice.load_state_dict(tmp_path / "m")) == {"a"}
+
+
+def test_one_file_for_each_parameter(tmp_path: Path) -> None:
+    state = states()
+    sluice.save(state, tmp_path / "p", format="per-parameter")
+    for name, tensor in state.items():
+        assert same(torch.load(tmp_path / "p" / f"{name}.pt", weights_only=True), tensor)
+    with pytest.raises(sluice.SaveError, match="no file can have this name"):
+        sluice.save({"a/b": torch.ones(1)}, tmp_path / "q", format="per-parameter")
+
+
+def test_saving_over_the_file_that_a_live_model_was_loaded_from(tmp_path: Path) -> None:
+    path = tmp_path / "f.safetensors"
+    sluice.save({"weight": torch.randn(4, 4), "bias": torch.randn(4)}, path)
+    model = nn.Linear(4, 4)
+    sluice.load_into(model, path)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    sluice.save(model, path, overwrite=True)
+    assert same(safetensors.torch.load_file(path)["weight"], model.weight.detach())
+
+
+class Mine:
+    """Nothing that a weights-only load would take."""
+
+
+@pytest.mark.parametrize(
+    ("state", "name", "problem"),
+    [
+        ({"a": Mine()}, "f.pt", "an object of Mine"),
+        ({"a": print}, "f.pt", "found print"),
+        ({"a": Mine}, "f.pt", "found Mine"),
+        ({"a": torch.ones(2).to_sparse()}, "f.safetensors", r"layout torch\.sparse_coo has no place"),
+        ({"a": 1 << 2040}, "f.pt", "an integer that torch.load does not read"),
+        ({"a": frozenset({1})}, "f.pt", "an object of frozenset"),
+        ({"a": torch.ones(2, device="meta")}, "f.safetensors", "meta device has no values"),
+        ({"a": 1}, "f.safetensors", "tensors only; .* found int"),
+        ({1: torch.ones(1)}, "f.safetensors", "names of tensors are texts"),
+        ([torch.ones(1)], "f.safetensors", "holds a state dict; found list"),
+        ({"__metadata__": torch.ones(1)}, "f.safetensors", "no place for a tensor of this name"),
+        ({"\ud800": torch.ones(1)}, "f.safetensors", "lone surrogate"),
+        ({"a": torch.ones(1, dtype=torch.complex128)}, "f.safetensors", "no such dtype; found complex128"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_before_anything_is_made(
+    tmp_path: Path, state: dict[str, object], name: str, problem: str
+) -> None:
+    (tmp_path / name).write_bytes(b"old")
+    with pytest.raises(sluice.SaveError, match=problem):
+        sluice.save(state, tmp_path / name, overwrite=True)
+    assert (tmp_path / name).read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_two_dtypes_over_one_storage_are_refused(tmp_path: Path) -> None:
+    base = torch.zeros(4)
+    with pytest.raises(sluice.SaveError, match="different dtypes share one storage"):
+        sluice.save({"a": base, "b": base.view(torch.int32)}, tmp_path / "f.pt")
+
+
+def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no format for the suffix '\.xyz'"):
+        sluice.save({}, tmp_path / "f.xyz")
+    with pytest.raises(ValueError, match="unknown format 'zip': one of torch"):
+        sluice.save({}, tmp_path / "f", format="zip")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="max_shard_size goes with a directory"):
+        sluice.save({}, tmp_path / "f.pt", format="torch", max_shard_size=1)
+
+
+def test_progress_and_report(tmp_path: Path) -> None:
+    seen: list[sluice.ProgressEvent] = []
+    report = sluice.save(states(), tmp_path / "f.safetensors", progress=seen.append)
+    assert seen[-1].fraction == 1.0
+    assert seen[-1].total_bytes == report.nbytes
+    assert str(tmp_path / "f.safetensors") in str(report)
+    assert report.to_json()["format"] == "safetensors"

@@ -1,0 +1,294 @@
+"""What lies in the files of a save and a conversion: the same for the same input, aligned, of any dtype and size."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+
+import sluice
+from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice.api.save import SaveFormat
+from sluice.writing.durable.replacement import NewFile
+from sluice.writing.pickle_walk import elements, survey
+from sluice.writing.torch_pickle import pickle_object
+from sluice.writing.torch_tensors import Described, Geometry
+from sluice.writing.torch_zip import TorchZip
+from support.oracles import bits, same
+
+
+class Form(NamedTuple):
+    """One form of a checkpoint."""
+
+    name: str
+    format: SaveFormat
+    shard_bytes: int | None = None
+
+    def save(self, state: Any, path: Path, **how: Any) -> None:
+        sluice.save(state, path, format=self.format, max_shard_size=self.shard_bytes, **how)
+
+    def convert(self, source: Path, path: Path) -> None:
+        sluice.convert(source, path, format=self.format, max_shard_size=self.shard_bytes)
+
+
+FORMS = [
+    Form("model.pth", "torch"),
+    Form("model.safetensors", "safetensors"),
+    Form("whole", "huggingface"),
+    Form("sharded", "huggingface", 200),
+    Form("parameters", "per-parameter"),
+]
+EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+
+#: Dtypes that safetensors files have no name for.
+ABSENT = {"complex32", "complex128"}
+
+
+def any_bits(dtype: torch.dtype, count: int) -> torch.Tensor:
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count * dtype.itemsize,), dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """Return the bytes of a file, or of each file of a directory."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {file.name if file != path else "": file.read_bytes() for file in files}
+
+
+def state() -> dict[str, torch.Tensor]:
+    tied = torch.arange(20.0)
+    return {"a": tied, "b": torch.arange(21).reshape(3, 7), "c": tied, "d": torch.arange(30.0).view(5, 6).t().half()}
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@EVERY_FORM
+def test_every_dtype(tmp_path: Path, form: Form) -> None:
+    value = {name: any_bits(torch_dtype(name), 12) for name in ITEM_BYTES}
+    if form.format in {"safetensors", "huggingface"}:
+        for name in ABSENT:
+            with pytest.raises(sluice.SaveError, match=f"no such dtype; found {name}"):
+                form.save({name: value.pop(name)}, tmp_path / form.name)
+    form.save(value, tmp_path / form.name)
+    found = sluice.load_state_dict(tmp_path / form.name)
+    assert set(found) == set(value)
+    if form.name == "model.safetensors":
+        assert same(safetensors.torch.load_file(tmp_path / form.name), found)
+    for name, tensor in value.items():
+        assert found[name].dtype == tensor.dtype
+        assert bits(found[name]) == bits(tensor), name
+
+
+def test_a_packed_dtype_needs_a_dimension(tmp_path: Path) -> None:
+    with pytest.raises(sluice.SaveError, match="two values without a dimension"):
+        FORMS[1].save({"a": torch.zeros((), dtype=torch.float4_e2m1fn_x2)}, tmp_path / "f.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", ["torch", "per-parameter"])
+def test_a_parameter_with_gradients_is_not_cast_to_a_dtype_without(tmp_path: Path, format: SaveFormat) -> None:  # noqa: A002
+    with pytest.raises(sluice.SaveError, match="int8"):
+        sluice.save({"a": torch.nn.Parameter(torch.ones(2))}, tmp_path / "f", format=format, dtype=torch.int8)
+    assert not list(tmp_path.iterdir())
+    sluice.save({"a": torch.ones(2)}, tmp_path / "f", format=format, dtype=torch.int8)
+    assert sluice.load_state_dict(tmp_path / "f")["a"].dtype == torch.int8
+
+
+@EVERY_FORM
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path, form: Form) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    for place in (first, second):
+        place.mkdir()
+        form.save(state(), place / form.name)
+        torch.save(state(), tmp_path / "in.pt")
+        form.convert(tmp_path / "in.pt", place / f"converted-{form.name}")
+    for name in (form.name, f"converted-{form.name}"):
+        assert content(first / name) == content(second / name)
+        assert content(first / name)
+
+
+def test_no_hash_decides_the_order_of_a_set() -> None:
+    value = {"b", "a", 10, 9, None, b"x", torch.float32, torch.device("cpu")}
+    assert elements(value) == [None, b"x", torch.device("cpu"), torch.float32, 10, 9, "a", "b"]
+
+
+@pytest.mark.parametrize("how", ["saved", "converted"])
+def test_every_tensor_of_a_torch_file_is_aligned(tmp_path: Path, how: str) -> None:
+    value = {f"w{i}": torch.zeros(i, dtype=torch.uint8) for i in range(1, 140)}
+    torch.save(value, tmp_path / "in.pt")
+    if how == "saved":
+        sluice.save(value, tmp_path / "f.pt")
+    else:
+        sluice.convert(tmp_path / "in.pt", tmp_path / "f.pt")
+    raw = (tmp_path / "f.pt").read_bytes()
+    with zipfile.ZipFile(tmp_path / "f.pt") as archive:
+        for record in archive.infolist():
+            name_bytes, extra_bytes = struct.unpack_from("<HH", raw, record.header_offset + 26)
+            assert (record.header_offset + 30 + name_bytes + extra_bytes) % 64 == 0
+    mapped = torch.load(tmp_path / "f.pt", weights_only=True, mmap=True)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in mapped.values())
+
+
+def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
+    """All of the first storage is a hole, which takes neither memory nor disk."""
+    huge, late = 5 << 30, torch.arange(3.0)
+    tree = {"huge": object(), "late": object()}
+    surveyed = survey(tree, lambda _: {})
+    views = [
+        Geometry(storage=0, elements=huge, dtype="uint8", start=0, shape=(huge,), stride=(1,)),
+        Geometry(storage=1, elements=3, dtype="float32", start=0, shape=(3,), stride=(1,)),
+    ]
+    made = TorchZip(pickle_object(tree, surveyed, (Described(made_of=view) for view in views)), [huge, 12])
+    with NewFile(tmp_path / "f.pt") as file:
+        made.write(file, 1, 0, late.numpy().tobytes())
+        assert made.finish(file) == made.file_bytes > huge
+    assert (tmp_path / "f.pt").stat().st_blocks * 512 < 1 << 20, "the file system has no holes"
+    found = torch.load(tmp_path / "f.pt", weights_only=True, mmap=True)
+    assert found["huge"].shape == (huge,)
+    assert int(found["huge"][-1]) == 0
+    assert torch.equal(found["late"], late)
+    with sluice.open(tmp_path / "f.pt") as checkpoint:
+        assert checkpoint["huge"].nbytes == huge
+        assert torch.equal(checkpoint["late"].read(), late)
+        assert int(checkpoint["huge"][huge - 1 :].read()) == 0
+    with zipfile.ZipFile(tmp_path / "f.pt") as archive:
+        assert archive.read("archive/data/1") == late.numpy().tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS[1:4], ids=lambda form: form.name)
+def test_metadata_is_in_every_header(tmp_path: Path, form: Form) -> None:
+    form.save(state(), tmp_path / form.name, metadata={"made by": "ü", "format": "mine"})
+    path = tmp_path / form.name
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    assert len(files) == (3 if form.shard_bytes else 1)
+    for file in files:
+        with safetensors.safe_open(file, "pt") as opened:
+            assert opened.metadata()["made by"] == "ü"
+            assert opened.metadata()["format"] == "mine"
+    with sluice.open(path) as checkpoint:
+        assert checkpoint.metadata["made by"] == "ü"
+    if form.shard_bytes:
+        index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        assert set(index["weight_map"].values()) == {file.name for file in files}
+
+
+def test_metadata_that_has_no_place(tmp_path: Path) -> None:
+    for form in (FORMS[0], FORMS[4]):
+        with pytest.raises(ValueError, match="metadata goes into the header of safetensors files"):
+            form.save(state(), tmp_path / form.name, metadata={"a": "b"})
+    for wrong in ({"a": 1}, {1: "a"}):
+        with pytest.raises(sluice.SaveError, match="metadata of safetensors is text to text"):
+            FORMS[1].save(state(), tmp_path / "f.safetensors", metadata=wrong)
+    with pytest.raises(sluice.SaveError, match="has the name of a tensor that is stored under another"):
+        FORMS[1].save(state(), tmp_path / "f.safetensors", metadata={"c": "text"})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("f.pt", "safetensors"),
+        ("f.bin", "huggingface"),
+        ("f.CKPT", "per-parameter"),
+        ("f.safetensors", "torch"),
+        ("f.safetensors", "huggingface"),
+    ],
+)
+def test_a_format_that_contradicts_the_suffix(tmp_path: Path, name: str, form: SaveFormat) -> None:
+    torch.save(state(), tmp_path / "in")
+    with pytest.raises(ValueError, match=f"format='{form}' contradicts the suffix"):
+        sluice.save(state(), tmp_path / name, format=form)
+    with pytest.raises(ValueError, match=f"format='{form}' contradicts the suffix"):
+        sluice.convert(tmp_path / "in", tmp_path / name, format=form)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("name", ["f.pt", "f.PTH", "f.ckpt", "f.bin", "no suffix", "f.xyz"])
+def test_a_format_that_fits_or_that_the_suffix_says_nothing_of(tmp_path: Path, name: str) -> None:
+    sluice.save({"a": torch.ones(2)}, tmp_path / name, format="torch")
+    assert same(torch.load(tmp_path / name, weights_only=True), {"a": torch.ones(2)})
+
+
+@pytest.fixture
+def alarms() -> Iterator[list[int]]:
+    """Signals that were handled."""
+    handled: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: handled.append(number))
+    yield handled
+    signal.signal(signal.SIGUSR1, before)
+
+
+@EVERY_FORM
+@pytest.mark.parametrize("verb", ["save", "convert"])
+def test_short_and_interrupted_writes_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alarms: list[int], form: Form, verb: str
+) -> None:
+    torch.save(state(), tmp_path / "in.pt")
+
+    def write(path: Path) -> None:
+        if verb == "save":
+            form.save(state(), path)
+        else:
+            form.convert(tmp_path / "in.pt", path)
+
+    write(tmp_path / f"whole-{form.name}")
+    real = os.pwrite
+
+    def short(descriptor: int, data: memoryview, offset: int) -> int:
+        signal.raise_signal(signal.SIGUSR1)
+        return real(descriptor, memoryview(data)[:5], offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    write(tmp_path / f"short-{form.name}")
+    assert content(tmp_path / f"short-{form.name}") == content(tmp_path / f"whole-{form.name}")
+    assert alarms
+
+
+@EVERY_FORM
+def test_a_write_that_writes_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
+    form.save(state(), tmp_path / form.name)
+    before = content(tmp_path / form.name)
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(sluice.SaveError, match="nothing was written"):
+        form.save(state(), tmp_path / form.name, overwrite=True)
+    assert content(tmp_path / form.name) == before
+    assert [path.name for path in tmp_path.iterdir()] == [form.name]
+
+
+@EVERY_FORM
+def test_an_exception_in_any_write_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form
+) -> None:
+    form.save(state(), tmp_path / form.name)
+    before = content(tmp_path / form.name)
+    real = os.pwrite
+    written, at = 0, 0
+
+    def interrupted(descriptor: int, data: memoryview, offset: int) -> int:
+        nonlocal written
+        written += 1
+        if written == at:
+            raise KeyboardInterrupt
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", interrupted)
+    while True:
+        at, written = at + 1, 0
+        try:
+            form.save({name: tensor + 1 for name, tensor in state().items()}, tmp_path / form.name, overwrite=True)
+        except KeyboardInterrupt:
+            assert content(tmp_path / form.name) == before
+            assert [path.name for path in tmp_path.iterdir()] == [form.name]
+            continue
+        break
+    assert at > 2
+    assert content(tmp_path / form.name) != before

@@ -1,0 +1,360 @@
+"""Where saves go: full disks, limits, what is no file, what may not be written, and who else writes there."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sluice
+from support.oracles import same
+
+MIB = 1 << 20
+
+#: Arguments of each form, and the name that it is saved under.
+FORMS: list[tuple[str, dict[str, Any]]] = [
+    ("model.pth", {}),
+    ("model.safetensors", {}),
+    ("whole", {}),
+    ("sharded", {"max_shard_size": MIB}),
+    ("parameters", {"format": "per-parameter"}),
+]
+
+
+def state(value: float, rows: int = 1) -> dict[str, torch.Tensor]:
+    return {name: torch.full((rows, 1 << 18), float(value)) for name in "abc"}  # of a MiB for each row
+
+
+def value_of(path: Path) -> float:
+    loaded = sluice.load_state_dict(path)
+    values = {float(tensor.unique().item()) for tensor in loaded.values()}
+    assert len(loaded) == 3
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def names(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*")}
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Path]:
+    """A file system of 8 MiB, where this process may mount one."""
+    with tempfile.TemporaryDirectory() as path:
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if mounted.returncode:
+            pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+        try:
+            yield Path(path)
+        finally:
+            subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the tests of full disks are for Linux")
+@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
+def test_a_full_disk(small_disk: Path, name: str, arguments: dict[str, Any]) -> None:
+    path = small_disk / name
+    sluice.save(state(1), path, **arguments)
+    before = names(small_disk)
+    with pytest.raises(sluice.SaveError, match="No space left on device"):
+        sluice.save(state(2, rows=2), path, **arguments, overwrite=True)
+    assert value_of(path) == 1
+    assert names(small_disk) == before
+    with pytest.raises(sluice.SaveError, match="No space left on device"):
+        sluice.save(state(2, rows=2), small_disk / f"other-{name}", **arguments)
+    assert names(small_disk) == before
+    sluice.save(state(3), path, **arguments, overwrite=True)
+    assert value_of(path) == 3
+
+
+@contextmanager
+def file_limit(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("reserving", [True, False])
+@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
+def test_a_limit_on_the_size_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], reserving: bool
+) -> None:
+    if not reserving:  # the write itself meets the limit, and is cut short before it fails
+        monkeypatch.delattr(os, "posix_fallocate")
+    path = tmp_path / name
+    sluice.save(state(1), path, **arguments)
+    before = names(tmp_path)
+    with file_limit(MIB // 2 + 17), pytest.raises(sluice.SaveError, match="File too large"):
+        sluice.save(state(2), path, **arguments, overwrite=True)
+    assert value_of(path) == 1
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
+def test_what_is_no_checkpoint_is_refused_and_kept(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
+    is_file = "." in name
+    path = tmp_path / name
+    os.mkfifo(path)
+    with pytest.raises(sluice.SaveError, match="found a FIFO"):
+        sluice.save(state(1), path, **arguments, overwrite=True)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    path.unlink()
+    if is_file:
+        path.mkdir()
+    else:
+        path.write_bytes(b"mine")
+    with pytest.raises(sluice.SaveError, match="found a directory" if is_file else "found a file"):
+        sluice.save(state(1), path, **arguments, overwrite=True)
+    assert path.is_dir() if is_file else path.read_bytes() == b"mine"
+    with pytest.raises(sluice.SaveError, match="found a device"):
+        sluice.save(state(1), "/dev/null", **{"format": "torch" if is_file else "huggingface", **arguments})
+    with pytest.raises(sluice.SaveError, match="File name too long"):
+        sluice.save(state(1), tmp_path / ("x" * 256 + path.suffix), **arguments)
+    assert names(tmp_path) == {name}
+
+
+@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
+def test_a_link_to_nothing_is_followed(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
+    (tmp_path / name).symlink_to(f"elsewhere-{name}")
+    sluice.save(state(1), tmp_path / name, **arguments)
+    assert (tmp_path / name).is_symlink()
+    assert not (tmp_path / f"elsewhere-{name}").is_symlink()
+    assert value_of(tmp_path / f"elsewhere-{name}") == 1
+
+
+def test_standard_output_is_no_place(tmp_path: Path) -> None:
+    code = "import sluice, torch, sys; sluice.save({'a': torch.ones(1)}, '/dev/stdout', format='torch', overwrite=True)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "SaveError" in done.stderr
+    assert done.stdout == ""
+
+
+UNPRIVILEGED = """
+import os, sys, torch, sluice
+from pathlib import Path
+place = Path(sys.argv[1])
+sluice.save({"a": torch.ones(1)}, sys.argv[1] + "/warm.pth")
+os.setgid(65534)
+os.setuid(65534)
+for name, arguments in [
+    ("model.pth", {}), ("model.safetensors", {}), ("whole", {}), ("sharded", {"max_shard_size": 1}),
+    ("parameters", {"format": "per-parameter"}),
+]:
+    for directory in ("closed", "open"):
+        try:
+            sluice.save({"a": torch.ones(2), "b": torch.ones(3)}, place / directory / name, **arguments, overwrite=True)
+            print(directory, name, "saved")
+        except sluice.SaveError as error:
+            print(directory, name, error.problem)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can become somebody else")
+def test_what_may_not_be_written_is_refused(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:  # above pytest's directories nobody else may look
+        place = Path(path)
+        place.chmod(0o777)
+        for name, mode in (("closed", 0o555), ("open", 0o777)):
+            (place / name).mkdir()
+            (place / name).chmod(mode)
+        for name in ("model.pth", "model.safetensors"):
+            (place / "open" / name).write_bytes(b"old")
+            (place / "open" / name).chmod(0o444)
+        done = subprocess.run(
+            [sys.executable, "-c", UNPRIVILEGED, path], capture_output=True, text=True, check=True, cwd="/"
+        )
+        assert done.stdout.splitlines() == [
+            "closed model.pth the operating system refused: Permission denied",
+            "open model.pth the file is read-only",
+            "closed model.safetensors the operating system refused: Permission denied",
+            "open model.safetensors the file is read-only",
+            "closed whole the operating system refused: Permission denied",
+            "open whole saved",
+            "closed sharded the operating system refused: Permission denied",
+            "open sharded saved",
+            "closed parameters the operating system refused: Permission denied",
+            "open parameters saved",
+        ]
+        assert names(place / "closed") == set()
+        assert (place / "open" / "model.pth").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
+def test_modes_are_those_that_a_user_expects(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
+    def modes() -> set[int]:
+        return {stat.S_IMODE(path.stat().st_mode) for path in [path, *path.rglob("*")] if path.is_file()}
+
+    path = tmp_path / name
+    before = os.umask(0o026)
+    try:
+        sluice.save(state(1), path, **arguments)
+        assert modes() == {0o640}
+        if path.is_dir():
+            assert stat.S_IMODE(path.stat().st_mode) == 0o751
+            path.chmod(0o700)
+        else:
+            path.chmod(0o604)
+        sluice.save(state(2), path, **arguments, overwrite=True)
+        assert modes() == ({0o640} if path.is_dir() else {0o604})
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o604)
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root may give files away")
+def test_the_owner_of_a_replaced_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    sluice.save(state(1), path)
+    os.chown(path, 65534, 65533)
+    sluice.save(state(2), path, overwrite=True)
+    assert (path.stat().st_uid, path.stat().st_gid) == (65534, 65533)
+
+
+@pytest.mark.parametrize("place", ["copy", "map"])
+@pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
+def test_saving_over_what_a_live_model_was_loaded_from(
+    tmp_path: Path, name: str, arguments: dict[str, Any], place: Any
+) -> None:
+    def model() -> torch.nn.Sequential:
+        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+
+    path = tmp_path / name
+    sluice.save(model(), path, **{**arguments, **({"max_shard_size": 20_000} if name == "sharded" else {})})
+    with sluice.empty_init():
+        loaded = model()
+    sluice.load_into(loaded, path, place=place)
+    with torch.no_grad():
+        next(loaded.parameters()).mul_(2)
+    expected = {key: tensor.clone() for key, tensor in loaded.state_dict().items()}
+    for _ in range(2):
+        sluice.save(loaded, path, **arguments, overwrite=True)
+        assert all(same(tensor, expected[key]) for key, tensor in loaded.state_dict().items())
+        assert all(same(tensor, expected[key]) for key, tensor in sluice.load_state_dict(path).items())
+
+
+def test_a_failed_save_removes_the_directories_that_it_made(tmp_path: Path) -> None:
+    for name, arguments in FORMS[2:]:
+        with file_limit(1000), pytest.raises(sluice.SaveError):
+            sluice.save(state(1), tmp_path / "a" / "b" / name, **arguments)
+    assert names(tmp_path) == set()
+
+
+def test_other_files_of_a_directory_stay(tmp_path: Path) -> None:
+    for name, arguments in FORMS[2:]:
+        path = tmp_path / name
+        sluice.save(state(1), path, **arguments)
+        (path / "config.json").write_text("{}")
+        (path / "link").symlink_to("config.json")
+        sluice.save(state(2), path, **arguments, overwrite=True)
+        assert value_of(path) == 2
+        assert (path / "config.json").read_text() == "{}"
+        assert (path / "link").is_symlink()
+
+
+def test_stale_parameters_go_and_nothing_else_does(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    sluice.save({"old": torch.ones(1), "both": torch.ones(2)}, path, format="per-parameter")
+    with pytest.raises(sluice.SaveError, match="holds parameters already"):
+        sluice.save({"new": torch.ones(1)}, path, format="per-parameter")
+    assert names(path) == {"old.pt", "both.pt"}
+    sluice.save({"new": torch.ones(1), "both": torch.zeros(2)}, path, format="per-parameter", overwrite=True)
+    assert names(path) == {"new.pt", "both.pt"}
+    torch.save({"state": {}}, path / "optimizer.pt")
+    refused: list[tuple[str, Callable[[], object]]] = [
+        ("no parameter and would be gone; move it first; found optimizer.pt", lambda: None),
+        ("cannot be replaced as a whole; .* found logs", (path / "logs").mkdir),
+    ]
+    for problem, make in refused:
+        make()
+        with pytest.raises(sluice.SaveError, match=problem):
+            sluice.save({"new": torch.ones(1)}, path, format="per-parameter", overwrite=True)
+        (path / "optimizer.pt").unlink(missing_ok=True)
+    (path / "logs").rmdir()
+    sluice.save({"a": torch.ones(1)}, tmp_path / "q")
+    with pytest.raises(sluice.SaveError, match="a checkpoint of another kind, which readers prefer"):
+        sluice.save({"a": torch.ones(1)}, tmp_path / "q", format="per-parameter")
+    assert names(tmp_path / "q") == {"model.safetensors"}
+
+
+def test_the_same_tensor_has_one_file_under_two_names(tmp_path: Path) -> None:
+    tied = torch.randn(5)
+    report = sluice.save({"a": tied, "b": tied, "c": tied[1:]}, tmp_path / "p", format="per-parameter")
+    assert report.tied == {"b": "a"}
+    assert os.path.samefile(tmp_path / "p" / "a.pt", tmp_path / "p" / "b.pt")
+    assert same(torch.load(tmp_path / "p" / "b.pt", weights_only=True), tied)
+    assert same(torch.load(tmp_path / "p" / "c.pt", weights_only=True), tied[1:])
+
+
+@pytest.mark.parametrize("name", ["a/b", "", ".", "..", "nul\0", "\ud800"])
+def test_names_that_no_file_can_have(tmp_path: Path, name: str) -> None:
+    with pytest.raises(sluice.SaveError, match="no file can have this name"):
+        sluice.save({name: torch.ones(1)}, tmp_path / "p", format="per-parameter")
+    assert names(tmp_path) == set()
+
+
+WRITER = """
+import sys, torch, sluice
+from pathlib import Path
+place, number = Path(sys.argv[1]), int(sys.argv[2])
+state = {name: torch.full((1 << 14,), float(number)) for name in "abc"}
+sluice.save(state, place / f"warm{number}.pth")
+for name, arguments in eval(sys.argv[3]):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    saved = 0
+    for _ in range(25):
+        try:
+            sluice.save(state, place / name, **arguments, overwrite=True)
+            saved += 1
+        except sluice.SaveError as error:
+            assert "another save is writing" in str(error) or "made by somebody else" in str(error), error
+    print(saved, flush=True)
+"""
+
+
+def test_two_writers_of_one_checkpoint(tmp_path: Path) -> None:
+    forms = [(name, {"max_shard_size": 70_000} if name == "sharded" else arguments) for name, arguments in FORMS]
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(number), repr(forms)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in (1, 2)
+    ]
+    for name, _ in forms:
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            assert writer.stdin is not None
+            writer.stdin.write("\n")
+            writer.stdin.flush()
+        counts = [int(writer.stdout.readline()) for writer in writers if writer.stdout]
+        # Two writers of one model directory exclude each other, and only one can make a directory of parameters.
+        assert min(counts) >= {"whole": 0, "sharded": 0, "parameters": 24}.get(name, 25)
+        assert max(counts) > 0
+        assert value_of(tmp_path / name) in {1, 2}
+    for writer in writers:
+        writer.communicate()
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert not [each for each in names(tmp_path) if "sluice" in each]

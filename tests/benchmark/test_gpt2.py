@@ -1,0 +1,119 @@
+"""The GPT-2-shaped model, its names and its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sluice.benchmark.gpt2 import (
+    SIZES,
+    GPTConfig,
+    GPTModel,
+    build,
+    config,
+    final_bytes,
+    gpt2,
+    make_checkpoint,
+    random_weight,
+)
+from sluice.benchmark.writing import CheckpointFormat
+
+_BOOK_BLOCK = {
+    *(f"att.{layer}.{kind}" for layer in ("W_query", "W_key", "W_value", "out_proj") for kind in ("weight", "bias")),
+    "att.mask",
+    *(f"ff.layers.{position}.{kind}" for position in (0, 2) for kind in ("weight", "bias")),
+    *(f"{norm}.{kind}" for norm in ("norm1", "norm2") for kind in ("scale", "shift")),
+}
+
+_BOOK_REST = {"tok_emb.weight", "pos_emb.weight", "final_norm.scale", "final_norm.shift", "out_head.weight"}
+
+
+def _small_config(**changes: Any) -> GPTConfig:
+    values = {"vocab_size": 11, "context_length": 8, "emb_dim": 4, "n_heads": 2, "n_layers": 2, **changes}
+    return cast("GPTConfig", values)
+
+
+def test_its_names_are_those_of_the_book() -> None:
+    names = set(GPTModel(_small_config(qkv_bias=True)).state_dict())
+    assert names == _BOOK_REST | {f"trf_blocks.{block}.{name}" for block in (0, 1) for name in _BOOK_BLOCK}
+
+
+def test_a_state_dict_with_the_books_masks_loads() -> None:
+    model = GPTModel(_small_config())
+    state_dict = {name: random_weight(name, weight.shape) for name, weight in model.state_dict().items()}
+    model.load_state_dict(state_dict)
+    assert torch.equal(model.state_dict()["trf_blocks.1.att.mask"], torch.ones(8, 8).triu(1))
+
+
+def test_without_qkv_bias_there_is_none() -> None:
+    assert "trf_blocks.0.att.W_query.bias" not in GPTModel(_small_config(drop_rate=0.1)).state_dict()
+
+
+@pytest.mark.parametrize(("size", "nbytes"), [("small", 702_480_384), ("large", 3_504_431_104), ("xl", 6_753_416_192)])
+def test_final_bytes_are_those_of_gpt2_with_its_masks(size: str, nbytes: int) -> None:
+    assert final_bytes(size, torch.float32) == nbytes
+    assert final_bytes(size, torch.bfloat16) == nbytes // 2
+
+
+def test_sizes_grow() -> None:
+    sizes = [final_bytes(size, torch.float32) for size in SIZES]
+    assert sizes == sorted(sizes)
+
+
+def test_no_token_sees_a_later_one() -> None:
+    torch.manual_seed(0)
+    model = GPTModel(_small_config()).eval()
+    one, other = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 9, 9]])
+    with torch.no_grad():
+        assert torch.equal(model(one)[:, :2], model(other)[:, :2])
+        assert not torch.equal(model(one)[:, 2:], model(other)[:, 2:])
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(ValueError, match="emb_dim 4 is not a multiple of n_heads 3"):
+        GPTModel(_small_config(n_heads=3))
+
+
+def test_the_factory_builds_the_size_it_is_asked_for() -> None:
+    with torch.device("meta"):
+        assert gpt2(size="medium").tok_emb.weight.shape == (50257, 1024)
+        assert gpt2().tok_emb.weight.shape == (50257, 768)
+
+
+def test_an_unknown_size_is_named() -> None:
+    with pytest.raises(ValueError, match="no GPT-2 of size 'huge': choose one of tiny, small"):
+        config("huge")
+
+
+def _read(path: Path, kind: CheckpointFormat) -> dict[str, torch.Tensor]:
+    if kind == "per-parameter":
+        return {file.stem: torch.load(file, weights_only=True) for file in path.iterdir()}
+    if kind == "safetensors":
+        return load_file(path)
+    return cast("dict[str, torch.Tensor]", torch.load(path, weights_only=True))
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors", "per-parameter"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_holds_the_random_weights_of_its_names(
+    tmp_path: Path, kind: CheckpointFormat, dtype: torch.dtype
+) -> None:
+    path = tmp_path / "checkpoint"
+    make_checkpoint(path, "tiny", dtype, kind)
+    with torch.device("meta"):
+        wanted = {name: weight.shape for name, weight in build("tiny").state_dict().items()}
+    found = _read(path, kind)
+    assert found.keys() == wanted.keys()
+    for name, weight in found.items():
+        assert torch.equal(weight, random_weight(name, wanted[name]).to(dtype)), name
+
+
+def test_random_weights_differ_by_name_and_never_by_call() -> None:
+    shape = torch.Size([64])
+    assert torch.equal(random_weight("a.weight", shape), random_weight("a.weight", shape))
+    assert not torch.equal(random_weight("a.weight", shape), random_weight("b.weight", shape))
+    assert random_weight("norm.scale", shape).mean() > 0.9

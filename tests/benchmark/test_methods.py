@@ -1,0 +1,106 @@
+"""Every method fills the tiny model with the right weights; raw reads read every byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import mmap
+import pkgutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from sluice.benchmark import raw as _raw
+from sluice.benchmark.child import touch, verdict
+from sluice.benchmark.methods import LOADERS, METHODS, absence
+from sluice.benchmark.peers import GPU_PEERS, PEERS, REFERENCE
+from sluice.benchmark.records import OTHER, Job, Precision, Verdict
+from sluice.benchmark.strategies import STRATEGIES
+
+_LOADERS = [
+    (method.name, suffix)
+    for method in (*LOADERS.values(), REFERENCE)
+    for suffix in method.reads
+    if not method.name.startswith("raw-") and suffix != OTHER
+]
+
+
+def _load(name: str, checkpoint: Path, dtype: Precision) -> nn.Module:
+    job = Job(method=name, model="tiny", checkpoint=str(checkpoint), dtype=dtype, device="cpu", verify=True)
+    loaded = METHODS[name].start(job)()
+    assert isinstance(loaded, nn.Module)
+    return loaded
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> Precision:
+    precision: Precision = request.param
+    return precision
+
+
+@pytest.fixture(scope="module")
+def truth(dtype: Precision) -> Verdict:
+    return verdict(_load("reference", Path(), dtype))
+
+
+@pytest.mark.filterwarnings("default")  # peers warn as they like
+@pytest.mark.parametrize(("name", "suffix"), _LOADERS)
+def test_a_method_makes_the_right_model(
+    name: str, suffix: str, dtype: Precision, truth: Verdict, checkpoints: dict[str, Path]
+) -> None:
+    for needed in METHODS[name].imports:
+        try:
+            pkgutil.resolve_name(needed)
+        except ImportError as error:
+            pytest.skip(f"not installed: {error}")
+    model = _load(name, checkpoints[suffix], dtype)
+    assert {str(weight.dtype) for weight in model.state_dict().values()} == {f"torch.{dtype}"}
+    assert verdict(model) == truth
+
+
+def test_a_missing_package_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = dataclasses.replace(METHODS["runai-streamer"], imports=("no_such_loader.part:name",))
+    monkeypatch.setitem(METHODS, "runai-streamer", method)
+    assert absence("runai-streamer") == "no_such_loader is not installed: pip install runai-model-streamer"
+    assert absence("sluice") == ""
+
+
+def test_names_are_unique() -> None:
+    assert len(LOADERS) == len(STRATEGIES) + len(PEERS) + len(GPU_PEERS)
+
+
+def test_one_changed_bit_changes_the_verdict() -> None:
+    model = nn.Embedding(32, 3)
+    before = verdict(model)
+    with torch.no_grad():
+        model.weight.view(torch.int32)[31, 2] ^= 1
+    assert verdict(model).weights != before.weights
+    assert verdict(model).logits == before.logits  # row 31 is no row of the fixed input
+
+
+def test_touch_reads_the_first_element_of_every_page_and_the_last() -> None:
+    model = nn.Embedding(3, 1024)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.weight[:, 0] = 1.0
+        model.weight[2, 1023] = 10.0
+    assert touch(model) == 13.0
+
+
+@pytest.mark.parametrize("size", [1, 4096, _raw.READ_BYTES, _raw.READ_BYTES + 4097])
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_raw_read_reads_every_byte(tmp_path: Path, size: int, direct: bool) -> None:
+    file = tmp_path / "file"
+    content = bytes(torch.randint(256, (size,), dtype=torch.uint8).tolist())
+    file.write_bytes(content)
+    try:
+        read = _raw.read_file(str(file), direct=direct, threads=2)
+    except OSError as error:
+        assert direct
+        assert error.errno == errno.EINVAL
+        pytest.skip("no direct I/O on this file system")
+    assert isinstance(read, mmap.mmap)
+    assert read[:size] == content
+    read.close()

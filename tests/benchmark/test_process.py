@@ -1,0 +1,68 @@
+"""Fresh processes, watched from outside."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from sluice.benchmark import process as _process
+from sluice.benchmark.gpt2 import final_bytes
+from sluice.benchmark.process import run_job
+from sluice.benchmark.records import Job, Outcome
+
+
+def _job(method: str, checkpoint: Path, *, verify: bool = False) -> Job:
+    return Job(method=method, model="tiny", checkpoint=str(checkpoint), dtype="float32", device="cpu", verify=verify)
+
+
+def test_a_copying_method_grows_by_anonymous_memory(checkpoints: dict[str, Path]) -> None:
+    final = final_bytes("tiny", torch.float32)
+    outcome = run_job(_job("meta-sequential", checkpoints[".pth"], verify=True))
+    assert (outcome.status, outcome.reason) == ("ok", "")
+    assert outcome.seconds > 0
+    # The total is the kernel's own record. The kinds are sampled, and on a busy machine no sample may fall into the
+    # moment between the last copy and the end of the state dict; the look when all is done sees the model.
+    assert 1.9 * final < outcome.total_bytes < 3 * final
+    assert 0.95 * final < outcome.anon_bytes <= outcome.total_bytes
+    assert outcome.file_bytes + outcome.shmem_bytes < 0.5 * final
+    assert outcome.verdict is not None
+    assert len(outcome.verdict.logits) > 100
+
+
+def test_a_mapping_method_grows_by_file_pages(checkpoints: dict[str, Path]) -> None:
+    final = final_bytes("tiny", torch.float32)
+    outcome = run_job(_job("mmap", checkpoints[".pth"]))
+    assert outcome.status == "ok"
+    assert outcome.file_bytes > 0.9 * final
+    assert outcome.anon_bytes < 0.5 * final
+    assert outcome.verdict is None
+
+
+def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
+    outcome = run_job(_job("naive", tmp_path / "nowhere.pth"))
+    assert outcome.status == "failed"
+    assert outcome.reason.startswith("FileNotFoundError: ")
+    assert outcome.total_bytes > 0
+
+
+def test_a_package_that_is_not_there_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "accelerate.py").write_text("raise ImportError('no accelerate here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_job(_job("accelerate", tmp_path)) == Outcome(
+        status="absent", reason="no accelerate here; pip install accelerate"
+    )
+
+
+def test_a_method_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "endless.pth")
+    outcome = run_job(_job("naive", tmp_path / "endless.pth"), timeout_seconds=0.1)
+    assert (outcome.status, outcome.reason) == ("timeout", "stopped after 0.1 s")
+
+
+def test_a_killed_process_is_an_outcome(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_process, "_answer", lambda process: process.kill())
+    outcome = run_job(_job("naive", checkpoints[".pth"]))
+    assert (outcome.status, outcome.reason) == ("killed", "killed by the system: out of memory")

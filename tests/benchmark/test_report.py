@@ -1,0 +1,200 @@
+"""report.html in a real browser: what is drawn, what is toggled, how it looks on a phone and in the dark."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from sluice.benchmark.report import write_report
+from support.comparisons import runs_of, scenario
+
+api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+
+#: A browser of its own, offline, that asks nobody for updates.
+_ARGUMENTS = [
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
+
+#: Counts the pixels of the canvas that have the colour of a method's button, give or take smoothing.
+_PIXELS = """(method) => {
+  const swatch = document.querySelector(`button[data-method="${method}"] .swatch`);
+  const [r, g, b] = (swatch.dataset.colour ||= getComputedStyle(swatch).backgroundColor).match(/\\d+/g).map(Number);
+  const canvas = document.querySelector("#chart canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4)
+    count += Math.abs(data[i] - r) + Math.abs(data[i + 1] - g) + Math.abs(data[i + 2] - b) < 12 && data[i + 3] > 200;
+  return count;
+}"""
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of two tables, the second under a limit that one method did not survive."""
+    scenarios = [scenario("float32"), scenario("bfloat16", limit=800 << 20)]
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(
+        path,
+        title="GPT-2 small </script><b>not markup</b>",
+        machine={"date": "2026-11-21", "processor": "a processor with a <name>"},
+        command="sluice bench --size small --ram-limit 800MiB",
+        scenarios=scenarios,
+        runs=[run for each in scenarios for run in runs_of(each)],
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    arguments = [*_ARGUMENTS, *(["--no-sandbox"] if os.getuid() == 0 else [])]  # its sandbox refuses root
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=_CHROMIUM, args=arguments)
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def open_page(browser: Any, page_file: Path) -> Iterator[Open]:
+    """Open the page; the test fails if it asks for anything else, or if its script complains."""
+    requested: list[str] = []
+    complaints: list[str] = []
+    contexts: list[Any] = []
+
+    def opened(*, width: int = 1100, scheme: Literal["light", "dark"] = "light", **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", lambda request: requested.append(request.url))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.goto(page_file.as_uri())
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert set(requested) == {page_file.as_uri()}
+    assert complaints == []
+
+
+def _settle(page: Any) -> None:
+    """Wait until what was asked for is drawn: uPlot draws in a microtask, the browser in the next frame."""
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def _pixels(page: Any, method: str) -> int:
+    _settle(page)
+    return int(page.evaluate(_PIXELS, method))
+
+
+def test_every_method_is_drawn_and_can_be_toggled(open_page: Open) -> None:
+    page = open_page()
+    before = {method: _pixels(page, method) for method in ("naive", "mmap", "sluice")}
+    assert min(before.values()) > 200
+    button = page.get_by_role("button", name="naive")
+    assert button.get_attribute("aria-pressed") == "true"
+    button.click()
+    page.mouse.move(0, 0)  # the button under the mouse would draw the others pale
+    assert button.get_attribute("aria-pressed") == "false"
+    assert _pixels(page, "naive") < 20
+    assert _pixels(page, "sluice") > 0.9 * before["sluice"]
+    button.click()
+    page.mouse.move(0, 0)
+    assert _pixels(page, "naive") > 0.9 * before["naive"]
+
+
+def test_methods_are_toggled_and_the_chart_is_read_with_the_keyboard(open_page: Open) -> None:
+    page = open_page()
+    button = page.get_by_role("button", name="mmap")
+    button.focus()
+    page.keyboard.press("Space")
+    assert button.get_attribute("aria-pressed") == "false"
+    page.locator("#chart").focus()
+    assert _pixels(page, "mmap") < 20
+    page.keyboard.press("ArrowRight")
+    _settle(page)
+    tip = page.locator("#tip")
+    assert tip.is_visible()
+    assert "sluice" in tip.inner_text()
+    assert "mmap" not in tip.inner_text()
+
+
+def test_hovering_shows_what_each_method_holds(open_page: Open) -> None:
+    page = open_page()
+    box = page.locator("#chart .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.25, box["y"] + 50)  # the axis ends at two seconds
+    _settle(page)
+    text = page.locator("#tip").inner_text()
+    figures = dict(line.split(": ") for line in text.splitlines()[1:])
+    assert {name: float(figure.removesuffix(" MiB")) for name, figure in figures.items()} == pytest.approx(
+        {"naive": 250, "sluice": 260, "mmap": 167}, rel=0.05
+    )
+    page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 50)
+    _settle(page)
+    assert "sluice: done" in page.locator("#tip").inner_text()
+
+
+def test_choices_change_what_is_drawn(open_page: Open) -> None:
+    page = open_page()
+    linear = _pixels(page, "naive")
+    page.get_by_label("log", exact=True).check(force=True)
+    assert abs(_pixels(page, "naive") - linear) > 50
+    page.get_by_label("linear", exact=True).check(force=True)
+    page.get_by_label("mapped file", exact=True).check(force=True)
+    _settle(page)
+    assert "500 MiB" in page.get_by_role("button", name="mmap").inner_text()
+    assert "0 MiB" in page.get_by_role("button", name="naive").inner_text()
+
+
+def test_a_casualty_is_marked_in_chart_button_and_table(open_page: Open) -> None:
+    page = open_page()
+    page.get_by_label("bf16, cold, 800 MiB", exact=True).check(force=True)
+    _settle(page)
+    assert "killed at 700 MiB" in page.get_by_role("button", name="naive").inner_text()
+    assert _pixels(page, "naive") > 200
+    alarms = page.locator("td.alarm")
+    assert alarms.all_inner_texts() == ["killed", "killed"]
+    assert "naive: out of memory: killed by the kernel at the limit of 800 MiB" in page.locator("main").inner_text()
+
+
+def test_names_are_text_and_the_command_is_there(open_page: Open) -> None:
+    page = open_page()
+    assert page.locator("h1").inner_text() == "GPT-2 small </script><b>not markup</b>"
+    assert "a processor with a <name>" in page.locator("main").inner_text()
+    assert page.locator("pre").inner_text().strip() == "sluice bench --size small --ram-limit 800MiB"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_horizontal_scrolling(open_page: Open, scheme: str) -> None:
+    page = open_page(width=390, scheme=scheme, device_scale_factor=2, is_mobile=True)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.evaluate("Math.max(...[...document.querySelectorAll('body *')].map((e) => e.scrollWidth))") <= 390
+    assert _pixels(page, "sluice") > 200
+    assert page.locator("tbody tr").first.evaluate("(row) => getComputedStyle(row).display") == "grid"
+
+
+def test_the_dark_has_other_colours_and_follows_the_system(open_page: Open) -> None:
+    page = open_page()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    swatch = "getComputedStyle(document.querySelector('button[data-method=sluice] .swatch')).backgroundColor"
+    light = page.evaluate(ground), page.evaluate(swatch)
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"{ground} !== {light[0]!r}")
+    page.wait_for_function(f"{swatch} !== {light[1]!r}")  # the page hears of the change after its style has changed
+    assert _pixels(page, "sluice") > 200  # drawn again, in the new colour

@@ -1,0 +1,251 @@
+"""What is run, in which order, and how runs become rows and tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sluice.benchmark import machine as _machine
+from sluice.benchmark import runner as _runner
+from sluice.benchmark.records import Job, Outcome, Run, Scenario, State, Status, Verdict
+from sluice.benchmark.results import write_results
+from sluice.benchmark.runner import run_with_progress, seconds_left
+from sluice.benchmark.summary import summarise
+from sluice.benchmark.table import print_tables
+
+_TRUTH = Verdict(weights="abc", logits=(1.0, -2.0))
+
+
+def _scenario(*states: State, device: str = "cpu", methods: tuple[str, ...] = ("naive", "sluice")) -> Scenario:
+    return Scenario(
+        title="a title",
+        model="tiny",
+        dtype="float32",
+        device=device,
+        states=states,
+        checkpoints={method: Path(f"/checkpoints/{method}") for method in methods},
+        final_bytes=1 << 30,
+    )
+
+
+def _run(
+    method: str,
+    state: State = "cold",
+    seconds: float = 1.0,
+    status: Status = "ok",
+    *,
+    total_gib: float = 1.0,
+    verdict: Verdict | None = None,
+    reason: str = "",
+) -> Run:
+    total = int(total_gib * (1 << 30))
+    outcome = Outcome(
+        status=status, seconds=seconds, anon_bytes=total, total_bytes=total, verdict=verdict, reason=reason
+    )
+    return Run(scenario="a title", method=method, state=state, repetition=0, outcome=outcome)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace processes and the page cache by fakes that write down what they are asked."""
+    lines: list[str] = []
+
+    def run_job(job: Job, **_: object) -> Outcome:
+        lines.append(f"{job.method} {Path(job.checkpoint).name} {'verify' if job.verify else ''}".strip())
+        return Outcome(status="ok", seconds=1.0)
+
+    def prepare(state: State, path: Path) -> bool:
+        lines.append(f"{path.name} made {state}")
+        return True
+
+    for state in list(_runner._PREPARATIONS):
+        monkeypatch.setitem(_runner._PREPARATIONS, state, partial(prepare, state))
+    monkeypatch.setattr(_runner, "run_job", run_job)
+    return lines
+
+
+def _all_runs(*scenarios: Scenario, repetitions: int = 1) -> list[Run]:
+    return run_with_progress(Console(file=io.StringIO()), scenarios, repetitions=repetitions)
+
+
+def test_methods_take_turns_and_the_cache_is_prepared_before_each(log: list[str]) -> None:
+    runs = _all_runs(_scenario("cold", "warm"), repetitions=2)
+    first = ["naive made cold", "naive naive verify", "sluice made cold", "sluice sluice verify"]
+    first += ["naive made warm", "naive naive verify", "sluice made warm", "sluice sluice verify"]
+    again = ["sluice made cold", "sluice sluice", "naive made cold", "naive naive"]  # begins with the other method
+    again += ["sluice made warm", "sluice sluice", "naive made warm", "naive naive"]
+    assert log == ["reference  verify", *first, *again]
+    assert [run.repetition for run in runs] == [0, 0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_memory_settles_once_the_cache_is_prepared(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: log.append(f"waited {seconds:g}"))
+    run_with_progress(Console(file=io.StringIO()), [_scenario("cold")], repetitions=1, settle_seconds=3)
+    naive = ["naive made cold", "waited 3", "naive naive verify"]
+    assert log == ["reference  verify", *naive, "sluice made cold", "waited 3", "sluice sluice verify"]
+
+
+@pytest.mark.parametrize(("balloons", "seconds"), [(("bind", "virtio0"), 3.0), (("bind",), 0.0), (None, 0.0)])
+def test_only_a_machine_with_a_balloon_waits(
+    balloons: tuple[str, ...] | None, seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_machine, "_BALLOONS", tmp_path / "virtio_balloon")
+    for name in balloons or ():
+        (tmp_path / "virtio_balloon" / name).mkdir(parents=True)
+    assert _machine.settling_seconds() == seconds
+
+
+def test_loads_in_a_row_follow_one_another(log: list[str]) -> None:
+    _all_runs(_scenario("first", "second", methods=("naive", "sluice")))
+    assert log[1:] == [
+        *("naive made first", "naive naive verify", "naive naive verify"),
+        *("sluice made first", "sluice sluice verify", "sluice sluice verify"),
+    ]
+
+
+def test_a_cache_that_cannot_be_prepared_fails_the_run(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_runner._PREPARATIONS, "cold", lambda _: False)
+    runs = _all_runs(_scenario("cold", methods=("naive",)))
+    assert runs[1].outcome == Outcome(status="failed", reason="the page cache could not be made cold")
+    assert log == ["reference  verify"]
+
+
+def test_every_run_is_a_line_where_there_is_no_terminal(log: list[str]) -> None:
+    text = io.StringIO()
+    run_with_progress(Console(file=text), [_scenario("cold")], repetitions=1)
+    lines = [line.strip().partition(", about ") for line in text.getvalue().splitlines()]
+    assert [line for line, _, _ in lines] == [
+        "1/3  reference cold: 1.00 s",
+        "2/3  naive cold: 1.00 s",
+        "3/3  sluice cold: 1.00 s",
+    ]
+    assert all(left.endswith(" s left") for _, _, left in lines)
+
+
+def test_the_time_left_is_told_from_what_the_methods_took() -> None:
+    assert seconds_left({"reference": 4.0, "naive": 8.0}, ["naive", "sluice", "naive"]) == 8 + 6 + 8
+    assert seconds_left({"naive": 8.0}, []) == 0
+
+
+def test_rows_are_medians_and_the_worse_state_decides_memory() -> None:
+    runs = [_run("naive", seconds=seconds, total_gib=gib) for seconds, gib in ((1, 1), (9, 9), (2, 2))]
+    runs += [_run("naive", "warm", seconds=0.5, total_gib=3)]
+    row = summarise(_scenario("cold", "warm", methods=("naive",)), runs)[0]
+    assert row.seconds == {"cold": 2, "warm": 0.5}
+    assert row.total_bytes == row.anon_bytes == 3 << 30
+    assert row.over_final == 3
+    assert row.over_raw == {}
+
+
+def test_times_are_compared_with_the_fastest_raw_read_of_the_same_state() -> None:
+    methods = ("raw-direct", "raw-buffered", "sluice")
+    runs = [_run("raw-direct", seconds=2), _run("raw-buffered", seconds=3), _run("sluice", seconds=4)]
+    runs += [_run("raw-direct", "warm", 2), _run("raw-buffered", "warm", 1), _run("sluice", "warm", 4)]
+    rows = summarise(_scenario("cold", "warm", methods=methods), runs)
+    assert rows[2].over_raw == {"cold": 2, "warm": 4}
+    assert rows[0].over_raw == {}
+    assert rows[0].over_final is None
+
+
+@pytest.mark.parametrize(
+    ("found", "right"),
+    [
+        (_TRUTH, True),
+        (dataclasses.replace(_TRUTH, logits=(1.0, -2.000001)), True),
+        (dataclasses.replace(_TRUTH, logits=(1.0, -2.1)), False),
+        (dataclasses.replace(_TRUTH, logits=(1.0,)), False),
+        (dataclasses.replace(_TRUTH, logits=(1.0, float("nan"))), False),
+        (dataclasses.replace(_TRUTH, weights="abd"), False),
+        (None, None),
+    ],
+)
+def test_a_model_is_right_when_weights_are_equal_and_logits_close(found: Verdict | None, right: bool | None) -> None:
+    runs = [_run("reference", verdict=_TRUTH), _run("naive", verdict=found)]
+    assert summarise(_scenario("cold", methods=("naive",)), runs)[0].right is right
+
+
+def test_without_the_truth_nobody_is_right() -> None:
+    runs = [_run("reference", status="killed"), _run("naive", verdict=_TRUTH)]
+    assert summarise(_scenario("cold", methods=("naive",)), runs)[0].right is None
+
+
+def test_a_casualty_is_a_row_that_says_how_far_it_came() -> None:
+    runs = [_run("naive", status="killed", total_gib=5, reason="out of memory") for _ in range(2)]
+    row = summarise(_scenario("cold", methods=("naive",)), runs)[0]
+    assert (row.failures, row.reasons, row.seconds) == ({"cold": "killed"}, ("out of memory",), {})
+    assert row.total_bytes == 5 << 30
+
+
+def test_a_failure_does_not_spoil_the_figures_of_good_runs() -> None:
+    runs = [_run("naive", seconds=1), _run("naive", status="killed", total_gib=50, reason="bad luck")]
+    row = summarise(_scenario("cold", methods=("naive",)), runs)[0]
+    assert (row.failures, row.seconds, row.total_bytes, row.reasons) == ({}, {"cold": 1}, 1 << 30, ("bad luck",))
+
+
+def _printed(scenario: Scenario, runs: list[Run], *, width: int = 160) -> str:
+    text = io.StringIO()
+    print_tables(Console(file=text, width=width), [scenario], runs)
+    return text.getvalue()
+
+
+def test_the_table_shows_ratios_bars_and_casualties() -> None:
+    runs = [_run("reference", verdict=_TRUTH), _run("sluice", seconds=1.5, total_gib=1.02, verdict=_TRUTH)]
+    runs += [_run("naive", status="killed", total_gib=2, reason="out of memory")]
+    lines = _printed(_scenario("cold"), runs).splitlines()
+    (naive,) = [line.replace(" ", "") for line in lines if "│ naive" in line]
+    (ours,) = [line.replace(" ", "") for line in lines if "│ sluice" in line]
+    assert naive == "│naive│██████████████████│2.00│2.00│0.00│2.00│killed│-│"
+    assert ours == "│sluice│█████████│1.02│1.02│0.00│1.02│1.50│yes│"
+    assert "  F = 1.00 GiB: the finished tensors" in lines
+    assert "  naive: out of memory" in lines
+
+
+def test_the_table_fits_a_terminal_of_80_columns() -> None:
+    methods = ("meta-sequential",)
+    text = _printed(_scenario("cold", "warm", methods=methods), [_run(methods[0]), _run(methods[0], "warm")], width=80)
+    assert "…" not in text
+    assert "█" not in text
+
+
+def test_wrong_logits_are_shouted() -> None:
+    runs = [_run("reference", verdict=_TRUTH), _run("naive", verdict=Verdict(weights="x", logits=()))]
+    assert "NO" in _printed(_scenario("cold", methods=("naive",)), runs)
+
+
+def test_on_an_accelerator_its_memory_is_shown_and_judged() -> None:
+    outcome = Outcome(
+        status="ok", seconds=1, total_bytes=1 << 28, device_allocated_bytes=5 << 29, device_reserved_bytes=3 << 30
+    )
+    runs = [Run(scenario="a title", method="naive", state="cold", repetition=0, outcome=outcome)]
+    scenario = _scenario("cold", device="cuda", methods=("naive",))
+    assert summarise(scenario, runs)[0].over_final == 3
+    text = _printed(scenario, runs)
+    assert "alloc" in text
+    assert "│ 0.25 │ 0.00 │ 0.00 │  2.50 │ 3.00 │ 3.00 │ 1.00 │" in text
+
+
+def test_results_are_written_as_json_and_markdown(tmp_path: Path) -> None:
+    runs = [_run("reference", verdict=_TRUTH), _run("naive", seconds=1.5, total_gib=2, verdict=_TRUTH)]
+    write_results(
+        tmp_path / "out",
+        "results",
+        machine={"date": "today"},
+        command="make demo",
+        scenarios=[_scenario("cold", methods=("naive",))],
+        runs=runs,
+    )
+    document = json.loads((tmp_path / "out/results.json").read_text())
+    (scenario,) = document["scenarios"]
+    assert (document["command"], document["machine"]) == ("make demo", {"date": "today"})
+    assert scenario["checkpoints"] == {"naive": "naive"}  # names, not paths of this machine
+    assert scenario["rows"][0]["over_final"] == 2
+    assert [run["seconds"] for run in scenario["runs"]] == [1.0, 1.5]
+    markdown = (tmp_path / "out/results.md").read_text()
+    assert "| naive | 2.00 | 2.00 | 0.00 | 2.00 | 1.50 | yes |" in markdown
+    assert "Made by `make demo`" in markdown

@@ -1,0 +1,223 @@
+"""What is compared when nobody says, and which checkpoint each method gets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import sluice
+from sluice.benchmark import sizes as _sizes
+from sluice.benchmark.child import verdict
+from sluice.benchmark.comparison import Checkpoints, default_methods, own_subject, verdicts
+from sluice.benchmark.methods import METHODS
+from sluice.benchmark.records import Job, State
+from sluice.benchmark.results import typical_runs
+from sluice.benchmark.sizes import Choice, Conditions, choose, choose_here
+from sluice.benchmark.subjects import final_bytes, kind_of, main_dtype
+from support.comparisons import runs_of, scenario
+
+_FINALS = {"small": 1 << 30, "medium": 2 << 30, "large": 4 << 30}
+
+_MODEL = f"{__name__}:Tied"
+
+
+class Tied(nn.Module):
+    """Two names for one weight, an integer buffer, and a buffer that no file holds."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, width)
+        self.head = nn.Linear(width, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("positions", torch.arange(4), persistent=False)
+
+
+#: What the demo runs: two references, and six methods in two precisions for each state.
+_COUNTS: dict[tuple[State, ...], int] = {("cold", "warm"): 26, ("warm",): 14}
+
+
+def _choose(counts: dict[tuple[State, ...], int] = _COUNTS, **changes: Any) -> Choice:
+    plenty = {"memory_bytes": 1 << 40, "disk_bytes": 1 << 40, "seconds_per_process": 0.0, "seconds_per_byte": 0.0}
+    return choose(_FINALS, counts, Conditions(**{**plenty, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "states"),
+    [
+        ({}, "large", 2),
+        ({"memory_bytes": 8 << 30}, "medium", 2),
+        ({"disk_bytes": 3 << 30}, "small", 2),
+        ({"device_bytes": 5 << 30}, "medium", 2),
+        ({"seconds_per_byte": 5e-10}, "large", 2),
+        ({"seconds_per_byte": 1.5e-9}, "large", 1),  # one state of the largest rather than two of the next
+        ({"seconds_per_byte": 3e-9}, "medium", 1),
+        ({"seconds_per_process": 4.0, "seconds_per_byte": 3e-9}, "small", 1),
+        ({"seconds_per_process": 40.0}, "small", 1),  # it takes too long, and is all there is
+        ({"memory_bytes": 0, "seconds_per_byte": 9e-9}, "small", 1),
+        ({"memory_bytes": 0}, "small", 2),
+    ],
+)
+def test_the_size_is_the_largest_that_everything_allows(changes: dict[str, Any], size: str, states: int) -> None:
+    chosen = _choose(**changes)
+    assert (chosen.size, len(chosen.states)) == (size, states)
+
+
+def test_more_runs_leave_time_for_less() -> None:
+    assert _choose({("cold",): 14}, seconds_per_byte=1.5e-9).size == "large"
+    assert _choose({("cold",): 38}, seconds_per_byte=1.5e-9).size == "small"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, "it is the largest there is"),
+        ({"memory_bytes": 8 << 30}, "there is too little memory or disk for GPT-2 large"),
+        ({"seconds_per_process": 4.0, "seconds_per_byte": 3e-9}, "GPT-2 medium would take about 157 s"),
+    ],
+)
+def test_the_choice_says_why_nothing_larger(changes: dict[str, Any], reason: str) -> None:
+    assert _choose(**changes).reason == reason
+
+
+def test_the_estimate_grows_with_processes_and_bytes() -> None:
+    both = _choose(seconds_per_process=1.0, seconds_per_byte=1e-10)
+    one = _choose({("warm",): 14}, seconds_per_process=1.0, seconds_per_byte=1e-10)
+    assert 26 < both.seconds < 60
+    assert 14 < one.seconds < both.seconds
+
+
+def test_probes_tell_what_this_machine_is_like(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_sizes, "_PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(_sizes, "_CHOICE", ("small",))
+    monkeypatch.setattr("sluice.benchmark.machine.free_memory_bytes", lambda: 0)
+    asked: list[Conditions] = []
+
+    def choose_of(finals: object, counts: dict[tuple[State, ...], int], conditions: Conditions) -> Choice:
+        asked.append(conditions)
+        return choose(_FINALS, counts, conditions)
+
+    monkeypatch.setattr(_sizes, "choose", choose_of)
+    assert choose_here(tmp_path, "cpu", _COUNTS).size == "small"
+    (conditions,) = asked
+    assert conditions.seconds_per_byte > 0
+    assert conditions.seconds_per_process > 0.05
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """A training checkpoint of ``Tied``, its weights below a key."""
+    torch.manual_seed(0)
+    path = tmp_path / "run.pth"
+    torch.save({"model": Tied().state_dict(), "epoch": 3}, path)
+    return path
+
+
+def test_what_a_checkpoint_is(own: Path, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    save_file({"a": torch.ones(2)}, parts / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(2)}, parts / "model-00002-of-00002.safetensors")
+    singles = tmp_path / "singles"
+    singles.mkdir()
+    torch.save(torch.ones(2), singles / "w.pt")
+    found = [kind_of(path) for path in (own, tmp_path / "w.safetensors", parts, singles)]
+    assert found == [".pth", ".safetensors", "shards", ""]
+
+
+def test_the_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(9, dtype=torch.bfloat16), "b": torch.ones(2), "c": torch.ones(99, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "w.safetensors")
+    assert main_dtype(tmp_path / "w.safetensors") == "bfloat16"
+
+
+def test_the_finished_size_counts_ties_once_and_keeps_integers() -> None:
+    assert final_bytes(_MODEL, '{"width": 16}', torch.bfloat16) == 5 * 16 * 2 + 8
+
+
+def test_own_checkpoints_are_read_as_they_are_where_a_method_can(own: Path, tmp_path: Path) -> None:
+    subject = own_subject(own, _MODEL, "{}", "model")
+    assert default_methods(subject) == ["naive", "sequential", "meta-sequential", "mmap", "sluice"]
+    folder = tmp_path / "made"
+    folder.mkdir()
+    checkpoints = Checkpoints(subject, folder)
+    assert checkpoints.path_for("naive") == own
+    assert list(folder.iterdir()) == []
+
+
+def test_others_get_a_copy_of_the_weights_alone(own: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    folder.mkdir()
+    checkpoints = Checkpoints(own_subject(own, _MODEL, "{}", "model"), folder)
+    copied = load_file(checkpoints.path_for("fastsafetensors"))
+    assert set(copied) == {"embedding.weight", "head.weight", "steps"}
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert checkpoints.path_for("runai-streamer") == folder / "model.safetensors"
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made  # once for all
+    assert checkpoints.path_for("accelerate") == folder / "model.pth"  # it takes no key
+    assert {path.name for path in checkpoints.path_for("per-parameter").iterdir()} == {
+        "embedding.weight.pt", "head.weight.pt", "steps.pt"
+    }  # fmt: skip
+
+
+def test_what_only_sluice_reads_is_not_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice.benchmark.subjects.kind_of", lambda _: "other")
+    subject = own_subject(tmp_path / "dcp", _MODEL, "{}", None)
+    assert default_methods(subject) == ["sluice"]
+    with pytest.raises(sluice.UnsupportedError, match="cannot read it to convert it"):
+        Checkpoints(subject, tmp_path).path_for("naive")
+
+
+@pytest.mark.parametrize("method", ["naive", "sequential", "meta-sequential", "mmap", "sluice", "sluice-load-into"])
+def test_the_truth_of_an_own_model_is_what_torch_reads(method: str, own: Path) -> None:
+    job = Job(
+        method=method, model=_MODEL, checkpoint=str(own), key="model", dtype="bfloat16", device="cpu", verify=True
+    )
+    truth, found = (METHODS[name].start(job)() for name in ("reference", method))
+    assert isinstance(truth, nn.Module)
+    assert isinstance(found, nn.Module)
+    assert truth.state_dict()["steps"] == 3
+    assert verdict(found, with_logits=False) == verdict(truth, with_logits=False)
+
+
+def test_the_truth_finds_a_tied_weight_under_its_other_name(tmp_path: Path) -> None:
+    weights = OrderedDict(Tied().state_dict())
+    del weights["head.weight"]
+    torch.save(weights, tmp_path / "tied.pth")
+    job = Job(
+        method="sluice", model=_MODEL, checkpoint=str(tmp_path / "tied.pth"), dtype="float32", device="cpu", verify=True
+    )
+    truth = METHODS["reference"].start(job)()
+    assert isinstance(truth, nn.Module)
+    assert torch.equal(truth.state_dict()["head.weight"], weights["embedding.weight"])
+
+
+def test_the_typical_run_is_the_one_in_the_middle() -> None:
+    from dataclasses import replace
+
+    one = scenario()
+    run = next(run for run in runs_of(one) if run.method == "sluice")
+    runs = [
+        replace(run, repetition=number, outcome=replace(run.outcome, seconds=seconds))
+        for number, seconds in enumerate((3.0, 1.0, 2.0))
+    ]
+    runs.append(replace(run, repetition=3, outcome=replace(run.outcome, status="killed", seconds=0.0)))
+    (typical,) = typical_runs(one, runs)
+    assert typical.outcome.seconds == 2.0
+
+
+def test_a_sentence_names_the_peaks_and_the_casualties() -> None:
+    free, tight = scenario(), scenario("bfloat16", limit=800 << 20)
+    runs = [*runs_of(free), *runs_of(tight)]
+    assert list(verdicts([free, tight], runs)) == [
+        "GPT-2 small, float32: sluice peaked at 1.04 F, the others at 1.00 to 2.00 F.",
+        "GPT-2 small, bfloat16: sluice peaked at 1.04 F, the others at 1.00 to 1.00 F; casualties: naive.",
+    ]

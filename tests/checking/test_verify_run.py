@@ -1,0 +1,509 @@
+"""``sluice.verify``: what is whole is ok in every format, and each kind of damage is found and named."""
+
+from __future__ import annotations
+
+import errno
+import io
+import itertools
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterable
+from functools import partial
+from operator import floordiv
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sluice
+from sluice import _options as options
+from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._threads import Workers
+from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
+from sluice.formats.manifest import read_manifest
+from support.fault_injection import Injection, failing
+from support.sparse_files import compressed, coo
+from support.whole_checkpoints import MAKERS, Tensors, files_of, hashed, plain_tensors, views
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.quantize_per"),
+    pytest.mark.filterwarnings("ignore:Sparse"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
+
+
+@pytest.fixture(params=[(4096, 9000), (4 << 20, 24 << 20)], ids=["small pieces", "usual pieces"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in the usual pieces, and in small ones that cut tensors."""
+    window, batch = request.param
+    monkeypatch.setattr(options, "SCAN_WINDOW_BYTES", window)
+    monkeypatch.setattr(options, "SCAN_BATCH_BYTES", batch if batch > 9000 else 640)
+    monkeypatch.setattr(options, "SCAN_JOB_BYTES", window // 4)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("name", MAKERS)
+def test_what_is_whole_is_ok_and_hashed_as_its_tensors(tmp_path: Path, name: str) -> None:
+    tensors = MAKERS[name](tmp_path / "c")
+    report = sluice.verify(tmp_path / "c", hashes="sha256", nan=True)
+    assert report.ok, report
+    assert report.hashes == {key: hashed(tensor) for key, tensor in tensors.items()}
+    assert report.tensors == len(tensors)
+    assert report.nbytes >= sum(path.stat().st_size for path in files_of(tmp_path / "c"))
+    assert name == "big-endian" or not report.non_finite  # turned round, its numbers are any
+    report.write_manifest(tmp_path / "m.json")
+    again = sluice.verify(tmp_path / "c", manifest=tmp_path / "m.json")
+    assert again.ok, again
+
+
+def flip(path: Path, at: int, bit: int = 1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= bit
+    path.write_bytes(content)
+
+
+def records(path: Path) -> dict[str, tuple[int, int]]:
+    """Return where the data of each record of an archive begins, and its bytes."""
+    content = path.read_bytes()
+    places = {}
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            names, extra = struct.unpack_from("<HH", content, info.header_offset + 26)
+            places[info.filename] = info.header_offset + 30 + names + extra, info.file_size
+    return places
+
+
+@pytest.mark.parametrize("writer", ["torch", "sluice"])
+def test_one_changed_byte_in_any_record_of_an_archive_is_found(tmp_path: Path, writer: str) -> None:
+    path, whole = tmp_path / "c.pt", tmp_path / "whole.pt"
+    state = {**plain_tensors(), "Upper": torch.ones(3)}
+    (torch.save if writer == "torch" else sluice.save)(state, whole)
+    shutil.copy(whole, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(f"{archive.namelist()[0].split('/')[0]}/data/Unused", b"nothing refers to this")
+    whole.write_bytes(path.read_bytes())
+    places = records(path)
+    assert len(places) > 12
+    for name, (start, nbytes) in places.items():
+        for at in {0, nbytes // 2, nbytes - 1} if nbytes else ():
+            path.write_bytes(whole.read_bytes())
+            flip(path, start + at, 0x10)
+            report = sluice.verify(path)
+            assert not report.ok, name
+            problem = report.problems[0]
+            assert (problem.kind, problem.file) == ("checksum", str(path))
+            assert name in problem.problem
+            assert problem.offset == start
+
+
+def test_a_changed_byte_inside_a_distributed_checkpoint_is_found(tmp_path: Path) -> None:
+    MAKERS["distributed"](tmp_path / "c")
+    file = tmp_path / "c" / "__1_0.distcp"
+    at = file.read_bytes().index(plain_tensors()["a.w"][10:20].numpy().tobytes())
+    flip(file, at + 5)
+    (problem,) = sluice.verify(tmp_path / "c").problems
+    assert (problem.kind, problem.file, problem.offset) == ("checksum", str(file), at)
+    assert "a.w[10, 0]" in problem.problem
+
+
+@pytest.mark.parametrize("name", ["safetensors", "shards", "torch-legacy", "big-endian", "distributed"])
+def test_a_changed_element_is_found_by_the_manifest(tmp_path: Path, name: str) -> None:
+    tensors = MAKERS[name](tmp_path / "c")
+    sluice.verify(tmp_path / "c", hashes="sha256").write_manifest(tmp_path / "m.json")
+    wanted = tensors["half"].numpy()
+    content = wanted.byteswap().tobytes() if name == "big-endian" else wanted.tobytes()
+    (file,) = [one for one in files_of(tmp_path / "c") if content in one.read_bytes()]
+    flip(file, file.read_bytes().index(content) + 3)
+    if name in {"safetensors", "shards", "torch-legacy"}:
+        assert sluice.verify(tmp_path / "c").ok  # nothing in these files could tell
+    report = sluice.verify(tmp_path / "c", manifest=tmp_path / "m.json")
+    assert [(one.kind, one.tensor) for one in report.problems if one.kind != "checksum"] == [("hash", "half")]
+    assert report.problems[-1].expected == hashed(tensors["half"]).hash
+
+
+def test_a_manifest_follows_a_checkpoint_through_formats(tmp_path: Path) -> None:
+    state = {**plain_tensors(), "tied": plain_tensors()["a.w"]}
+    state["a.w"] = state["tied"]
+    sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    for name in ("f.safetensors", "directory"):
+        sluice.save(state, tmp_path / name)
+        report = sluice.verify(tmp_path / name, manifest=tmp_path / "m.json")
+        assert report.ok, report
+        assert report.tensors == len(state) - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "tensor"),
+    [
+        (lambda state: state.pop("ints"), "missing", "ints"),
+        (lambda state: state.update(more=torch.ones(1)), "extra", "more"),
+        (lambda state: state.update(ints=state["ints"].int()), "dtype", "ints"),
+        (lambda state: state.update(ints=state["ints"].reshape(9)), "shape", "ints"),
+        (lambda state: state.update(ints=state["ints"].to_sparse()), "layout", "ints"),
+        (lambda state: state.update(ints=state["ints"] + 1), "hash", "ints"),
+    ],
+)
+def test_what_is_not_as_the_manifest_says(
+    tmp_path: Path, change: Callable[[Tensors], object], kind: str, tensor: str
+) -> None:
+    state = plain_tensors()
+    sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    change(state)
+    torch.save(state, tmp_path / "f.pt")
+    (problem,) = sluice.verify(tmp_path / "f.pt", manifest=tmp_path / "m.json").problems
+    assert (problem.kind, problem.tensor) == (kind, tensor)
+
+
+def test_a_missing_name_is_told_what_comes_close(tmp_path: Path) -> None:
+    state = plain_tensors()
+    sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    state["model.a.w"] = state.pop("a.w")
+    sluice.save(state, tmp_path / "f.pt", overwrite=True)
+    missing, extra = sluice.verify(tmp_path / "f.pt", manifest=tmp_path / "m.json").problems
+    assert missing.found == "'model.a.w', which the manifest does not have"
+    assert (extra.kind, extra.tensor) == ("extra", "model.a.w")
+
+
+@pytest.mark.parametrize("name", ["torch-zip", "torch-legacy", "safetensors"])
+def test_a_truncated_file_is_a_report(tmp_path: Path, name: str) -> None:
+    MAKERS[name](tmp_path / "c")
+    content = (tmp_path / "c").read_bytes()
+    for nbytes in (len(content) - 1, len(content) // 2, 40):
+        (tmp_path / "c").write_bytes(content[:nbytes])
+        report = sluice.verify(tmp_path / "c")
+        assert not report.ok
+        assert report.problems[0].kind in {"truncated", "structure"}
+        assert str(tmp_path / "c") in str(report)
+
+
+def test_shards_that_contradict_their_index_are_a_report(tmp_path: Path) -> None:
+    MAKERS["shards"](tmp_path / "c")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    text = index.read_text(encoding="utf-8")
+    content = json.loads(text)
+    files = sorted(set(content["weight_map"].values()))
+    content["weight_map"] |= {"a.w": files[-1]}
+    index.write_text(json.dumps(content), encoding="utf-8")
+    (problem,) = sluice.verify(tmp_path / "c").problems
+    assert problem.kind == "structure"
+    assert "not where the index says" in problem.problem
+    index.write_text(text, encoding="utf-8")
+    (tmp_path / "c" / files[0]).unlink()
+    (problem,) = sluice.verify(tmp_path / "c").problems
+    assert problem.kind == "incomplete"
+    assert files[0] in problem.problem
+
+
+def test_a_shard_index_that_is_wrong_about_sizes_or_incomplete_is_a_warning(tmp_path: Path) -> None:
+    MAKERS["shards"](tmp_path / "c")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["metadata"]["total_size"] += 8
+    index.write_text(json.dumps(content), encoding="utf-8")
+    report = sluice.verify(tmp_path / "c")
+    assert report.ok
+    assert "total size" in report.warnings[0]
+    assert "warnings" in str(report)
+    assert not report.notes
+    del content["weight_map"]["ints"]
+    index.write_text(json.dumps(content), encoding="utf-8")
+    report = sluice.verify(tmp_path / "c")
+    assert report.ok
+    assert "not in their index: ints" in report.warnings[0]
+
+
+def test_a_tensor_that_the_index_names_and_no_shard_has_is_a_problem(tmp_path: Path) -> None:
+    MAKERS["shards"](tmp_path / "c")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    content["weight_map"]["gone"] = content["weight_map"]["ints"]
+    index.write_text(json.dumps(content), encoding="utf-8")
+    (problem,) = sluice.verify(tmp_path / "c").problems
+    assert problem.kind == "structure"
+    assert "'gone' is neither in" in problem.problem
+
+
+@pytest.mark.parametrize("gathered", [0, 4 << 20], ids=["read apart", "held"])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (coo([[0, 4], [0, 4]], (4, 5)), "index of dimension 0 of a sparse tensor points outside it"),
+        (coo([[0, 3], [-1, 4]], (4, 5)), "index of dimension 1 of a sparse tensor points outside it"),
+        (coo([[1, 0], [0, 0]], (4, 5), coalesced=True), "not in order, or not distinct"),
+        (compressed("sparse_csr", [0, 1, 1, 2], [2, 0, 3], (3, 4)), "do not run from 0"),
+        (compressed("sparse_csc", [0, 2, 1, 3], [2, 3, 3], (4, 3)), "compressed indices of a sparse tensor are not"),
+        (compressed("sparse_bsr", [0, 1, 1, 3], [2, 0, 4], (3, 4)), "plain index of a sparse tensor points outside"),
+        (compressed("sparse_bsc", [0, 1, 1, 3], [2, 3, 3], (4, 3)), "not in order in a row, or not distinct"),
+    ],
+)
+def test_sparse_indices_that_lie(
+    tmp_path: Path, content: bytes, problem: str, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "SCAN_GATHERED_BYTES", gathered)
+    (tmp_path / "f.pt").write_bytes(content)
+    (found,) = sluice.verify(tmp_path / "f.pt").problems
+    assert (found.kind, found.tensor, found.file) == ("structure", "w", str(tmp_path / "f.pt"))
+    assert problem in found.problem
+
+
+def test_a_damaged_header_of_a_record_is_found_beside_everything_else(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(100), "b": torch.zeros(100), "c": torch.ones(100)}, tmp_path / "f.pt")
+    places = records(tmp_path / "f.pt")
+    first = {name.rpartition("/")[2]: start for name, (start, _) in places.items()}
+    content = (tmp_path / "f.pt").read_bytes()
+    flip(tmp_path / "f.pt", content.rindex(b"PK\3\4", 0, first["1"]) + 32)  # inside the name
+    flip(tmp_path / "f.pt", first["2"])
+    kinds = {(one.kind, one.offset) for one in sluice.verify(tmp_path / "f.pt", hashes="sha256").problems}
+    assert kinds == {("structure", content.rindex(b"PK\3\4", 0, first["1"])), ("checksum", first["2"])}
+
+
+def test_many_tensors_are_located_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sluice.save({f"t{number}": torch.ones(2) for number in range(500)}, tmp_path / "f.pt")
+    calls: list[int] = []
+    locate = sluice.Checkpoint.locate
+
+    def counted(checkpoint: sluice.Checkpoint, storages: Iterable[int]) -> dict[int, int]:
+        wanted = list(storages)
+        calls.append(len(wanted))
+        return locate(checkpoint, wanted)
+
+    monkeypatch.setattr(sluice.Checkpoint, "locate", counted)
+    assert len(sluice.verify(tmp_path / "f.pt", hashes="sha256").hashes) == 500
+    assert sum(calls) < 2000
+
+
+def test_records_whose_writer_computed_no_checksum_are_named(tmp_path: Path) -> None:
+    computes = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(100), "empty": torch.ones(0)}, tmp_path / "f.pt")
+    finally:
+        torch.serialization.set_crc32_options(computes)
+    report = sluice.verify(tmp_path / "f.pt")
+    assert report.ok
+    assert "f/data/0" in report.without_checksum
+    assert "f/data/1" not in report.without_checksum  # nothing to check
+    assert "records without a CRC-32" in str(report)
+
+
+def test_what_cannot_be_read_is_named_and_the_rest_still_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "SCAN_WINDOW_BYTES", 4096)
+    state = {f"t{number}": torch.full((2048,), float(number)) for number in range(6)}
+    sluice.save(state, tmp_path / "f.safetensors", manifest=tmp_path / "m.json")
+    with sluice.open(tmp_path / "f.safetensors") as checkpoint:
+        bad = checkpoint.index.storages[checkpoint["t3"].entry.storage].offset + 4000
+        checkpoint.entries  # noqa: B018  (indexed before the disk fails)
+
+        def fail(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
+            if offset <= bad < offset + len(buffer):
+                return failing(errno.EIO)(read, buffer, offset)
+            return read(buffer)
+
+        injected = Injection(monkeypatch, fail)
+        report = sluice.verify(checkpoint, manifest=tmp_path / "m.json")
+    assert injected.hits
+    assert [one.kind for one in report.problems] == ["unreadable"]
+    assert report.problems[0].offset == bad // 4096 * 4096
+    assert set(report.hashes) == set(state) - {"t3"}
+    with pytest.raises(sluice.SaveError, match="which a manifest would make the truth"):
+        report.write_manifest(tmp_path / "n.json")
+
+
+def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(sluice.CheckpointError, match="does not exist"):
+        sluice.verify(tmp_path / "nowhere")
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
+        archive.writestr("script/data.pkl", b"x")
+        archive.writestr("script/constants.pkl", b"x")
+    with pytest.raises(sluice.UnsupportedError, match="TorchScript"):
+        sluice.verify(tmp_path / "script.pt")
+    (tmp_path / "text").write_text("hello, this is text", encoding="utf-8")
+    (problem,) = sluice.verify(tmp_path / "text").problems  # it may have been a checkpoint once
+    assert problem.problem == "this is text, not a checkpoint"
+    sluice.save(plain_tensors(), tmp_path / "f.pt")
+    with pytest.raises(sluice.CheckpointError, match=r"m\.json: the file does not exist"):
+        sluice.verify(tmp_path / "f.pt", manifest=tmp_path / "m.json")
+    with pytest.raises(ValueError, match="unknown hash 'md5'"):
+        sluice.verify(tmp_path / "f.pt", hashes="md5")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there are no hashes"):
+        sluice.verify(tmp_path / "f.pt").write_manifest(tmp_path / "m.json")
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
+    sluice.save(plain_tensors(), tmp_path / "f.pt")
+
+    with sluice.open(tmp_path / "f.pt") as checkpoint:
+        with (tmp_path / "f.pt").open("ab") as file:
+            file.write(b"x")
+        with pytest.raises(sluice.SourceChangedError):
+            sluice.verify(checkpoint)
+
+
+def test_names_that_hashes_cannot_tell_apart_are_an_error_and_fine_without_hashes(tmp_path: Path) -> None:
+    torch.save({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}, tmp_path / "f.pt")
+    assert sluice.verify(tmp_path / "f.pt").tensors == 2
+    with pytest.raises(sluice.FormatError, match="same dotted name"):
+        sluice.verify(tmp_path / "f.pt", hashes="sha256")
+
+
+def test_a_small_file_cannot_ask_for_endless_work(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "f.pt")
+    assert sluice.verify(tmp_path / "f.pt").ok
+    with pytest.raises(sluice.LimitError, match="repeats its stored elements too often"):
+        sluice.verify(tmp_path / "f.pt", nan=True)
+
+
+def test_one_object_of_several_in_a_file(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    torch.save({"a": torch.ones(50)}, content, _use_new_zipfile_serialization=False)
+    first = content.tell()
+    torch.save({"b": torch.zeros(70)}, content, _use_new_zipfile_serialization=False)
+    content.seek(0)
+    report = sluice.verify(content, hashes="sha256")
+    assert report.hashes == {"a": hashed(torch.ones(50))}
+    assert report.nbytes == first
+    (tmp_path / "f").write_bytes(b"in front" + _zipped({"a": torch.ones(50)}))
+    with (tmp_path / "f").open("rb") as file:
+        file.seek(8)
+        assert sluice.verify(file, hashes="sha256").hashes == {"a": hashed(torch.ones(50))}
+
+
+def _zipped(value: object) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def test_counts_of_what_is_not_finite(tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    state = {
+        "fine": torch.ones(3),
+        "both": torch.tensor([nan, 1, inf, -inf, nan]),
+        "bf16": torch.tensor([1, inf, nan], dtype=torch.bfloat16),
+        "e5m2": torch.tensor([1, inf, nan]).to(torch.float8_e5m2),
+        "complex": torch.tensor([complex(nan, 1), complex(1, inf), complex(nan, inf), 1]),
+        "transposed": torch.tensor([[nan, 1.0], [2.0, 3.0], [nan, nan]]).t(),
+        "ints": torch.arange(3),
+        "sparse": torch.tensor([0, nan, 1]).to_sparse(),
+    }
+    state["tied"] = state["both"]
+    torch.save(state, tmp_path / "f.pt")
+    report = sluice.verify(tmp_path / "f.pt", nan=True)
+    assert report.ok
+    assert {name: (found.nan, found.inf) for name, found in report.non_finite.items()} == {
+        "both": (2, 2),
+        "tied": (2, 2),
+        "bf16": (1, 1),
+        "e5m2": (1, 1),
+        "complex": (2, 2),
+        "transposed": (3, 0),
+        "sparse": (1, 0),
+    }
+    assert "'both': 2 NaN, 2 infinite" in str(report)
+
+
+FLOATS = [name for name in ITEM_BYTES if has_non_finite(name)]
+
+
+@given(
+    dtype=st.sampled_from(FLOATS),
+    raw=st.binary(max_size=96),
+    cuts=st.lists(st.integers(0, 96), max_size=4),
+)
+def test_non_finite_elements_are_those_of_torch(dtype: str, raw: bytes, cuts: list[int]) -> None:
+    raw = raw[: len(raw) // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]]
+    counter = NonFiniteCounter(dtype)
+    edges = sorted({0, *(cut for cut in cuts if cut < len(raw)), len(raw)})
+    for first, last in itertools.pairwise(edges):
+        counter.update(memoryview(raw)[first:last])
+    tensor = torch.frombuffer(bytearray(raw), dtype=torch_dtype(dtype)) if raw else torch.empty(0)
+    if dtype == "complex32":
+        tensor = tensor.to(torch.complex64)
+    wide = tensor if tensor.is_complex() else tensor.to(torch.float64)
+    assert (counter.nan, counter.inf) == (int(wide.isnan().sum()), int(wide.isinf().sum()))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e4m3fn", "float8_e8m0fnu", "bfloat16"])
+def test_every_value_of_small_dtypes(dtype: str) -> None:
+    item = ITEM_BYTES[dtype]
+    raw = bytearray(b"".join(number.to_bytes(item, "little") for number in range(256**item)))
+    counter = NonFiniteCounter(dtype)
+    counter.update(memoryview(raw))
+    wide = torch.frombuffer(raw, dtype=torch_dtype(dtype)).to(torch.float64)
+    assert (counter.nan, counter.inf) == (int(wide.isnan().sum()), int(wide.isinf().sum()))
+
+
+def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
+    torch.save(plain_tensors() | views(), tmp_path / "f.pt")
+    seen: list[sluice.ProgressEvent] = []
+    report = sluice.verify(tmp_path / "f.pt", hashes="xxh3_128", progress=seen.append)
+    assert seen[-1].done_bytes == seen[-1].total_bytes == report.nbytes
+    assert json.loads(json.dumps(report.to_json()))["ok"] is True
+    assert read_manifest(_written(report, tmp_path / "m.json"), sluice.Limits()).algorithm == "xxh3_128"
+
+
+def _written(report: sluice.VerifyReport, path: Path) -> str:
+    report.write_manifest(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_workers_do_what_they_are_given_and_raise_what_it_raised(count: int) -> None:
+    with Workers(count, "test") as workers:
+        jobs = [workers.start(partial(floordiv, 10, number)) for number in (1, 2, 0, 5)]
+        assert jobs[0].result() == 10
+        assert jobs[1].result() == 5
+        with pytest.raises(ZeroDivisionError):
+            jobs[2].result()
+        assert jobs[3].result() == 2
+
+
+def test_workers_forget_what_waits_when_the_block_fails() -> None:
+    done: list[int] = []
+    gate = threading.Lock()
+    gate.acquire()
+
+    def pass_gate(number: int) -> None:
+        with gate:
+            done.append(number)
+
+    with pytest.raises(RuntimeError), Workers(1, "test") as workers:  # noqa: PT012  (the block is the test)
+        for number in range(5):
+            workers.start(partial(pass_gate, number))
+        timer = threading.Timer(0.05, gate.release)
+        timer.start()
+        raise RuntimeError
+    timer.join()
+    assert done in ([], [0])
+
+
+CODE = """
+import sys, torch, sluice
+from sluice.testing import assert_peak
+path, warm = sys.argv[1:]
+sluice.verify(warm, hashes="sha256", nan=True)
+with assert_peak((64 + 32) << 20):
+    report = sluice.verify(path, hashes="sha256", nan=True)
+assert report.ok, report
+"""
+
+
+@pytest.mark.parametrize("kind", ["f.pt", "f.safetensors"])
+def test_memory_stays_below_the_gate_whatever_the_size_of_a_tensor(tmp_path: Path, kind: str) -> None:
+    state = {"large": torch.ones(28 << 20), "transposed": torch.ones(4096, 2048).t(), "small": torch.ones(9)}  # 269 MiB
+    state |= {f"held {number}": torch.ones(1024, 1000).t() for number in range(32)}
+    sluice.save(state, tmp_path / kind)
+    sluice.save({"w": torch.ones(9, 9).t()}, tmp_path / f"warm.{kind}")
+    arguments = [sys.executable, "-c", CODE, str(tmp_path / kind), str(tmp_path / f"warm.{kind}")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    (tmp_path / kind).unlink()
+    assert done.returncode == 0, done.stderr

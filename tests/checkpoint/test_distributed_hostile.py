@@ -1,0 +1,629 @@
+"""Damaged and hostile torch.distributed.checkpoint directories: each refused with the right error, none believed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+import sluice
+from sluice import (
+    CheckpointError,
+    FormatError,
+    IncompleteCheckpointError,
+    LimitError,
+    Limits,
+    PathEscapeError,
+    TruncatedError,
+    UnsafeContentError,
+    UnsupportedError,
+)
+from sluice.entries import tree as _tree
+from sluice.formats.distributed.metadata import read_metadata
+from sluice.testing import MemorySource
+from sluice.testing._archives import Call, Global, Raw, encode, pickled, torch_archive
+from sluice.testing._dcp_directory import (
+    StoredChunk,
+    StoredTensor,
+    chunk_metadata,
+    distributed_metadata,
+    index_key,
+    place,
+    tensor_metadata,
+    value_metadata,
+)
+from support.distributed import chunks, item, rows, save, torch_loaded, write
+from support.oracles import same
+
+WHOLE = chunk_metadata((0, 0), (2, 3))
+FILE = "__0_0.distcp"
+NBYTES = len(item(torch.ones(2, 3)))
+
+
+def refusal(path: Path, *, limits: Limits | None = None) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        sluice.open(path, limits=limits)
+    return caught.value
+
+
+def described(tmp_path: Path, items: object, stored: object, *, paths: object = None) -> Path:
+    """Write a directory whose one file holds one tensor of 2 x 3, and this metadata."""
+    (tmp_path / FILE).write_bytes(item(torch.ones(2, 3)))
+    (tmp_path / ".metadata").write_bytes(distributed_metadata(items, stored, paths=paths))
+    return tmp_path
+
+
+def one(tmp_path: Path, *, where: object = None, tensor: object = None) -> Path:
+    """The same, where all but one thing is right."""
+    nbytes = len(item(torch.ones(2, 3)))
+    items = {"w": tensor_metadata((2, 3), [WHOLE]) if tensor is None else tensor}
+    return described(tmp_path, items, {index_key("w", (0, 0)): place(FILE, 0, nbytes) if where is None else where})
+
+
+def test_the_builder_is_right(tmp_path: Path) -> None:
+    with sluice.open(one(tmp_path)) as checkpoint:
+        assert torch.equal(checkpoint["w"].read(), torch_loaded(tmp_path)["w"])
+
+
+# The metadata's own pickle
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Global("os", "system"),
+        Call(Global("os", "system"), ("touch broken",)),
+        Raw(encode(Global("os", "system")) + b")\x81}b"),
+        Call(Global("torch.distributed.checkpoint.metadata", "os.system"), ("true",)),
+        Global("builtins", "eval"),
+    ],
+    ids=str,
+)
+def test_metadata_that_names_something_else(tmp_path: Path, value: object) -> None:
+    for data in (pickled(value), distributed_metadata({"w": value}, {}), distributed_metadata({}, {}, paths=[value])):
+        (tmp_path / ".metadata").write_bytes(data)
+        error = refusal(tmp_path)
+        assert isinstance(error, UnsafeContentError)
+        assert "the metadata names" in error.problem
+        assert error.file == str(tmp_path / ".metadata")
+    assert not Path("broken").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "problem"),
+    [
+        (pickled({"w": 1}), FormatError, "the metadata is no Metadata"),
+        (pickled(Call(Global("torch.distributed.checkpoint.metadata", "Metadata"))), FormatError, "no Metadata"),
+        (pickled(Call(Global("torch.distributed.checkpoint.metadata", "Metadata"), (1,))), FormatError, "arguments"),
+        (pickled(Call(Global("torch.distributed.checkpoint.metadata", "Metadata"), (), 5)), FormatError, "no Metadata"),
+        (distributed_metadata({}, {}) + b"x", FormatError, "bytes follow"),
+        (distributed_metadata({}, {})[:-1], TruncatedError, "ends before its STOP"),
+        (b"{}", FormatError, "not a pickle"),
+        (b"", TruncatedError, "empty"),
+        (distributed_metadata([], {}), FormatError, "state_dict_metadata of the metadata is no dictionary"),
+        (distributed_metadata({}, None), FormatError, "storage_data of the metadata is no dictionary"),
+        (distributed_metadata({}, {}, paths=[1]), FormatError, "planner_data of the metadata is no dictionary"),
+        (distributed_metadata({1: value_metadata()}, {}), FormatError, "name of an item is no text"),
+        (distributed_metadata({"w": value_metadata()}, {}), FormatError, "a value is stored nowhere"),
+        (distributed_metadata({"w": 1}, {}), FormatError, "is no TensorStorageMetadata"),
+        (distributed_metadata({}, {"w": place("f", 0, 30)}), FormatError, "is no MetadataIndex"),
+        (distributed_metadata({}, {index_key(1): place("f", 0, 30)}), FormatError, "has no name"),
+        (distributed_metadata({}, {index_key("w"): 1}), FormatError, "is no _StorageInfo"),
+        (distributed_metadata({}, {index_key("w", ("0",)): place("f", 0, 9)}), FormatError, "torch.Size of something"),
+        (distributed_metadata({}, Raw(pickled(b"q")[2:-1] + b"Q")), FormatError, "storage in the metadata"),
+    ],
+)
+def test_metadata_that_is_none(tmp_path: Path, data: bytes, kind: type[CheckpointError], problem: str) -> None:
+    (tmp_path / ".metadata").write_bytes(data)
+    error = refusal(tmp_path)
+    assert (type(error), problem in error.problem) == (kind, True), str(error)
+
+
+# Places
+
+
+@pytest.mark.parametrize(
+    "file", ["../x", "/etc/passwd", "a/../../x", "C:x", "C:\\x", "\\\\host\\x", "a\\b", "", ".", "a//b", "a\0b"]
+)
+def test_a_file_outside_the_directory(tmp_path: Path, file: str) -> None:
+    error = refusal(one(tmp_path, where=place(file, 0, 30)))
+    assert isinstance(error, PathEscapeError)
+    assert (error.tensor, error.found) == ("w", repr(file))
+
+
+def test_a_link_that_leads_out(tmp_path: Path) -> None:
+    write(tmp_path / "d", {"w": rows(torch.ones(2, 3), 1)})
+    os.rename(tmp_path / "d" / FILE, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", tmp_path / "d" / FILE)
+    sluice.open(tmp_path / "d").close()
+    assert isinstance(refusal(tmp_path / "d", limits=Limits(symlinks_outside=False)), PathEscapeError)
+
+
+@pytest.mark.parametrize("transforms", [["zstd"], ["a", "b"], "zstd", [["x"]], 1])
+def test_items_that_were_transformed(tmp_path: Path, transforms: object) -> None:
+    error = refusal(one(tmp_path, where=place(FILE, 0, 30, transforms=transforms)))
+    assert isinstance(error, UnsupportedError)
+    assert error.tensor == "w"
+    assert "transformed" in error.problem
+    assert "zstd" not in str(transforms) or "zstd" in str(error.found)
+
+
+def test_a_transformed_item_beside_others(tmp_path: Path) -> None:
+    data, value = item(torch.ones(2, 3)), item(3)
+    (tmp_path / FILE).write_bytes(data + value)
+    halves = [chunk_metadata((0, 0), (2, 3)), chunk_metadata((2, 0), (2, 3))]
+    items = {
+        "w": tensor_metadata((2, 3), halves[:1]),
+        "packed": tensor_metadata((4, 3), halves),
+        "step": value_metadata(),
+        "note": value_metadata(),
+    }
+    stored = {
+        index_key("w", (0, 0)): place(FILE, 0, len(data)),
+        index_key("packed", (0, 0)): place(FILE, 0, len(data)),
+        index_key("packed", (2, 0)): place("other.distcp", 7, 30, transforms=["zstd"]),
+        index_key("step"): place(FILE, len(data), len(value)),
+        index_key("note"): place(FILE, 0, 3, transforms=["zstd"]),
+    }
+    (tmp_path / ".metadata").write_bytes(distributed_metadata(items, stored))
+    with sluice.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["w"]
+        assert checkpoint["w"].read().eq(1).all()
+        assert checkpoint.tree["step"] == 3
+        assert isinstance(checkpoint.tree["note"], sluice.UnsupportedValue)
+        with pytest.raises(UnsupportedError, match="transformed when it was written") as caught:
+            checkpoint["packed"]
+    assert (caught.value.tensor, caught.value.found) == ("packed", "['zstd']")
+
+
+def test_no_transforms(tmp_path: Path) -> None:
+    sluice.open(one(tmp_path, where=place(FILE, 0, len(item(torch.ones(2, 3))), transforms=[]))).close()
+
+
+@pytest.mark.parametrize(
+    ("where", "problem"),
+    [
+        (place(FILE, -1, 30), "malformed"),
+        (place(FILE, 0, -30), "malformed"),
+        (place(FILE, 0.5, 30), "malformed"),
+        (place(FILE, True, 30), "malformed"),
+        (place(None, 0, 30), "malformed"),
+        (place(FILE, 1, len(item(torch.ones(2, 3)))), "reaches past the end"),
+        (place(FILE, 2**62, 2**62), "reaches past the end"),
+        (place(FILE, 0, 10**40), "reaches past the end"),
+        (place(FILE, 10**40, 30), "reaches past the end"),
+        (place(FILE, 0, 21), "too short"),
+        (place(FILE, 0, 0), "too short"),
+        (place(FILE, 4, 400), "no torch.save file"),
+        (place("other.distcp", 0, 30), "not there"),
+    ],
+)
+def test_places_that_do_not_exist(tmp_path: Path, where: Raw, problem: str) -> None:
+    error = refusal(one(tmp_path, where=where))
+    assert isinstance(error, FormatError)
+    assert problem in error.problem
+
+
+def test_a_file_that_is_cut_short_or_missing(tmp_path: Path) -> None:
+    write(tmp_path / "d", {"a": rows(torch.ones(4, 3), 4, files=2), "b": rows(torch.ones(4, 3), 2)})
+    file = tmp_path / "d" / "__1_0.distcp"
+    data = file.read_bytes()
+    for cut in range(1, len(data), 101):
+        os.truncate(file, len(data) - cut)
+        error = refusal(tmp_path / "d")
+        assert isinstance(error, FormatError)
+        assert error.tensor in {"a[1, 0]", "a[3, 0]"}
+        assert error.file == str(file)
+    file.write_bytes(b"")
+    assert isinstance(refusal(tmp_path / "d"), TruncatedError)
+    file.unlink()
+    error = refusal(tmp_path / "d")
+    assert isinstance(error, FormatError)
+    assert "missing files (1):\n    '__1_0.distcp'" in error.problem
+
+
+@pytest.mark.parametrize("name", [".metadata", FILE])
+def test_a_pointer_in_the_place_of_a_file(tmp_path: Path, name: str) -> None:
+    one(tmp_path)
+    (tmp_path / name).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    error = refusal(tmp_path)
+    assert isinstance(error, IncompleteCheckpointError)
+    assert error.file == str(tmp_path / name)
+    assert "git lfs pull" in str(error)
+
+
+def test_all_missing_files_are_listed(tmp_path: Path) -> None:
+    write(tmp_path / "d", {"a": rows(torch.ones(40, 3), 40, files=40)})
+    for file in (tmp_path / "d").glob("*.distcp"):
+        file.unlink()
+    assert "missing files (40):" in refusal(tmp_path / "d").problem
+    assert "and 20 more" in refusal(tmp_path / "d").problem
+
+
+def swapped(tmp_path: Path, first: torch.Tensor, second: torch.Tensor) -> CheckpointError:
+    a, b = item(first), item(second)
+    (tmp_path / FILE).write_bytes(a + b)
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (first, second)]
+    items = {
+        "a": tensor_metadata(tuple(first.shape), [chunk_metadata((0,), tuple(first.shape))], dtype=names[0]),
+        "b": tensor_metadata(tuple(second.shape), [chunk_metadata((0,), tuple(second.shape))], dtype=names[1]),
+    }
+    stored = {index_key("a", (0,)): place(FILE, len(a), len(b)), index_key("b", (0,)): place(FILE, 0, len(a))}
+    (tmp_path / ".metadata").write_bytes(distributed_metadata(items, stored))
+    return refusal(tmp_path)
+
+
+def test_swapped_items(tmp_path: Path) -> None:
+    error = swapped(tmp_path, torch.ones(4), torch.ones(4, dtype=torch.int32))
+    assert isinstance(error, FormatError)
+    assert (error.expected, error.found) == ("int32 [4]", "float32 [4]")
+    error = swapped(tmp_path, torch.ones(4), torch.ones(3))
+    assert isinstance(error, FormatError)
+    assert (error.tensor, error.expected, error.found) == ("b", "float32 [3]", "float32 [4]")
+
+
+def test_a_value_in_the_place_of_a_tensor_and_the_reverse(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(item([1, 2]))
+    where = place(FILE, 0, len(item([1, 2])))
+    data = distributed_metadata({"w": tensor_metadata((2, 3), [WHOLE])}, {index_key("w", (0, 0)): where})
+    (tmp_path / ".metadata").write_bytes(data)
+    error = refusal(tmp_path)
+    assert isinstance(error, FormatError)
+    assert (error.tensor, error.found) == ("w", "list")
+
+
+def test_items_that_overlap(tmp_path: Path) -> None:
+    nbytes = len(item(torch.ones(2, 3)))
+    stored = {index_key("v", (0, 0)): place(FILE, 0, nbytes), index_key("w", (0, 0)): place(FILE, 0, nbytes)}
+    error = refusal(
+        described(tmp_path, {"v": tensor_metadata((2, 3), [WHOLE]), "w": tensor_metadata((2, 3), [WHOLE])}, stored)
+    )
+    assert isinstance(error, FormatError)
+    assert "starts inside another" in error.problem
+
+
+def test_an_item_that_is_stored_twice(tmp_path: Path) -> None:
+    stored = Raw(b"}(" + 2 * (encode(index_key("w", (0, 0))) + encode(place(FILE, 0, 30))) + b"u")
+    error = refusal(described(tmp_path, {"w": tensor_metadata((2, 3), [WHOLE])}, stored))
+    assert isinstance(error, FormatError)
+    assert "stored twice" in error.problem
+
+
+# Tensors and chunks
+
+
+def boxes(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Raw]:
+    return [chunk_metadata(start, shape) for start, shape in pairs]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "problem"),
+    [
+        (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)))), FormatError, "leave a hole"),
+        (tensor_metadata((2, 3), boxes(((0, 0), (2, 3)), ((0, 0), (2, 3)))), FormatError, "overlap"),
+        (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)), ((0, 0), (1, 3)))), FormatError, "overlap"),
+        (tensor_metadata((2, 3), boxes(((0, 1), (2, 2)))), FormatError, "leave a hole"),
+        (tensor_metadata((2, 3), boxes(((0, 0), (0, 3)))), FormatError, "leave a hole"),
+        (tensor_metadata((2, 3), boxes(((1, 0), (2, 3)))), FormatError, "reaches out of its tensor"),
+        (tensor_metadata((2, 3), boxes(((0,), (2,)))), FormatError, "reaches out of its tensor"),
+        (tensor_metadata((2, 3), []), FormatError, "no list of chunks"),
+        (tensor_metadata((2, 3), None), FormatError, "no list of chunks"),
+        (tensor_metadata((2, 3), [5]), FormatError, "is no ChunkStorageMetadata"),
+        (tensor_metadata((2, -3), [WHOLE]), FormatError, "something other than sizes"),
+        (tensor_metadata((2, True), [WHOLE]), FormatError, "something other than"),
+        (tensor_metadata((2**62, 2**62), [WHOLE]), FormatError, "more bytes than torch can count"),
+        (tensor_metadata((1,) * 65, [WHOLE]), FormatError, "more than 64 dimensions"),
+        (tensor_metadata((2, 3), [chunk_metadata((0, 0), (2, 2**63))]), FormatError, "other than sizes"),
+        (tensor_metadata((2, 3), [WHOLE], dtype=5), FormatError, "dtype is no torch.dtype"),
+        (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)), ((1, 0), (1, 3)))), FormatError, "stored nowhere"),
+    ],
+)
+def test_chunks_that_do_not_make_a_tensor(
+    tmp_path: Path, tensor: Raw, kind: type[CheckpointError], problem: str
+) -> None:
+    error = refusal(one(tmp_path, tensor=tensor))
+    assert isinstance(error, kind), str(error)
+    assert problem in error.problem
+    assert error.file == str(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (tensor_metadata((2, 3), [WHOLE], dtype="qint8"), "torch.qint8"),
+        (tensor_metadata((2, 3), [WHOLE], layout="torch.sparse_coo"), "torch.sparse_coo"),
+    ],
+)
+def test_a_tensor_of_a_kind_that_is_not_read(tmp_path: Path, tensor: Raw, found: str) -> None:
+    stored = {index_key("w", (0, 0)): place(FILE, 0, 10), index_key("v", (0, 0)): place(FILE, 0, NBYTES)}
+    described(tmp_path, {"w": tensor, "v": tensor_metadata((2, 3), [WHOLE])}, stored)
+    with sluice.open(tmp_path) as checkpoint:
+        assert not checkpoint.index.notes
+        assert torch.equal(checkpoint["v"].read(), torch.ones(2, 3))
+        with pytest.raises(UnsupportedError) as caught:
+            checkpoint["w"]
+    assert (caught.value.tensor, caught.value.found) == ("w", found)
+    assert caught.value.file == str(tmp_path / ".metadata")
+
+
+def test_a_chunk_of_a_kind_that_is_not_assembled(tmp_path: Path) -> None:
+    halves = [item(torch.ones(2)), item(torch.ones(2).to_sparse())]
+    stored = [StoredChunk(start=(2 * number,), shape=(2,), item=half) for number, half in enumerate(halves)]
+    write(tmp_path / "d", {"w": StoredTensor(shape=(4,), chunks=stored), "v": rows(torch.ones(2), 1)})
+    with sluice.open(tmp_path / "d") as checkpoint:
+        assert list(checkpoint) == ["v"]
+        with pytest.raises(UnsupportedError, match="chunks that are not dense") as caught:
+            checkpoint["w"]
+    assert (caught.value.file, caught.value.found) == (str(tmp_path / "d" / FILE), "sparse_coo")
+
+
+def test_a_hole_says_where(tmp_path: Path) -> None:
+    error = refusal(one(tmp_path, tensor=tensor_metadata((4, 3), boxes(((0, 0), (2, 3)), ((3, 0), (1, 3))))))
+    assert (error.tensor, error.found) == ("w", "element [2, 0] in 0")
+
+
+# Items
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Global("os", "system"),
+        Call(Global("os", "system"), ("true",)),
+        {"deep": [Call(Global("os", "system"), ("true",))]},
+    ],
+    ids=str,
+)
+def test_a_value_that_names_code(tmp_path: Path, value: object) -> None:
+    write(tmp_path / "d", {"w": rows(torch.ones(2), 1)}, {"extra": torch_archive(value)})
+    with sluice.open(tmp_path / "d") as checkpoint:
+        assert torch.equal(checkpoint["w"].read(), torch.ones(2))
+        name, leaf = next(iter(_tree.opaques(checkpoint.tree).items()))
+        assert repr(leaf) == "<not loaded: os.system>"
+        assert any("os.system" in note for note in checkpoint.index.notes)
+        with pytest.raises(UnsafeContentError, match=r"os\.system") as caught:
+            checkpoint[name]
+        assert caught.value.tensor == name
+        with pytest.raises(UnsafeContentError, match=r"os\.system"):
+            sluice.open(checkpoint, key=name)
+        with pytest.raises(UnsafeContentError, match=r"os\.system"):
+            sluice.load_state_dict(checkpoint)
+
+
+def test_a_chunk_that_names_code(tmp_path: Path) -> None:
+    data = torch_archive(Call(Global("os", "system"), ("true",)))
+    stored = StoredTensor(shape=(2,), chunks=[StoredChunk(start=(0,), shape=(2,), item=data)])
+    error = refusal(write(tmp_path / "d", {"w": stored}))
+    assert isinstance(error, UnsafeContentError)
+    assert error.tensor == "w"
+
+
+def test_offsets_in_errors_count_from_the_start_of_the_file(tmp_path: Path) -> None:
+    first, second = item([1]), torch_archive(Raw(b"I1\n"))
+    write(tmp_path / "d", {}, {"a": first, "b": second})
+    error = refusal(tmp_path / "d")
+    assert isinstance(error, UnsafeContentError)
+    assert error.offset is not None
+    assert len(first) < error.offset < len(first) + len(second)
+    assert (tmp_path / "d" / FILE).read_bytes()[error.offset :][:1] == b"I"
+
+
+def test_a_chunk_that_is_not_what_its_first_bytes_say(tmp_path: Path) -> None:
+    """It starts like the chunk before it, but its archive's directory leads to the tensor's transpose."""
+    honest = item(torch.ones(4, 4))
+    other = item(torch.ones(4, 4).t())
+    start = honest.find(b"PK\7\x08")
+    lying = honest[:start] + other[start:]
+    halves = [StoredChunk(start=(first, 0), shape=(4, 4), item=each) for first, each in ((0, honest), (4, lying))]
+    write(tmp_path / "d", {"w": StoredTensor(shape=(8, 4), chunks=halves)})
+    with sluice.open(tmp_path / "d") as checkpoint, pytest.raises(CheckpointError) as caught:
+        checkpoint["w"].read()
+    assert caught.value.tensor == "w[4, 0]"
+
+
+def test_data_that_changed_its_size_between_opening_and_reading(tmp_path: Path) -> None:
+    write(tmp_path / "d", {"w": rows(torch.ones(4, 4), 2)})
+    with sluice.open(tmp_path / "d") as checkpoint:
+        write(tmp_path / "d", {"w": rows(torch.ones(4, 4), 2)})
+        with pytest.raises(sluice.SourceChangedError):
+            checkpoint["w"].read()
+
+
+def test_damage_behind_the_first_bytes_is_found_before_data_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "d", {"w": rows(torch.ones(512, 4), 2)})
+    file = tmp_path / "d" / FILE
+    data = bytearray(file.read_bytes())
+    end = len(data) - 22
+    data[end : end + 4] = b"XXXX"  # the end record of the second item
+    file.write_bytes(data)
+    with sluice.open(tmp_path / "d") as checkpoint:
+        assert torch.equal(checkpoint["w"][0].read(), torch.ones(4))
+        with pytest.raises(TruncatedError) as caught:
+            checkpoint["w"].read()
+    assert caught.value.tensor == "w[256, 0]"
+
+
+def test_items_written_as_safetensors(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+    save(tmp_path / "d", {"w": torch.ones(3)}, serialization_format=SerializationFormat.SAFETENSORS)
+    error = refusal(tmp_path / "d")
+    assert isinstance(error, UnsupportedError)
+    assert "safetensors" in error.problem
+
+
+def test_shards_of_the_hugging_face_writer(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.ones(3)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
+    error = refusal(tmp_path)
+    assert isinstance(error, UnsupportedError)
+    assert "parts of tensors" in error.problem
+
+
+# What is there
+
+
+@pytest.mark.parametrize("left", [".metadata.tmp", "__0.metadata", "__0.metadata.tmp", "__0_0.distcp"])
+def test_a_checkpoint_that_was_never_finished(tmp_path: Path, left: str) -> None:
+    write(tmp_path, {"w": rows(torch.ones(2), 1)})
+    os.rename(tmp_path / ".metadata", tmp_path / left)
+    torch.save(torch.ones(3), tmp_path / "meta.pt")
+    error = refusal(tmp_path)
+    assert isinstance(error, IncompleteCheckpointError)
+    assert (error.expected, left in str(error.found)) == (".metadata", True)
+
+
+# Paths of items
+
+
+@pytest.mark.parametrize(
+    ("paths", "kind", "problem"),
+    [
+        ({"a": ("x",)}, FormatError, "does not spell its name"),
+        ({"b.c": ("b", "c")}, FormatError, "contradict"),
+        ({"l.0": ("l", 0), "l.x": ("l", "x")}, FormatError, "contradict"),
+        ({"x.y": ("x", "y"), "x": ("x",)}, FormatError, "contradict"),
+        ({"a": ()}, FormatError, "no tuple"),
+        ({"a": "x"}, FormatError, "no tuple"),
+        ({"a": ("x", -1)}, FormatError, "other than text and positions"),
+        ({"a": ("x", True)}, FormatError, "other than text and positions"),
+        ({"a": ("x", None)}, FormatError, "other than text and positions"),
+        ({"a": (0, "x")}, FormatError, "starts with a position"),
+        ({"l.1000000000": ("l", 10**9)}, LimitError, "too long"),
+        ({"a": ("x",) * 65}, LimitError, "too deep"),
+    ],
+)
+def test_paths_that_lead_nowhere(tmp_path: Path, paths: Any, kind: type[CheckpointError], problem: str) -> None:
+    error = refusal(write(tmp_path / "d", {}, {name: {} for name in ("b", *paths)}, paths=paths))
+    assert isinstance(error, kind)
+    assert problem in error.problem
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("limits", "problem"),
+    [
+        (Limits(entries=3), "'entries'"),
+        (Limits(files=1), "'files'"),
+        (Limits(header_bytes=1000), "'header_bytes'"),
+        (Limits(name_bytes=20), "name of a global"),
+        (Limits(nodes=100), "opcodes"),
+    ],
+    ids=str,
+)
+def test_limits(tmp_path: Path, limits: Limits, problem: str) -> None:
+    write(tmp_path / "d", {"w": rows(torch.ones(8, 2), 8, files=2)})
+    sluice.open(tmp_path / "d").close()
+    error = refusal(tmp_path / "d", limits=limits)
+    assert isinstance(error, LimitError)
+    assert problem in error.problem
+
+
+def test_chunks_that_are_cut_in_many_dimensions() -> None:
+    boxes = [chunk_metadata(start, (1,) * 5) for start in itertools.product((0, 1), repeat=5)]
+    stored = {index_key("w", start): place(FILE, 0, 30) for start in itertools.product((0, 1), repeat=5)}
+    data = distributed_metadata({"w": tensor_metadata((2,) * 5, boxes)}, stored)
+    assert read_metadata(MemorySource(data), Limits()).items.keys() == {"w"}
+    with pytest.raises(LimitError, match=r"'entries'.*too many corners"):
+        read_metadata(MemorySource(data), Limits(entries=200))
+
+
+def test_values_together_pass_a_limit(tmp_path: Path) -> None:
+    write(tmp_path / "d", {}, {f"v{number}": "x" * 5000 for number in range(4)})
+    sluice.open(tmp_path / "d", limits=Limits(header_bytes=24_000)).close()
+    error = refusal(tmp_path / "d", limits=Limits(header_bytes=12_000))
+    assert isinstance(error, LimitError)
+
+
+# Every byte
+
+
+def everything(directory: Path) -> Any:
+    with sluice.open(directory) as checkpoint:
+        for name, leaf in _tree.opaques(checkpoint.index.tree).items():
+            raise _tree.refusal(leaf, name, checkpoint.path)
+        return _tree.map_leaves(checkpoint.index.tree, lambda entry: sluice.LazyTensor(checkpoint, "", entry).read())
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    tensor = torch.arange(6.0).view(2, 3)
+    halves = chunks(tensor, [((0, 0), (1, 3)), ((1, 0), (1, 3))])
+    return write(tmp_path / "d", {"m.w": halves}, {"n": 3}, paths={"m.w": ("m", "w"), "n": ("n",)})
+
+
+#: Bits of a byte that are kept, then those that are flipped.
+EDITS = {"0": (0, 0), "255": (0, 255), "^128": (255, 128), "^1": (255, 1)}
+
+
+def edits(data: bytes, how: str) -> Iterator[bytes]:
+    """Yield the data with one byte changed, for each byte that the change changes."""
+    kept, flipped = EDITS[how]
+    for position, byte in enumerate(data):
+        changed = byte & kept ^ flipped
+        if changed != byte:
+            yield data[:position] + bytes([changed]) + data[position + 1 :]
+
+
+def test_every_truncation_of_the_metadata(small: Path) -> None:
+    data = (small / ".metadata").read_bytes()
+    read_metadata(MemorySource(data), Limits())
+    for nbytes in range(len(data)):
+        with pytest.raises((FormatError, TruncatedError)):
+            read_metadata(MemorySource(data[:nbytes]), Limits())
+
+
+@pytest.mark.parametrize("how", EDITS)
+def test_every_byte_of_the_metadata(small: Path, how: str) -> None:
+    seen: set[type[CheckpointError]] = set()
+    for data in edits((small / ".metadata").read_bytes(), how):
+        try:
+            read_metadata(MemorySource(data), Limits())
+            (small / ".metadata").write_bytes(data)
+            ours = everything(small)
+        except CheckpointError as error:
+            assert str(error)
+            seen.add(type(error))
+        else:
+            assert same(ours, torch_loaded(small))
+    assert {FormatError, UnsafeContentError} <= seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", EDITS)
+def test_every_byte_of_the_items(small: Path, how: str) -> None:
+    honest = torch_loaded(small)
+    seen: set[type[CheckpointError]] = set()
+    for data in edits((small / FILE).read_bytes(), how):
+        (small / FILE).write_bytes(data)
+        try:
+            ours = everything(small)
+        except CheckpointError as error:
+            assert str(error)
+            seen.add(type(error))
+            continue
+        try:
+            theirs = torch_loaded(small)
+        except CheckpointException:  # of records that nothing is read from, torch checks more
+            theirs = honest
+        assert same(ours, theirs)
+    assert {FormatError, TruncatedError} <= seen
+
+
+def test_pickles_of_every_protocol(small: Path) -> None:
+    theirs = torch_loaded(small)
+    root = pickle.loads((small / ".metadata").read_bytes())
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        (small / ".metadata").write_bytes(pickle.dumps(root, protocol))
+        with sluice.open(small) as checkpoint:
+            assert torch.equal(checkpoint["m.w"].read(), theirs["m"]["w"])

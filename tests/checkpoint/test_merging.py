@@ -1,0 +1,216 @@
+"""Directories and shard indexes: what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import sluice
+from sluice.checkpoint import opening as _opening
+from support.directories import (
+    SAFETENSORS_INDEX,
+    chosen,
+    empty,
+    notes,
+    refusal,
+    save,
+    save_sharded,
+    tensors,
+    two_shards,
+    write_index,
+)
+from support.work import at_most
+
+
+def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
+    save(tmp_path / "1.safetensors", tensors("fine", "twice", "elsewhere"))
+    save(tmp_path / "2.safetensors", tensors("twice"))
+    index = write_index(
+        tmp_path / SAFETENSORS_INDEX,
+        {
+            "1.safetensors": ["fine", "twice", "gone"],
+            "2.safetensors": ["elsewhere"],
+            "3.safetensors": ["a", "b"],
+            "4.safetensors": ["c"],
+        },
+    )
+    error = refusal(tmp_path)
+    assert isinstance(error, sluice.IncompleteCheckpointError)
+    assert error.file == str(index)
+    for line in (
+        "missing files (2):",
+        "'3.safetensors', tensors: 2",
+        "'4.safetensors', tensors: 1",
+        "in two files (1):",
+        "'twice' in '1.safetensors' and '2.safetensors'",
+        "not where the index says (2):",
+        "'gone' is neither in '1.safetensors' nor in another file",
+        "'elsewhere' is in '1.safetensors', not in '2.safetensors'",
+    ):
+        assert line in error.problem
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_contradictions_alone_are_a_format_error(tmp_path: Path, suffix: str) -> None:
+    save(tmp_path / f"1{suffix}", tensors("a"))
+    save(tmp_path / f"2{suffix}", tensors("a", "b"))
+    write_index(tmp_path / "x.index.json", {f"1{suffix}": ["a"], f"2{suffix}": ["b"]})
+    error = refusal(tmp_path)
+    assert type(error) is sluice.FormatError
+    assert f"'a' in '1{suffix}' and '2{suffix}'" in error.problem
+
+
+def test_a_shard_without_tensors_has_none_of_those_that_the_index_gives_it(tmp_path: Path) -> None:
+    save(tmp_path / "1.safetensors", {})
+    save(tmp_path / "2.safetensors", tensors("a"))
+    write_index(tmp_path / SAFETENSORS_INDEX, {"1.safetensors": ["b"], "2.safetensors": ["a"]})
+    assert "'b' is neither in '1.safetensors'" in refusal(tmp_path).problem
+
+
+@pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)], {3: torch.ones(2)}, {}], ids=str)
+def test_a_shard_that_is_no_state_dict(tmp_path: Path, content: object) -> None:
+    save(tmp_path / "1.bin", content)
+    save(tmp_path / "2.bin", tensors("b"))
+    write_index(tmp_path / "pytorch_model.bin.index.json", {"1.bin": ["a"], "2.bin": ["b"]})
+    error = refusal(tmp_path)
+    assert type(error) is sluice.FormatError
+    assert ("'1.bin' does not hold a state dict" if content != {} else "'a' is neither in") in error.problem
+
+
+def test_tensors_that_the_index_leaves_out_are_kept_and_said(tmp_path: Path) -> None:
+    save(tmp_path / "1.safetensors", tensors("a", "extra"))
+    write_index(tmp_path / SAFETENSORS_INDEX, {"1.safetensors": ["a"]}, total_size=48)
+    assert notes(tmp_path) == "In the shards, but not in their index: extra."
+    assert set(sluice.load_state_dict(tmp_path)) == {"a", "extra"}
+
+
+@pytest.mark.parametrize(("claimed", "lies"), [(144, False), (96, False), (144.0, False), (95, True), (0, True)])
+def test_a_total_size_that_lies_is_said(tmp_path: Path, claimed: float, lies: bool) -> None:
+    """Both sums are in use: that of the names, and that of the stored bytes, where tied tensors count once."""
+    tied = torch.ones(12)
+    save(tmp_path / "1.bin", {"a": tied, "b": tied, "c": torch.zeros(12)})
+    write_index(tmp_path / "pytorch_model.bin.index.json", {"1.bin": ["a", "b", "c"]}, total_size=claimed)
+    assert (f"total size of {claimed} bytes" in notes(tmp_path)) == lies
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "C:x", "a\\b", "a/../../x"])
+def test_an_index_that_leads_outside(tmp_path: Path, file: str) -> None:
+    save(tmp_path / "secret.safetensors", tensors("w"))
+    (tmp_path / "d").mkdir()
+    write_index(tmp_path / "d" / SAFETENSORS_INDEX, {file: ["w"]})
+    assert isinstance(refusal(tmp_path / "d"), sluice.PathEscapeError)
+    assert isinstance(refusal(tmp_path / "d" / SAFETENSORS_INDEX), sluice.PathEscapeError)
+
+
+def test_shards_may_lie_in_a_subdirectory(tmp_path: Path) -> None:
+    save_sharded(tmp_path, SAFETENSORS_INDEX, {"part/1.safetensors": tensors("w")})
+    assert chosen(tmp_path) == ["part/1.safetensors"]
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    first, second = two_shards(tmp_path)
+    os.truncate(second, second.stat().st_size - 1)
+    model = empty()
+    with pytest.raises(sluice.TruncatedError) as caught:
+        sluice.load_into(model, tmp_path)
+    assert caught.value.file == str(second)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    first.unlink()
+    error = refusal(tmp_path)
+    assert isinstance(error, sluice.IncompleteCheckpointError)
+    assert f"'{first.name}', tensors: 2" in error.problem
+    assert f"damaged (1):\n    {second}" in error.problem
+
+
+def test_the_first_damaged_shard_stops_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"{number:03}.safetensors" for number in range(200)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"damaged damaged")
+    opened = []
+    real = _opening._open_file
+
+    def record(path: str, limits: sluice.Limits) -> object:
+        opened.append(path)
+        return real(path, limits)
+
+    monkeypatch.setattr(_opening, "_open_file", record)
+    assert isinstance(refusal(tmp_path), sluice.FormatError)
+    assert len(opened) < 40
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sluice-")]
+
+
+def test_an_interrupt_stops_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(50):
+        save(tmp_path / f"{number}.safetensors", tensors(str(number)))
+    real = _opening._open_file
+    interrupted = threading.Event()
+
+    def interrupt(path: str, limits: sluice.Limits) -> object:
+        if threading.current_thread() is threading.main_thread():
+            interrupted.set()
+            raise KeyboardInterrupt
+        assert interrupted.wait(10)
+        return real(path, limits)
+
+    monkeypatch.setattr(_opening, "_open_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        sluice.open(tmp_path)
+
+
+def test_a_process_that_may_start_no_thread_opens_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_shards(tmp_path)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with sluice.open(tmp_path) as checkpoint:
+            assert len(checkpoint) == 4
+
+
+def test_parts_must_not_repeat_names(tmp_path: Path) -> None:
+    save(tmp_path / "x.safetensors", tensors("a", "b"))
+    save(tmp_path / "y.safetensors", tensors("b", "c"))
+    error = refusal(tmp_path)
+    assert type(error) is sluice.FormatError
+    assert "'b' in 'x.safetensors' and 'y.safetensors'" in error.problem
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_parts_that_count_must_be_complete(tmp_path: Path, first: int) -> None:
+    names = [f"model-{number:05}-of-00003.safetensors" for number in range(first, first + 3)]
+    for name in names:
+        save(tmp_path / name, tensors(name))
+    assert chosen(tmp_path) == names
+    (tmp_path / names[1]).unlink()
+    error = refusal(tmp_path)
+    assert isinstance(error, sluice.IncompleteCheckpointError)
+    assert repr(names[1]) in error.problem
+
+
+def test_parts_that_claim_to_be_many(tmp_path: Path) -> None:
+    for letter in "abc":
+        save(tmp_path / f"{letter}-00001-of-99999.safetensors", tensors(letter))
+    with at_most(1_000_000):
+        assert isinstance(refusal(tmp_path), sluice.LimitError)
+
+
+def test_a_parameter_file_that_holds_more_than_one_tensor(tmp_path: Path) -> None:
+    save(tmp_path / "a.pt", torch.ones(2))
+    save(tmp_path / "last.pt", {"model": tensors("w")})
+    error = refusal(tmp_path)
+    assert type(error) is sluice.FormatError
+    assert "'last.pt' does not hold one tensor" in error.problem
+    assert "a.pt" not in error.problem
+
+
+@pytest.mark.parametrize("limits", [sluice.Limits(files=2), sluice.Limits(entries=2)], ids=["files", "entries"])
+def test_limits(tmp_path: Path, limits: sluice.Limits) -> None:
+    for name in "abc":
+        save(tmp_path / f"{name}.pt", torch.ones(2))
+    assert isinstance(refusal(tmp_path, limits), sluice.LimitError)

@@ -1,0 +1,268 @@
+"""Directories and shard indexes: what is read of them, and what that costs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import sluice
+from sluice._options import INDEXING_THREADS
+from support.directories import (
+    SAFETENSORS_INDEX,
+    Net,
+    Tensors,
+    assert_same,
+    empty,
+    notes,
+    read_with_their_library,
+    save,
+    save_sharded,
+    tensors,
+    two_shards,
+    write_index,
+)
+
+# What is read
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("by_index", [False, True], ids=["directory", "index file"])
+def test_shards_read_as_their_library_reads_them(tmp_path: Path, suffix: str, by_index: bool) -> None:
+    shards = two_shards(tmp_path, suffix)
+    expected = {name: tensor for shard in shards for name, tensor in read_with_their_library(shard).items()}
+    source = next(tmp_path.glob("*.json")) if by_index else tmp_path
+    assert_same(sluice.load_state_dict(source), expected)
+    with sluice.open(source) as checkpoint:
+        assert checkpoint.format == {".safetensors": "huggingface-safetensors", ".bin": "huggingface-bin"}[suffix]
+        assert checkpoint.files == tuple(map(str, shards))
+        assert checkpoint.path == str(source)
+        assert checkpoint.index.notes == ()
+        assert checkpoint.nbytes == 4 * 48
+        assert list(checkpoint) == list(expected)
+        assert torch.equal(checkpoint["b.w"][1:, 2].read(), expected["b.w"][1:, 2])
+        assert checkpoint.tree["c"].storage_key == checkpoint["c"].storage_key
+        if suffix == ".safetensors":
+            assert checkpoint.metadata == {"format": "pt"}
+        else:
+            assert checkpoint.metadata["byteorder"] == "little"
+
+
+def save_whole(directory: Path, content: Tensors, suffix: str) -> None:
+    save(directory / {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}[suffix], content)
+
+
+def save_in_two(directory: Path, content: Tensors, suffix: str) -> None:
+    items = list(content.items())
+    save_sharded(directory, f"model{suffix}.index.json", {f"1{suffix}": dict(items[:4]), f"2{suffix}": dict(items[4:])})
+
+
+def save_one_by_one(directory: Path, content: Tensors, suffix: str) -> None:
+    for name, tensor in content.items():
+        save(directory / f"{name}{suffix}", tensor if suffix == ".pt" else {name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("write", "suffix"),
+    [
+        (save_whole, ".safetensors"),
+        (save_whole, ".bin"),
+        (save_in_two, ".safetensors"),
+        (save_in_two, ".bin"),
+        (save_one_by_one, ".pt"),
+        (save_one_by_one, ".safetensors"),
+    ],
+)
+def test_every_kind_fills_a_module(tmp_path: Path, write: Callable[[Path, Tensors, str], None], suffix: str) -> None:
+    torch.manual_seed(0)
+    saved = Net().state_dict()
+    write(tmp_path, saved, suffix)
+    model = empty()
+    report = sluice.load_into(model, tmp_path)
+    assert_same(model.state_dict(), saved)
+    assert report.source == str(tmp_path)
+    assert report.final_bytes == sum(tensor.nbytes for tensor in saved.values())
+    assert_same(sluice.load_state_dict(tmp_path), saved)
+    live = Net()
+    sluice.load_into(live, tmp_path)
+    assert_same(live.state_dict(), saved)
+    with sluice.open(tmp_path, key="first") as part:
+        assert set(part) == {"weight", "bias"}
+        assert torch.equal(part["weight"].read(), saved["first.weight"])
+
+
+def test_views_and_parameters_of_pickled_shards_stay_what_they_are(tmp_path: Path) -> None:
+    base = torch.arange(20.0)
+    weight = nn.Parameter(torch.ones(3), requires_grad=False)
+    save(tmp_path / "1.bin", {"u": torch.zeros(2)})
+    save(tmp_path / "2.bin", {"x": base[2:], "y": base[:4], "w": weight, "tied": weight})
+    write_index(tmp_path / "pytorch_model.bin.index.json", {"1.bin": ["u"], "2.bin": ["x", "y", "w", "tied"]})
+    state_dict = sluice.load_state_dict(tmp_path)
+    assert state_dict["x"].data_ptr() == state_dict["y"].data_ptr() + 8
+    assert state_dict["tied"] is state_dict["w"]
+    assert isinstance(state_dict["w"], nn.Parameter)
+    assert torch.equal(state_dict["x"], base[2:])
+
+
+def test_other_values_and_versions_of_pickled_shards_are_kept(tmp_path: Path) -> None:
+    state_dict = Net().state_dict()
+    first = OrderedDict((name, state_dict[name]) for name in list(state_dict)[:3])
+    first._metadata = state_dict._metadata  # type: ignore[attr-defined]
+    deep = torch.ones(2)
+    rest = {"deep": [deep, {"same": deep}], "step": 3, **{name: state_dict[name] for name in list(state_dict)[3:]}}
+    save(tmp_path / "1.bin", first)
+    save(tmp_path / "2.bin", rest)
+    write_index(tmp_path / "pytorch_model.bin.index.json", {"1.bin": first, "2.bin": rest})
+    found = sluice.load_state_dict(tmp_path)
+    assert found._metadata == state_dict._metadata  # type: ignore[attr-defined]
+    assert found["step"] == 3
+    assert found["deep"][0] is found["deep"][1]["same"]
+    assert torch.equal(found["deep"][0], deep)
+
+
+def test_a_single_file_keeps_its_nesting(tmp_path: Path) -> None:
+    save(tmp_path / "pytorch_model.bin", {"model": tensors("w"), "epoch": 3})
+    with sluice.open(tmp_path) as checkpoint:
+        assert checkpoint.format == "huggingface-bin"
+        assert checkpoint.tree["epoch"] == 3
+        assert list(checkpoint) == ["model.w"]
+
+
+def test_legacy_names_and_dots_become_names_of_parameters(tmp_path: Path) -> None:
+    expected = tensors("blocks.0.weight", "scale", "odd name.pt")
+    for name, tensor in expected.items():
+        save(tmp_path / f"{name}.pt", nn.Parameter(tensor))
+    with sluice.open(tmp_path) as checkpoint:
+        assert checkpoint.format == "per-parameter"
+        assert {name: tensor.read().tolist() for name, tensor in checkpoint.items()} == {
+            name: tensor.tolist() for name, tensor in expected.items()
+        }
+    assert isinstance(sluice.load_state_dict(tmp_path)["scale"], nn.Parameter)
+
+
+def test_only_the_shard_that_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = two_shards(tmp_path)
+    with sluice.open(tmp_path) as checkpoint:
+        first.unlink()  # nobody looks at it
+        read = []
+        real = os.preadv
+
+        def record(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+            read.append(os.fstat(descriptor).st_ino)
+            return real(descriptor, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", record)
+        assert checkpoint["c"][0].read().tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert set(read) == {second.stat().st_ino}
+
+
+def test_torch_is_not_imported(tmp_path: Path) -> None:
+    two_shards(tmp_path)
+    code = "import sluice, sys; print(len(sluice.open(sys.argv[1]))); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout == "4\n"
+
+
+@given(
+    st.dictionaries(
+        st.text("abc.", min_size=1, max_size=6),
+        st.tuples(st.integers(0, 3), st.lists(st.integers(0, 3), max_size=2), st.booleans()),
+        min_size=1,
+        max_size=12,
+    )
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_any_distribution_over_shards(
+    tmp_path_factory: pytest.TempPathFactory, placed: dict[str, tuple[int, list[int], bool]]
+) -> None:
+    directory = tmp_path_factory.mktemp("shards")
+    shards: dict[str, Tensors] = {}
+    for number, (name, (shard, shape, half)) in enumerate(placed.items()):
+        tensor = torch.full(shape, float(number), dtype=torch.float16 if half else torch.float32)
+        shards.setdefault(f"{shard}.safetensors", {})[name] = tensor
+    save_sharded(directory, SAFETENSORS_INDEX, shards)
+    expected = {name: tensor for content in shards.values() for name, tensor in content.items()}
+    assert_same(sluice.load_state_dict(directory), expected)
+    assert notes(directory) == ""
+
+
+# Resources
+
+
+def test_five_hundred_shards_under_a_small_limit_of_descriptors(tmp_path: Path) -> None:
+    shards = {f"{number:03}.bin": {f"w{number}": torch.full((64,), float(number))} for number in range(500)}
+    save_sharded(tmp_path, "pytorch_model.bin.index.json", shards)
+    code = """if True:
+        import resource, sys
+        import torch, sluice
+        resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+        state_dict = sluice.load_state_dict(sys.argv[1])
+        assert all(state_dict[f"w{i}"].eq(i).all() for i in range(500)) and len(state_dict) == 500
+    """
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=100)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] != 32
+
+
+def test_a_shard_is_opened_and_read_once_and_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the time to open depends on; ``bench.index`` measures that for a thousand shards."""
+    shards = {f"{n:04}.safetensors": tensors(*(f"layers.{n}.{i}" for i in range(20))) for n in range(100)}
+    save_sharded(tmp_path, SAFETENSORS_INDEX, shards)
+    opened: Counter[str] = Counter()
+    read: Counter[int] = Counter()
+    readers: set[str] = set()
+    together = threading.Barrier(INDEXING_THREADS, timeout=90)  # passed only if so many read at once
+    real_open, real_preadv = os.open, os.preadv
+
+    def note_open(path: str, flags: int) -> int:
+        opened[Path(path).name] += 1
+        return real_open(path, flags)
+
+    def note_read(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        name = threading.current_thread().name
+        if name not in readers and Path(os.readlink(f"/proc/self/fd/{descriptor}")).name in shards:
+            readers.add(name)
+            together.wait()
+        read[descriptor] += 1
+        return real_preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "open", note_open)
+    monkeypatch.setattr(os, "preadv", note_read)
+    with sluice.open(tmp_path) as checkpoint:
+        assert len(checkpoint) == 2000
+    assert {name: opened[name] for name in shards} == dict.fromkeys(shards, 1)
+    assert sum(read.values()) <= len(shards) + 2  # a header of this size is one read; the index file is another
+    assert len(readers) == INDEXING_THREADS
+
+
+def test_a_shard_replaced_after_opening_leaves_the_model_alone(tmp_path: Path) -> None:
+    saved = list(Net().state_dict().items())
+    save_sharded(tmp_path, SAFETENSORS_INDEX, {"1.safetensors": dict(saved[:4]), "2.safetensors": dict(saved[4:])})
+    model = empty()
+    with sluice.open(tmp_path) as checkpoint:
+        save(tmp_path / "new.safetensors", dict(saved[4:]))
+        (tmp_path / "new.safetensors").replace(tmp_path / "2.safetensors")
+        with pytest.raises(sluice.SourceChangedError) as caught:
+            sluice.load_into(model, checkpoint)
+    assert caught.value.file == str(tmp_path / "2.safetensors")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_closed_directory_reads_nothing_more(tmp_path: Path) -> None:
+    two_shards(tmp_path)
+    with sluice.open(tmp_path) as checkpoint:
+        tensor = checkpoint["c"]
+        tensor.read()
+    with pytest.raises(ValueError, match="closed"):
+        tensor.read()
+    assert repr(checkpoint) == f"<Checkpoint huggingface-safetensors {tmp_path}>"

@@ -1,0 +1,204 @@
+"""``sluice bench``, as a user meets it. Processes and timings are tests/bench's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from sluice.benchmark import runner as _runner
+from sluice.benchmark import sizes as _sizes
+from sluice.benchmark.methods import LOADERS
+from sluice.benchmark.process import run_job
+from sluice.benchmark.records import Job, Outcome, State, Verdict
+from sluice.benchmark.sizes import Choice
+from sluice.cli import main
+from sluice.cli.commands.bench import bench_command
+from sluice.testing import memory_limit_refusal
+from support.comparisons import TRUTH, FakeRunner, trace
+
+_MODULE = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.fc = nn.Linear(width, 3)
+"""
+
+Bench = Callable[..., Result]
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> FakeRunner:
+    fake = FakeRunner()
+    monkeypatch.setattr(_runner, "run_with_progress", fake)
+    return fake
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """Run the command in a directory with a model and its checkpoint, ``net.pth``."""
+    (tmp_path / "bench_net.py").write_text(_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "bench_net", raising=False)
+    torch.save({"fc.weight": torch.ones(3, 4), "fc.bias": torch.ones(3)}, "net.pth")
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["bench", *arguments])
+
+    return run
+
+
+def test_a_built_in_size_is_compared_in_two_precisions_and_cleaned_up(
+    bench: Bench, runner: FakeRunner, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    result = bench("--size", "tiny", "--directory", "disk")
+    assert result.exit_code == 0, result.output
+    assert [scenario.dtype for scenario in runner.scenarios] == ["float32", "bfloat16"]
+    assert all(scenario.states == ("cold", "warm") for scenario in runner.scenarios)
+    assert all(len(scenario.checkpoints) == 6 for scenario in runner.scenarios)
+    assert runner.files == {"model.pth", "parameters"}
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert "sluice peaked at 1.00 F, the others at 1.00 to 1.00 F." in result.output
+    assert f"report: {tmp_path / 'bench-out' / 'report.html'}" in result.output
+    assert {path.name for path in (tmp_path / "bench-out").iterdir()} == {"results.json", "results.md", "report.html"}
+
+
+def test_without_a_size_the_machine_decides_it_and_the_states(
+    bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[tuple[State, ...], int]] = []
+
+    def choose_here(folder: Path, device: str, counts: dict[tuple[State, ...], int]) -> Choice:
+        asked.append(counts)
+        return Choice(size="tiny", states=("warm",), seconds=99.0, reason="GPT-2 small would take about 200 s")
+
+    monkeypatch.setattr(_sizes, "choose_here", choose_here)
+    result = bench("--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    assert "GPT-2 tiny, warm: about 99 s; GPT-2 small would take about 200 s" in result.stderr
+    assert [(scenario.model, scenario.states) for scenario in runner.scenarios] == [("tiny", ("warm",))] * 2
+    assert json.loads(result.stdout)["command"] == "sluice bench --size tiny --device cpu --warm"
+    # Two precisions, each with a reference; and what was asked for otherwise is what is counted.
+    assert asked == [{("cold", "warm"): 2 * (1 + 6 * 2), ("warm",): 2 * (1 + 6)}]
+    bench("--device", "cpu", "--dtype", "bf16", "--method", "sluice", "--method", "mmap", "--cold")
+    assert asked[1:] == [{("cold",): 1 + 2}]
+
+
+def test_an_own_model_is_loaded_from_its_own_checkpoint(bench: Bench, runner: FakeRunner, tmp_path: Path) -> None:
+    result = bench("net.pth", "--model", "bench_net:Net", "--model-args", "[4]", "--warm", "--out", "there")
+    assert result.exit_code == 0, result.output
+    (scenario,) = runner.scenarios
+    assert (scenario.model, scenario.model_args, scenario.dtype, scenario.states) == (
+        "bench_net:Net", "[4]", "float32", ("warm",)
+    )  # fmt: skip
+    assert set(scenario.checkpoints) == {"naive", "sequential", "meta-sequential", "mmap", "sluice"}
+    assert set(scenario.checkpoints.values()) == {tmp_path / "net.pth"} == {scenario.truth}
+    assert scenario.final_bytes == 60
+    assert "same weights" in (tmp_path / "there/results.md").read_text()
+
+
+def test_results_are_json_and_nothing_else(bench: Bench, runner: FakeRunner) -> None:
+    result = bench("--size", "tiny", "--method", "sluice", "--method", "mmap", "--dtype", "bf16", "--cold", "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["command"] == "sluice bench --size tiny --method sluice --method mmap --dtype bf16 --cold"
+    (scenario,) = document["scenarios"]
+    assert [row["method"] for row in scenario["rows"]] == ["mmap", "sluice"]  # in the order of the tables
+    assert [line["method"] for line in scenario["timelines"]] == ["mmap", "sluice"]
+    assert len(scenario["timelines"][0]["seconds"]) == len(scenario["timelines"][0]["anon_bytes"]) > 10
+
+
+def test_checkpoints_are_kept_when_asked(bench: Bench, runner: FakeRunner, tmp_path: Path) -> None:
+    result = bench("--size", "tiny", "--method", "sluice", "--directory", "disk", "--keep")
+    (kept,) = (tmp_path / "disk").iterdir()
+    assert (kept / "model.pth").exists()
+    assert f"checkpoints: {Path('disk') / kept.name}" in result.output
+
+
+def test_wrong_weights_fail_the_command(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_runner, "run_with_progress", FakeRunner(Verdict(weights="abd", logits=(1.0,))))
+    result = bench("--size", "tiny", "--method", "naive")
+    assert result.exit_code == 1
+    assert "wrong weights or logits: naive" in result.output
+
+
+def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.benchmark.methods.find_spec", lambda name: None if name == "tensorizer" else name)
+    monkeypatch.setattr(_runner, "make_cold", lambda _: True)
+    outcome = Outcome(status="ok", seconds=1.0, total_bytes=1, trace=trace(1.0, 1), verdict=TRUTH)
+    monkeypatch.setattr(_runner, "run_job", lambda _job, **_: outcome)
+    result = bench("--size", "tiny", "--method", "tensorizer", "--method", "sluice", "--dtype", "fp32", "--warm")
+    assert result.exit_code == 0, result.output
+    assert "absent" in result.output
+    assert "tensorizer: tensorizer is not installed: pip install tensorizer" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("net.pth",), "CHECKPOINT and --model belong together"),
+        (("--model", "bench_net:Net"), "CHECKPOINT and --model belong together"),
+        (("net.pth", "--model", "bench_net:Net", "--size", "tiny"), "--size names a built-in model"),
+        (("net.pth", "--model", "bench_net:Nothing"), "no class or function 'Nothing'"),
+        (("net.pth", "--model", "bench_net:Net", "--model-args", "3"), "must be a JSON object or array"),
+        (("--size", "tiny", "--method", "magic"), "there is no 'magic'; the methods are naive, "),
+        (("--size", "tiny", "--method", "instanttensor", "--device", "cpu"), "loads onto CUDA devices only"),
+        (("--size", "huge"), "'huge' is not one of"),
+        (("--size", "tiny", "--ram-limit", "much"), "not a size"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    bench: Bench, runner: FakeRunner, arguments: tuple[str, ...], complaint: str
+) -> None:
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.split())
+    assert runner.scenarios == ()
+
+
+def test_a_limit_that_the_system_does_not_permit_says_what_is_needed(
+    bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sluice.cli.commands.bench.memory_limit_refusal", lambda: "run as root")
+    result = bench("--size", "tiny", "--ram-limit", "2GiB")
+    assert result.exit_code == 1
+    assert "--ram-limit: run as root" in result.output
+    assert runner.scenarios == ()
+
+
+def test_the_help_names_every_method() -> None:
+    words = set(str(bench_command.help).replace(",", " ").split())
+    assert set(LOADERS) <= words
+
+
+@pytest.mark.skipif(memory_limit_refusal() is not None, reason=f"no memory limit: {memory_limit_refusal()}")
+def test_under_a_limit_the_hungry_die_with_the_reason_and_the_lean_live(tmp_path: Path) -> None:
+    path = tmp_path / "large.pth"
+    torch.save({"weight": torch.ones(98304, 1024)}, path)  # 384 MiB
+    limit = 850 << 20  # torch itself takes a part of it
+
+    def run(method: str) -> Outcome:
+        job = Job(
+            method=method, model="torch.nn:Embedding", model_args="[98304, 1024]", checkpoint=str(path),
+            dtype="float32", device="cpu", verify=False,
+        )  # fmt: skip
+        return run_job(job, host_limit_bytes=limit)
+
+    lean = run("sluice")
+    assert (lean.status, lean.reason) == ("ok", "")
+    hungry = run("naive")
+    assert hungry.status == "killed"
+    assert hungry.reason == "out of memory: killed by the kernel at the limit of 850 MiB"
+    assert hungry.trace is not None
+    assert hungry.total_bytes > 200 << 20  # how far it came

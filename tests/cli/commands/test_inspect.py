@@ -1,0 +1,271 @@
+"""What ``sluice inspect`` shows, line by line, of each format and to each width of terminal."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from click.testing import CliRunner
+from rich.console import Console
+
+import sluice
+from sluice.cli import main
+from sluice.cli.views import render as _render
+from sluice.cli.views.summary import summarise
+from sluice.entries.tree import flatten
+from support import distributed
+from support.work import at_most
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def state_dict() -> dict[str, torch.Tensor]:
+    return {"fc.weight": torch.ones(30, 40), "fc.bias": torch.ones(30), "steps": torch.tensor(3)}
+
+
+def inspect(*arguments: str) -> list[str]:
+    """Return what is printed, without the rules of tables and the padding of lines."""
+    result = CliRunner().invoke(main, ["inspect", *arguments])
+    assert result.exit_code == 0, result.output
+    lines = (" ".join(line.split()) for line in result.stdout.splitlines())
+    return [line for line in lines if line.strip("─ ")]
+
+
+DTYPES = ["dtype tensors bytes", "float32 2 4.80 KiB", "int64 1 8 B"]
+
+LARGEST = [
+    "Largest tensors",
+    "name dtype shape bytes",
+    "fc.weight float32 [30, 40] 4.69 KiB",
+    "fc.bias float32 [30] 120 B",
+    "steps int64 [] 8 B",
+]
+
+
+def write_zip() -> str:
+    torch.save(state_dict(), "net.pth")
+    return "net.pth"
+
+
+def write_legacy() -> str:
+    torch.save(state_dict(), "net.pth", _use_new_zipfile_serialization=False)
+    return "net.pth"
+
+
+def write_safetensors() -> str:
+    safetensors.torch.save_file(state_dict(), "net.safetensors", metadata={"made": "here"})
+    return "net.safetensors"
+
+
+def write_model() -> str:
+    Path("hub").mkdir()
+    safetensors.torch.save_file(state_dict(), "hub/model.safetensors")
+    Path("hub/config.json").write_text("{}")
+    return "hub"
+
+
+def write_shards() -> str:
+    Path("hub").mkdir()
+    weight_map = {}
+    for number, (name, tensor) in enumerate(state_dict().items(), 1):
+        weight_map[name] = f"pytorch_model-{number:05}-of-00003.bin"
+        torch.save({name: tensor}, f"hub/{weight_map[name]}")
+    Path("hub/pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return "hub"
+
+
+def write_parts() -> str:
+    Path("parts").mkdir()
+    for name, tensor in state_dict().items():
+        safetensors.torch.save_file({name: tensor}, f"parts/{name}.safetensors")
+    return "parts"
+
+
+def write_distributed() -> str:
+    distributed.save(Path("shards"), state_dict())
+    return "shards"
+
+
+def write_parameters() -> str:
+    Path("parts").mkdir()
+    for name, tensor in state_dict().items():
+        torch.save(tensor, f"parts/{name}.pt")
+    return "parts"
+
+
+WRITERS = (
+    *(write_zip, write_legacy, write_safetensors, write_model),
+    *(write_shards, write_parts, write_parameters, write_distributed),
+)
+
+
+@pytest.mark.parametrize(
+    ("write", "what", "files", "metadata"),
+    [
+        (write_zip, "torch-zip, 1 file", [], ["version: 3", "byteorder: little", "archive: net"]),
+        (write_legacy, "torch-legacy, 1 file", [], ["protocol_version: 1001", "byteorder: little"]),
+        (write_safetensors, "safetensors, 1 file", [], ["made: here"]),
+        (write_model, "huggingface-safetensors, 1 file", [], []),
+        (
+            write_shards,
+            "huggingface-bin, 3 files",
+            [f"hub/pytorch_model-{number:05}-of-00003.bin" for number in (1, 2, 3)],
+            ["version: 3", "byteorder: little"],
+        ),
+        (
+            write_parts,
+            "safetensors-parts, 3 files",
+            [f"parts/{name}.safetensors" for name in ("fc.bias", "fc.weight", "steps")],
+            [],
+        ),
+        (write_distributed, "torch-distributed, 1 file", [], ["version: 1.0.0"]),
+        (
+            write_parameters,
+            "per-parameter, 3 files",
+            ["parts/fc.bias.pt", "parts/fc.weight.pt", "parts/steps.pt"],
+            ["version: 3", "byteorder: little"],
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_state_dict_in_each_format(
+    write: Callable[[], str], what: str, files: list[str], metadata: list[str]
+) -> None:
+    path = write()
+    first, second, third, *lines = inspect(path)
+    assert first == path
+    assert second.startswith(f"{what}, ")
+    assert third == "3 tensors, 4.81 KiB"
+    if files:
+        assert lines.pop(0) == "file bytes"
+        assert [lines.pop(0).split()[0] for _ in files] == files
+    assert lines == [*DTYPES, *LARGEST, *(["Metadata", *metadata] if metadata else [])]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_json_and_tree_in_each_format(write: Callable[[], str]) -> None:
+    path = write()
+    value = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).stdout)
+    shapes = {tensor["name"]: tensor["shape"] for tensor in value["tensors"]}
+    assert shapes == {"fc.weight": [30, 40], "fc.bias": [30], "steps": []}
+    assert (value["path"], value["state_dicts"], value["tensor_bytes"]) == (path, [""], 4928)
+    heading, *lines = inspect(path, "--tree")
+    assert heading.startswith(f"{path}: ")
+    assert heading.endswith(("dict of 3", "Dict of 3"))
+    wanted = {"fc.weight: float32 [30, 40], 4.69 KiB", "fc.bias: float32 [30], 120 B", "steps: int64 [], 8 B"}
+    assert {line[4:] for line in lines} == wanted
+
+
+def test_a_training_checkpoint() -> None:
+    model = {"w": torch.ones(64)}
+    content = {
+        "epoch": 3,
+        "args": argparse.Namespace(lr=1),
+        "model": model,
+        "ema": {"w": torch.zeros(64), "b": torch.zeros(8)},
+        "best": {"loss": torch.tensor(0.5)},
+        "betas": (0.9, 0.99),
+    }
+    torch.save(content, "run.pt")
+    lines = inspect("run.pt")
+    assert lines[3:12] == [
+        "contents tensors bytes",
+        "ema dict of 2 2 288 B",
+        "model dict of 1 1 256 B",
+        "best dict of 1 1 4 B",
+        "epoch 3",
+        "args argparse.Namespace (not loaded)",
+        "betas tuple of 2: (0.9, 0.99)",
+        "state dicts, to choose from with --key: ema, model",
+        "dtype tensors bytes",
+    ]
+    assert inspect("run.pt", "--key", "model")[3] == "dtype tensors bytes"
+    torch.save({"net": model, "optimizer": {"state": {0: {"m": torch.ones(64)}}, "param_groups": []}}, "run.pt")
+    assert "state dict: net" in inspect("run.pt")
+
+
+def test_shared_storages_and_a_single_tensor() -> None:
+    weight = torch.ones(10, 4)
+    torch.save({"emb": weight, "head": weight, "rows": weight[:2], "other": torch.ones(1)}, "tied.pt")
+    lines = inspect("tied.pt")
+    assert lines[2] == "4 tensors, 356 B, 164 B stored"
+    assert lines[lines.index("Shared storages") + 2] == "0 160 B emb, head, rows"
+    torch.save(torch.ones(3), "one.pt")
+    assert "'' float32 [3] 12 B" in inspect("one.pt")
+
+
+def test_a_checkpoint_without_tensors() -> None:
+    torch.save({"epoch": 3, "lr": 0.1}, "none.pt")
+    assert inspect("none.pt")[2:6] == ["0 tensors, 0 B", "contents tensors bytes", "epoch 3", "lr 0.1"]
+
+
+def hostile() -> str:
+    names = ["a\0b", "\x1b[31mred", "new\nline", "", "[bold]m[/bold]", ":smile:", "x" * 3000, "漢字", "\u202eevil"]
+    torch.save({name: torch.ones(number + 1) for number, name in enumerate(names)}, "f.pth")
+    return "f.pth"
+
+
+@pytest.mark.parametrize("options", [[], ["--tree"], ["--all"]])
+def test_hostile_names(options: list[str]) -> None:
+    text = "\n".join(inspect(hostile(), *options))
+    shown = [r"a\x00b", r"\x1b[31mred", r"new\nline", "''", "[bold]m[/bold]", ":smile:", "漢字", r"\u202eevil"]
+    assert all(name in text for name in shown)
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert ("x" * 3000 in text) == (options == ["--all"])
+    assert ("x" * 120 + "... (3,000 characters)" in text or "x" * 200 + "... (3,000" in text) == (options != ["--all"])
+    assert json.loads(CliRunner().invoke(main, ["inspect", "f.pth", "--json"]).stdout)["tensors"][0]["name"] == "a\0b"
+
+
+def test_one_long_name_does_not_push_the_others_away() -> None:
+    lines = CliRunner().invoke(main, ["inspect", hostile(), "--all"]).stdout.splitlines()
+    assert max(len(line) for line in lines if "x" * 50 not in line) < 140
+
+
+def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "transformer.encoder.layers.11.self_attention.query_key_value.weight"
+    torch.save({"state_dict": {name: torch.ones(300, 400)}, "hyper_parameters_of_the_run": {}}, "f.pth")
+    screen = io.StringIO()
+    monkeypatch.setattr(_render, "make_console", lambda: Console(file=screen, width=60, markup=False, highlight=False))
+    with sluice.open("f.pth") as checkpoint:
+        index = checkpoint.index
+        _render.print_summary(summarise("f.pth", None, index, flatten(index.tree, sluice.Limits())), everything=False)
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert f"state_dict.{name}" in "".join(line[1:].split("  ")[0].strip() for line in lines)  # folded, not cut
+    assert sum("[300, 400]   469 KiB" in line for line in lines) == 1  # numbers stay whole
+
+
+def test_ten_thousand_tensors() -> None:
+    names = [f"model.layers.{number // 100}.experts.{number % 100}.weight" for number in range(10_000)]
+    header = {name: {"dtype": "F16", "shape": [2], "data_offsets": [4 * i, 4 * i + 4]} for i, name in enumerate(names)}
+    text = json.dumps(header).encode()
+    Path("many.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(40_000))
+    with at_most(5_000_000):
+        lines = inspect("many.safetensors")
+    assert lines[2] == "10,000 tensors, 39.1 KiB"
+    assert "Largest tensors (10 of 10,000; --all shows all)" in lines
+    assert len(lines) < 20
+    assert inspect("many.safetensors", "--tree")[-1] == "└── ... 9,960 more; --all shows them"
+    everything = inspect("many.safetensors", "--all")
+    assert sum(line.startswith("model.layers.") for line in everything) == 10_000
+
+
+def test_a_small_file_of_countless_places_is_refused_quickly() -> None:
+    shared: object = {"w": torch.ones(1)}
+    for _ in range(30):
+        shared = [shared, shared]
+    torch.save({"a": shared, "b": [shared] * 100}, "bomb.pt")
+    with at_most(2_000_000):
+        result = CliRunner().invoke(main, ["inspect", "bomb.pt"])
+    assert result.exit_code == 1
+    assert "the checkpoint has more than" in result.stderr

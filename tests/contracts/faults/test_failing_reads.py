@@ -1,0 +1,263 @@
+"""Reads that the operating system fails, interrupts, refuses or cuts short, at every position of a load."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import sluice
+from sluice import _options
+from support.fault_injection import Injection, failing, short
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "preadv"), reason="this platform has no preadv")
+
+MIB = 1 << 20
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Tensors that are read in every way: in place, staged one by one, and staged together."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "large": torch.randn(300_000, generator=generator),
+        "permuted": torch.randn(40, 30, generator=generator).t(),
+        "whole": torch.arange(7),
+        "odd": torch.randn(999, generator=generator).half(),
+        "other": torch.randn(280_000, generator=generator),
+    }
+
+
+def write_zip(path: Path) -> None:
+    torch.save(tensors(), path)
+
+
+def write_legacy(path: Path) -> None:
+    torch.save(tensors(), path, _use_new_zipfile_serialization=False)
+
+
+def write_safetensors(path: Path) -> None:
+    safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors().items()}, path)
+
+
+def write_parameters(path: Path) -> None:
+    path.mkdir()
+    for name, tensor in tensors().items():
+        torch.save(tensor, path / f"{name}.pt")
+
+
+WRITERS = [write_zip, write_legacy, write_safetensors, write_parameters]
+
+
+@pytest.fixture(scope="module", params=WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "f"
+    request.param(path)
+    return path
+
+
+@pytest.fixture
+def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small files be read directly, on every file system as far as the plan can tell."""
+    monkeypatch.setattr(_options, "DIRECT_FILE_BYTES", 0)
+
+
+def assert_loaded(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+    for name, tensor in tensors().items():
+        expected = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+        assert torch.equal(state_dict[name], expected), name
+
+
+def every_read(patch: pytest.MonkeyPatch, number: int, load: Callable[[], object]) -> Iterator[Exception | None]:
+    """Fail the first, the second, ... read of a load, until one load has fewer reads; yield how each ended."""
+    for at in range(1, 1000):
+        with patch.context() as faults:
+            injection = Injection(faults, failing(number), at)
+            try:
+                load()
+            except Exception as error:  # noqa: BLE001 - judged by the caller
+                yield error
+                continue
+        if not injection.hits:
+            return
+        yield None
+    pytest.fail("the load never ended")
+
+
+@pytest.mark.usefixtures("_direct")
+@pytest.mark.parametrize("page_cache", ["keep", "bypass"])
+def test_a_failure_of_any_read_is_a_read_error(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, page_cache: _options.PageCache
+) -> None:
+    outcomes = list(
+        every_read(monkeypatch, errno.EIO, lambda: sluice.load_state_dict(checkpoint, page_cache=page_cache))
+    )
+    assert len(outcomes) >= 3
+    for error in outcomes:
+        if error is None:  # a probe of the page cache: it only advises
+            continue
+        assert type(error) is sluice.ReadError
+        assert str(error.file).startswith(str(checkpoint))
+        assert error.offset is not None
+        assert "Input/output error" in str(error)
+        assert isinstance(error.__cause__, OSError)
+    assert any(outcomes)
+    assert_loaded(sluice.load_state_dict(checkpoint))
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN], ids=["EINTR", "EAGAIN"])
+def test_an_interrupted_or_refused_read_is_tried_again(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    tries: Counter[int] = Counter()
+
+    def fail_twice(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
+        tries[offset] += 1
+        return failing(number)(read, buffer, offset) if tries[offset] <= 2 else read(buffer)
+
+    Injection(monkeypatch, fail_twice)
+    assert_loaded(sluice.load_state_dict(checkpoint, dtype=torch.bfloat16), torch.bfloat16)
+    assert len(tries) >= 2
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN], ids=["EINTR", "EAGAIN"])
+def test_a_read_that_is_refused_for_good_is_a_read_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    write_zip(tmp_path / "f")
+    Injection(monkeypatch, failing(number))
+    with pytest.raises(sluice.ReadError, match=os.strerror(number)):
+        sluice.load_state_dict(tmp_path / "f")
+
+
+@pytest.mark.usefixtures("_direct")
+def test_a_direct_read_that_is_refused_becomes_a_buffered_one(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flag alone is accepted (as FUSE and network file systems may do); the reads are not."""
+    monkeypatch.setattr(os, "O_DIRECT", 0)
+    monkeypatch.setattr("sluice.machine.facts._DIRECT_FILESYSTEMS", _Everything())
+    model = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors().items()}
+    ).to("meta")
+    injection = Injection(monkeypatch, _refuse_aligned)
+    report = sluice.load_into(model, checkpoint, page_cache="bypass")
+    assert injection.hits
+    assert report.stepped_down > 0
+    assert_loaded({name: parameter.detach() for name, parameter in model.items()})
+
+
+class _Everything(frozenset[str]):
+    """A set that contains every file system."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def _refuse_aligned(read: Callable[[memoryview], int], buffer: memoryview, offset: int) -> int:
+    if offset % 4096 == 0 and len(buffer) % 4096 == 0 and len(buffer) >= MIB:  # headers are read in smaller pieces
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return read(buffer)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 64, 511, 4095, 4097])
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    value = {"a": torch.arange(600.0), "b": torch.arange(70, dtype=torch.int16)}
+    for legacy in (False, True):
+        torch.save(value, tmp_path / "f", _use_new_zipfile_serialization=not legacy)
+        with monkeypatch.context() as patch:
+            injection = Injection(patch, short(most))
+            found = sluice.load_state_dict(tmp_path / "f")
+        assert injection.hits > 2400 // most
+        assert all(torch.equal(found[name], tensor) for name, tensor in value.items())
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+def test_a_module_is_untouched_or_its_state_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool, dtype: torch.dtype | None
+) -> None:
+    write_zip(tmp_path / "f")
+    saved = tensors()
+    outcomes = set()
+    for at in range(1, 100):
+        model = torch.nn.ParameterDict(
+            {name: torch.nn.Parameter(torch.zeros_like(tensor), requires_grad=False) for name, tensor in saved.items()}
+        ).to("cpu" if live else "meta")
+        with monkeypatch.context() as patch:
+            Injection(patch, failing(errno.EIO), at)
+            try:
+                sluice.load_into(model, tmp_path / "f", dtype=dtype)
+            except sluice.PartialLoadError as error:
+                assert live
+                assert isinstance(error.__cause__, sluice.ReadError)
+                assert {*error.done, *error.torn, *error.untouched} == saved.keys()
+                for name in error.done:
+                    assert torch.equal(model[name], saved[name].to(model[name].dtype)), name
+                for name in error.untouched:
+                    assert not model[name].any(), name
+                outcomes.add("partial")
+            except sluice.ReadError:
+                assert all(tensor.is_meta or not tensor.any() for tensor in model.values())
+                outcomes.add("untouched")
+            else:
+                break
+    assert "untouched" in outcomes
+    assert "partial" in outcomes or not live or dtype is not None  # whether a replaced tensor is done is a race
+
+
+BLACK_BOX = """
+import sys, sluice
+try:
+    state_dict = sluice.load_state_dict(sys.argv[1])
+except sluice.ReadError as error:
+    print(error)
+else:
+    print(sum(tensor.double().sum().item() for tensor in state_dict.values()))
+"""
+
+
+@pytest.fixture(scope="module")
+def strace() -> list[str]:
+    """Return the start of a command that injects faults into system calls."""
+    program = shutil.which("strace")
+    if program is None:
+        pytest.skip("strace is not installed")
+    probe = subprocess.run([program, "-f", "-e", "trace=none", "true"], capture_output=True, check=False)
+    if probe.returncode:
+        pytest.skip(f"strace may not trace: {probe.stderr.decode()[:200]}")
+    return [program, "-f", "-qq", "-o", os.devnull]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [
+        ("error=EIO:when=3", "reading failed: Input/output error"),
+        ("error=EIO:when=4+", "reading failed: Input/output error"),
+        ("error=EINTR:when=2+3", None),
+        ("error=EAGAIN:when=2+3", None),
+    ],
+)
+def test_system_calls_that_fail_beneath_python(
+    tmp_path: Path, strace: list[str], fault: str, outcome: str | None
+) -> None:
+    write_zip(tmp_path / "f")
+    inject = [*strace, "-e", f"inject=preadv2:{fault}"]
+    done = subprocess.run(
+        [*inject, sys.executable, "-c", BLACK_BOX, str(tmp_path / "f")], capture_output=True, text=True, check=True
+    )
+    expected = sum(tensor.double().sum().item() for tensor in tensors().values())
+    if outcome is None:
+        assert float(done.stdout) == pytest.approx(expected)
+    else:
+        assert outcome in done.stdout
+        assert str(tmp_path / "f") in done.stdout

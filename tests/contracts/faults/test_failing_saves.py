@@ -1,0 +1,128 @@
+"""Every system call of a save fails, in every mode: a typed error, the old checkpoint intact, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+
+import sluice
+from support.direct_writes import forced_direct_writes
+from support.leaks import open_files
+from support.system_calls import SystemCalls, failing
+
+
+class Mode(NamedTuple):
+    """One way to save."""
+
+    name: str
+    format: Literal["safetensors", "torch", "huggingface", "per-parameter"]
+    shard_bytes: int | None = None
+    #: Whether files are written around the page cache, as large ones are.
+    direct: bool = False
+
+
+MODES = [
+    Mode("model.pth", "torch"),
+    Mode("model.safetensors", "safetensors"),
+    Mode("direct.pth", "torch", direct=True),
+    Mode("direct.safetensors", "safetensors", direct=True),
+    Mode("whole", "huggingface"),
+    Mode("sharded", "huggingface", 60),
+    Mode("parameters", "per-parameter"),
+]
+
+#: Calls that tidy up, or look for what to tidy up: when one fails, something hidden may stay until the next save.
+TIDYING = {"unlink", "rmdir", "close", "scandir", "listdir", "open", "flock"}
+
+
+def state(number: int) -> dict[str, torch.Tensor]:
+    tied = torch.full((2, 5), float(number))
+    small = {"a": tied, "b": torch.full((7,), float(number)), "c": tied, "d": torch.full((3, 3), float(number)).t()}
+    return {**small, "blocks": torch.full((3, 1000), float(number))}
+
+
+def save(mode: Mode, path: Path, number: int, *, overwrite: bool) -> None:
+    with forced_direct_writes() if mode.direct else nullcontext():
+        sluice.save(state(number), path, format=mode.format, overwrite=overwrite, max_shard_size=mode.shard_bytes)
+
+
+def generation(path: Path) -> int | None:
+    """Return which save is there, all of it, or None for none."""
+    if not path.exists():
+        return None
+    loaded = sluice.load_state_dict(path)
+    assert set(loaded) | {"c"} == set(state(0))  # safetensors holds a tied tensor once
+    numbers = {int(value) for tensor in loaded.values() for value in tensor.flatten().tolist()}
+    assert len(numbers) == 1, numbers
+    return numbers.pop()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
+
+
+def prepare(place: Path, mode: Mode, start: str) -> Path:
+    """Return the path to save to: nothing, a checkpoint, or a link to one that lies elsewhere."""
+    path = place / mode.name
+    if start == "link":
+        (place / "elsewhere").mkdir()
+        save(mode, place / "elsewhere" / mode.name, 1, overwrite=True)
+        path.symlink_to(Path("elsewhere") / mode.name)
+    elif start == "over":
+        save(mode, path, 1, overwrite=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("start", "error"),
+    [("new", errno.ENOSPC), ("over", errno.EIO), ("link", errno.EDQUOT)],
+    ids=["new", "over", "link"],
+)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_every_call_that_fails(mode: Mode, start: str, error: int) -> None:
+    stopped: list[str] = []
+    while not stopped or stopped[-1]:
+        at = len(stopped) + 1
+        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as place:
+            stopped.append(one_failure(Path(place), mode, start, at, error))
+    assert {"open", "posix_fallocate", "pwrite", "ftruncate", "fsync", "flock"} <= set(stopped)
+    assert {"replace", "link", "exchange", "rename"} & set(stopped)
+
+
+def one_failure(place: Path, mode: Mode, start: str, at: int, error: int) -> str:
+    """Save with one failing call and return its name; empty when there were fewer calls."""
+    path = prepare(place, mode, start)
+    before, files = names(place), open_files()
+    calls = SystemCalls(at, failing(error))
+    problem = ""
+    try:
+        with calls.watched():
+            save(mode, path, 2, overwrite=start != "new")
+    except sluice.SaveError as refused:
+        problem = str(refused)
+        assert os.strerror(error) in problem
+        assert str(path) in problem or str(place) in problem
+    assert open_files() == files, f"{calls.stopped} leaks a descriptor"
+    old = None if start == "new" else 1
+    found = generation(path)
+    if not problem or "is in place" in problem:
+        assert found == 2, (at, calls.stopped, problem)
+    else:
+        assert found == old, (at, calls.stopped, problem)
+        if calls.stopped not in TIDYING:
+            assert names(place) == before, (at, calls.stopped, problem)
+    assert path.is_symlink() == (start == "link")
+    save(mode, path, 3, overwrite=start != "new" or found is not None)
+    assert generation(path) == 3
+    assert not [name for name in names(place) if "sluice" in name], (at, calls.stopped)
+    if mode.format != "huggingface" or mode.shard_bytes is None:
+        expected = before or names(place)
+        assert names(place) == expected, (at, calls.stopped)
+    return calls.stopped

@@ -1,0 +1,80 @@
+"""SIGKILL at any moment of a save or a conversion leaves the old checkpoint or the new one, and nothing that stays."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A directory in memory, where there is one: kills need many saves, and each would wait for the disk's sync."""
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as path:
+        yield Path(path)
+
+
+FILES = ("torch", "safetensors")
+DIRECTORIES = ("huggingface", "sharded", "per-parameter")
+EVERY = FILES + DIRECTORIES
+
+
+def run(verb: str, start: str, kills: str, place: Path, modes: tuple[str, ...]) -> list[int]:
+    """Return how many were killed in each mode."""
+    script = Path(__file__).parents[2] / "support" / "kill_loop.py"
+    done = subprocess.run(
+        [sys.executable, str(script), verb, start, kills, str(place), *modes],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parent.parent), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    print(done.stdout)
+    return [int(count) for count in re.findall(r": (\d+) kills", done.stdout)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "kills", "modes"),
+    [
+        pytest.param("save", 25, FILES, id="save-25-files"),
+        pytest.param("save", 25, DIRECTORIES, id="save-25-directories"),
+        *(
+            pytest.param(verb, 1000, (mode,), marks=pytest.mark.long, id=f"{verb}-1000-{mode}")
+            for verb in ("save", "convert")
+            for mode in EVERY
+        ),
+    ],
+)
+@pytest.mark.parametrize("start", ["over", "new"])
+def test_a_kill_at_a_random_moment(place: Path, start: str, verb: str, kills: int, modes: tuple[str, ...]) -> None:
+    assert run(verb, start, str(kills), place, modes) == [kills] * len(modes)
+
+
+@pytest.mark.parametrize(("start", "kills", "modes"), [("over", 25, FILES), ("new", 17, DIRECTORIES)])
+def test_a_kill_at_a_random_moment_of_a_conversion(place: Path, start: str, kills: int, modes: tuple[str, ...]) -> None:
+    assert sum(run("convert", start, str(kills), place, modes)) >= 50
+
+
+@pytest.mark.parametrize(
+    ("verb", "start", "modes"),
+    [
+        ("save", "over", (*FILES, "sharded")),
+        ("save", "new", ("huggingface", "per-parameter")),
+        pytest.param("save", "over", ("huggingface", "per-parameter"), marks=pytest.mark.long),
+        pytest.param("save", "new", (*FILES, "sharded"), marks=pytest.mark.long),
+        pytest.param("convert", "over", EVERY, marks=pytest.mark.long),
+        pytest.param("convert", "new", EVERY, marks=pytest.mark.long),
+    ],
+)
+def test_a_kill_before_every_call(place: Path, verb: str, start: str, modes: tuple[str, ...]) -> None:
+    killed = run(verb, start, "every", place, modes)
+    assert len(killed) == len(modes)
+    assert min(killed) >= 9

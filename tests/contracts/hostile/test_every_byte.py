@@ -1,0 +1,142 @@
+"""Small files of each format, cut after every byte and with every byte changed: a typed error or the same tensors.
+
+Against torch and safetensors themselves, and with random changes, in ``test_mutations``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import sluice
+from sluice._errors import CheckpointError, SluiceError, TruncatedError
+from sluice._options import Limits
+from sluice.formats.detection import detect
+from sluice.formats.shard_index import parse_shard_index
+from sluice.testing import MemorySource, RecordingSource
+from sluice.testing._archives import storage, tensor_call, torch_archive
+from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.mutations import Verdicts, judge_safetensors, judge_torch
+
+
+def archive() -> bytes:
+    value = {"a": tensor_call(storage("0", 6), shape=(2, 3)), "n": [1, None, "x"]}
+    return torch_archive(value, {"0": struct.pack("<6f", *range(6))})
+
+
+def saved_archive() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.arange(3.0), "b": torch.ones(2, dtype=torch.int16)}, buffer)
+    return buffer.getvalue()
+
+
+def legacy() -> bytes:
+    view = tensor_call(legacy_storage("7", 6, view=("9", 2, 4)), shape=(2, 2))
+    return legacy_file({"w": tensor_call(legacy_storage("7", 6), shape=(6,)), "v": view}, {"7": (6, bytes(24))})
+
+
+def safetensors_file() -> bytes:
+    return safetensors.torch.save({"a": torch.arange(3.0), "é": torch.ones(2, dtype=torch.int16)}, {"k": "v\n"})
+
+
+FILES: dict[str, tuple[Callable[[], bytes], Callable[[bytes, Verdicts], None]]] = {
+    "zip": (archive, judge_torch),
+    "zip of torch": (saved_archive, judge_torch),
+    "legacy": (legacy, judge_torch),
+    "safetensors": (safetensors_file, judge_safetensors),
+}
+
+
+def edits(content: bytes) -> Iterator[bytes]:
+    """Yield the content with each byte set to 0, 0xFF, ^0x80 and ^0x01."""
+    for position, byte in enumerate(content):
+        for value in {0, 0xFF, byte ^ 0x80, byte ^ 0x01} - {byte}:
+            yield content[:position] + bytes([value]) + content[position + 1 :]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_cut_anywhere_is_refused(name: str) -> None:
+    content = FILES[name][0]()
+    for end in range(len(content)):
+        source = RecordingSource(MemorySource(content[:end]))
+        with pytest.raises(CheckpointError) as caught:
+            detect(source).read_index(source, Limits())
+        assert caught.value.file == "memory"
+        assert isinstance(caught.value, TruncatedError) or name.startswith("zip"), end
+        assert source.read_bytes <= 8 * len(content) + 8192
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_byte_is_refused_or_harmless(name: str) -> None:
+    content = FILES[name][0]()
+    accepted = refused = 0
+    step = 1 if len(content) < 1200 else 3  # all of them in the long run
+    for changed in islice(edits(content), 0, None, step):
+        source = MemorySource(changed)
+        try:
+            index = detect(source).read_index(source, Limits())
+            detect(source).locate(source, index, range(len(index.storages)))
+            accepted += 1
+        except CheckpointError as error:
+            assert error.problem
+            refused += 1
+    assert accepted
+    assert refused
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FILES)
+def test_a_changed_byte_gives_what_the_reference_reads(name: str) -> None:
+    make, judge = FILES[name]
+    verdicts, count = Verdicts(), 0
+    for changed in edits(make()):
+        judge(changed, verdicts)
+        count += 1
+    for end in range(len(make())):
+        judge(make()[:end], verdicts)
+        count += 1
+    print(f"\n{count} edits and prefixes of a {name} file\n{verdicts.table()}")
+    assert {"same", "refused"} <= verdicts.counts.keys()
+
+
+INDEX = json.dumps({"metadata": {"total_size": 20}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
+
+
+def test_an_index_cut_or_changed_anywhere_is_strict_json_or_refused() -> None:
+    content = INDEX.encode()
+    variants = [*(content[:end] for end in range(len(content))), *edits(content)]
+    accepted = 0
+    for variant in variants:
+        try:
+            found = parse_shard_index(variant, "memory", Limits())
+        except CheckpointError:
+            continue
+        assert json.loads(variant)["weight_map"] == found.weight_map
+        accepted += 1
+    assert 0 < accepted < len(variants) // 2
+
+
+def test_a_directory_whose_index_is_changed_gives_the_same_tensors_or_an_error(tmp_path: Path) -> None:
+    saved = {"a": torch.arange(3.0), "b": torch.arange(4, dtype=torch.int16)}
+    for number, (name, tensor) in enumerate(saved.items(), 1):
+        safetensors.torch.save_file({name: tensor}, tmp_path / f"{number}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    outcomes = set()
+    for changed in list(edits(INDEX.encode()))[::3]:
+        index.write_bytes(changed)
+        try:
+            with sluice.open(tmp_path) as checkpoint:
+                assert checkpoint.keys() == saved.keys()
+        except SluiceError as error:
+            outcomes.add(type(error).__name__)
+            continue
+        outcomes.add("same")
+    assert {"same", "FormatError", "IncompleteCheckpointError"} <= outcomes

@@ -1,0 +1,90 @@
+"""What the documents show works when pasted, page by page, in the order in which it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from support.documents import DOCUMENTS, ROOT, run_document
+
+#: How many blocks of a page are not run; the reason stands beside each of them. All others are.
+SKIPPED = {
+    "CONTRIBUTING.md": 1,
+    "README.md": 2,
+    "bench/README.md": 9,
+    "docs/benchmarking.md": 1,  # many processes
+    "docs/performance.md": 4,
+    "docs/quickstart.md": 1,
+    "docs/recipes/hugging-face-directory.md": 1,
+    "docs/recipes/limited-ram.md": 1,
+    "docs/recipes/notebook-gpu.md": 2,
+    "docs/reliability.md": 1,
+}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_block_of_the_page_runs(path: Path, tmp_path: Path) -> None:
+    outcome = run_document(path, tmp_path)
+    tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
+    indented = [token.map for token in tokens if token.type == "code_block"]
+    assert not indented, "fence code blocks, so that they are run"
+    # Another parser counts them, so that none is overlooked.
+    code = [token for token in tokens if token.type == "fence" and token.info != "text"]
+    assert len(outcome.skipped) == SKIPPED.get(str(path.relative_to(ROOT)), 0), outcome.skipped
+    assert all(len(reason) > 8 for _, reason in outcome.skipped), outcome.skipped
+    assert outcome.executed + len(outcome.skipped) == len(code)
+
+
+def test_pages_that_skip_blocks_exist() -> None:
+    assert SKIPPED.keys() <= {str(path.relative_to(ROOT)) for path in DOCUMENTS}
+
+
+def page(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(text, encoding="utf-8")
+    (tmp_path / "empty").mkdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("```python\n1 / 0\n```\n", ZeroDivisionError),
+        ("```bash\nsluice inspect no-such-file\n```\n", AssertionError),
+        ("```bash\nfalse | true\n```\n", AssertionError),
+        ('<!-- skip: next "it is not right" -->\n\n```python\n1 +\n```\n', SyntaxError),
+        ("```\nanything\n```\n", ValueError),
+        ("```ruby\n1\n```\n", ValueError),
+        ("<!-- invisible-code-block: python\n1 / 0\n-->\n", ZeroDivisionError),
+        ("1. A list\n\n   ```python\n   1 / 0\n   ```\n", ZeroDivisionError),
+    ],
+)
+def test_a_block_that_is_wrong_is_noticed(tmp_path: Path, text: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        run_document(page(tmp_path, text), tmp_path / "empty")
+
+
+def test_blocks_of_a_page_are_one_session(tmp_path: Path) -> None:
+    text = (
+        '```python title="mine.py"\nVALUE = 3\n```\n'
+        "```python\nfrom mine import VALUE\n```\n"
+        '```bash\nsluice --version\necho "there are $(ls | wc -l) files"\n```\n'
+        "```bash\nsluice --help  # with a comment\n```\n"
+        "```text\nnot code\n```\n"
+        '<!-- skip: next "takes a year" -->\n```python\nraise SystemExit\n```\n'
+        "```python\nassert VALUE == 3\n```\n"
+    )
+    outcome = run_document(page(tmp_path, text), tmp_path / "empty")
+    assert outcome.executed == 5
+    assert outcome.skipped == [(18, "takes a year")]
+    assert "there are 1 files" in outcome.printed
+    assert "Exit codes" in outcome.printed
+
+
+def test_the_readme_shows_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_document(ROOT / "README.md", tmp_path)
+    output = capsys.readouterr().out
+    for part in ("4 tensors, 16.0 MiB on cpu", "cast: float32->bfloat16 (4)", "torch.Size([1, 1024])", "'up.weight'"):
+        assert part in output

@@ -1,0 +1,242 @@
+"""The path to an accelerator, on one that copies late, in any order, and checks every byte."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import sluice
+from sluice._dtypes import dtype_name
+from sluice.engine.accelerators import BlockingAccelerator
+from sluice.engine.host_copies import Source
+from sluice.engine.session import execute
+from sluice.engine.staging import StagingPool
+from sluice.engine.targets import Targets
+from sluice.planning.budget import shortages
+from sluice.planning.memory_layout import single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import DeviceFacts, FileRecord, LoadPlan, MachineFacts, Request
+from sluice.sources.local import LocalFile
+from sluice.testing import FakeAccelerator
+from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+
+FAKE = "fake:0"
+
+
+def plan_for(
+    source: LocalFile, requests: list[Request], places: list[tuple[int, int]], *, cores: int = 2, staging: int = MIB
+) -> LoadPlan:
+    index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
+    targets, _ = single_targets(requests, index, {})
+    return plan_load(targets, index.files, facts(cached=True, cores=cores), staging_bytes=staging)
+
+
+def load(
+    path: Path,
+    tensors: list[torch.Tensor],
+    places: list[tuple[int, int]],
+    *,
+    dtype: torch.dtype | None = None,
+    cores: int = 2,
+    staging: int = MIB,
+    seed: int = 0,
+) -> list[torch.Tensor]:
+    """Load tensors that each have a storage of their own onto the fake, and check that each byte arrived once."""
+    requests = [
+        request(f"t{i}", entry_of(tensor, i), device=FAKE, dtype=dtype_name(dtype or tensor.dtype))
+        for i, tensor in enumerate(tensors)
+    ]
+    fake = FakeAccelerator(seed=seed)
+    source = LocalFile(path)
+    try:
+        plan = plan_for(source, requests, places, cores=cores, staging=staging)
+        _, views = single_targets(requests, index_of(places), {})
+        targets = Targets(plan, accelerators={FAKE: fake})
+        execute(plan, [source], targets)
+        fake.assert_filled_once()
+        return targets.tensors(views)
+    finally:
+        source.close()
+
+
+def tensors_of_all_kinds() -> list[torch.Tensor]:
+    return [
+        torch.randn(MIB),
+        torch.randn(700, 500),
+        torch.randn(300, 400).t(),
+        torch.randn(64, 3, 5, 5).to(memory_format=torch.channels_last),
+        torch.arange(1000),
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.randint(0, 256, (999,), dtype=torch.uint8),
+        torch.randn(500, dtype=torch.complex64),
+    ]
+
+
+@pytest.mark.parametrize("cores", [2, 16])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shift", [0, 3])
+def test_every_byte_arrives_once_while_copies_are_late_and_out_of_order(
+    tmp_path: Path, dtype: torch.dtype | None, cores: int, shift: int
+) -> None:
+    tensors = [t for t in tensors_of_all_kinds() if dtype is None or t.dtype == torch.float32]
+    places = write_storages(tmp_path / "f", tensors, shift=shift)
+    for seed in range(3):
+        loaded = load(tmp_path / "f", tensors, places, dtype=dtype, cores=cores, seed=seed)
+        for ours, expected in zip(loaded, tensors, strict=True):
+            assert torch.equal(ours, expected.to(dtype or expected.dtype))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@given(
+    sizes=st.lists(st.integers(1, 400_000), min_size=1, max_size=6),
+    staging=st.integers(MIB, 4 * MIB),
+    seed=st.integers(0, 1000),
+    to=st.sampled_from([None, torch.bfloat16]),
+)
+def test_any_sizes_through_any_gate(
+    tmp_path: Path, sizes: list[int], staging: int, seed: int, to: torch.dtype | None
+) -> None:
+    tensors = [torch.arange(size, dtype=torch.float32) for size in sizes]
+    places = write_storages(tmp_path / "f", tensors)
+    for ours, expected in zip(
+        load(tmp_path / "f", tensors, places, dtype=to, staging=staging, seed=seed, cores=8), tensors, strict=True
+    ):
+        assert torch.equal(ours, expected.to(to or torch.float32))
+
+
+def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.randn(4 * MIB)]
+    places = write_storages(tmp_path / "f", tensors)
+    borrow = StagingPool.borrow
+
+    def forgetful(self: StagingPool) -> object:
+        for buffer in [self._free.get() for _ in range(self._free.qsize())]:
+            buffer.tickets.clear()
+            self._free.put(buffer)
+        return borrow(self)
+
+    monkeypatch.setattr(StagingPool, "borrow", forgetful)
+    with pytest.raises(AssertionError, match="staging was written before"):
+        load(tmp_path / "f", tensors, places)
+
+
+def test_the_fake_notices_what_arrives_twice_or_never() -> None:
+    fake = FakeAccelerator()
+    memory = fake.allocate(4, torch.float32)
+    with pytest.raises(AssertionError, match="4 elements never arrived"):
+        fake.assert_filled_once()
+    raw = torch.zeros(8, dtype=torch.uint8)
+    fake.begin(0)
+    for _ in range(2):
+        fake.copy(memory[:2], Source(raw, torch.float32, (2,), (1,)))
+    fake.finish()
+    with pytest.raises(AssertionError, match="2 elements never arrived, 2 again"):
+        fake.assert_filled_once()
+
+
+@pytest.mark.parametrize("fits", range(5))
+def test_no_room_for_the_kth_tensor_is_a_budget_error_and_releases_what_was_taken(tmp_path: Path, fits: int) -> None:
+    tensors = [torch.randn(100_000) for _ in range(5)]
+    places = write_storages(tmp_path / "f", tensors)
+    requests = [request(f"t{i}", entry_of(tensor, i), device=FAKE) for i, tensor in enumerate(tensors)]
+    fake = FakeAccelerator(capacity_bytes=fits * 400_000)
+    source = LocalFile(tmp_path / "f")
+    plan = plan_for(source, requests, places)
+    targets = Targets(plan, accelerators={FAKE: fake})
+    with pytest.raises(sluice.BudgetError, match="out of memory"):
+        execute(plan, [source], targets)
+    source.close()
+    targets.discard()
+    assert fake.released
+    assert fake.allocated_bytes <= fits * 400_000
+
+
+def test_a_failing_read_waits_for_the_copies_in_flight(tmp_path: Path) -> None:
+    tensor = torch.randn(4 * MIB)
+    places = write_storages(tmp_path / "f", [tensor])
+    source = LocalFile(tmp_path / "f")
+    plan = plan_for(source, [request("t", entry_of(tensor, 0), device=FAKE)], places)
+    with (tmp_path / "f").open("r+b") as file:
+        file.truncate(8 * MIB)
+    fake = FakeAccelerator()
+    with pytest.raises(sluice.SourceChangedError):
+        execute(plan, [source], Targets(plan, accelerators={FAKE: fake}))
+    source.close()
+    assert not any(thread.name == "fake-accelerator" for thread in threading.enumerate())
+
+
+def test_one_block_is_reserved_unless_live_tensors_are_replaced(tmp_path: Path) -> None:
+    tensor = torch.randn(4 * MIB)
+    places = write_storages(tmp_path / "f", [tensor])
+    source = LocalFile(tmp_path / "f")
+    for replaces, blocks in ((False, [16 * MIB]), (True, [])):
+        wanted = request("t", entry_of(tensor, 0), device=FAKE, replaces=replaces)
+        plan = plan_for(source, [wanted], places)
+        fake = FakeAccelerator()
+        execute(plan, [source], Targets(plan, accelerators={FAKE: fake}))
+        assert fake.reserved_bytes == blocks
+    source.close()
+
+
+@pytest.mark.parametrize(("cores", "host"), [(2, False), (16, True)])
+def test_narrowing_casts_are_made_where_the_plan_says_and_it_says_why(tmp_path: Path, cores: int, host: bool) -> None:
+    tensor = torch.randn(MIB)
+    places = write_storages(tmp_path / "f", [tensor])
+    source = LocalFile(tmp_path / "f")
+    wanted = request("t", entry_of(tensor, 0), device=FAKE, dtype="bfloat16")
+    plan = plan_for(source, [wanted], places, cores=cores, staging=16 * MIB)
+    source.close()
+    assert all((copy.cast_at is not None) == host for read in plan.reads for copy in read.copies)
+    assert (plan.devices[0].scratch_bytes == 0) == host
+    reason = "casts on the host, because that sends 2.00 MiB less" if host else "casts on the accelerator:"
+    assert any(reason in text for text in plan.reasons)
+    for read in plan.reads:
+        for copy in read.copies:
+            if copy.cast_at is not None:
+                assert copy.cast_at >= read.nbytes + 2 * 4096 - 4096
+                assert copy.cast_at + copy.shape[0] * 2 <= plan.staging_buffer_bytes
+
+
+def device_plan(free_bytes: int | None) -> LoadPlan:
+    tensor = torch.empty(16 * MIB)
+    machine = facts(cached=True)
+    known = DeviceFacts(device=FAKE, free_bytes=free_bytes, cached_bytes=MIB)
+    machine = MachineFacts(
+        cores=machine.cores,
+        memory_available_bytes=machine.memory_available_bytes,
+        memory_limit_bytes=None,
+        huge_pages=True,
+        files=machine.files,
+        devices=(known,),
+    )
+    targets, _ = single_targets([request("t", entry_of(tensor, 0), device=FAKE)], index_of([(0, 64 * MIB)]), {})
+    return plan_load(targets, index_of([]).files, machine, staging_bytes=64 * MIB)
+
+
+def test_the_device_budget_is_what_is_free_and_cached_or_what_the_caller_says() -> None:
+    plan = device_plan(70 * MIB)
+    assert not shortages(plan, sluice.MemoryLimits())
+    assert not shortages(plan, sluice.MemoryLimits(device=64 * MIB))
+    short = shortages(plan, sluice.MemoryLimits(device=10 * MIB))
+    assert "memory of fake:0" in str(short[0])
+    assert short[0].allowed == "at most 10.0 MiB (MemoryLimits(device=...))"
+    assert shortages(device_plan(20 * MIB), sluice.MemoryLimits())[0].allowed == (
+        "at most 21.0 MiB (free on the device)"
+    )
+    assert not shortages(device_plan(None), sluice.MemoryLimits())
+
+
+def test_blocking_copies_serve_devices_without_streams() -> None:
+    link = BlockingAccelerator("cpu")
+    memory = link.allocate(3, torch.bfloat16)
+    link.begin(0)
+    raw = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(torch.uint8)
+    link.copy(memory, Source(raw, torch.float32, (3,), (2,)))
+    link.mark()
+    assert memory.tolist() == [1.0, 3.0, 5.0]

@@ -1,0 +1,97 @@
+"""The engine's threads: who copies, and what a failure at any point leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sluice.engine.session import execute
+from sluice.engine.targets import Targets
+from sluice.planning.memory_layout import single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import FileRecord, LoadPlan
+from sluice.sources.local import LocalFile
+from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+
+ELEMENTS = 9 * MIB // 4
+
+
+def cast(path: Path, tensor: torch.Tensor, check: Callable[[LoadPlan], None]) -> torch.Tensor:
+    """Load one float32 tensor as bfloat16, cold, through 8 MiB of staging."""
+    places = write_storages(path, [tensor])
+    source = LocalFile(path)
+    try:
+        index = index_of(places, (FileRecord(path=str(path), identity=source.identity),))
+        targets, views = single_targets([request("t", entry_of(tensor, 0), dtype="bfloat16")], index, {})
+        plan = plan_load(targets, index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB)
+        check(plan)
+        memory = Targets(plan)
+        execute(plan, [source], memory)
+        return memory.tensors(views)[0]
+    finally:
+        source.close()
+
+
+def has_copiers(plan: LoadPlan) -> None:
+    assert plan.copiers == 2
+    assert plan.readers > plan.copiers
+
+
+def test_copiers_empty_what_readers_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: set[str] = set()
+    copy_out = Targets.copy_out
+
+    def noted(*args: object) -> None:
+        names.add(threading.current_thread().name.rsplit("-", 1)[0])
+        copy_out(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Targets, "copy_out", noted)
+    tensor = torch.randn(ELEMENTS)
+    assert torch.equal(cast(tmp_path / "f", tensor, has_copiers), tensor.bfloat16())
+    assert names == {"sluice-copier"}
+
+
+def test_where_no_copier_can_start_readers_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if "copier" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    tensor = torch.randn(ELEMENTS)
+    assert torch.equal(cast(tmp_path / "f", tensor, has_copiers), tensor.bfloat16())
+
+
+@pytest.mark.parametrize("which", ["copy", "read"])
+def test_the_kth_failure_reaches_the_caller_for_every_k(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    owner, name = (Targets, "copy_out") if which == "copy" else (LocalFile, "read_into")
+    real = getattr(owner, name)
+    tensor = torch.randn(ELEMENTS)
+    calls = failing = 0
+
+    def counted(*args: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise OSError(f"call {failing}")
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    while True:
+        failing, calls = failing + 1, 0
+        try:
+            loaded = cast(tmp_path / "f", tensor, has_copiers)
+        except OSError as error:
+            assert str(error) == f"call {failing}"
+            continue
+        break
+    assert failing > 5
+    assert torch.equal(loaded, tensor.bfloat16())

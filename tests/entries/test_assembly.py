@@ -1,0 +1,101 @@
+"""Entries that are assembled from parts: whole, sliced, shared and cast, against torch."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import basic_indices
+
+from sluice._geometry import contiguous_stride
+from sluice.entries.slicing import slice_entry
+from sluice.records import NO_STORAGE, Entry, Part
+from support.loaded_requests import load
+from support.plans import entry_of, request
+
+MIB = 1 << 20
+
+
+def assembled(shape: tuple[int, ...], parts: list[tuple[torch.Tensor, tuple[int, ...]]]) -> Entry:
+    return Entry(
+        dtype="float32",
+        shape=shape,
+        stride=contiguous_stride(shape),
+        storage=NO_STORAGE,
+        parts=tuple(Part(entry=entry_of(tensor, i), start=start) for i, (tensor, start) in enumerate(parts)),
+    )
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[torch.Tensor, tuple[int, ...]]]]:
+    """A tensor, and chunks with a storage and a stride of their own that cover it."""
+    shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    cuts = [sorted({0, size, *draw(st.sets(st.integers(0, size), max_size=2))}) for size in shape]
+    parts = []
+    for box in itertools.product(*(itertools.pairwise(edges) for edges in cuts)):
+        chunk = whole[tuple(slice(first, end) for first, end in box)]
+        order = draw(st.permutations(range(len(shape))))
+        back = [order.index(dim) for dim in range(len(shape))]
+        parts.append((chunk.permute(order).contiguous().permute(back), tuple(first for first, _ in box)))
+    return whole, draw(st.permutations(parts))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(made=grids(), data=st.data())
+def test_any_slice_of_any_chunks_equals_torchs(
+    tmp_path: Path, made: tuple[torch.Tensor, list[tuple[torch.Tensor, tuple[int, ...]]]], data: st.DataObject
+) -> None:
+    whole, parts = made
+    entry = assembled(tuple(whole.shape), parts)
+    keys = basic_indices(tuple(whole.shape), allow_newaxis=True)
+    key = data.draw(keys.filter(lambda key: not _steps_back(key)))
+    wanted = [request("whole", entry), request("slice", slice_entry(entry, key))]
+    full, part = load(tmp_path / "f", [tensor for tensor, _ in parts], wanted)
+    assert torch.equal(full, whole)
+    assert torch.equal(part, whole[key])
+
+
+def _steps_back(key: object) -> bool:
+    keys = key if isinstance(key, tuple) else (key,)
+    return any(isinstance(one, slice) and one.step is not None and one.step < 0 for one in keys)
+
+
+def test_a_slice_keeps_only_the_parts_that_it_touches() -> None:
+    entry = assembled((4, 4), [(torch.zeros(2, 4), (0, 0)), (torch.zeros(2, 4), (2, 0))])
+    assert slice_entry(entry, 3).storages == (1,)
+    assert slice_entry(entry, slice(0, 2)).storages == (0,)
+    assert slice_entry(entry, (slice(None), 1)).storages == (0, 1)
+    empty = slice_entry(entry, slice(2, 2))
+    assert (empty.shape, empty.parts, empty.storage) == ((0, 4), (), 0)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_two_names_of_one_assembled_entry(tmp_path: Path, share: bool) -> None:
+    halves = [torch.arange(3.0), torch.arange(3.0, 6.0)]
+    entry = assembled((6,), [(halves[0], (0,)), (halves[1], (3,))])
+    other = Entry(
+        dtype="float32",
+        shape=(6,),
+        stride=(1,),
+        storage=NO_STORAGE,
+        parts=(Part(entry=entry_of(halves[1], 1), start=(0,)), Part(entry=entry_of(halves[0], 0), start=(3,))),
+    )
+    one, two, swapped = load(
+        tmp_path / "f", halves, [request("a", entry), request("b", entry), request("c", other)], share=share
+    )
+    assert torch.equal(one, torch.arange(6.0))
+    assert torch.equal(two, one)
+    assert (one.data_ptr() == two.data_ptr()) is share
+    assert torch.equal(swapped, torch.cat([halves[1], halves[0]]))
+
+
+def test_parts_are_cast(tmp_path: Path) -> None:
+    halves = [torch.randn(3, 700), torch.randn(3, 300)]
+    entry = assembled((3, 1000), [(halves[0], (0, 0)), (halves[1], (0, 700))])
+    [loaded] = load(tmp_path / "f", halves, [request("a", entry, dtype="bfloat16")])
+    assert torch.equal(loaded, torch.cat(halves, 1).bfloat16())

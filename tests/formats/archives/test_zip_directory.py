@@ -1,0 +1,472 @@
+"""The zip directory: what ``zipfile`` reads from honest archives, and a typed error for every other kind."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.serialization import config
+
+from sluice._errors import FormatError, IntegrityError, LimitError, SluiceError, TruncatedError, UnsupportedError
+from sluice._options import Limits
+from sluice.formats.archives.zip_directory import Directory, read_directory
+from sluice.formats.archives.zip_records import locate_records, read_record
+from sluice.formats.torch_save.zip import TorchZip
+from sluice.sources.local import LocalFile
+from sluice.testing import MemorySource, RecordingSource
+from sluice.testing._archives import ArchiveRecord, build_archive
+from support.work import at_most
+
+HONEST = (
+    ArchiveRecord(name=b"a/data.pkl", data=b"pickle"),
+    ArchiveRecord(name=b"a/data/0", data=b"0" * 40, local_extra=b"FB" + struct.pack("<H", 6) + b"Z" * 6),
+    ArchiveRecord(name=b"a/data/1", data=b""),
+    ArchiveRecord(name=b"a/version", data=b"3\n"),
+)
+
+
+def directory_of(content: bytes, limits: Limits | None = None) -> Directory:
+    return read_directory(MemorySource(content), limits or Limits())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "archive.zip"
+
+
+def check_against_zipfile(path: Path, *, data: bool = True) -> None:
+    """Compare names, offsets, sizes and checksums with ``zipfile``, and the data of every record."""
+    with closing(LocalFile(path)) as source, zipfile.ZipFile(path) as oracle:
+        directory = read_directory(source, Limits())
+        assert len(directory.positions) == len(oracle.infolist())
+        for info in oracle.infolist():
+            record = directory.record(info.filename.partition("/")[2])
+            assert record is not None
+            assert (record.name, record.header, record.nbytes) == (info.filename, info.header_offset, info.file_size)
+            assert record.crc == info.CRC
+            if data:
+                offset, found = read_record(source, record, 1 << 20)
+                assert found == oracle.read(info)
+                assert source.read_at(offset, len(found)) == found
+
+
+# Honest archives
+
+
+@pytest.mark.parametrize("alignment", [1, 64, 4096])
+def test_what_torch_writes(path: Path, alignment: int) -> None:
+    settings: Any = config
+    with settings.patch("save.storage_alignment", alignment):
+        torch.save({"a": torch.arange(5), "b": torch.empty(0), "c": torch.ones(300, 7)}, path)
+    check_against_zipfile(path)
+
+
+def test_what_torch_writes_beyond_4_gib(path: Path) -> None:
+    with torch.serialization.skip_data():  # a sparse file of a few KiB
+        torch.save({"a": torch.empty(5 << 30, dtype=torch.uint8), "b": torch.zeros(3)}, path)
+    with closing(LocalFile(path)) as source:
+        directory = read_directory(source, Limits())
+        records = [directory.record("data/0"), directory.record("data/1")]
+        assert [record.nbytes for record in records if record] == [5 << 30, 12]
+        first, second = locate_records(source, [record for record in records if record])
+    assert first % 64 == second % 64 == 0
+    assert second > first + (5 << 30)
+    check_against_zipfile(path, data=False)  # whose CRC was not computed
+
+
+class Stream(io.BytesIO):
+    """Where nothing can be written afterwards, so that sizes follow the data."""
+
+    def seek(self, *_: int) -> int:
+        raise OSError("no seeking")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("zip64", [False, True])
+def test_what_zipfile_writes(path: Path, stream: bool, zip64: bool) -> None:
+    buffer = Stream() if stream else io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for number in range(3):
+            with archive.open(f"größe/data/{number}", "w", force_zip64=zip64) as record:
+                record.write(bytes(number * 100))
+    path.write_bytes(buffer.getvalue())
+    check_against_zipfile(path)
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+def test_what_our_own_builder_writes(path: Path, zip64: bool) -> None:
+    path.write_bytes(build_archive(HONEST, zip64=zip64))
+    check_against_zipfile(path)
+
+
+def test_more_records_than_16_bits_can_count() -> None:
+    records = [ArchiveRecord(name=b"a/%d" % number) for number in range(66_000)]
+    directory = directory_of(build_archive(records, zip64=True, entries=0xFFFF))
+    assert len(directory.positions) == 66_000
+
+
+def test_names_are_found_regardless_of_case() -> None:
+    directory = directory_of(build_archive([ArchiveRecord(name=b"A/Data.PKL")]))
+    assert "data.pkl" in directory
+    assert "DATA.pkl" in directory
+    assert directory.archive == "A"
+    assert directory.record("other") is None
+
+
+# The end of the archive
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+def test_every_prefix_is_truncated(zip64: bool) -> None:
+    content = build_archive(HONEST, zip64=zip64)
+    for size in range(1, len(content)):
+        with pytest.raises(TruncatedError):
+            directory_of(content[:size])
+
+
+@pytest.mark.parametrize("extra", [1, 21, 22, 23, 70_000, 900_000])
+def test_bytes_after_the_end(extra: int) -> None:
+    with pytest.raises(FormatError, match="follow the end") as caught:
+        directory_of(build_archive(HONEST) + b"x" * extra)
+    assert caught.value.found == f"{extra} bytes"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        build_archive(HONEST, comment=b"hello"),
+        build_archive(HONEST, prefix=b"#!/bin/sh\n"),
+        build_archive(HONEST, prefix=b"PK\3\4" + bytes(60)),
+        b"#!/bin/sh\n" + build_archive(HONEST),
+        b"PK\3\4" + bytes(60) + build_archive(HONEST),
+        build_archive(HONEST) + build_archive(HONEST),
+        build_archive(HONEST) + build_archive(HONEST)[-22:],
+        build_archive(HONEST, comment=build_archive([])),
+        build_archive(HONEST, comment=build_archive(HONEST)),
+        build_archive(HONEST, entries=3),
+        build_archive(HONEST, entries=5),
+        build_archive(HONEST, entries=0xFFFF),
+        build_archive(HONEST, directory_offset=0),
+        build_archive(HONEST, directory_offset=0xFFFFFFFF),
+        build_archive(HONEST, directory_bytes=0xFFFFFFFF),
+        build_archive(HONEST, directory_bytes=46),
+        build_archive(HONEST, zip64=True, entries=3),
+        build_archive(HONEST, zip64=True, directory_offset=1),
+        build_archive(HONEST, zip64=True, directory_bytes=46),
+    ],
+)
+def test_end_records_that_lie(content: bytes) -> None:
+    with pytest.raises(FormatError):
+        directory_of(content)
+
+
+@pytest.mark.parametrize("position", range(4, 76))
+def test_zip64_records_with_a_changed_byte(position: int) -> None:
+    content = bytearray(build_archive(HONEST, zip64=True))
+    at = len(content) - 98 + position
+    content[at] ^= 1
+    if 12 <= position < 16:  # the versions that wrote it and can read it, which nobody looks at
+        assert directory_of(bytes(content))
+        return
+    with pytest.raises(SluiceError):
+        directory_of(bytes(content))
+
+
+def test_too_many_entries_are_refused_before_they_are_read() -> None:
+    content = build_archive(HONEST, zip64=True, entries=0xFFFF)
+    source = RecordingSource(MemorySource(content))
+    with pytest.raises(LimitError, match="more than 3 records"):
+        read_directory(source, Limits(entries=3))
+    assert [read.nbytes for read in source.reads] == [98]
+
+
+def test_a_large_directory_is_refused_before_it_is_read() -> None:
+    content = build_archive(HONEST)
+    source = RecordingSource(MemorySource(content))
+    with pytest.raises(LimitError, match="more than 100 bytes"):
+        read_directory(source, Limits(header_bytes=100))
+    assert len(source.reads) == 1
+
+
+def test_an_archive_without_records() -> None:
+    assert not directory_of(build_archive([])).positions
+
+
+# The entries
+
+
+def with_second(**changes: Any) -> bytes:
+    """Return the honest archive with one record changed that lies in the middle."""
+    first, second, *rest = HONEST
+    return build_archive([first, replace(second, **changes), *rest])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(b"../x", b"a/../x", b"a/./x", b"a/..", b"/a/x", b"a//x", b"a/", b"a", b"", b"/", b"b/x", b"ab/x"),
+        *(b"a/x\\y", b"a\\x", b"a/x\0", b"a/\n", b"a/\x1b[0m", b"a/\xff", b"A/data/0"),
+    ],
+)
+def test_names(name: bytes) -> None:
+    with pytest.raises(FormatError):
+        directory_of(with_second(name=name))
+    if name[:2] != b"a/":
+        return
+    with pytest.raises(FormatError):  # also where it is the first
+        directory_of(build_archive([ArchiveRecord(name=name)]))
+
+
+def test_a_directory_whose_name_is_no_text() -> None:
+    with pytest.raises(FormatError, match="not UTF-8"):
+        directory_of(build_archive([ArchiveRecord(name=b"\x95/data.pkl")]))
+
+
+def test_names_that_only_look_odd() -> None:
+    names = [b"a/..x", b"a/x..", b"a/...", b"a/.hidden", b"a/ ", "a/ü".encode(), b"a/C:x"]
+    directory = directory_of(build_archive([ArchiveRecord(name=name) for name in names]))
+    assert len(directory.positions) == len(names)
+
+
+def test_long_names() -> None:
+    assert directory_of(with_second(name=b"a/" + b"x" * 4094))
+    with pytest.raises(LimitError):
+        directory_of(with_second(name=b"a/" + b"x" * 4095))
+
+
+@pytest.mark.parametrize("name", [b"a/data.pkl", b"a/DATA.pkl"])
+@pytest.mark.parametrize("position", [1, 4])
+def test_two_records_of_one_name(name: bytes, position: int) -> None:
+    records = list(HONEST)
+    records.insert(position, ArchiveRecord(name=name, data=b"other"))
+    with pytest.raises(FormatError, match="two records"):
+        directory_of(build_archive(records))
+
+
+@pytest.mark.parametrize("flags", [0x1, 0x20, 0x40, 0x2000])
+def test_encrypted_and_patched_records(flags: int) -> None:
+    refusal = directory_of(with_second(flags=flags)).unsupported
+    assert refusal is not None
+    assert refusal.problem == f"record 'a/data/0' is encrypted or patched (flags {flags:#x})"
+
+
+def test_compressed_records() -> None:
+    packed = zlib.compress(bytes(1000), wbits=-15)
+    refusal = directory_of(with_second(method=8, data=packed, nbytes=1000)).unsupported
+    assert refusal is not None
+    assert refusal.problem == "record 'a/data/0' is compressed (method 8)"
+
+
+def test_a_bomb_of_compressed_data() -> None:
+    compressor = zlib.compressobj(wbits=-15)
+    zeros = bytes(1 << 20)
+    packed = b"".join(compressor.compress(zeros) for _ in range(32)) + compressor.flush()
+    bomb = ArchiveRecord(name=b"a/data.pkl", data=packed, method=8, nbytes=32 << 20)
+    archive = build_archive([bomb, *HONEST[1:]])
+    with at_most(100_000):
+        assert isinstance(directory_of(archive).unsupported, UnsupportedError)
+        assert isinstance(directory_of(archive, Limits(header_bytes=20 << 20)).unsupported, LimitError)
+        with pytest.raises(LimitError, match="is compressed, and has more than 20971520 bytes; found 33554432"):
+            TorchZip().read_index(MemorySource(archive), Limits(header_bytes=20 << 20))
+
+
+def test_a_record_marked_as_a_directory() -> None:
+    with pytest.raises(FormatError, match="marked as a directory"):
+        directory_of(with_second(attributes=0x10))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"nbytes": 41},
+        {"stored_nbytes": 41},
+        {"nbytes": 41, "stored_nbytes": 41 + 65535},  # overlaps the next
+        {"nbytes": 10**6, "stored_nbytes": 10**6},
+        {"nbytes": 0xFFFFFFFF, "stored_nbytes": 0xFFFFFFFF},  # without a zip64 field
+        {"header": 0xFFFFFFFF},
+        {"nbytes": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 2, 8, 40)},
+        {"nbytes": 0xFFFFFFFF, "stored_nbytes": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 1, 8, 40)},
+        {"nbytes": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 1, 8, 41)},
+        {"nbytes": 0xFFFFFFFF, "extra": struct.pack("<HHQ", 1, 400, 40)},
+        {"nbytes": 0xFFFFFFFF, "extra": struct.pack("<HH", 1, 0)},
+        {"header": 0},  # points at another record
+        {"header": 30},
+        {"header": 2**31},
+    ],
+)
+def test_sizes_and_offsets_that_lie(changes: dict[str, Any]) -> None:
+    with pytest.raises(FormatError):
+        directory_of(with_second(**changes))
+
+
+def test_zip64_fields_of_an_entry() -> None:
+    extra = b"FB\2\0ZZ" + struct.pack("<HHQQ", 1, 16, 40, 40)
+    content = with_second(nbytes=0xFFFFFFFF, stored_nbytes=0xFFFFFFFF, local_nbytes=40, extra=extra)
+    directory = directory_of(content)
+    assert directory.sizes[directory.positions["data/0"]] == 40
+
+
+def test_records_out_of_order() -> None:
+    first, second, *rest = HONEST
+    content = build_archive([first, replace(second, header=10_000), *rest])
+    with pytest.raises(FormatError):
+        directory_of(content)
+
+
+def test_bytes_that_belong_to_no_record() -> None:
+    content = build_archive([replace(HONEST[0], local_extra=bytes(60_000), data=bytes(50)), *HONEST[1:]])
+    assert directory_of(content)
+    hidden = replace(HONEST[0], data=bytes(70_000), nbytes=50, stored_nbytes=50)
+    with pytest.raises(FormatError, match="belong to none"):
+        directory_of(build_archive([hidden, *HONEST[1:]]))
+    with pytest.raises(FormatError, match="does not end where"):
+        directory_of(build_archive([*HONEST, replace(hidden, name=b"a/last")]))
+
+
+@pytest.mark.parametrize("zip64", [False, True])
+def test_every_changed_byte_gives_a_directory_or_a_typed_error(zip64: bool) -> None:
+    content = build_archive(HONEST, zip64=zip64)
+    start = content.find(b"PK\1\2")
+    for position in range(start, len(content)):
+        for changed in {0, 0xFF, content[position] ^ 0x80, content[position] ^ 0x01}:
+            edited = content[:position] + bytes([changed]) + content[position + 1 :]
+            try:
+                directory_of(edited)
+            except SluiceError as error:
+                assert error.file == "memory"
+
+
+@given(tail=st.binary(max_size=200))
+def test_noise_at_the_end_gives_a_typed_error(tail: bytes) -> None:
+    with pytest.raises(SluiceError):
+        directory_of(b"PK\3\4" + tail)
+
+
+# The local headers
+
+
+def located(content: bytes) -> list[bytes]:
+    """Return the data of every record through its local header."""
+    source = MemorySource(content)
+    directory = read_directory(source, Limits())
+    names = list(directory.positions)
+    records = [record for record in map(directory.record, reversed(names)) if record is not None]
+    offsets = locate_records(source, records)
+    return [source.read_at(offset, record.nbytes) for offset, record in zip(offsets, records, strict=True)]
+
+
+def test_data_is_found_in_any_order() -> None:
+    assert located(build_archive(HONEST)) == [record.data for record in reversed(HONEST)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local_name": b"a/data/1"},
+        {"local_name": b"b/data/0"},
+        {"local_name": b"a/data/"},
+        {"local_name": b""},
+        {"local_method": 8},
+        {"local_flags": 0x1},
+        {"local_flags": 0x40},
+        {"local_nbytes": 39},
+        {"local_nbytes": 0},  # allowed only where the flags say that sizes follow
+        {"local_nbytes": 0xFFFFFFFF},
+        {"local_nbytes": 0xFFFFFFFF, "local_extra": struct.pack("<HHQQ", 1, 16, 41, 41)},
+    ],
+)
+def test_local_headers_that_disagree(changes: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=r"local header of record 'a/data/0'"):
+        located(with_second(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"local_flags": 0x808, "local_nbytes": 0},
+        {"local_nbytes": 0xFFFFFFFF, "local_extra": struct.pack("<HHQQ", 1, 16, 40, 40)},
+    ],
+)
+def test_local_headers_of_other_honest_writers(changes: dict[str, Any]) -> None:
+    assert HONEST[1].data in located(with_second(**changes))
+
+
+def test_a_local_header_that_is_none() -> None:
+    content = bytearray(build_archive(HONEST))
+    content[content.find(b"PK\3\4", 4)] = 0
+    with pytest.raises(FormatError, match=r"local header of record 'a/data/0'"):
+        located(bytes(content))
+
+
+@pytest.mark.parametrize("position", [1, 3])
+def test_a_padding_that_pushes_data_into_what_follows(position: int) -> None:
+    content = bytearray(build_archive(HONEST))
+    name = HONEST[position].name
+    at = content.find(name) - 2  # the length of the extra field in the local header
+    content[at] += 1
+    with pytest.raises(FormatError, match="reaches into what follows"):
+        located(bytes(content))
+
+
+def test_checksums_of_small_records() -> None:
+    source = MemorySource(with_second(crc=1))
+    record = read_directory(source, Limits()).record("data/0")
+    assert record is not None
+    with pytest.raises(IntegrityError, match="CRC-32"):
+        read_record(source, record, 100)
+
+
+def test_a_checksum_of_zero_was_not_computed() -> None:
+    source = MemorySource(with_second(crc=0))
+    record = read_directory(source, Limits()).record("data/0")
+    assert record is not None
+    assert read_record(source, record, 100)[1] == HONEST[1].data
+
+
+def test_records_too_large_to_be_read_whole() -> None:
+    source = MemorySource(build_archive(HONEST))
+    record = read_directory(source, Limits()).record("data/0")
+    assert record is not None
+    with pytest.raises(LimitError, match="more than 39 bytes"):
+        read_record(source, record, 39)
+
+
+def test_close_headers_share_a_read_and_distant_ones_do_not() -> None:
+    sizes = [100, 100, 100, 1_000_000, 100, 3_000_000, 100]
+    records = [ArchiveRecord(name=b"a/%d" % number, data=bytes(size)) for number, size in enumerate(sizes)]
+    local = MemorySource(build_archive(records))
+    directory = read_directory(local, Limits())
+    source = RecordingSource(local)
+    wanted = [record for record in map(directory.record, directory.positions) if record is not None]
+    locate_records(source, wanted)
+    assert len(source.reads) == 3
+    assert source.read_bytes < 1000
+
+
+@pytest.mark.parametrize("threads", [True, False])
+def test_many_distant_headers(monkeypatch: pytest.MonkeyPatch, threads: bool) -> None:
+    records = [ArchiveRecord(name=b"a/%d" % number, data=bytes(150_000)) for number in range(40)]
+    if not threads:
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr("threading.Thread.start", refuse)
+    assert located(build_archive(records)) == 40 * [bytes(150_000)]
+
+
+def test_a_bad_header_among_many_reaches_the_caller() -> None:
+    records = [ArchiveRecord(name=b"a/%d" % number, data=bytes(150_000)) for number in range(40)]
+    records[33] = replace(records[33], local_name=b"a/xx")
+    with pytest.raises(FormatError, match="'a/33'"):
+        located(build_archive(records))

@@ -1,0 +1,297 @@
+"""The inert unpickler: damaged pickles and bombs give a typed error, soon."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections import OrderedDict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice._errors import (
+    FormatError,
+    LimitError,
+    SluiceError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice._options import Limits
+from sluice.testing._archives import Call, Global, encode, pickled, storage, tensor_call
+from support.pickles import LIMITS, MISSING, body, load, machine
+from support.work import at_most
+
+# Damaged pickles
+
+
+SMALL = {
+    "w": tensor_call(storage("0", 6), shape=(2, 3)),
+    "text": "é",
+    "more": [1, 2.5, None, True, b"x", (1, 2), {3: 4}],
+    "leaf": Call(MISSING, ("x",)),
+}
+
+
+def _protocol_4() -> bytes:
+    return pickle.dumps({"a": [1, (2, 3)], "b": {4}, "c": b"bytes", "d": bytearray(b"x"), "e": OrderedDict(f=1.5)}, 5)
+
+
+@pytest.mark.parametrize("data", [pickled(SMALL), _protocol_4()], ids=["protocol 2", "protocol 5"])
+def test_every_prefix_is_refused(data: bytes) -> None:
+    for size in range(len(data)):
+        with pytest.raises((TruncatedError, FormatError)):
+            load(data[:size])
+
+
+@pytest.mark.parametrize("data", [pickled(SMALL), _protocol_4()], ids=["protocol 2", "protocol 5"])
+def test_every_changed_byte_gives_a_value_or_a_typed_error(data: bytes) -> None:
+    for position in range(len(data)):
+        for changed in {0, 0xFF, data[position] ^ 0x80, data[position] ^ 0x01, data[position] + 1 & 0xFF}:
+            edited = data[:position] + bytes([changed]) + data[position + 1 :]
+            try:
+                load(edited)
+            except SluiceError as error:
+                assert str(error)
+
+
+@given(data=st.binary(max_size=60))
+def test_noise_gives_a_value_or_a_typed_error(data: bytes) -> None:
+    try:
+        load(b"\x80\x02" + data)
+    except SluiceError as error:
+        assert str(error)
+
+
+PUSHES = st.sampled_from(
+    [
+        *(b"N", b")", b"]", b"}", b"\x8f", b"(", b"K\x05", b"h\x00", b"q\x00", b"\x94", encode("k"), encode(MISSING)),
+        *(
+            b"\x85",
+            b"\x86",
+            b"\x87",
+            b"t",
+            b"e",
+            b"a",
+            b"u",
+            b"s",
+            b"\x90",
+            b"\x91",
+            b"R",
+            b"\x81",
+            b"b",
+            b"Q",
+            b"\x93",
+        ),
+        *(encode(Global("collections", "OrderedDict")), encode(Global("builtins", "set")), encode(storage("0", 4))),
+    ]
+)
+
+
+@given(opcodes=st.lists(PUSHES, max_size=25))
+def test_any_order_of_opcodes_gives_a_value_or_a_typed_error(opcodes: list[bytes]) -> None:
+    try:
+        load(body(b"".join(opcodes)))
+    except SluiceError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "kind"),
+    [
+        (b"", FormatError),  # STOP on an empty stack
+        (b"NN", FormatError),  # two values left
+        (b"(N", FormatError),  # a mark left
+        (b"\x85", FormatError),
+        (b"N\x86", FormatError),
+        (b"NR", FormatError),
+        (b"t", FormatError),  # no mark
+        (b"h\x05", FormatError),
+        (b"j\xff\xff\xff\xff", FormatError),
+        (b"Nq\x01", FormatError),  # the memo starts at 0
+        (b"Nr\xff\xff\xff\xff", FormatError),  # one PUT that would size the memo
+        (b"q\x00", FormatError),
+        (b"X\x02\x00\x00\x00\xc3\x28", FormatError),  # not UTF-8
+        (b"X\x03\x00\x00\x00\xed\xa0\x80", FormatError),  # a lone surrogate
+        (b"cmodule\n", TruncatedError),
+        (b"\x80\x06N", UnsupportedError),
+        (b"\x8b\xff\xff\xff\xffN", LimitError),
+        (b"\x8b\x00\x00\x00\x10N", LimitError),
+        (b"\x8a\xffN", TruncatedError),
+    ],
+)
+def test_broken_structure(opcodes: bytes, kind: type[SluiceError]) -> None:
+    with pytest.raises(kind):
+        load(body(opcodes))
+
+
+@pytest.mark.parametrize("opcode", [b"X", b"B"])
+@pytest.mark.parametrize("declared", [100, 2**32 - 1])
+def test_declared_lengths_of_32_bits(opcode: bytes, declared: int) -> None:
+    with pytest.raises(TruncatedError, match="declares more than it holds"):
+        load(body(opcode + struct.pack("<I", declared) + b"xx"))
+
+
+@pytest.mark.parametrize("opcode", [b"\x8d", b"\x8e", b"\x96"])
+@pytest.mark.parametrize("declared", [100, 4 << 30, 2**63, 2**64 - 1])
+def test_declared_lengths_of_64_bits(opcode: bytes, declared: int) -> None:
+    with pytest.raises(TruncatedError, match="declares more than it holds"):
+        load(body(opcode + struct.pack("<Q", declared) + b"xx"))
+
+
+def test_not_a_pickle() -> None:
+    for data in (b"", b".", b"N.", b"\x00" * 10, b"(lp0\n."):
+        with pytest.raises(FormatError, match="not a pickle"):
+            load(data)
+
+
+def test_a_pickle_inside_of_bytes_is_bytes() -> None:
+    inner = pickled(Call(Global("os", "system"), ("x",)))
+    run = machine(pickled({"x": inner}))
+    assert run.load() == {"x": inner}
+    assert not run.opaque
+
+
+def test_what_follows_the_stop_is_not_read() -> None:
+    run = machine(body(b"N") + pickled(Call(MISSING)) + b"\xff")
+    assert run.load() is None
+    assert run.end == len(body(b"N"))
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"\x95" + struct.pack("<Q", 100) + b"N.", "declares more"),
+        (b"\x95" + struct.pack("<Q", 2**64 - 1) + b"N.", "declares more"),
+        (b"\x95" + struct.pack("<Q", 11) + b"\x95" + struct.pack("<Q", 2) + b"N.", "inside another"),
+        (b"\x95" + struct.pack("<Q", 3) + b"\x8c\x02ab.", "crosses the end"),
+        (b"\x95" + struct.pack("<Q", 2) + b"N.N.", None),
+        (b"\x95" + struct.pack("<Q", 3) + b"N.N", "before it is finished"),
+    ],
+)
+def test_frames_that_lie(data: bytes, problem: str | None) -> None:
+    if problem is None:
+        assert load(b"\x80\x04" + data) is None
+        return
+    with pytest.raises((FormatError, TruncatedError), match=problem):
+        load(b"\x80\x04" + data)
+
+
+# Bombs
+
+
+def refused_quickly(data: bytes, limits: Limits = LIMITS) -> LimitError:
+    with at_most(60 * len(data) + 100_000), pytest.raises(LimitError) as caught:
+        load(data, limits)
+    return caught.value
+
+
+@pytest.mark.parametrize("opcode", [b"\x85", b"\x94\x85"])
+def test_a_very_deep_tuple(opcode: bytes) -> None:
+    assert "nests deeper" in refused_quickly(body(b")" + opcode * 200_000)).problem
+
+
+def test_lists_and_calls_deep() -> None:
+    assert "nests deeper" in refused_quickly(body(b"](" * 100_000 + b"e" * 100_000)).problem
+    assert "nests deeper" in refused_quickly(body(b"]" * 100 + b"a" * 99)).problem
+
+
+def test_depth_is_counted_exactly() -> None:
+    limits = Limits(depth=3)
+    assert load([[[1]]], limits) == [[[1]]]
+    with pytest.raises(LimitError, match="deeper than 3"):
+        load([[[[1]]]], limits)
+
+
+def test_depth_through_shared_containers() -> None:
+    # memo 0 holds [[]], which stands again three levels further down
+    data = body(b"](" + b"]]aq\x00" + b"]](h\x00eae")
+    assert load(data, Limits(depth=5))
+    with pytest.raises(LimitError, match="deeper than 4"):
+        load(data, Limits(depth=4))
+
+
+def test_a_deep_tuple_as_key() -> None:
+    data = body(b"}(" + b")" + b"\x85" * 200_000 + b"Nu")
+    with at_most(60 * len(data) + 100_000), pytest.raises(UnsupportedError, match="key of type tuple"):
+        load(data)
+
+
+def test_a_kilobyte_that_describes_a_trillion_leaves() -> None:
+    doubled = b"]K\x00a\x94" + b"".join(b"](h%sh%se\x94" % (bytes([level]), bytes([level])) for level in range(50))
+    assert len(doubled) < 1200
+    assert "values" in refused_quickly(body(b"(" + doubled + b"t")).problem
+
+
+@pytest.mark.parametrize("opcodes", [b"]q\x00h\x00a", b"}q\x00Nh\x00s", b"](]q\x00h\x00aNe"])
+def test_a_container_that_holds_itself(opcodes: bytes) -> None:
+    with pytest.raises(UnsupportedError, match="holds itself"):
+        load(body(opcodes))
+
+
+@pytest.mark.parametrize("step", [2**61 - 1, 2**64, 2**2000])
+def test_colliding_integers_as_keys(step: int) -> None:
+    items = b"".join(encode(number * step) + b"N" for number in range(20_000 if step < 2**99 else 8))
+    assert "61 bits" in refused_quickly(body(b"}(" + items + b"u")).problem
+    assert "61 bits" in refused_quickly(body(b"\x8f(" + items + b"\x90")).problem
+
+
+def test_ordinary_integers_as_keys() -> None:
+    value = dict.fromkeys((*range(1000), -(2**61) + 2, 2**61 - 2))
+    assert load(value) == value
+
+
+def test_many_tuples_as_keys() -> None:
+    assert load({(number, 0): None for number in range(4000)})
+    assert "tuples" in refused_quickly(pickled({(number, 0): None for number in range(5000)})).problem
+
+
+@pytest.mark.parametrize("key", [[], {}, tensor_call(storage("0", 1)), MISSING, ([],), ((1,),), tuple(range(17))])
+def test_keys_that_cannot_be_hashed_safely(key: object) -> None:
+    with pytest.raises(UnsupportedError, match="key of type"):
+        load(body(b"}(" + encode(key) + b"Nu"))
+    with pytest.raises(UnsupportedError, match="key of type"):
+        load(body(b"\x8f(" + encode(key) + b"\x90"))
+    assert "key of type" in repr(load([Call(Global("builtins", "set"), ([key],))]))  # a value of its own: a leaf
+
+
+def test_the_limit_of_opcodes() -> None:
+    limits = Limits(nodes=1000)
+    assert load(body(b"](" + b"N" * 995 + b"e"), limits)
+    assert "1000 opcodes" in refused_quickly(body(b"](" + b"N" * 1000 + b"e"), limits).problem
+
+
+def test_many_memo_entries() -> None:
+    assert "opcodes" in refused_quickly(body(b"N" + b"\x94" * 300_000), Limits(nodes=200_000)).problem
+
+
+def test_long_names() -> None:
+    limits = Limits(name_bytes=10)
+    assert load({"x" * 10: 1}, limits)
+    for value in ({"x" * 11: 1}, Global("m" * 6, "n" * 5), {("x" * 11,): 1}):
+        with pytest.raises(LimitError):
+            load(value, limits)
+
+
+@pytest.mark.parametrize(
+    ("argument", "function"),
+    [
+        ("x" * 10_000, Global("_codecs", "encode")),
+        (b"x" * 10_000, Global("builtins", "bytearray")),
+        ([1] * 10_000, Global("builtins", "set")),
+        ([1] * 10_000, Global("torch", "Size")),
+        (dict.fromkeys(range(10_000), 1), Global("collections", "Counter")),
+    ],
+)
+def test_one_object_copied_over_and_over(argument: object, function: Global) -> None:
+    arguments = b"h\x00" + (encode("latin1") + b"\x86" if function.name == "encode" else b"\x85")
+    call = b"h\x01" + arguments + b"R"
+    data = body(encode(argument) + b"q\x00" + encode(function) + b"q\x01\x86" + b"](" + call * 1000 + b"e\x86")
+    assert "copy" in refused_quickly(data).problem
+
+
+def test_too_many_tensors() -> None:
+    limits = Limits(entries=10)
+    views = [tensor_call(storage("0", 4), shape=(number % 4,)) for number in range(11)]
+    assert len(load(views[:10], limits)) == 10
+    assert "more than 10 tensors" in refused_quickly(pickled(views), limits).problem

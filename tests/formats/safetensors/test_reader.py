@@ -1,0 +1,516 @@
+"""The safetensors format, with safetensors itself as the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._errors import FormatError, LimitError, SluiceError, TruncatedError, UnsupportedError
+from sluice._options import Limits
+from sluice.formats.safetensors.reader import Safetensors
+from sluice.records import Entry, Index
+from sluice.sources.local import LocalFile
+from sluice.testing import RecordedRead, RecordingSource
+
+ONE = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+FOUR = b"\0\1\2\3"
+
+#: What safetensors' torch reader can hold, by the name in the file.
+NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+
+def file_bytes(header: str | bytes, data: bytes = b"", *, length: int | None = None) -> bytes:
+    raw = header.encode() if isinstance(header, str) else header
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def index_of(path: Path, content: bytes | None = None, limits: Limits | None = None) -> Index:
+    if content is not None:
+        path.write_bytes(content)
+    source = LocalFile(path)
+    try:
+        return Safetensors().read_index(source, limits or Limits())
+    finally:
+        source.close()
+
+
+def tree_of(index: Index) -> dict[str, Entry]:
+    assert isinstance(index.tree, dict)
+    return index.tree
+
+
+def oracle(path: Path) -> dict[str, torch.Tensor] | None:
+    """Return what safetensors reads, or None when it refuses the file."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.offset_keys()}
+    except (SafetensorError, TypeError, RuntimeError):  # the last two from torch, for sizes that it cannot hold
+        return None
+
+
+def assert_same(path: Path, index: Index, expected: dict[str, torch.Tensor]) -> None:
+    content = path.read_bytes()
+    tree = tree_of(index)
+    assert tree.keys() == expected.keys()
+    for name, entry in tree.items():
+        tensor, storage = expected[name], index.storages[entry.storage]
+        assert (entry.shape, entry.dtype) == (tuple(tensor.shape), dtype_name(tensor.dtype))
+        assert entry.stride == tensor.stride()
+        assert (storage.key, storage.nbytes) == (name, entry.nbytes)
+        data = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        assert content[storage.offset : storage.offset + storage.nbytes] == data
+
+
+@pytest.mark.parametrize(("in_file", "in_torch"), NAMES.items())
+def test_every_dtype_equals_the_oracle(tmp_path: Path, in_file: str, in_torch: str) -> None:
+    path = tmp_path / "x.safetensors"
+    raw = torch.arange(6 * ITEM_BYTES[in_torch], dtype=torch.uint8) % 2
+    save_file({"x": raw.view(torch_dtype(in_torch)).reshape(2, 3)}, path)
+    index = index_of(path)
+    assert f'"{in_file}"'.encode() in path.read_bytes()
+    assert tree_of(index)["x"] == Entry(dtype=in_torch, shape=(2, 3), stride=(3, 1), storage=0)
+    expected = oracle(path)
+    assert expected is not None
+    assert_same(path, index, expected)
+
+
+def test_shapes_metadata_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensors = {
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0),
+        "none.of.three": torch.empty(3, 0, 2),
+        "matrix": torch.arange(12.0).reshape(3, 4),
+        "número": torch.ones(1, 1, 5, dtype=torch.int64),
+        'quoted "name"\n': torch.ones(2, dtype=torch.bool),
+    }
+    save_file(tensors, path, metadata={"format": "pt", "note": 'a "quoted": {note}\t€'})
+    index = index_of(path)
+    assert index.format == "safetensors"
+    assert [file.path for file in index.files] == [str(path)]
+    assert index.metadata == {"format": "pt", "note": 'a "quoted": {note}\t€'}
+    assert tree_of(index)["none.of.three"].stride == (2, 2, 1)
+    assert_same(path, index, tensors)
+
+
+def test_the_tree_is_in_the_order_of_the_data(tmp_path: Path) -> None:
+    header = (
+        '{"z":{"dtype":"F32","shape":[1],"data_offsets":[4,8]},"empty":{"dtype":"F32","shape":[0],"data_offsets":[4,4]},'
+        '"b":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+    )
+    index = index_of(tmp_path / "x", file_bytes(header, bytes(8)))
+    assert list(tree_of(index)) == ["b", "empty", "z"]
+    assert [storage.offset - 8 - len(header) for storage in index.storages] == [0, 4, 4]
+    assert list(tree_of(index)) == list(oracle(tmp_path / "x") or ())
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ("{}", b""),
+        ("{ }  ", b""),
+        ('{"__metadata__":{}}', b""),
+        ('{"a":' + ONE + "}  \n\t\r ", FOUR),
+        ('{ "a" :\n' + ONE.replace(":", " : ").replace(",", " ,\t").replace("[", "[ ").replace("]", " ]") + " }", FOUR),
+        ('{"a":{"data_offsets":[0,4],"dtype":"F32","shape":[1]}}', FOUR),
+        ('{"a":{"shape":[1],"data_offsets":[0,4],"dtype":"F32"}}', FOUR),
+        ('{"a":' + ONE + ',"__metadata__":{"k":"v"}}', FOUR),
+        ('{"":' + ONE + "}", FOUR),
+        ('{"\\u0000\\ud83d\\ude00\\n":' + ONE + "}", FOUR),
+        ('{"ünïcode":' + ONE + "}", FOUR),
+        ('{"a":{"dtype":"F4","shape":[2,4],"data_offsets":[0,4]}}', FOUR),
+        ('{"a":{"dtype":"F4","shape":[3,0],"data_offsets":[0,0]}}', b""),
+        ('{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"b":' + ONE.replace("0,4", "1,5") + "}", bytes(5)),
+    ],
+)
+def test_unusual_headers_are_read_as_the_oracle_reads_them(tmp_path: Path, header: str, data: bytes) -> None:
+    path = tmp_path / "x"
+    index = index_of(path, file_bytes(header, data))
+    expected = oracle(path)
+    assert expected is not None
+    assert_same(path, index, expected)
+
+
+def tensor_with(**fields: str) -> str:
+    values = {"dtype": '"F32"', "shape": "[1]", "data_offsets": "[0,4]", **fields}
+    return '{"a":{' + ",".join(f'"{name}":{value}' for name, value in values.items()) + "}}"
+
+
+DAMAGED = {
+    "not JSON": "{nonsense}",
+    "an array": "[]",
+    "cut": '{"a":' + ONE,
+    "a second object": '{"a":' + ONE + "}{}",
+    "NUL padding": '{"a":' + ONE + "}\0",
+    "trailing comma": '{"a":' + ONE + ",}",
+    "white space in front": ' {"a":' + ONE + "}",
+    "a byte-order mark": b"\xef\xbb\xbf" + ('{"a":' + ONE + "}").encode(),
+    "UTF-16": ('{"a":' + ONE + "}").encode("utf-16-le"),
+    "overlong UTF-8": b'{"\xc0\x80":' + ONE.encode() + b"}",
+    "a raw surrogate": b'{"\xed\xa0\x80":' + ONE.encode() + b"}",
+    "an escaped surrogate": '{"\\ud800":' + ONE + "}",
+    "an unknown escape": '{"\\x41":' + ONE + "}",
+    "a control character": '{"\x01":' + ONE + "}",
+    "deep": '{"a":' + "[" * 5000 + "]" * 5000 + "}",
+    "a name twice": '{"a":' + ONE + ',"a":' + ONE + "}",
+    "an empty tensor twice": '{"a":' + EMPTY + ',"a":' + EMPTY + "}",
+    "a name twice by an escape": '{"a":' + EMPTY + ',"\\u0061":' + EMPTY + "}",
+    "metadata as a tensor": '{"__metadata__":' + EMPTY + "}",
+    "metadata as a tensor by an escape": '{"\\u005f_metadata__":' + EMPTY + "}",
+    "metadata twice": '{"__metadata__":{},"__metadata__":{}}',
+    "a metadata key twice": '{"__metadata__":{"k":"1","k":"2"}}',
+    "metadata of numbers": '{"__metadata__":{"k":1}}',
+    "metadata of objects": '{"__metadata__":{"k":{}}}',
+    "metadata null": '{"__metadata__":null}',
+    "metadata without end": '{"__metadata__":{"k":"v"',
+    "metadata and nothing": '{"__metadata__":{"k":"v"}',
+    "metadata, lone surrogate": '{"__metadata__":{"k":"\\udfff"}}',
+    "no dtype": '{"a":{"shape":[1],"data_offsets":[0,4]}}',
+    "a field twice": '{"a":{"dtype":"F32","dtype":"F32","shape":[1]}}',
+    "a fourth field": tensor_with(more='"x"'),
+    "missing comma": '{"a":{"dtype":"F32" "shape":[1],"data_offsets":[0,4]}}',
+    "comma before the brace": '{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],}}',
+    "tensor as an array": '{"a":["F32",[1],[0,4]]}',
+    "bool size": tensor_with(shape="[true]"),
+    "float size": tensor_with(shape="[1.0]"),
+    "size with exponent": tensor_with(shape="[1e0]"),
+    "NaN size": tensor_with(shape="[NaN]"),
+    "infinite size": tensor_with(shape="[1e400]"),
+    "negative size": tensor_with(shape="[-1]"),
+    "negative zero": tensor_with(shape="[-0]", data_offsets="[0,0]"),
+    "size with a leading zero": tensor_with(shape="[01]"),
+    "two sizes without a comma": tensor_with(shape="[1 1]"),
+    "shape null": tensor_with(shape="null"),
+    "5000 digits": tensor_with(shape="[" + "1" * 5000 + "]"),
+    "text as size": tensor_with(shape='["1"]'),
+    "three offsets": tensor_with(data_offsets="[0,4,4]"),
+    "one offset": tensor_with(data_offsets="[4]"),
+    "negative offset": tensor_with(data_offsets="[-4,0]"),
+    "float offset": tensor_with(data_offsets="[0,4.0]"),
+    "begin after end": tensor_with(data_offsets="[4,0]"),
+    "size and shape differ": tensor_with(shape="[2]"),
+    "not from the start": tensor_with(data_offsets="[1,5]"),
+    "2**62 elements of 4 bytes": tensor_with(shape="[4611686018427387904]", data_offsets="[0,0]"),
+    "2**63 beside nothing": tensor_with(shape="[0,9223372036854775808]", data_offsets="[0,0]"),
+    "overflow beside nothing": tensor_with(shape="[4611686018427387904,4,0]", data_offsets="[0,0]"),
+    "dtype with an escape": tensor_with(dtype='"\\u004632"'),
+    "dtype as an object": tensor_with(dtype='{"F32":null}'),
+}
+
+
+@pytest.mark.parametrize("header", DAMAGED.values(), ids=DAMAGED.keys())
+@pytest.mark.parametrize("data", [b"", FOUR], ids=["no data", "four bytes"])
+def test_damaged_headers_are_refused(tmp_path: Path, header: str | bytes, data: bytes) -> None:
+    with pytest.raises(FormatError) as caught:
+        index_of(tmp_path / "x", file_bytes(header, data))
+    assert caught.value.file == str(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "error"),
+    [
+        ("{}", b"x", FormatError),
+        ('{"a":' + ONE + "}", FOUR[:3], TruncatedError),
+        ('{"a":' + ONE + "}", FOUR + b"x", FormatError),
+        ('{"a":' + ONE + ',"b":' + ONE.replace("0,4", "5,9") + "}", bytes(9), FormatError),
+        ('{"a":' + ONE + ',"b":' + ONE.replace("0,4", "2,6") + "}", bytes(6), FormatError),
+        ('{"a":' + ONE + ',"b":' + EMPTY.replace("0,0", "2,2") + "}", FOUR, FormatError),
+        ('{"a":' + ONE + ',"b":' + ONE + "}", FOUR, FormatError),
+    ],
+    ids=["data of no tensor", "cut by one", "one more", "hole", "overlap", "empty inside", "same bytes"],
+)
+def test_data_must_be_covered_exactly(tmp_path: Path, header: str, data: bytes, error: type[SluiceError]) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(error) as caught:
+        index_of(path, file_bytes(header, data))
+    assert caught.value.offset is not None
+    assert caught.value.offset >= 8 + len(header)
+    assert oracle(path) is None
+
+
+@pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
+def test_dtypes_that_torch_has_not_are_leaves(tmp_path: Path, dtype: str) -> None:
+    path = tmp_path / "x"
+    six = '{"shape":[2,4],"dtype":"' + dtype + '","data_offsets":[0,6]}'
+    index: Any = index_of(path, file_bytes('{"six":' + six + ',"a":' + ONE.replace("0,4", "6,10") + "}", bytes(10)))
+    assert repr(index.tree["six"]) == f"<not loaded: torch has no such dtype, {dtype}>"
+    assert index.storages[index.tree["a"].storage].offset == path.stat().st_size - 4
+    with pytest.raises(FormatError, match="contradict shape and dtype"):
+        index_of(path, file_bytes('{"six":' + six.replace("0,6", "0,9") + "}", bytes(9)))
+    with pytest.raises(UnsupportedError, match="inside a byte"):
+        index_of(path, file_bytes('{"six":' + six.replace("2,4", "1,3") + "}", bytes(9)))
+    with pytest.raises(FormatError, match="larger than torch"):
+        index_of(path, file_bytes('{"six":' + six.replace("2,4", f"{1 << 63},{1 << 63}") + "}", bytes(9)))
+
+
+@pytest.mark.parametrize("dtype", ["C128", "F128", "f32", ""])
+def test_dtypes_that_torch_has_not_are_named(tmp_path: Path, dtype: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        index_of(tmp_path / "x", file_bytes(tensor_with(dtype=f'"{dtype}"'), FOUR))
+    assert (caught.value.tensor, caught.value.found) == ("a", dtype)
+
+
+@pytest.mark.parametrize("shape", ["[]", "[1]", "[3,1]"])
+def test_odd_counts_of_packed_values_are_refused(tmp_path: Path, shape: str) -> None:
+    with pytest.raises(UnsupportedError, match="inside a byte"):
+        index_of(tmp_path / "x", file_bytes(tensor_with(dtype='"F4"', shape=shape), FOUR))
+
+
+def test_packed_values_that_torch_cannot_pair_are_leaves(tmp_path: Path) -> None:
+    index = index_of(tmp_path / "x", file_bytes(tensor_with(dtype='"F4"', shape="[8,1]"), FOUR))
+    assert "in pairs" in repr(index.tree)
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_files_without_a_whole_length_are_truncated(tmp_path: Path, size: int) -> None:
+    with pytest.raises(TruncatedError):
+        index_of(tmp_path / "x", bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("length", "limits", "error"),
+    [
+        (1 << 63, Limits(), TruncatedError),
+        ((1 << 64) - 1, Limits(), TruncatedError),
+        (58, Limits(), TruncatedError),
+        (57, Limits(header_bytes=56), LimitError),
+        (0, Limits(), FormatError),
+    ],
+)
+def test_the_length_is_checked_before_the_header_is_read(
+    tmp_path: Path, length: int, limits: Limits, error: type[SluiceError]
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(file_bytes('{"a":' + ONE + "}" + " " * 3, length=length))
+    source = RecordingSource(LocalFile(path))
+    with pytest.raises(error):
+        Safetensors().read_index(source, limits)
+    source.close()
+    assert source.reads[:1] == [RecordedRead(offset=0, nbytes=8)]
+    assert source.read_bytes == 8
+
+
+def test_only_the_header_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros(100_000)}, path)
+    source = RecordingSource(LocalFile(path))
+    index = Safetensors().read_index(source, Limits())
+    assert Safetensors().locate(source, index, [0]) == {}
+    source.close()
+    assert source.read_bytes == index.storages[0].offset
+
+
+@pytest.mark.parametrize(
+    ("tight", "enough", "header"),
+    [
+        (Limits(entries=3), Limits(entries=4), "{" + ",".join(f'"{i}":' + EMPTY for i in range(4)) + "}"),
+        (Limits(entries=3), Limits(entries=4), '{"__metadata__":{"1":"","2":"","3":"","4":""}}'),
+        (Limits(dimensions=3), Limits(dimensions=4), tensor_with(shape="[1,1,1,0]", data_offsets="[0,0]")),
+        (Limits(name_bytes=3), Limits(name_bytes=4), '{"name":' + EMPTY + "}"),
+    ],
+)
+def test_limits(tmp_path: Path, tight: Limits, enough: Limits, header: str) -> None:
+    with pytest.raises(LimitError, match="entries|dimensions|name_bytes") as caught:  # noqa: RUF043 - alternatives
+        index_of(tmp_path / "x", file_bytes(header), tight)
+    assert caught.value.expected == "at most 3"
+    index_of(tmp_path / "x", file_bytes(header), enough)
+
+
+def test_every_truncation_and_every_changed_header_byte(tmp_path: Path) -> None:
+    path, header = (
+        tmp_path / "x",
+        '{"__metadata__":{"k":"v\\n"},"a":' + ONE + ',"b":' + EMPTY.replace("0,0", "4,4") + "}",
+    )
+    whole = file_bytes(header, FOUR)
+    variants = [whole[:size] for size in range(1, len(whole))]
+    for position in range(8 + len(header)):
+        byte = whole[position]
+        variants += [
+            whole[:position] + bytes([new]) + whole[position + 1 :] for new in {0, 255, byte ^ 0x80, byte ^ 1} - {byte}
+        ]
+    accepted = [content for content in variants if accepts_as_the_oracle(path, content)]
+    assert 0 < len(accepted) < len(variants) / 10
+
+
+def accepts_as_the_oracle(path: Path, content: bytes) -> bool:
+    """Return whether the file is accepted, after checking that safetensors reads the same."""
+    try:
+        index = index_of(path, content)
+    except SluiceError:
+        return False
+    expected = oracle(path)
+    assert expected is not None, content
+    assert_same(path, index, expected)
+    return True
+
+
+dtypes = st.sampled_from(sorted(NAMES))
+shapes = st.lists(st.integers(0, 4), max_size=4)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+
+
+@given(
+    st.dictionaries(texts, st.tuples(dtypes, shapes), max_size=6), st.dictionaries(texts, texts, max_size=3), st.data()
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_headers_in_any_spelling_equal_the_oracle(
+    tmp_path: Path, tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str], data: st.DataObject
+) -> None:
+    members: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    position = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = torch.Size(shape).numel() * ITEM_BYTES[NAMES[dtype]]
+        fields = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + nbytes]}
+        members[name] = {field: fields[field] for field in data.draw(st.permutations(sorted(fields)))}
+        position += nbytes
+    shuffled = {name: members[name] for name in data.draw(st.permutations(sorted(members)))}
+    header = json.dumps(
+        shuffled,
+        ensure_ascii=data.draw(st.booleans()),
+        indent=data.draw(st.sampled_from([None, 1])),
+        separators=data.draw(st.sampled_from([(",", ":"), (" ,\n", "\t: ")])),
+    )
+    path = tmp_path / "x"
+    assert accepts_as_the_oracle(path, file_bytes(header + " " * data.draw(st.integers(0, 7)), bytes(position)))
+    assert index_of(path).metadata == metadata
+
+
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_is_accepted_equals_the_oracle(tmp_path: Path, data: st.DataObject) -> None:
+    pieces = [
+        '"a"',
+        '"dtype"',
+        '"shape"',
+        '"data_offsets"',
+        '"F32"',
+        '"F4"',
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        "0",
+        "4",
+        " ",
+    ]
+    whole = '{"a":' + ONE + ',"b":' + EMPTY.replace("0,0", "4,4") + "}"
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(whole)))
+        end = data.draw(st.integers(start, min(len(whole), start + 5)))
+        whole = whole[:start] + "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=3))) + whole[end:]
+    accepts_as_the_oracle(tmp_path / "x", file_bytes(whole, FOUR))
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (file_bytes("{}"), True),
+        (file_bytes('{"a":'), True),
+        (file_bytes("{ \n}", length=1 << 63), True),
+        (b"GGUF\3\0\0\0{\0\0\0\0\0\0\0", False),
+        (b'{"abc": {"x": 1}}', False),
+        (b'{\n "a": {"x": 1}}', False),
+        (b"\x80\2}q\0(X\1\0\0\0aq\1", False),
+        (b"PK\3\4\0\0\0\0\0\0", False),
+        (b"", False),
+    ],
+)
+def test_matches(head: bytes, expected: bool) -> None:
+    assert Safetensors().matches(head) is expected
+
+
+SCALE = 100_000
+
+OURS = """
+import sys, time
+from sluice._options import Limits
+from sluice.formats.safetensors.reader import Safetensors
+from sluice.sources.local import LocalFile
+def resident(field):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(field))
+before, start = resident("VmRSS"), time.perf_counter()
+source = LocalFile(sys.argv[1])
+listed = [(k, e.shape, e.dtype) for k, e in Safetensors().read_index(source, Limits()).tree.items()]
+print(len(listed), resident("VmHWM") - before, time.perf_counter() - start, "torch" in sys.modules)
+"""
+
+THEIRS = """
+import sys, time
+from safetensors import safe_open
+start = time.perf_counter()
+with safe_open(sys.argv[1], "np") as file:
+    slices = ((k, file.get_slice(k)) for k in file.keys())
+    listed = [(k, s.get_shape(), s.get_dtype()) for k, s in slices]
+print(len(listed), 0, time.perf_counter() - start, False)
+"""
+
+
+def write_many(path: Path) -> None:
+    header, position = {}, 0
+    for i in range(SCALE):
+        shape, nbytes = [2, 2, i % 3 + 1], 16 * (i % 3 + 1)
+        fields = {"dtype": "F32", "shape": shape, "data_offsets": [position, position + nbytes]}
+        header[f"model.layers.{i // 10}.block_{i % 10}.weight"] = fields
+        position += nbytes
+    content = file_bytes(json.dumps(header))
+    path.write_bytes(content)
+    os.truncate(path, len(content) + position)
+
+
+def run_fresh(code: str, path: Path) -> tuple[int, int, float, bool]:
+    result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    count, nbytes, seconds, torch_imported = result.stdout.split()
+    return int(count), int(nbytes), float(seconds), torch_imported == "True"
+
+
+def test_many_tensors_take_little_memory_and_no_torch(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    write_many(path)
+    count, nbytes, _, torch_imported = run_fresh(OURS, path)
+    assert (count, torch_imported) == (SCALE, False)
+    assert nbytes <= 1024 * SCALE
+
+
+@pytest.mark.long
+def test_many_tensors_open_about_as_fast_as_in_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    write_many(path)
+    ours, theirs = (min(run_fresh(code, path)[2] for _ in range(5)) for code in (OURS, THEIRS))
+    assert ours <= 1.5 * theirs

@@ -1,0 +1,273 @@
+"""Telling formats apart by their first bytes, and naming what sluice does not read."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import pickle
+import re
+import tarfile
+from contextlib import closing
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import sluice
+from sluice._errors import (
+    CheckpointError,
+    FormatError,
+    IncompleteCheckpointError,
+    SluiceError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice.formats.detection import FORMATS, detect
+from sluice.sources.local import LocalFile
+from sluice.testing import RecordingSource
+from sluice.testing._archives import ArchiveRecord, build_archive
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+def tar_bytes(name: str, *, mark: bool = True) -> bytes:
+    """Return a tar archive; without its mark it is of the kind from before 1988."""
+    header = tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT)
+    if not mark:
+        header = header[:148] + 8 * b" " + header[156:257] + bytes(255)
+        header = header[:148] + b"%06o\0 " % sum(header) + header[156:]
+    return header + bytes(1024)
+
+
+def npy_bytes() -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(3))
+    return buffer.getvalue()
+
+
+def npz_bytes() -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, weights=np.zeros(3))
+    return buffer.getvalue()
+
+
+def archive_bytes(*names: str) -> bytes:
+    return build_archive(ArchiveRecord(name=name.encode(), data=b"x") for name in names)
+
+
+def legacy_bytes(protocol: int) -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.zeros(3)}, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def detect_in(path: Path, content: bytes | None = None) -> str:
+    """Return the name of the format that is detected in a file."""
+    if content is not None:
+        path.write_bytes(content)
+    with closing(LocalFile(path)) as source:
+        return detect(source).name
+
+
+def test_a_torch_file_is_a_torch_zip(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(3)}, tmp_path / "x")
+    assert detect_in(tmp_path / "x") == "torch-zip"
+
+
+def test_a_safetensors_file_is_safetensors(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(3)}, tmp_path / "x")
+    assert detect_in(tmp_path / "x") == "safetensors"
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_file_of_torch_before_1_6_is_legacy(tmp_path: Path, protocol: int) -> None:
+    assert detect_in(tmp_path / "x", legacy_bytes(protocol)) == "torch-legacy"
+    # Cut inside its magic number, from where on it is no bare pickle.
+    assert detect_in(tmp_path / "x", legacy_bytes(protocol)[:10]) == "torch-legacy"
+
+
+OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
+    *((legacy_bytes(protocol), UnsupportedError, "legacy torch.save file in pickle protocol") for protocol in (0, 1)),
+    (
+        tar_bytes("pickle"),
+        UnsupportedError,
+        "tar archive, as torch.save wrote them before 0.2. If you trust it, load it",
+    ),
+    (tar_bytes("model.nemo"), UnsupportedError, "a tar archive, which sluice does not read. Unpack it"),
+    (tar_bytes("x", mark=False), UnsupportedError, "a tar archive, which sluice does not read. Unpack it"),
+    (b"\x89HDF\r\n\x1a\n" + bytes(100), UnsupportedError, "HDF5"),
+    (b"GGUF\3\0\0\0{\0\0\0\0\0\0\0" + bytes(100), UnsupportedError, "GGUF"),
+    (b"tjgg\3\0\0\0" + bytes(100), UnsupportedError, "GGML"),
+    (b"\x08\x07\x12\x07pytorch\x1a\x052.1.0:\x9a\x01" + bytes(100), UnsupportedError, "ONNX"),
+    (b"\x08\x0aB\x02\x10\x12:\x80\x01" + bytes(100), UnsupportedError, "ONNX"),
+    (b"\x08\x01\x12\xa3\x8c\x01\n\x95\x01" + bytes(100), UnsupportedError, "SavedModel"),
+    (b"\x1c\0\0\0TFL3" + bytes(100), UnsupportedError, "TensorFlow Lite"),
+    (b"ftrt" + bytes(100), UnsupportedError, "TensorRT"),
+    (b"\x81\xa6params\x82" + bytes(100), UnsupportedError, "Flax"),
+    (b"\xde\0\x20\xa6params" + bytes(100), UnsupportedError, "Flax"),
+    (b"PAR1" + bytes(100), UnsupportedError, "Parquet"),
+    (npy_bytes(), UnsupportedError, ".npy"),
+    (npz_bytes(), UnsupportedError, ".npz"),
+    (gzip.compress(bytes(1000)), UnsupportedError, "gzip"),
+    (b"\x28\xb5\x2f\xfd" + bytes(100), UnsupportedError, "zstd"),
+    (b"\x04\x22\x4d\x18" + bytes(100), UnsupportedError, "lz4"),
+    (b"7z\xbc\xaf\x27\x1c" + bytes(100), UnsupportedError, "7z"),
+    (b"PK\5\6" + bytes(18), FormatError, "zip archive that holds nothing"),
+    (bz2.compress(bytes(1000)), UnsupportedError, "bzip2"),
+    (lzma.compress(bytes(1000)), UnsupportedError, "xz"),
+    *((pickle.dumps({"w": 1}, protocol), UnsupportedError, "bare pickle") for protocol in (*range(6), *range(2, 6))),
+    *((pickle.dumps([1, 2.5, "x"], protocol), UnsupportedError, "bare pickle") for protocol in range(6)),
+    (b"version http://git-media.io/v/2\noid sha256:4d\n", IncompleteCheckpointError, "git lfs pull"),
+    (b"# xet version 0\nfilesize = 1234\n", IncompleteCheckpointError, "git-xet pointer"),
+    (b"/annex/objects/SHA256E-s1234--abcdef.bin\n", IncompleteCheckpointError, "git annex get"),
+    (b"outs:\n- md5: a304afb96060aad90176268345e10355\n", IncompleteCheckpointError, "dvc pull"),
+    (LFS, IncompleteCheckpointError, "git lfs pull"),
+    (b"<!DOCTYPE html><html>", FormatError, "web page"),
+    (b"\n <HTML><body>", FormatError, "web page"),
+    (b'<?xml version="1.0"?><Error>', FormatError, "web page"),
+    (b"<Error><Code>AccessDenied</Code></Error>", FormatError, "web page"),
+    (b"\xef\xbb\xbf<!doctype html>\n<html>", FormatError, "web page"),
+    (b"<!-- saved -->\n<html lang='en'>", FormatError, "web page"),
+    (b"<head><title>Access denied</title>", FormatError, "web page"),
+    (b'{"error":"Repository not found"}', FormatError, "answer of a server"),
+    (b"Access to model x is restricted.", FormatError, "text, not a checkpoint; found 'Access to model x"),
+    ("Запись не найдена".encode() * 300, FormatError, "text, not a checkpoint"),
+    (b"import torch\nprint(1)\n", FormatError, "text, not a checkpoint"),
+    (b'{\n  "metadata": {},\n  "weight_map": {}\n}', UnsupportedError, "index of a sharded"),
+    (b'{"abc": {"x": 1}}', UnsupportedError, "JSON"),
+    (b"[1, 2, 3, 4, 5]", UnsupportedError, "JSON"),
+    (bytes(5000), IncompleteCheckpointError, "zeros"),
+    (bytes(12), IncompleteCheckpointError, "zeros"),
+    *(
+        (len(header).to_bytes(8, "little") + header, FormatError, "looks like safetensors")
+        for header in (b'\xef\xbb\xbf{"a":1}', b'  {"a":1}', b"null", b"[1,2]", b"{/**/}", '{"a":1}'.encode("utf-16"))
+    ),
+    (b"MZ\x90\0" + b"something else", FormatError, "no checkpoint that sluice knows"),
+    (b"prefix" + npz_bytes(), FormatError, "no checkpoint that sluice knows"),
+]
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "words"), OTHERS, ids=[f"{i} {words}" for i, (_, _, words) in enumerate(OTHERS)]
+)
+def test_other_kinds_are_named(tmp_path: Path, content: bytes, error: type[CheckpointError], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)) as caught:
+        detect_in(tmp_path / "x", content)
+    assert caught.value.file == str(tmp_path / "x")
+
+
+def test_an_unknown_file_shows_its_first_bytes(tmp_path: Path) -> None:
+    with pytest.raises(FormatError) as caught:
+        detect_in(tmp_path / "x", b"MZ\x90\x00456789abcdefghij")
+    assert caught.value.found == b"MZ\x90\x00456789abcdef"
+
+
+ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
+    "program": (
+        archive_bytes("x/data/weights/weight_0", "x/models/model.json", "x/archive_format", "x/byteorder"),
+        UnsupportedError,
+        "exported program .* torch.export.load",
+    ),
+    "older program": (
+        archive_bytes("serialized_exported_program.json", "version"),
+        UnsupportedError,
+        "exported program",
+    ),
+    "package": (
+        archive_bytes("x/.data/0.storage", "x/a/b.pkl", "x/.data/extern_modules", "x/.data/version"),
+        UnsupportedError,
+        "package of torch.package",
+    ),
+    "nested arrays": (archive_bytes("a/b/w.npy"), UnsupportedError, "numpy"),
+    "keras": (archive_bytes("metadata.json", "config.json", "model.weights.h5"), UnsupportedError, "Keras model"),
+    "packed model": (
+        archive_bytes("m/config.json", "m/pytorch_model.bin"),
+        FormatError,
+        "'m/config.json', .* Unpack it",
+    ),
+    "packed flat": (archive_bytes("model.safetensors"), FormatError, "no data.pkl; found 'model.safetensors'. Unpack"),
+    "document": (
+        archive_bytes("[Content_Types].xml", "word/document.xml"),
+        FormatError,
+        "was not written by torch.save",
+    ),
+    "no directory": (archive_bytes("data.pkl", "data/0", "version"), FormatError, "packed again without the directory"),
+    "desktop": (archive_bytes("a/data.pkl", "__MACOSX/._a"), FormatError, "'__MACOSX/._a' is no plain path below"),
+    "comment": (archive_bytes("a/data.pkl")[:-2] + b"\2\0hi", FormatError, "bytes follow the end of the archive"),
+}
+
+
+@pytest.mark.parametrize("case", ARCHIVES)
+def test_other_archives_are_named(tmp_path: Path, case: str) -> None:
+    content, error, words = ARCHIVES[case]
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(error, match=words) as caught:
+        sluice.open(tmp_path / "x")
+    assert type(caught.value) is error
+    assert caught.value.file == str(tmp_path / "x")
+
+
+@pytest.mark.long  # torch.export takes seconds to import
+def test_archives_that_torch_writes_beside_torch_save(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), tmp_path / "x.pt2")
+    with pytest.raises(UnsupportedError, match="exported program"):
+        sluice.open(tmp_path / "x.pt2")
+    package = import_module("torch.package").PackageExporter
+    with package(str(tmp_path / "x.pt")) as exporter:
+        exporter.save_pickle("a", "b.pkl", {"step": 3})
+    with pytest.raises(UnsupportedError, match=r"package of torch\.package"):
+        sluice.open(tmp_path / "x.pt")
+
+
+def test_an_index_that_was_never_downloaded(tmp_path: Path) -> None:
+    for content, error in ((LFS, IncompleteCheckpointError), (b"<!DOCTYPE html><html>", FormatError)):
+        (tmp_path / "model.safetensors.index.json").write_bytes(content)
+        with pytest.raises(error, match="in place of the file"):
+            sluice.open(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"x", b"PK\3\4", b"\0" * 9], ids=["one", "zip", "zeros"])
+def test_a_short_file_is_truncated(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(TruncatedError):
+        detect_in(tmp_path / "x", content)
+
+
+def test_only_the_first_page_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(range(256)) * 100)
+    source = RecordingSource(LocalFile(tmp_path / "x"))
+    with pytest.raises(FormatError):
+        detect(source)
+    source.close()
+    assert [(read.offset, read.nbytes) for read in source.reads] == [(0, 4096)]
+
+
+def test_no_start_is_claimed_twice(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(3)}, tmp_path / "safetensors")
+    torch.save({"w": torch.zeros(3)}, tmp_path / "torch-zip")
+    (tmp_path / "torch-legacy").write_bytes(legacy_bytes(2))
+    for name in ("safetensors", "torch-zip", "torch-legacy"):
+        head = (tmp_path / name).read_bytes()[:4096]
+        assert [candidate.name for candidate in FORMATS if candidate.matches(head)] == [name]
+
+
+def test_no_length_hides_a_safetensors_file(tmp_path: Path) -> None:
+    """The first bytes of a length can be those of a pickle, of a gzip file or of text."""
+    lengths = [first | second << 8 | 10 << 16 for first in range(256) for second in (0, 2, 75, 104, 139, 255)]
+    found = {detect_in(tmp_path / "x", length.to_bytes(8, "little") + b'{"a":') for length in lengths}
+    assert found == {"safetensors"}
+
+
+@given(st.one_of(st.binary(min_size=1), st.sampled_from(OTHERS).map(lambda other: other[0][:600])), st.binary())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_give_a_format_or_a_typed_error(tmp_path: Path, start: bytes, rest: bytes) -> None:
+    try:
+        assert detect_in(tmp_path / "x", start + rest) in {known.name for known in FORMATS}
+    except SluiceError as error:
+        assert error.file == str(tmp_path / "x")

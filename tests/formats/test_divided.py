@@ -1,0 +1,90 @@
+"""States that were divided over ranks are refused by what they are, with what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice import MismatchError, UnsupportedError
+from support.training_runs import KINDS, net
+
+PART = torch.zeros(40)
+ADAM = {"state": {0: {"step": 3, "exp_avg": PART, "exp_avg_sq": PART}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+#: Content of a file, and what the refusal says of it.
+STATES: dict[str, tuple[Any, str]] = {
+    "ZeRO 1 and 2": (
+        {"optimizer_state_dict": {"zero_stage": 2, "base_optimizer_state": ADAM, "partition_count": 2}},
+        "DeepSpeed's ZeRO .* zero_to_fp32.py",
+    ),
+    "ZeRO in bfloat16": (
+        {"optimizer_state_dict": {"base_optimizer_state": ADAM, "single_partition_of_fp32_groups": [PART]}},
+        "DeepSpeed's ZeRO",
+    ),
+    "ZeRO 3": ({"zero_stage": 3, "fp32_flat_groups": [PART], "optimizer_state_dict": ADAM}, "DeepSpeed's ZeRO"),
+    "Megatron": (
+        {0: {"float32": {"param": PART, "exp_avg": PART, "exp_avg_sq": PART}}, "buckets_coalesced": True},
+        "Megatron .* --ckpt-format torch_dist",
+    ),
+    "FSDP1": (
+        {
+            "state": {"blocks.0._fsdp_wrapped_module._flat_param": {"exp_avg": PART}},
+            "param_groups": [{"lr": 0.1, "params": ["blocks.0._fsdp_wrapped_module._flat_param"]}],
+        },
+        "flat parameters of FSDP1.* FULL_STATE_DICT",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "problem"), STATES.values(), ids=STATES)
+@pytest.mark.parametrize("key", [None, "inside"])
+def test_files(tmp_path: Path, content: Any, problem: str, key: str | None) -> None:
+    torch.save(content if key is None else {"inside": content, "beside": 1}, tmp_path / "f.pt")
+    model = net()
+    optimizer = KINDS["AdamW"](model)
+    with pytest.raises(UnsupportedError, match=problem) as caught:
+        sluice.load_optimizer(optimizer, tmp_path / "f.pt", model=model, key=key)
+    assert caught.value.file == str(tmp_path / "f.pt")
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "DeepSpeed's ZeRO"),
+        ("bf16_zero_pp_rank_11_mp_rank_01_optim_states.pt", "DeepSpeed's ZeRO"),
+        ("mp_rank_00_001/distrib_optim.pt", "Megatron"),
+        ("distrib_optim.pt", "Megatron"),
+    ],
+)
+def test_directories(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    torch.save(ADAM, tmp_path / name)
+    for load in (lambda: sluice.load_optimizer(KINDS["AdamW"](net()), tmp_path), lambda: sluice.open(tmp_path)):
+        with pytest.raises(UnsupportedError, match=problem) as caught:
+            load()
+        assert caught.value.file == str(tmp_path)
+
+
+def test_a_directory_of_trainer_with_deepspeed_keeps_its_model(tmp_path: Path) -> None:
+    """The model beside is read; its optimizer is in a directory of DeepSpeed's, which ``latest`` names."""
+    model = net()
+    sluice.save(model, tmp_path / "model.safetensors")
+    (tmp_path / "latest").write_text("global_step3", encoding="utf-8")
+    (tmp_path / "global_step3").mkdir()
+    sluice.load_into(net(seed=1), tmp_path)
+    with pytest.raises(UnsupportedError, match="DeepSpeed's ZeRO"):
+        sluice.load_optimizer(KINDS["AdamW"](model), tmp_path)
+
+
+def test_flat_parameters_of_the_optimizer(tmp_path: Path) -> None:
+    torch.save(ADAM, tmp_path / "f.pt")
+    flat = nn.Parameter(torch.zeros(40))
+    flat._is_flat_param = True  # type: ignore[attr-defined]  # as FSDP1 marks its own
+    with pytest.raises(MismatchError, match=r"parameter 0 is a flat parameter of FSDP1.* use_orig_params=True"):
+        sluice.load_optimizer(torch.optim.AdamW([flat]), tmp_path / "f.pt")

@@ -1,0 +1,204 @@
+"""Sparse and quantized tensors in an index: what their headers contradict is refused before anything is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sluice._errors import CheckpointError, FormatError
+from sluice.records import NO_STORAGE, Quantized, Sparse
+from sluice.testing._archives import Call, Global, storage, tensor_call
+from support.pickles import load
+
+HOOKS = Call(Global("collections", "OrderedDict"))
+
+
+def layout(name: str) -> Call:
+    return Call(Global("torch.serialization", "_get_layout"), (f"torch.{name}",))
+
+
+def size(*counts: object) -> Call:
+    return Call(Global("torch", "Size"), (counts,))
+
+
+def longs(*shape: int, kind: str = "LongStorage", **how: Any) -> Call:
+    return tensor_call(storage("i" + "x".join(map(str, shape)) + kind, 1000, kind=kind), shape=shape, **how)
+
+
+def floats(*shape: int, **how: Any) -> Call:
+    return tensor_call(storage("v", 1000), shape=shape, **how)
+
+
+def sparse(name: str, *data: object) -> Call:
+    return Call(Global("torch._utils", "_rebuild_sparse_tensor"), (layout(name), data))
+
+
+def quantized(parameters: object, *, kind: str = "QInt8Storage", shape: tuple[int, ...] = (3, 4), **how: Any) -> Call:
+    """Return the call that rebuilds a quantized tensor of a storage of 12 elements."""
+    stride = how.get("stride", (4, 1) if len(shape) == 2 else (1,) * len(shape))
+    grad, hooks = how.get("requires_grad", False), how.get("hooks", HOOKS)
+    held = storage("q", how.get("numel", 12), kind=kind)
+    arguments = (held, how.get("offset", 0), shape, stride, parameters, grad, hooks)
+    return Call(Global("torch._utils", "_rebuild_qtensor"), arguments)
+
+
+AFFINE = (Global("torch", "per_tensor_affine"), 0.5, 3)
+
+
+def channels(scales: object, zero_points: object, axis: object = 0, *, kind: str = "per_channel_affine") -> object:
+    return (Global("torch", kind), scales, zero_points, axis)
+
+
+DOUBLES = tensor_call(storage("d", 3, kind="DoubleStorage"), shape=(3,))
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "components"),
+    [
+        (sparse("sparse_coo", longs(2, 5), floats(5), size(3, 4), True), (3, 4), 2),
+        (sparse("sparse_coo", longs(1, 5), floats(5, 4), size(3, 4)), (3, 4), 2),
+        (sparse("sparse_coo", longs(0, 1), floats(1), size(), None), (), 2),
+        (sparse("sparse_csr", longs(4), longs(5), floats(5), size(3, 4)), (3, 4), 3),
+        (sparse("sparse_csc", longs(5), longs(5), floats(5), size(3, 4)), (3, 4), 3),
+        (sparse("sparse_bsr", longs(3), longs(5), floats(5, 2, 3), size(4, 6)), (4, 6), 3),
+        (sparse("sparse_bsc", longs(3), longs(5), floats(5, 2, 3), size(4, 6)), (4, 6), 3),
+        (sparse("sparse_csr", longs(2, 4), longs(2, 5), floats(2, 5, 7), size(2, 3, 4, 7)), (2, 3, 4, 7), 3),
+        (quantized(AFFINE), (3, 4), 1),
+        (quantized(channels(DOUBLES, longs(3))), (3, 4), 3),
+        (quantized(channels([0.1, 0.2, 0.3], [0, 1, 2])), (3, 4), 1),
+    ],
+)
+def test_what_an_entry_is_made_of(value: Call, shape: tuple[int, ...], components: int) -> None:
+    entry = load([value])[0]
+    assert (entry.shape, entry.storage) == (shape, NO_STORAGE)
+    assert isinstance(entry.composite, (Sparse, Quantized))
+    assert len(entry.pieces) == components
+    assert entry.nbytes == sum(piece.nbytes for piece in entry.pieces)
+    assert entry.layout in {"quantized", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"}
+
+
+def refused(value: Call, kind: type[CheckpointError], problem: str) -> None:
+    with pytest.raises(kind, match=problem) as caught:
+        load({"layers": [value]})
+    assert type(caught.value) is kind
+    assert caught.value.tensor == "layers.0"
+    assert caught.value.offset is not None
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ((), "number of components"),
+        ((longs(2, 5), floats(5)), "number of components"),
+        ((longs(2, 5), floats(5), size(3, 4), True, 1), "number of components"),
+        ((longs(2, 5), floats(4), size(3, 4), True), "do not fit"),
+        ((longs(2, 5), floats(5, 1), size(3, 4), True), "do not fit"),
+        ((longs(3, 5), floats(5), size(3, 4), True), "do not fit"),
+        ((longs(1, 5), floats(5, 3), size(3, 4), True), "do not fit"),
+        ((longs(10), floats(5), size(3, 4), True), "no matrix of int64"),
+        ((longs(2, 5, kind="IntStorage"), floats(5), size(3, 4), True), "no matrix of int64"),
+        ((floats(2, 5), floats(5), size(3, 4), True), "no matrix of int64"),
+        ((longs(2, 5), floats(5), size(3, 4), 1), "neither coalesced nor not"),
+        ((longs(2, 5), floats(5), [3, 4], True), "no torch.Size"),
+        ((longs(2, 5), floats(5), (3, -4), True), "no torch.Size"),
+        ((longs(2, 5), floats(5), (3, True), True), "no torch.Size"),
+        ((longs(2, 5), floats(5), size(2**62, 2**62), True), "more bytes than torch"),
+        ((longs(2, 5), floats(5), size(2**31, 2**30), True), "more bytes than torch"),
+        ((longs(65, 1), floats(1), size(*(65 * [1])), True), "more than 64 dimensions"),
+        ((5, floats(5), size(3, 4), True), "something other than dense"),
+        ((longs(2, 5), Global("os", "system"), size(3, 4), True), "something other than dense"),
+        ((longs(2, 5), sparse("sparse_coo", longs(1, 5), floats(5), size(5)), size(3, 4)), "other than dense"),
+        ((longs(2, 5), floats(5, requires_grad=True), size(3, 4), True), "parameters or lazy views"),
+        ((longs(2, 5), floats(5, extra=({"neg": True},)), size(3, 4), True), "parameters or lazy views"),
+    ],
+)
+def test_coo_tensors_that_contradict_themselves(data: tuple[object, ...], problem: str) -> None:
+    refused(sparse("sparse_coo", *data), FormatError, problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "problem"),
+    [
+        ("sparse_csr", (longs(4), longs(5), floats(5)), "number of components"),
+        ("sparse_csr", (longs(5), longs(5), floats(5), size(3, 4)), "compressed indices"),
+        ("sparse_csc", (longs(4), longs(5), floats(5), size(3, 4)), "compressed indices"),
+        ("sparse_bsr", (longs(4), longs(5), floats(5, 2, 3), size(4, 6)), "compressed indices"),
+        ("sparse_bsc", (longs(4), longs(5), floats(5, 2, 3), size(4, 6)), "compressed indices"),
+        ("sparse_csr", (longs(4), longs(5), floats(4), size(3, 4)), "do not fit"),
+        ("sparse_csr", (longs(4), longs(5), floats(5), size(3, 4, 2)), "do not fit"),
+        ("sparse_csr", (longs(2, 4), longs(5), floats(5), size(3, 4)), "too few dimensions"),
+        ("sparse_csr", (longs(2, 4), longs(3, 5), floats(2, 5), size(2, 3, 4)), "do not fit"),
+        ("sparse_csr", (longs(2, 4), longs(2, 5), floats(2, 5), size(3, 3, 4)), "do not fit"),
+        ("sparse_csr", (longs(4), longs(5), floats(5), size(3)), "too few dimensions"),
+        ("sparse_bsr", (longs(3), longs(5), floats(5), size(4, 6)), "too few dimensions"),
+        ("sparse_bsr", (longs(3), longs(5), floats(5, 0, 3), size(4, 6)), "too few dimensions"),
+        ("sparse_bsr", (longs(3), longs(5), floats(5, 3, 3), size(4, 6)), "blocks"),
+        ("sparse_csr", (longs(4, kind="IntStorage"), longs(5), floats(5), size(3, 4)), "no integers"),
+        ("sparse_csr", (longs(4, kind="ShortStorage"), longs(5, kind="ShortStorage"), floats(5), size(3, 4)), "no int"),
+        ("sparse_csr", (floats(4), floats(5), floats(5), size(3, 4)), "no integers"),
+        ("sparse_csr", (longs(), longs(5), floats(5), size(3, 4)), "no integers"),
+        ("sparse_csr", (longs(4), longs(5), floats(5), size(3, 2**63)), "no torch.Size"),
+    ],
+)
+def test_compressed_tensors_that_contradict_themselves(name: str, data: tuple[object, ...], problem: str) -> None:
+    refused(sparse(name, *data), FormatError, problem)
+
+
+def test_other_layouts() -> None:
+    for name in ("strided", "jagged"):
+        leaf = load([sparse(name, longs(1), floats(1), size(1))])[0]
+        assert repr(leaf) == f"<not loaded: a sparse tensor of a layout that torch does not load, torch.{name}>"
+    function = Global("torch._utils", "_rebuild_sparse_tensor")
+    refused(Call(function, (1, ())), FormatError, "other than a layout")
+    refused(Call(function, (layout("sparse_coo"), [])), FormatError, "other than a layout")
+    refused(Call(function, ()), FormatError, "other than a layout")
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (quantized(AFFINE, kind="QUInt4x2Storage"), "less than a byte an element, torch.quint4x2"),
+        (quantized((Global("torch", "per_tensor_symmetric"), 0.5)), "scheme that torch does not load"),
+        (tensor_call(storage("q", 12, kind="QInt8Storage"), shape=(1,)), "plain tensors do not have, torch.qint8"),
+    ],
+)
+def test_quantized_tensors_that_are_not_read(value: Call, what: str) -> None:
+    assert what in repr(load([value])[0])
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "problem"),
+    [
+        (quantized(AFFINE, shape=(13,)), FormatError, "past the end"),
+        (quantized(AFFINE, offset=1), FormatError, "past the end"),
+        (quantized(AFFINE, stride=(-4, 1)), FormatError, "no valid integer"),
+        (quantized(AFFINE, requires_grad=True), FormatError, "requires_grad of a tensor of qint8"),
+        (quantized(AFFINE, hooks={"a": 1}), FormatError, "hooks"),
+        (quantized(AFFINE, kind="CharStorage"), FormatError, "no view of a quantized storage"),
+        (quantized(()), FormatError, "without a scheme"),
+        (quantized((AFFINE[0], 1, 3)), FormatError, "without a scale"),
+        (quantized((AFFINE[0], 0.5, 3.0)), FormatError, "without a scale"),
+        (quantized((AFFINE[0], 0.5, 2**63)), FormatError, "without a scale"),
+        (quantized((AFFINE[0], 0.5)), FormatError, "without a scale"),
+        (quantized(channels(DOUBLES, longs(3), 2)), FormatError, "no dimension of it"),
+        (quantized(channels(DOUBLES, longs(3), -1)), FormatError, "no dimension of it"),
+        (quantized(channels(DOUBLES, longs(3), True)), FormatError, "no dimension of it"),
+        (quantized(channels(DOUBLES, longs(3), 0)[:3]), FormatError, "no dimension of it"),  # type: ignore[index]
+        (quantized(channels(DOUBLES, longs(4))), FormatError, "for each channel"),
+        (quantized(channels(DOUBLES, longs(3), 1)), FormatError, "for each channel"),
+        (quantized(channels(DOUBLES, longs(3, 1))), FormatError, "for each channel"),
+        (quantized(channels(longs(3), longs(3))), FormatError, "other dtypes"),
+        (quantized(channels(floats(3), longs(3))), FormatError, "other dtypes"),
+        (quantized(channels(DOUBLES, longs(3, kind="IntStorage"))), FormatError, "other dtypes"),
+        (quantized(channels(DOUBLES, longs(3, stride=(0,)))), FormatError, "one behind the other"),
+        (quantized(channels(DOUBLES, longs(3, stride=(2,)))), FormatError, "one behind the other"),
+        (quantized(channels([0.5, 0.5], [1, 2, 3])), FormatError, "for each channel"),
+        (quantized(channels([0.5, 0.5, 1], [1, 2, 3])), FormatError, "no numbers"),
+        (quantized(channels([0.5, 0.5, 1.0], [1, 2, 2.0])), FormatError, "no numbers"),
+        (quantized(channels([0.5, 0.5, 1.0], [1, 2, 2**64])), FormatError, "no numbers"),
+        (quantized(channels([0.5, 0.5, 1.0], longs(3))), FormatError, "other than dense"),
+    ],
+)
+def test_quantized_tensors_that_contradict_themselves(value: Call, kind: type[CheckpointError], problem: str) -> None:
+    refused(value, kind, problem)

@@ -1,0 +1,316 @@
+"""Legacy torch.save files: what torch reads, sluice reads, down to the bytes and without reading the data."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sluice
+from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._errors import LimitError, UnsafeContentError
+from sluice._options import Limits
+from sluice.formats.torch_save.legacy import Legacy
+from sluice.records import Index, UnsupportedValue
+from sluice.testing import MemorySource, RecordingSource
+from sluice.testing._archives import Call, Global, Raw, encode, tensor_call
+from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.oracles import loaded, same, save_and_compare
+
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader, of its own files
+
+#: What torch reads back: the others it writes as untyped storages, at which its reader fails.
+DTYPES = [
+    *("bool", "uint8", "int8", "int16", "int32", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+]
+
+SIX = {"7": (6, struct.pack("<6f", *range(6)))}
+WEIGHT = legacy_storage("7", 6)
+
+
+def saved(value: object, protocol: int = 2) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+def index_of(content: bytes, limits: Limits | None = None) -> Index:
+    return Legacy().read_index(MemorySource(content), limits or Limits())
+
+
+def check(content: bytes, protocol: int = 2) -> Any:
+    """Compare what a file holds with what torch loads of it, and return that."""
+    # torch's restricted loader stops at protocol 3
+    expected = torch.load(io.BytesIO(content), weights_only=protocol < 4)
+    assert same(loaded(MemorySource(content), index_of(content)), expected)
+    return expected
+
+
+# What torch.save writes
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype(name: str, protocol: int) -> None:
+    raw = torch.arange(480).to(torch.uint8) * 37 + 11
+    tensor = (raw % 2).view(torch.bool) if name == "bool" else raw.view(torch_dtype(name))
+    value = {"t": tensor, "row": tensor[3:5], "scalar": tensor[3].clone(), "empty": tensor.new_empty((0, 3))}
+    check(saved(value, protocol), protocol)
+
+
+@pytest.mark.parametrize("name", sorted(ITEM_BYTES.keys() - set(DTYPES)))
+def test_dtypes_that_torch_itself_does_not_read(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of dtypes that torch calls experimental
+        content = saved({"w": torch.zeros(16, dtype=torch.uint8).view(torch_dtype(name))})
+        with pytest.raises(AttributeError, match="UntypedStorage"):
+            torch.load(io.BytesIO(content), weights_only=True)
+    index: Any = index_of(content)
+    assert isinstance(index.tree["w"], UnsupportedValue)
+    assert "untyped storage" in index.tree["w"].reason
+    assert [(one.key, one.nbytes) for one in index.storages] == [(index.storages[0].key, 16)]
+
+
+def test_state_dicts_with_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:
+    base = torch.randn(40, 50)
+    value = OrderedDict(
+        whole=base,
+        rows=base[5:9],
+        column=base[:, 3],
+        transposed=torch.randn(6, 7).t(),
+        channels_last=torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        expanded=torch.randn(1, 3).expand(4, 3),
+        parameter=torch.nn.Parameter(torch.randn(3)),
+        frozen=torch.nn.Parameter(torch.randn(3), requires_grad=False),
+        wants_grad=torch.randn(3, requires_grad=True),
+        large=torch.randn(1200, 1000),
+        step=7,
+        nested={"inner": [torch.arange(3), 2.5, None, (True, "text", b"bytes")]},
+    )
+    value["tied"] = value["whole"]
+    ours = save_and_compare(tmp_path / "f.pth", value, _use_new_zipfile_serialization=False)
+    assert ours["tied"] is ours["whole"]
+    assert ours["rows"].untyped_storage().data_ptr() == ours["whole"].untyped_storage().data_ptr()
+
+
+def test_a_module_is_filled(tmp_path: Path) -> None:
+    def build() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(20), torch.nn.Linear(20, 700))
+
+    module = build()
+    (tmp_path / "f.pth").write_bytes(saved({"model": module.state_dict(), "epoch": 3}))
+    with sluice.empty_init():
+        filled = build()
+    report = sluice.load_into(filled, tmp_path / "f.pth", dtype=torch.bfloat16)
+    assert report.format == "torch-legacy"
+    assert same(filled.state_dict(), module.to(torch.bfloat16).state_dict())
+
+
+def test_slices_and_metadata(tmp_path: Path) -> None:
+    tensor = torch.randn(100, 30)
+    (tmp_path / "f.pth").write_bytes(saved({"w": tensor}))
+    with sluice.open(tmp_path / "f.pth") as checkpoint:
+        assert checkpoint.format == "torch-legacy"
+        assert dict(checkpoint.metadata) == {"protocol_version": "1001", "byteorder": "little"}
+        assert torch.equal(checkpoint["w"][10:20, ::2].read(), tensor[10:20, ::2])
+
+
+def test_module_versions_are_kept() -> None:
+    module = torch.nn.BatchNorm1d(3)
+    index = index_of(saved(module.state_dict()))
+    assert index.tree._metadata == module.state_dict()._metadata  # type: ignore[attr-defined]
+
+
+@given(st.data())
+def test_any_state_dict(data: st.DataObject) -> None:
+    storages = [
+        torch.arange(data.draw(st.integers(0, 40))).to(torch_dtype(data.draw(st.sampled_from(DTYPES))))
+        for _ in range(data.draw(st.integers(1, 4)))
+    ]
+    value: dict[str, object] = {}
+    for name in data.draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=9), unique=True)):
+        tensor = data.draw(st.sampled_from(storages))
+        start = data.draw(st.integers(0, len(tensor)))
+        value[name] = tensor[start :: data.draw(st.integers(1, 3))]
+    content = saved(value, data.draw(st.sampled_from([2, 3])))
+    check(content)
+    index = index_of(content)
+    assert all(storage.located for storage in index.storages)
+    assert sorted(storage.key for storage in index.storages) == [storage.key for storage in by_offset(index)]
+
+
+def by_offset(index: Index) -> list[Any]:
+    return sorted(index.storages, key=lambda storage: storage.offset)
+
+
+def test_nothing_is_left_to_locate() -> None:
+    content = saved({"w": torch.zeros(3)})
+    assert Legacy().locate(MemorySource(content), index_of(content), [0]) == {}
+
+
+# What torch wrote long ago
+
+
+def test_what_python_2_wrote() -> None:
+    """Byte strings for text, an ``OrderedDict`` from a list of lists, sizes as long integers."""
+    text = Raw(b"U\x06weight")
+    tensor = tensor_call(WEIGHT, shape=(2, 3), function="_rebuild_tensor")
+    early = Call(tensor.function, tensor.arguments[:4])
+    assert list(check(legacy_file(Call(Global("collections", "OrderedDict"), ([[text, early]],)), SIX))) == ["weight"]
+    check(legacy_file({text: early, "set": Call(Global("__builtin__", "set"), ([1, 2],))}, SIX))
+
+
+STATE = (WEIGHT, 0, (2, 3), (3, 1))
+FLOATS = Global("torch", "FloatTensor")
+PARAMETER = Global("torch.nn.parameter", "Parameter")
+NO_HOOKS = Call(Global("collections", "OrderedDict"))
+TENSOR = Call(FLOATS, (), STATE)
+
+
+def created(kind: Global, arguments: tuple[object, ...], state: object) -> Raw:
+    """An object that is created without a call (NEWOBJ) and then given its state."""
+    return Raw(encode(kind) + encode(arguments) + b"\x81" + encode(state) + b"b")
+
+
+EARLY = {
+    "called": TENSOR,
+    "created": created(FLOATS, (), STATE),
+    "parameter": Call(PARAMETER, (TENSOR,), (True, False, NO_HOOKS)),
+    "frozen parameter": created(PARAMETER, (TENSOR,), (False, False, NO_HOOKS)),
+    "without hooks": Call(PARAMETER, (TENSOR,), (True, False, None)),
+    "long state": created(PARAMETER, (), (TENSOR, None, NO_HOOKS, True, False)),
+    "long state of a frozen one": Call(PARAMETER, (), (TENSOR, None, None, False, False)),
+}
+
+
+@pytest.mark.parametrize("kind", EARLY)
+def test_tensors_of_the_first_releases(kind: str) -> None:
+    assert isinstance(check(legacy_file({"w": EARLY[kind]}, SIX))["w"], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (f"{name}Tensor", dtype)
+        for name, dtype in zip(
+            ("Double", "Half", "Long", "Int", "Short", "Char", "Byte"),
+            ("float64", "float16", "int64", "int32", "int16", "int8", "uint8"),
+            strict=True,
+        )
+    ],
+)
+def test_tensor_classes_of_the_first_releases(kind: str, dtype: str) -> None:
+    data = bytes(range(3 * ITEM_BYTES[dtype]))
+    state = (legacy_storage("7", 3, kind=kind.replace("Tensor", "Storage")), 1, (2,), (1,))
+    assert (
+        dtype_name(check(legacy_file({"w": Call(Global("torch", kind), (), state)}, {"7": (3, data)}))["w"].dtype)
+        == dtype
+    )
+
+
+def test_what_the_memo_holds_of_such_a_tensor_is_the_finished_one() -> None:
+    put, get = b"q\x00", b"h\x00"
+    first = Raw(encode(Call(FLOATS)) + put + encode(STATE) + b"b")
+    index = index_of(legacy_file({"w": first, "tied": Raw(get)}, SIX))
+    assert isinstance(index.tree, dict)
+    assert index.tree["w"] is index.tree["tied"]
+
+
+def test_views_of_storages() -> None:
+    """Tensors of old files are views of a part of a storage, from which their own offsets count."""
+    view = legacy_storage("7", 6, view=("9", 2, 4))
+    content = legacy_file(
+        {
+            "part": tensor_call(view, shape=(2, 1), stride=(2, 1), offset=1),
+            "again": tensor_call(view, shape=(4,)),
+            "empty": tensor_call(legacy_storage("7", 6, view=("8", 6, 0)), shape=(0,)),
+            "whole": tensor_call(WEIGHT, shape=(6,)),
+        },
+        SIX,
+    )
+    assert check(content)["part"].flatten().tolist() == [3, 5]
+    assert len(index_of(content).storages) == 1
+
+
+def test_whole_modules_are_named_and_not_built() -> None:
+    content = saved(torch.nn.Linear(2, 3))
+    with pytest.raises(UnsafeContentError, match=r"whole torch\.nn\.modules\.linear\.Linear object"):
+        index_of(content)
+    part = index_of(saved({"net": torch.nn.Linear(2, 3), "w": torch.ones(2)}))
+    assert repr(part.tree).startswith("{'net': <not loaded: torch.nn.modules.linear.Linear>")
+    assert "torch.nn.modules.linear.Linear" in part.notes[0]
+
+
+# What is read
+
+
+def test_data_is_not_read() -> None:
+    value = {f"w{number}": torch.zeros(100_000) for number in range(40)}
+    source = RecordingSource(MemorySource(saved(value)))
+    index = Legacy().read_index(source, Limits())
+    counts = [read.offset for read in source.reads if read.nbytes == 8]
+    assert sorted(counts) == [storage.offset - 8 for storage in by_offset(index)]
+    assert source.read_bytes - 8 * len(counts) < 64 << 10
+
+
+def test_counts_of_small_storages_are_read_together() -> None:
+    source = RecordingSource(MemorySource(saved({f"w{number}": torch.zeros(100) for number in range(1000)})))
+    Legacy().read_index(source, Limits())
+    assert len(source.reads) < 20
+
+
+def test_little_is_read_beyond_a_pickle() -> None:
+    value = {"w": torch.zeros(5_000_000), **{f"text{number}": "x" * 999 for number in range(1000)}}
+    content = saved(value)
+    source = RecordingSource(MemorySource(content))
+    Legacy().read_index(source, Limits())
+    data_start = len(content) - 20_000_000
+    assert max(read.offset + read.nbytes for read in source.reads) < 2 * data_start
+    assert max(read.nbytes for read in source.reads) <= 1 << 20
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_pickles_longer_than_any_window(protocol: int) -> None:
+    value = {
+        "text": "x" * 3_000_000,
+        "data": b"y" * 2_500_000,
+        **{f"w{number}": torch.tensor([number]) for number in range(20_000)},
+    }
+    content = saved(value, protocol)
+    assert same(loaded(MemorySource(content), index_of(content)), value)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_window_may_end_anywhere(monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+    value = {"a": torch.arange(3.0), "b": [1, 2**40, -1.5, "text", b"b", (None, True)], "c": torch.ones(2)}
+    value["d"] = value["a"]
+    content = saved(value, protocol)
+    for size in range(1, 200):
+        monkeypatch.setattr("sluice.formats.pickles.stream._FIRST_WINDOW_BYTES", size)
+        monkeypatch.setattr("sluice.formats.pickles.stream._WINDOW_BYTES", size)
+        assert same(loaded(MemorySource(content), index_of(content)), value)
+
+
+def test_long_pickles_are_refused() -> None:
+    content = saved({"text": "x" * 100_000, "w": torch.zeros(3)})
+    source = RecordingSource(MemorySource(content))
+    with pytest.raises(LimitError, match="header_bytes"):
+        Legacy().read_index(source, Limits(header_bytes=50_000))
+    assert max(read.offset + read.nbytes for read in source.reads) < 51_000
+    index_of(content, Limits(header_bytes=101_000))
+
+
+def test_too_many_storages_are_refused() -> None:
+    content = saved([torch.zeros(1) for _ in range(4)])
+    index_of(content, Limits(entries=4))
+    with pytest.raises(LimitError, match="more than 3"):
+        index_of(content, Limits(entries=3))

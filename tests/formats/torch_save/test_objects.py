@@ -1,0 +1,229 @@
+"""Storages and tensors of torch's pickles: what they become, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from sluice._errors import (
+    FormatError,
+    LimitError,
+    UnsupportedError,
+)
+from sluice.formats.pickles.unpickler import Unpickler
+from sluice.formats.torch_save.objects import TorchObjects
+from sluice.records import Entry, Opaque, UnsupportedValue
+from sluice.testing._archives import Call, Global, Persistent, Raw, encode, pickled, storage, tensor_call
+from support.pickles import LIMITS, MISSING, load
+
+
+def test_a_tensor_and_its_storage() -> None:
+    data = pickled({"w": tensor_call(storage("7", 10), shape=(2, 3), stride=(4, 1), offset=1, requires_grad=True)})
+    objects = TorchObjects(LIMITS, len(data))
+    tree = Unpickler(data, objects, limits=LIMITS, file="file").load()
+    entry = Entry(dtype="float32", shape=(2, 3), stride=(4, 1), storage=0, storage_offset=1, requires_grad=True)
+    assert tree == {"w": entry}
+    assert [(found.key, found.nbytes) for found in objects.storages] == [("7", 40)]
+
+
+FLOATS = storage("0", 10)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "problem"),
+    [
+        (tensor_call(FLOATS, shape=(11,)), "past the end"),
+        (tensor_call(FLOATS, shape=(10,), offset=1), "past the end"),
+        (tensor_call(FLOATS, shape=(2, 5), stride=(6, 1)), "past the end"),
+        (tensor_call(FLOATS, shape=(), offset=10), "past the end"),
+        (tensor_call(FLOATS, shape=(2**62 + 1,), stride=(0,)), "more bytes than torch"),
+        (tensor_call(FLOATS, shape=(2**31, 2**31), stride=(0, 0)), "more bytes than torch"),
+        (tensor_call(FLOATS, shape=(2**62, 4, 0), stride=(0, 0, 0)), "more bytes than torch"),
+        (tensor_call(FLOATS, shape=(1,), stride=(2**63,)), "no valid integer"),
+        (tensor_call(FLOATS, shape=(-1,)), "no valid integer"),
+        (tensor_call(FLOATS, shape=(2,), stride=(-1,), offset=5), "no valid integer"),
+        (tensor_call(FLOATS, shape=(2,), offset=-1), "no valid integer"),
+        (tensor_call(FLOATS, shape=(0,), offset=2**63), "no valid integer"),
+        (tensor_call(FLOATS, shape=(True,), stride=(1,)), "no valid integer"),
+        (tensor_call(FLOATS, shape=(1.0,), stride=(1,)), "no valid integer"),
+        (tensor_call(FLOATS, shape=(2,), offset=False), "no valid integer"),
+        (tensor_call(FLOATS, shape=(2,), stride=(1, 1)), "same length"),
+        (tensor_call(FLOATS, shape=[2], stride=[1]), "same length"),
+        (tensor_call(FLOATS, shape=None, stride=()), "same length"),
+        (tensor_call(5), "no view"),
+        (tensor_call(FLOATS, shape=65 * (1,)), "more than 64 dimensions"),
+        (tensor_call(FLOATS, shape=(1,), requires_grad=1), "requires_grad"),
+        (tensor_call(storage("1", 10, kind="IntStorage"), shape=(1,), requires_grad=True), "requires_grad"),
+        (tensor_call(FLOATS, shape=(1,), hooks={"a": 1}), "hooks"),
+        (tensor_call(FLOATS, shape=(1,), hooks=Raw(b"N")), "hooks"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"other": True},)), "unknown metadata"),
+        (tensor_call(FLOATS, shape=(1,), extra=(None,)), "unknown metadata"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"conj": 1},)), "not true"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"neg": False},)), "not true"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"neg": None},)), "not true"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"conj": True},)), "a conjugated tensor of float32"),
+        (tensor_call(FLOATS, shape=(1,), extra=({}, {})), "wrong number"),
+        (tensor_call(FLOATS, shape=(1,), extra=("float32",), function="_rebuild_tensor_v3"), "no torch.dtype"),
+        (
+            Call(Global("torch._utils", "_rebuild_parameter"), (5, True, Call(Global("collections", "OrderedDict")))),
+            "no tensor",
+        ),
+        (Call(Global("torch._utils", "_rebuild_tensor_v2"), ()), "wrong number"),
+        (tensor_call(Persistent(("storage",))), "persistent id"),
+        (tensor_call(Persistent("storage")), "persistent id"),
+        (tensor_call(Persistent(("module", Global("torch", "FloatStorage"), "0", "cpu", 1))), "persistent id"),
+        (tensor_call(Persistent(("storage", Global("os", "FloatStorage"), "0", "cpu", 1))), "malformed storage"),
+        (tensor_call(storage(0, 1)), "malformed storage"),
+        (tensor_call(storage(None, 1)), "malformed storage"),
+        (tensor_call(storage("0", -1)), "malformed storage"),
+        (tensor_call(storage("0", True)), "malformed storage"),
+        (tensor_call(storage("0", 1.0)), "malformed storage"),
+        (tensor_call(storage("0", 1, location="bogus:7")), "device"),
+        (tensor_call(storage("0", 1, location="cpu\u00e9")), "device"),
+        (tensor_call(storage("0", 1, location="cuda:\u0661")), "device"),
+        (tensor_call(storage("0", 1, location="cüda")), "device"),
+        (tensor_call(storage("0", 1, location=("cpu",))), "device"),
+    ],
+)
+def test_bad_tensors_are_named(tensor: Call, problem: str) -> None:
+    with pytest.raises(FormatError, match=problem) as caught:
+        load({"layers": [{"weight": tensor_call(FLOATS, shape=(10,))}, {"bad": tensor}], "after": 1})
+    assert caught.value.tensor == "layers.1.bad"
+    assert caught.value.file == "file"
+    assert caught.value.offset is not None
+    assert caught.value.offset > 1000
+
+
+def test_the_largest_view_that_fits() -> None:
+    for tensor in (
+        tensor_call(FLOATS, shape=(10,)),
+        tensor_call(FLOATS, shape=(), offset=9),
+        tensor_call(FLOATS, shape=(2, 5), stride=(5, 1)),
+        tensor_call(FLOATS, shape=(2**40,), stride=(0,), offset=9),
+        tensor_call(FLOATS, shape=(0,), offset=99),
+        tensor_call(FLOATS, shape=64 * (1,)),
+    ):
+        assert isinstance(load({"w": tensor})["w"], Entry)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [storage("0", 9), storage("0", 11), storage("0", 10, kind="IntStorage"), storage("0", 5, kind="LongStorage")],
+)
+def test_one_storage_declared_in_two_ways(second: Persistent) -> None:
+    with pytest.raises(FormatError, match="declared twice") as caught:
+        load({"a": tensor_call(FLOATS, shape=(1,)), "b": tensor_call(second, shape=(1,))})
+    assert caught.value.tensor == "b"
+
+
+def test_one_empty_storage_of_two_dtypes() -> None:
+    found = load(
+        [tensor_call(storage("0", 0), shape=(0,)), tensor_call(storage("0", 0, kind="LongStorage"), shape=(0,))]
+    )
+    assert [(entry.dtype, entry.storage) for entry in found] == [("float32", 0), ("int64", 0)]
+
+
+def test_conjugated_and_negated_views() -> None:
+    numbers = storage("0", 10, kind="ComplexFloatStorage")
+    for flags in ({}, {"conj": True}, {"neg": True}, {"conj": True, "neg": True}):
+        entry = load([tensor_call(numbers, shape=(1,), extra=(flags,))])[0]
+        assert entry.math_bits == tuple(bit for bit in ("conj", "neg") if flags.get(bit))
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ([], "not named by text"),
+        (5, "not named by text"),
+        ({1: 2}, "not named by text"),
+        (({}, {}, {}), "wrong length"),
+        (({}, {b"x": 2}), "not named by text"),
+    ],
+)
+def test_attributes_that_are_none(state: object, problem: str) -> None:
+    hooks = Call(Global("collections", "OrderedDict"))
+    tensor = tensor_call(FLOATS, shape=(10,))
+    parameter = Call(Global("torch._utils", "_rebuild_parameter_with_state"), (tensor, True, hooks, state))
+    inner = (FLOATS, 0, (10,), (1,), False, hooks)
+    rebuild = Global("torch._utils", "_rebuild_tensor_v2")
+    typed = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, Global("torch", "Tensor"), inner, state))
+    for value in (parameter, typed):
+        with pytest.raises(FormatError, match=problem) as caught:
+            load({"w": value})
+        assert caught.value.tensor == "w"
+
+
+def test_attributes() -> None:
+    hooks = Call(Global("collections", "OrderedDict"))
+    rebuild, function = Global("torch._utils", "_rebuild_tensor_v2"), Global("torch.tensor", "_rebuild_from_type_v2")
+    inner = (FLOATS, 0, (10,), (1,), False, hooks)
+    states = [({"a": 1}, {"b": 2}), (None, {"b": 2}), {"a": Global("os", "system")}, ({}, None), {}]
+    found = load([Call(function, (rebuild, Global("torch", "Tensor"), inner, state)) for state in states])
+    assert [entry.attributes for entry in found] == [{"a": 1, "b": 2}, {"b": 2}, None, None, None]
+
+
+def test_attributes_nest_no_deeper_than_the_limit() -> None:
+    tensor: object = tensor_call(FLOATS, shape=(10,))
+    for _ in range(100):
+        tensor = Call(
+            Global("torch._utils", "_rebuild_parameter_with_state"),
+            (tensor_call(FLOATS, shape=(10,)), True, Call(Global("collections", "OrderedDict")), {"next": tensor}),
+        )
+    with pytest.raises(LimitError, match="deeper"):
+        load({"w": tensor})
+
+
+def test_a_bad_attribute_is_named() -> None:
+    bad = tensor_call(FLOATS, shape=(11,))
+    hooks = Call(Global("collections", "OrderedDict"))
+    state = {"main": [bad]}
+    parameter = (tensor_call(FLOATS, shape=(10,)), True, hooks, state)
+    with pytest.raises(FormatError, match="past the end") as caught:
+        load({"w": Call(Global("torch._utils", "_rebuild_parameter_with_state"), parameter)})
+    assert caught.value.tensor == "w.main.0"
+
+
+def test_a_storage_that_no_tensor_views() -> None:
+    shared = Raw(encode((1, [(FLOATS,)])) + b"q\0")
+    tree = load({"a": [FLOATS, tensor_call(FLOATS, shape=(10,))], "b": FLOATS, "c": shared, "d": (Raw(b"h\0"), FLOATS)})
+    for leaf in (tree["a"][0], tree["b"], tree["c"][1][0][0], tree["d"][1]):
+        assert repr(leaf) == "<not loaded: a storage that no tensor views, torch.storage of float32>"
+    assert isinstance(tree["a"][1], Entry)
+    assert tree["c"][0] == 1
+    assert tree["d"][0][1] is tree["c"][1]
+    assert isinstance(load((FLOATS, 2))[0], UnsupportedValue)
+    with pytest.raises(UnsupportedError, match="no tensor views"):  # there is nothing else to open the file for
+        load(FLOATS)
+
+
+def test_storages_among_attributes_and_versions() -> None:
+    made = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (Global("torch._utils", "_rebuild_tensor_v2"),))
+    rebuilt = tensor_call(FLOATS, shape=(10,)).arguments
+    state = {"own": (FLOATS, 1), "other": FLOATS}
+    tensor = Call(made.function, (*made.arguments, Global("torch", "Tensor"), rebuilt, state))
+    versions = Raw(encode(Call(Global("collections", "OrderedDict"))) + encode({"_metadata": (FLOATS,)}) + b"b")
+    tree = load({"w": tensor, "v": versions})
+    attributes = tree["w"].attributes
+    for leaf in (attributes["own"][0], attributes["other"], tree["v"]._metadata[0]):
+        assert isinstance(leaf, UnsupportedValue)
+    assert attributes["own"][1] == 1
+
+
+def test_classes_as_values_are_inert_leaves() -> None:
+    for name in ("FloatStorage", "QInt8Storage"):
+        assert isinstance(load([Global("torch", name)])[0], Opaque)
+    assert isinstance(load([Global("collections", "OrderedDict")])[0], Opaque)
+
+
+def test_rebuilding_inside_rebuilding_does_not_recurse() -> None:
+    rebuild = Global("torch._tensor", "_rebuild_from_type_v2")
+    nested: object = (rebuild, Global("torch", "Tensor"), (), {})
+    for _ in range(20):
+        nested = (rebuild, Global("torch", "Tensor"), nested, {})
+    leaf = load([Call(rebuild, nested if isinstance(nested, tuple) else ())])[0]
+    assert "a way of its own" in repr(leaf)
+
+
+def test_a_refused_tensor_that_the_tree_does_not_hold() -> None:
+    bad = tensor_call(FLOATS, shape=(99,))
+    with pytest.raises(FormatError, match="past the end"):
+        load([Call(MISSING, (bad,))])

@@ -1,0 +1,271 @@
+"""Torch zip files: the index is what ``torch.load`` gives, down to the bytes."""
+
+from __future__ import annotations
+
+import collections
+import io
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._errors import (
+    FormatError,
+)
+from sluice._options import Limits
+from sluice.formats.pickles.unpickler import Unpickler
+from sluice.formats.torch_save.zip import TorchZip
+from sluice.records import Index, Opaque
+from sluice.testing import MemorySource, RecordingSource
+from sluice.testing._archives import (
+    Call,
+    Global,
+    storage,
+    tensor_call,
+    torch_archive,
+)
+from support.torch_files import PROTOCOLS, Comparison, check, filled, index_of, saved
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("name", ITEM_BYTES)
+def test_every_dtype(name: str, protocol: int) -> None:
+    dtype = torch_dtype(name)
+    index = check(
+        {"w": filled(dtype, 6).view(2, 3), "scalar": filled(dtype, 1)[0], "empty": filled(dtype, 0)}, protocol
+    )
+    assert isinstance(index.tree, dict)
+    assert {entry.dtype for entry in index.tree.values()} == {name}
+
+
+@PROTOCOLS
+def test_views_and_ties(protocol: int) -> None:
+    base = torch.arange(60.0)
+    index = check(
+        {
+            "base": base,
+            "again": base,
+            "row": base[10:20],
+            "column": base.view(6, 10)[:, 3],
+            "transposed": base.view(6, 10).t(),
+            "strided": base[1::7],
+            "expanded": base[5].expand(4, 3),
+            "overlapping": base.as_strided((4, 8), (2, 1), 3),
+            "scalar": base[59],
+            "nothing": base[60:],
+            "apart": base.clone(),
+        },
+        protocol,
+    )
+    assert len(index.storages) == 2
+    assert isinstance(index.tree, dict)
+    assert index.tree["base"] is index.tree["again"]
+
+
+@PROTOCOLS
+def test_parameters(protocol: int) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    leaf = torch.ones(2, requires_grad=True)
+    check({"parameter": parameter, "tied": parameter, "frozen": frozen, "leaf": leaf}, protocol)
+
+
+@PROTOCOLS
+def test_attributes_of_tensors(protocol: int) -> None:
+    parameter, tensor = torch.nn.Parameter(torch.ones(3)), torch.ones(2)
+    parameter.note, tensor.note = "a", [1, {"b": tensor.clone()}]  # type: ignore[attr-defined]
+    index = check({"parameter": parameter, "tensor": tensor, "buffer": torch.nn.Buffer(torch.ones(1))}, protocol)
+    assert index.notes == ()
+
+
+@PROTOCOLS
+def test_conjugated_and_negated_views(protocol: int) -> None:
+    numbers = torch.arange(4).to(torch.complex64) * (1 + 2j)
+    check({"plain": numbers, "conj": numbers.conj(), "part": numbers.conj()[1:]}, protocol)
+    check({"neg": numbers.conj().imag, "negated row": numbers.conj().imag[1:3]}, protocol)
+
+
+@PROTOCOLS
+def test_modules_and_optimizers(protocol: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "args": {"lr": 0.1, "x": None},
+    }
+    index = check(state, protocol)
+    assert isinstance(index.tree, dict)
+    assert index.tree["model"]._metadata["1"] == {"version": 2}
+
+
+@PROTOCOLS
+def test_plain_values(protocol: int) -> None:
+    check([torch.Size([1, 2]), torch.float16, torch.device("cpu"), torch.device("cuda", 3), torch.strided], protocol)
+    check(
+        {
+            1: "a",
+            "s": {1, 2},
+            "c": 1 + 2j,
+            "b": bytearray(b"xy"),
+            "n": 2**70,
+            "k": collections.Counter("ab"),
+        },
+        protocol,
+    )
+    check((), protocol)
+    check(torch.arange(3), protocol)
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_containers_beyond_torchs_own_list(protocol: int) -> None:
+    check({"d": collections.defaultdict(list, a=[1]), "f": frozenset("ab"), "b": b"bytes", "e": b""}, protocol)
+
+
+def test_one_empty_storage_of_two_dtypes() -> None:
+    empty = torch.empty(0)
+    check([empty, empty.view(torch.int32), empty.view(0, 3)])
+
+
+def test_a_file_of_the_c_plus_plus_writer() -> None:
+    content = torch._C._pickle_save((torch.arange(6.0).view(2, 3), torch.ones(2)))
+    source = MemorySource(content)
+    index = TorchZip().read_index(source, Limits())
+    Comparison(source, index).check(index.tree, torch.load(io.BytesIO(content)))
+
+
+@st.composite
+def views(draw: st.DrawFn) -> tuple[str, int, list[tuple[tuple[int, ...], tuple[int, ...], int]]]:
+    """Draw a dtype, a number of elements, and views of them: shapes, strides and offsets."""
+    count = draw(st.integers(0, 40))
+    found = []
+    for _ in range(draw(st.integers(1, 4))):
+        offset = draw(st.integers(0, count))
+        shape, stride, last = [], [], offset
+        for _ in range(draw(st.integers(0, 4))):
+            step = draw(st.integers(0, 5))
+            most = (count - 1 - last) // step + 1 if step and last < count else 4
+            shape.append(draw(st.integers(0, max(0, min(most, 5)))))
+            stride.append(step)
+            last += max(0, shape[-1] - 1) * step
+        if last < count or 0 in shape:
+            found.append((tuple(shape), tuple(stride), offset))
+    return draw(st.sampled_from(list(ITEM_BYTES))), count, found
+
+
+@given(drawn=views(), protocol=st.integers(2, 5))
+def test_any_views(drawn: tuple[str, int, list[tuple[tuple[int, ...], tuple[int, ...], int]]], protocol: int) -> None:
+    name, count, chosen = drawn
+    base = filled(torch_dtype(name), count)
+    check([torch.as_strided(base, *view) for view in chosen], protocol)
+
+
+# The index
+
+
+def test_metadata_and_files() -> None:
+    content = saved({"w": torch.ones(2)})
+    index = index_of(content)
+    assert index.format == TorchZip().name == "torch-zip"
+    assert index.metadata == {"version": "3", "byteorder": "little", "archive": "archive"}
+    assert [file.identity.nbytes for file in index.files] == [len(content)]
+    assert TorchZip().matches(content[:4096])
+    assert not TorchZip().matches(b"\x80\x02" + content)
+
+
+def test_only_storages_that_the_pickle_names_are_in_the_index() -> None:
+    content = torch_archive({"w": tensor_call(storage("b", 1), shape=(1,))}, {"a": bytes(8), "b": bytes(4), "c": b""})
+    assert [(found.key, found.nbytes, found.located) for found in index_of(content).storages] == [("b", 4, False)]
+
+
+def test_what_is_not_built_is_noted() -> None:
+    value = {name: Call(Global("module", name)) for name in "abcdefg"}
+    index = index_of(torch_archive(value))
+    assert isinstance(index.tree, dict)
+    assert all(isinstance(leaf, Opaque) for leaf in index.tree.values())
+    assert index.notes == (
+        "The file names module.a, module.b, module.c, module.d, module.e, ...: sluice neither imports nor builds them.",
+    )
+
+
+def test_indexing_reads_no_tensor_data() -> None:
+    content = saved({str(number): torch.ones(300_000) for number in range(4)})
+    source = RecordingSource(MemorySource(content))
+    index = TorchZip().read_index(source, Limits())
+    assert source.read_bytes < 10_000
+    source.reads.clear()
+    assert TorchZip().locate(source, index, []) == {}
+    assert source.reads == []
+    offsets = TorchZip().locate(source, index, [2, 0])
+    assert list(offsets) == [2, 0]
+    assert source.read_bytes < 200
+    assert all(offset % 64 == 0 for offset in offsets.values())
+
+
+def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[object] = []
+    load = Unpickler.load
+
+    def counted(unpickler: Unpickler) -> object:
+        run.append(unpickler)
+        return load(unpickler)
+
+    remembering = TorchZip(remembered=2)
+    values = (torch.ones(3), torch.zeros(3), 0.5, 0.5, [1], [1], 7, 7)
+    expected = [index_of(saved(value)) for value in values]
+    monkeypatch.setattr(Unpickler, "load", counted)
+    runs = []
+    for value, index in zip(values, expected, strict=True):
+        assert remembering.read_index(MemorySource(saved(value)), Limits()) == index
+        runs.append(len(run))
+    assert runs == [1, 1, 2, 2, 3, 4, 5, 6]  # lists can change, and the memory of two is full
+    short = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(16)})
+    remembering = TorchZip(remembered=2)
+    remembering.read_index(MemorySource(short), Limits())
+    wrong = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(12)})
+    with pytest.raises(FormatError, match="another size than the pickle declares"):
+        remembering.read_index(MemorySource(wrong), Limits())
+
+
+def test_located_storages_are_not_located_again() -> None:
+    content = saved({"w": torch.ones(2)})
+    index = index_of(content)
+    located = Index(
+        format="torch-zip",
+        files=index.files,
+        tree={},
+        storages=tuple(
+            type(record)(file=0, offset=record.offset, nbytes=8, key="0", located=True) for record in index.storages
+        ),
+    )
+    assert TorchZip().locate(MemorySource(content), located, [0]) == {}
+
+
+def test_a_local_header_changed_after_indexing() -> None:
+    content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
+    index = index_of(bytes(content))
+    content[content.find(b"archive/data/0")] ^= 1
+    with pytest.raises(FormatError, match="'archive/data/0'"):
+        TorchZip().locate(MemorySource(bytes(content)), index, [0])
+    assert TorchZip().locate(MemorySource(bytes(content)), index, [1])
+
+
+def test_the_last_storage_is_checked_while_indexing() -> None:
+    content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
+    content[content.find(b"archive/data/1") - 2] += 64  # its padding, so that it reaches into the next record
+    with pytest.raises(FormatError, match="reaches into what follows"):
+        index_of(bytes(content))
+
+
+def test_padding_that_reaches_into_the_next_storage() -> None:
+    content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
+    content[content.find(b"archive/data/0") - 2] += 64
+    index = index_of(bytes(content))
+    with pytest.raises(FormatError, match="reaches into what follows"):
+        TorchZip().locate(MemorySource(bytes(content)), index, [0])

@@ -1,0 +1,283 @@
+"""Torch zip files: everything that is no honest file is a typed error."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import random
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sluice._errors import (
+    CheckpointError,
+    FormatError,
+    IntegrityError,
+    LimitError,
+    SluiceError,
+    TruncatedError,
+    UnsafeContentError,
+    UnsupportedError,
+)
+from sluice._options import Limits
+from sluice.formats.torch_save.zip import TorchZip
+from sluice.records import Entry, Opaque, UnsupportedValue
+from sluice.testing import MemorySource
+from sluice.testing._archives import (
+    ArchiveRecord,
+    Call,
+    Global,
+    Raw,
+    build_archive,
+    encode,
+    pickled,
+    storage,
+    tensor_call,
+    torch_archive,
+)
+from support.torch_files import PROTOCOLS, Comparison, index_of, saved, tree_of
+
+W = {"w": tensor_call(storage("0", 4), shape=(4,))}
+
+DATA = {"0": bytes(16)}
+
+
+def with_records(**records: bytes | None) -> bytes:
+    return torch_archive(W, DATA, records={name.replace("__", "."): data for name, data in records.items()})
+
+
+def test_the_honest_file_that_the_others_change() -> None:
+    assert tree_of(torch_archive(W, DATA))["w"].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "problem"),
+    [
+        (torch_archive(W, DATA, records={"constants.pkl": b""}), UnsupportedError, "TorchScript"),
+        (torch_archive(W, DATA, records={"data.pkl": None}), FormatError, "no data.pkl"),
+        (torch_archive(W, {}), FormatError, "no record for storage '0'"),
+        (torch_archive(W, {"0": bytes(15)}), FormatError, "another size"),
+        (torch_archive(W, {"0": bytes(17)}), FormatError, "another size"),
+        (torch_archive(W, {"0": b""}), FormatError, "another size"),
+        (torch_archive(pickled(W) + b"."), FormatError, "bytes follow the pickle"),
+        (torch_archive(pickled(W) + pickled(W)), FormatError, "bytes follow the pickle"),
+        (torch_archive(b""), FormatError, "not a pickle"),
+        (torch_archive(W, DATA, records={"byteorder": b"middle"}), FormatError, "byte order"),
+        (torch_archive(W, DATA, records={"byteorder": b""}), FormatError, "byte order"),
+        (torch_archive(W, DATA, records={"byteorder": b"little\n"}), FormatError, "byte order"),
+        (torch_archive(W, DATA, records={"byteorder": bytes(65)}), LimitError, "more than 64 bytes"),
+        (torch_archive(W, DATA, records={"byteorder": b"BIG"}), FormatError, "byte order"),
+        (torch_archive(W, DATA, records={"version": None}), FormatError, "version"),
+        (torch_archive(W, DATA, records={"version": b"99"}), FormatError, "version"),
+        (torch_archive(W, DATA, records={"version": b"0"}), FormatError, "version"),
+        (torch_archive(W, DATA, records={"version": b"-1"}), FormatError, "version"),
+        (torch_archive(W, DATA, records={"version": "³".encode("latin1")}), FormatError, "version"),
+        (torch_archive(W, DATA, records={".data/version": b"99"}), FormatError, "version"),
+        (torch_archive(W, DATA, records={".storage_alignment": b"-1"}), FormatError, "alignment"),
+        (torch_archive(W, DATA, records={".storage_alignment": b"0"}), FormatError, "alignment"),
+        (torch_archive(W, DATA, records={".storage_alignment": b"1e9"}), FormatError, "alignment"),
+        (torch_archive(W, DATA, records={".storage_alignment": b"1000000000"}), FormatError, "alignment"),
+        (torch_archive({"w": tensor_call(storage("../x", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
+        (torch_archive({"w": tensor_call(storage("", 4), shape=(4,))}, DATA), FormatError, "no record for storage"),
+        (torch_archive(Call(Global("my.module", "Model"))), UnsafeContentError, "whole my.module.Model object"),
+        (torch_archive(Global("os", "system")), UnsafeContentError, "whole os.system object"),
+        (torch_archive(Call(Global("os", "system"), ("exit 1",))), UnsafeContentError, "whole os.system object"),
+        (torch_archive(storage("0", 4), DATA), UnsupportedError, "no tensor views"),
+        (torch_archive({"w": Raw(encode(("a", 1)) + b"P0\n")}), UnsafeContentError, "PERSID"),
+    ],
+)
+def test_bad_files(content: bytes, kind: type[SluiceError], problem: str) -> None:
+    with pytest.raises(kind, match=problem) as caught:
+        index_of(content)
+    assert caught.value.file == "memory"
+
+
+def test_files_without_the_newer_records() -> None:
+    index = index_of(torch_archive(W, DATA, records={"byteorder": None}))
+    assert index.metadata["byteorder"] == "little"
+    assert index_of(torch_archive(W, DATA, records={"version": None, ".data/version": b"3\n"}))
+
+
+def test_a_refused_view_is_named() -> None:
+    value = {"model": {"layers.0": [tensor_call(storage("0", 4), shape=(5,))]}}
+    with pytest.raises(FormatError, match="past the end of its storage '0'") as caught:
+        index_of(torch_archive(value, DATA))
+    assert caught.value.tensor == "model.layers.0.0"
+    assert caught.value.found == "20 bytes"
+
+
+def test_a_wrong_checksum_of_the_pickle() -> None:
+    records = [
+        ArchiveRecord(name=b"a/data.pkl", data=pickled(W), crc=1),
+        ArchiveRecord(name=b"a/data/0", data=bytes(16), crc=1),  # of data: not this check's work
+        ArchiveRecord(name=b"a/version", data=b"3\n"),
+    ]
+    with pytest.raises(IntegrityError, match=r"'a/data.pkl' has another CRC-32"):
+        index_of(build_archive(records))
+    records[0] = ArchiveRecord(name=b"a/data.pkl", data=pickled(W), crc=0)
+    assert index_of(build_archive(records)).storages
+
+
+def test_two_keys_that_differ_in_case() -> None:
+    value = [tensor_call(storage("a", 1), shape=(1,)), tensor_call(storage("A", 1), shape=(1,))]
+    content = torch_archive(value, {"a": bytes(4)})
+    with pytest.raises(FormatError):
+        TorchZip().locate(MemorySource(content), index_of(content), [0, 1])
+
+
+class Subclass(torch.Tensor):
+    """A tensor subclass."""
+
+
+def kinds() -> Mapping[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are announced as a prototype
+        nested = torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided)
+    return {
+        "meta": torch.empty(3, device="meta"),
+        "subclass": torch.eye(3).as_subclass(Subclass),
+        "nested": nested,
+    }
+
+
+@pytest.mark.parametrize("kind", kinds())
+@PROTOCOLS
+def test_other_kinds_of_tensor_are_named(kind: str, protocol: int) -> None:
+    content = saved({"plain": torch.ones(2), "list": [kinds()[kind]]}, protocol)
+    tree: Any = index_of(content).tree
+    assert isinstance(tree["plain"], Entry)
+    leaf = tree["list"][0]
+    assert isinstance(leaf, UnsupportedValue)
+    assert kind in leaf.reason
+    assert ("Subclass" if kind == "subclass" else kind) in leaf.qualified_name
+
+
+def test_a_subclass_that_wraps_tensors_is_named() -> None:
+    rebuild = Global("torch._utils", "_rebuild_wrapper_subclass")
+    kind = Global("torch.distributed.tensor", "DTensor")
+    inner = (kind, Global("torch", "float32"), (2,), (1,), 0, "torch.strided", "cpu", False)
+    whole = Call(Global("torch._tensor", "_rebuild_from_type_v2"), (rebuild, kind, inner, {}))
+    for value in (Call(rebuild, inner), whole):
+        leaf = index_of(torch_archive({"w": value})).tree["w"]  # type: ignore[index]
+        assert isinstance(leaf, UnsupportedValue)
+        assert "subclass" in leaf.reason
+        assert leaf.qualified_name == "torch.distributed.tensor.DTensor"
+
+
+@PROTOCOLS
+def test_a_whole_module(protocol: int) -> None:
+    content = saved(torch.nn.Linear(2, 2), protocol)
+    with pytest.raises(UnsafeContentError, match=r"whole torch.nn.modules.linear.Linear object"):
+        index_of(content)
+    leaf = tree_of(saved({"model": torch.nn.Linear(2, 2), "step": 1}, protocol))
+    assert leaf == {"model": Opaque(qualified_name="torch.nn.modules.linear.Linear"), "step": 1}
+
+
+def test_a_torch_script_program(tmp_path: Path) -> None:
+    path = tmp_path / "program.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is announced as deprecated
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), str(path))
+    with pytest.raises(UnsupportedError, match="TorchScript"):
+        index_of(path.read_bytes())
+
+
+def test_an_archive_of_something_else() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("word/document.xml", "<xml/>")
+    with pytest.raises(FormatError, match="has no data"):
+        index_of(buffer.getvalue())
+
+
+def test_limits_on_the_pickle() -> None:
+    content = saved({str(number): torch.ones(1) for number in range(20)})
+    assert index_of(content, Limits(entries=30))
+    with pytest.raises(LimitError, match="records"):
+        index_of(content, Limits(entries=20))
+    with pytest.raises(LimitError, match="bytes"):
+        index_of(content, Limits(header_bytes=500))
+
+
+# Damage
+
+
+def small_file() -> bytes:
+    state_dict = collections.OrderedDict(a=torch.arange(6.0).view(2, 3), b=torch.ones(2, dtype=torch.int16))
+    return saved({"model": state_dict, "step": 5, "lr": [0.5, None]})
+
+
+def test_every_prefix_of_a_file_is_refused() -> None:
+    content = small_file()
+    for size in range(len(content)):
+        with pytest.raises((TruncatedError, FormatError)):
+            index_of(content[:size])
+
+
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    if isinstance(tree, dict):
+        return [tensor for value in tree.values() for tensor in tensors_of(value)]
+    if isinstance(tree, (list, tuple)):
+        return [tensor for value in tree for tensor in tensors_of(value)]
+    return [tree] if isinstance(tree, torch.Tensor) else []
+
+
+def holds_opaque(tree: object) -> bool:
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return isinstance(tree, Opaque) or any(map(holds_opaque, children))
+
+
+def check_edited(content: bytes) -> bool:
+    """Return whether an edited file is accepted; then it must be what torch loads, where torch loads it."""
+    source = MemorySource(content)
+    try:
+        index = TorchZip().read_index(source, Limits())
+        comparison = Comparison(source, index)
+    except SluiceError as error:
+        assert isinstance(error, CheckpointError)
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = torch.load(io.BytesIO(content), weights_only=True)
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        pickle.UnpicklingError,
+        AssertionError,
+        KeyError,
+        EOFError,
+        AttributeError,
+    ):
+        return True
+    if not holds_opaque(index.tree):
+        comparison.check(index.tree, expected)
+    return True
+
+
+def test_changed_bytes_give_a_typed_error_or_what_torch_loads() -> None:
+    content = small_file()
+    edits = [
+        (position, changed)
+        for position in range(len(content))
+        for changed in {0, 0xFF, content[position] ^ 0x80, content[position] ^ 0x01}
+    ]
+    accepted = 0
+    for position, changed in random.Random(0).sample(edits, 600):
+        accepted += check_edited(content[:position] + bytes([changed]) + content[position + 1 :])
+    assert accepted  # padding, dates and tensor data
+
+
+@pytest.mark.long
+def test_all_changed_bytes_give_a_typed_error_or_what_torch_loads() -> None:
+    content = small_file()
+    for position in range(len(content)):
+        for changed in {0, 0xFF, content[position] ^ 0x80, content[position] ^ 0x01}:
+            check_edited(content[:position] + bytes([changed]) + content[position + 1 :])

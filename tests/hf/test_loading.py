@@ -1,0 +1,343 @@
+"""What ``sluice.hf.from_pretrained`` does beside loading: classes, dtypes, what is missing, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import sluice
+from sluice.testing import assert_peak
+from support.hf_architectures import CASES, Case
+from support.hf_comparing import assert_same
+
+
+def _case(name: str) -> Case:
+    return next(case for case in CASES if case.name == name)
+
+
+def _saved(transformers: Any, path: Path, name: str = "GPT2LMHeadModel", **settings: Any) -> Any:
+    model = _case(name).model(transformers)
+    for key, value in settings.items():
+        setattr(model.config, key, value)
+    model.save_pretrained(path)
+    return model
+
+
+def _edit_config(path: Path, **values: Any) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**config, **values}), encoding="utf-8")
+
+
+def _edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = path / "model.safetensors"
+    state = load_file(file)
+    edit(state)
+    save_file({name: tensor.clone() for name, tensor in state.items()}, file)
+
+
+def test_importing_it_imports_no_transformers() -> None:
+    code = "import sys, sluice; sluice.hf.from_pretrained; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Which class, which dtype
+
+
+def test_the_class_can_be_given(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+    for given in (None, transformers.GPT2LMHeadModel, transformers.AutoModelForCausalLM):
+        assert type(sluice.hf.from_pretrained(tmp_path, given)) is transformers.GPT2LMHeadModel
+
+
+def test_an_auto_class_without_one_for_the_model_is_refused(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+    with pytest.raises(sluice.UnsupportedError, match=r"AutoModelForCTC .* has none for GPT2Config"):
+        sluice.hf.from_pretrained(tmp_path, transformers.AutoModelForCTC)
+
+
+def test_dtype_auto_is_the_configurations(transformers: Any, tmp_path: Path) -> None:
+    model = _case("LlamaForCausalLM").model(transformers).to(torch.float16)
+    model.save_pretrained(tmp_path)
+    loaded = sluice.hf.from_pretrained(tmp_path)
+    assert loaded.dtype is torch.float16
+    assert_same(loaded, type(model).from_pretrained(tmp_path))
+
+
+def test_dtype_auto_without_one_is_that_of_the_weights(transformers: Any, tmp_path: Path) -> None:
+    model = _case("LlamaForCausalLM").model(transformers).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    _edit_config(tmp_path, dtype=None)
+    loaded = sluice.hf.from_pretrained(tmp_path)
+    assert loaded.dtype is torch.bfloat16
+    assert_same(loaded, type(model).from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", "nonsense"])
+def test_other_dtypes_are_refused(transformers: Any, tmp_path: Path, dtype: Any) -> None:
+    _saved(transformers, tmp_path)
+    with pytest.raises(ValueError, match="floating-point dtype"):
+        sluice.hf.from_pretrained(tmp_path, dtype=dtype)
+
+
+def test_rotary_tables_stay_in_float32(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path, "LlamaForCausalLM")
+    loaded = sluice.hf.from_pretrained(tmp_path, dtype="bfloat16")
+    assert loaded.dtype is torch.bfloat16
+    assert loaded.model.rotary_emb.inv_freq.dtype is torch.float32
+
+
+def test_modules_that_the_library_keeps_in_float32(transformers: Any, tmp_path: Path) -> None:
+    model = _saved(transformers, tmp_path, "T5ForConditionalGeneration")
+    loaded = sluice.hf.from_pretrained(tmp_path, dtype=torch.float16)
+    kept = {name for name, tensor in loaded.named_parameters() if tensor.dtype is torch.float32}
+    assert kept
+    assert all(".wo." in name for name in kept)
+    assert_same(loaded, type(model).from_pretrained(tmp_path, dtype=torch.float16))
+
+
+def test_implementations_and_configurations_are_passed_on(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path, attn_pdrop=0.5)
+    loaded = sluice.hf.from_pretrained(tmp_path, config=config, attn_implementation="eager")
+    assert loaded.config._attn_implementation == "eager"
+    assert loaded.config.attn_pdrop == 0.5
+    assert loaded.config is not config
+
+
+def test_the_report_is_handed_over(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+    reports: list[sluice.LoadReport] = []
+    loaded = sluice.hf.from_pretrained(tmp_path, report=reports.append)
+    [report] = reports
+    assert report.final_bytes == sum(tensor.nbytes for tensor in loaded.parameters())
+    assert report.tied == (("transformer.wte.weight", "lm_head.weight"),)
+    assert (report.missing, report.unexpected, report.key) == ((), (), None)
+    assert "transformer.wte.weight" in str(report.table())
+
+
+def test_what_was_loaded_is_saved_as_it_was(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path / "a", "MixtralForCausalLM")
+    sluice.hf.from_pretrained(tmp_path / "a").save_pretrained(tmp_path / "b")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# What is missing, what has no place
+
+
+def test_a_missing_head_is_named_or_initialised_by_the_library(transformers: Any, tmp_path: Path) -> None:
+    _case("BertModel").model(transformers).save_pretrained(tmp_path)
+    wanted = transformers.BertForSequenceClassification
+    with pytest.raises(sluice.MismatchError, match=r"classifier\.weight") as caught:
+        sluice.hf.from_pretrained(tmp_path, wanted)
+    assert caught.value.missing == ("classifier.bias", "classifier.weight")
+    torch.manual_seed(3)
+    theirs = wanted.from_pretrained(tmp_path)
+    torch.manual_seed(3)
+    reports: list[sluice.LoadReport] = []
+    ours = sluice.hf.from_pretrained(tmp_path, wanted, strict=False, report=reports.append)
+    assert_same(ours, theirs)
+    assert reports[0].initialised == ("classifier.bias", "classifier.weight")
+
+
+def test_a_body_out_of_a_checkpoint_with_a_head(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path, "RobertaForSequenceClassification")
+    with pytest.raises(sluice.MismatchError, match=r"'classifier\.dense\.weight' has no place in RobertaModel"):
+        sluice.hf.from_pretrained(tmp_path, transformers.RobertaModel)
+    reports: list[sluice.LoadReport] = []
+    ours = sluice.hf.from_pretrained(tmp_path, transformers.RobertaModel, strict=False, report=reports.append)
+    assert "classifier.dense.weight" in reports[0].unexpected
+    theirs = transformers.RobertaModel.from_pretrained(tmp_path)
+    ours.pooler = theirs.pooler  # random in both
+    assert_same(ours, theirs)
+
+
+def test_weights_of_another_shape(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+    _edit_config(tmp_path, vocab_size=100)
+    with pytest.raises(sluice.MismatchError, match="of another shape"):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+def test_names_that_the_library_ignores_are_no_problem(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path, "LlamaForCausalLM")
+    _edit_weights(
+        tmp_path, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
+    )
+    sluice.hf.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tied_weights_that_the_checkpoint_has_twice(transformers: Any, tmp_path: Path, equal: bool) -> None:
+    model = _saved(transformers, tmp_path)
+    _edit_weights(
+        tmp_path, lambda state: state.update({"lm_head.weight": state["transformer.wte.weight"] + (not equal)})
+    )
+    reports: list[sluice.LoadReport] = []
+    ours = sluice.hf.from_pretrained(tmp_path, report=reports.append)
+    assert (ours.lm_head.weight is ours.transformer.wte.weight) is equal
+    assert any("were not tied" in note for note in reports[0].notes) is not equal
+    assert_same(ours, type(model).from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("kept", ["model.encoder.embed_tokens.weight", "lm_head.weight"])
+def test_a_tie_is_found_by_any_of_its_names(transformers: Any, tmp_path: Path, kept: str) -> None:
+    model = _saved(transformers, tmp_path, "BartForConditionalGeneration")
+
+    def only_one_name(state: dict[str, torch.Tensor]) -> None:
+        state[kept] = state.pop("model.shared.weight")
+        state["model.decoder.embed_tokens.weight"] = state[kept]
+
+    _edit_weights(tmp_path, only_one_name)
+    assert_same(sluice.hf.from_pretrained(tmp_path), type(model).from_pretrained(tmp_path))
+
+
+# What is refused
+
+
+def test_quantized_models_are_refused(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+    _edit_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(sluice.UnsupportedError, match="quantization_config"):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+def test_code_of_the_directory_is_never_imported(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", encoding="utf-8")
+    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    _edit_config(tmp_path, auto_map=auto_map)
+    assert type(sluice.hf.from_pretrained(tmp_path)) is transformers.GPT2LMHeadModel
+    _edit_config(tmp_path, model_type="evil", architectures=["Model"])
+    with pytest.raises(sluice.UnsupportedError):
+        sluice.hf.from_pretrained(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("architectures", "message"),
+    [
+        (["AutoModel"], "no model class of this name"),
+        (["os.system"], "no model class of this name"),
+        (["NoSuchModel"], "no model class of this name"),
+        ([], "no single architecture"),
+        (["GPT2Model", "GPT2LMHeadModel"], "no single architecture"),
+    ],
+)
+def test_the_architecture_must_be_one_of_transformers(
+    transformers: Any, tmp_path: Path, architectures: list[str], message: str
+) -> None:
+    _saved(transformers, tmp_path)
+    _edit_config(tmp_path, architectures=architectures)
+    with pytest.raises(sluice.UnsupportedError, match=message):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"n_layer": -1},
+        {"n_head": 5},
+        {"n_embd": "wide"},
+        {"vocab_size": [1, 2]},
+        {"activation_function": "os.system"},
+        {"dtype": "load"},
+        {"dtype": "int8"},
+        {"attn_implementation": "someone/kernel"},
+    ],
+)
+def test_configurations_that_make_no_sense(transformers: Any, tmp_path: Path, values: dict[str, Any]) -> None:
+    _saved(transformers, tmp_path)
+    _edit_config(tmp_path, **values)
+    with pytest.raises((sluice.UnsupportedError, sluice.MismatchError)):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this platform has no FIFOs")
+def test_a_fifo_is_no_configuration(transformers: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(sluice.ReadError):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+def test_the_configuration_is_bounded(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+    with pytest.raises(sluice.LimitError):
+        sluice.hf.from_pretrained(tmp_path, limits=sluice.Limits(header_bytes=100))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("config.json", "{", sluice.FormatError),
+        ("config.json", "[1]", sluice.FormatError),
+        ("config.json", '{"model_type": 7}', sluice.UnsupportedError),
+        ("config.json", '{"model_type": "no-such-model"}', sluice.UnsupportedError),
+        ("adapter_config.json", "{}", sluice.UnsupportedError),
+        ("other.json", "{}", sluice.ReadError),
+    ],
+)
+def test_directories_that_hold_no_model(
+    transformers: Any, tmp_path: Path, name: str, text: str, kind: type[Exception]
+) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(kind):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+def test_a_conversion_that_computes_is_refused_by_name(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import conversion_mapping
+    from transformers import core_model_loading as loading
+
+    class Negate(loading.ConversionOps):  # type: ignore[misc]  # transformers has no types
+        def convert(self, input_dict: Any, *, target_patterns: Any, **_: Any) -> Any:
+            return {target_patterns[0]: -next(iter(input_dict.values()))[0]}
+
+    converter = loading.WeightConverter("wte.weight", "wte.weight", operations=[Negate()])
+    _saved(transformers, tmp_path)
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda _: [converter])
+    with pytest.raises(sluice.UnsupportedError, match=r"GPT2LMHeadModel .*\(Negate\).*torch\.neg") as caught:
+        sluice.hf.from_pretrained(tmp_path)
+    assert caught.value.tensor == "transformer.wte.weight"
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'sluice\[hf\]'"):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("accepted", [((4, 0), (5, 0)), ((99, 0), (100, 0))])
+def test_with_transformers_that_were_not_checked(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accepted: Any
+) -> None:
+    monkeypatch.setattr(sluice.hf._library, "VERSIONS", accepted)
+    with pytest.raises(ImportError, match=r"was not checked with transformers .*pip install 'sluice\[hf\]'"):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+# Memory
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_peak_is_the_finished_model(transformers: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    config = transformers.GPT2Config(n_layer=6, n_embd=768, n_head=12, vocab_size=8192)  # about 200 MB in float32
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="50MB")
+    sluice.hf.from_pretrained(tmp_path, dtype=dtype)  # what is imported once
+    finished = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) * dtype.itemsize // 4
+    with assert_peak(finished + (8 << 20) + (32 << 20)):
+        sluice.hf.from_pretrained(tmp_path, dtype=dtype, memory=sluice.MemoryLimits(staging="8MiB"))

@@ -1,0 +1,209 @@
+"""``sluice.plan``: the decisions of a load without the load, beside those of the usual ways."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice.engine.session import execute
+from sluice.records import DeviceFacts, LoadPlan
+from sluice.testing import FakeAccelerator, record_reads
+
+MIB = 1 << 20
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(2048, 512)  # 4 MiB
+        self.up = nn.Linear(512, 2048)  # 4 MiB
+        self.head = nn.Linear(512, 2048, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(512))
+        self.register_buffer("table", torch.ones(64, 1024), persistent=False)  # 256 KiB
+
+
+FINAL = 4 * (2048 * 512 * 2 + 2048 + 512)
+
+
+def empty() -> Net:
+    with sluice.empty_init():
+        return Net()
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "net.pth"
+    torch.save(Net().state_dict(), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"place": "map"},
+        {"memory": sluice.MemoryLimits(staging="1MiB")},
+        {"page_cache": "bypass"},
+        {"rename": {"up.weight": "renamed"}, "strict": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
+def test_the_load_does_what_the_plan_says(
+    file: Path, options: dict[str, Any], live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net() if live else empty()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    planned = sluice.plan(model, file, **options)
+    for name, tensor in model.state_dict().items():
+        assert tensor.is_meta or torch.equal(tensor, before[name])
+
+    executed: list[LoadPlan] = []
+
+    def noted(plan: LoadPlan, *rest: Any, **more: Any) -> Any:
+        executed.append(plan)
+        return execute(plan, *rest, **more)
+
+    monkeypatch.setattr("sluice.reading.transfer.execute", noted)
+    report = sluice.load_into(model, file, **options)
+    made = executed[-1]
+    assert planned.predicted == made.predicted == report.predicted
+    assert (planned.read_bytes, planned.mapped_bytes) == (report.read_bytes, report.mapped_bytes)
+    assert planned.final_bytes == report.final_bytes
+    assert planned.explain().reads == len(made.reads)
+    assert (planned.missing, planned.unexpected, planned.tied) == (report.missing, report.unexpected, report.tied)
+    assert (planned.cast, planned.initialised, planned.key) == (report.cast, report.initialised, report.key)
+
+
+def test_nothing_of_the_data_is_read(file: Path) -> None:
+    with sluice.open(file) as checkpoint:
+        (recording,) = record_reads(checkpoint)
+        report = sluice.plan(empty(), checkpoint)
+    assert report.read_bytes >= FINAL
+    assert recording.read_bytes < 64 << 10
+
+
+def test_a_load_that_does_not_fit_is_no_error_and_says_what_would(file: Path) -> None:
+    memory = sluice.MemoryLimits(host="22MiB", staging="1MiB")
+    report = sluice.plan(empty(), file, memory=memory)
+    assert not report.fits
+    assert "for weights" in report.shortages[0]
+    assert "at most 22.0 MiB (MemoryLimits(host=...))" in report.shortages[0]
+    assert {each.change for each in report.alternatives} == {"place='map'", "dtype=torch.bfloat16"}
+    with pytest.raises(sluice.BudgetError) as caught:
+        sluice.load_into(empty(), file, memory=memory)
+    assert caught.value.alternatives == report.alternatives
+    assert sluice.plan(empty(), file, memory=memory, dtype=torch.bfloat16).fits
+
+
+def test_mismatches_are_errors_as_in_a_load(file: Path) -> None:
+    model = empty()
+    model.up = nn.Linear(512, 3, device="meta")
+    with pytest.raises(sluice.MismatchError, match=r"up\.weight"):
+        sluice.plan(model, file)
+
+
+def test_groups_of_tensors_are_explained(file: Path) -> None:
+    explanation = sluice.plan(empty(), file, memory=sluice.MemoryLimits(staging="4MiB")).explain()
+    by_how = {group.how: group for group in explanation.groups}
+    assert by_how["direct into place"].tensors == 2
+    assert by_how["direct into place"].nbytes == by_how["direct into place"].read_bytes == 8 * MIB
+    assert by_how["through staging"].tensors == 2
+    assert by_how["through staging"].read_bytes == 4 * (2048 + 512)
+    assert sum(by_how["through staging"].methods.values()) == by_how["through staging"].reads
+    assert explanation.staged_bytes < MIB
+    assert "direct into place" in str(explanation)
+    assert json.loads(json.dumps(explanation.to_json()))["groups"][0]["tensors"] == 2
+
+    cast = sluice.plan(empty(), file, dtype=torch.bfloat16).explain()
+    assert [(group.file_dtype, group.dtype, group.how) for group in cast.groups] == [("float32", "bfloat16", "cast")]
+    assert cast.staged_bytes >= FINAL
+    mapped = sluice.plan(empty(), file, place="map").explain()
+    assert [group.how for group in mapped.groups] == ["mapped"]
+    assert mapped.reads == 0
+
+
+def test_methods_are_compared_from_before_the_model_exists(file: Path) -> None:
+    by_name = {each.method: each for each in sluice.plan(empty(), file).methods}
+    table = 64 * 1024 * 4
+    assert by_name["naive"].host.total_bytes == 2 * FINAL + table + 16 * MIB
+    assert by_name["mmap"].host.file_bytes == FINAL
+    assert by_name["per-parameter"].needs == "needs one file for each parameter"
+    own = by_name["sluice"].host.total_bytes
+    live = {each.method: each for each in sluice.plan(Net(), file).methods}["sluice"].host.total_bytes
+    assert own - MIB <= live <= own + MIB  # the model is there already: only what is added differs
+
+
+def test_without_a_model_the_checkpoint_is_enough(file: Path) -> None:
+    report = sluice.plan(None, file, dtype=torch.bfloat16)
+    assert report.final_bytes == FINAL // 2
+    assert report.recommended == "sluice"
+    assert "taken to be those of the checkpoint" in report.notes[0]
+    refused: list[dict[str, Any]] = [{"rename": {"a": "b"}}, {"strict": False}, {"place": "map"}, {"device": "auto"}]
+    for options in refused:
+        with pytest.raises(ValueError, match="need a model"):
+            sluice.plan(None, file, **options)
+
+
+def test_other_tensors_of_the_file_count_for_those_who_load_all_of_it(tmp_path: Path) -> None:
+    torch.save({"model": Net().state_dict(), "state": {"moments": torch.zeros(4 * MIB)}}, tmp_path / "f.pth")
+    torch.save(Net().state_dict(), tmp_path / "small.pth")
+    one, other = ({m.method: m for m in sluice.plan(empty(), tmp_path / n).methods} for n in ("f.pth", "small.pth"))
+    grown = {name: one[name].host.total_bytes - other[name].host.total_bytes for name in ("meta-sequential", "mmap")}
+    assert grown == {"meta-sequential": 16 * MIB, "mmap": 0}
+
+
+def test_formats_that_torch_does_not_read_are_said_to_be(file: Path, tmp_path: Path) -> None:
+    with sluice.open(file) as checkpoint:
+        sluice.save({name: tensor.read() for name, tensor in checkpoint.items()}, tmp_path / "f.safetensors")
+    report = sluice.plan(None, tmp_path / "f.safetensors")
+    assert all("needs one" in each.needs for each in report.methods if each.method != "sluice")
+    assert "no other way takes this checkpoint" in report.reason
+
+
+def test_a_probe_estimates_times_of_every_method(file: Path) -> None:
+    report = sluice.plan(empty(), file, probe=True)
+    assert report.rates is not None
+    assert report.seconds is not None
+    assert report.seconds > 0
+    assert all(each.seconds and each.seconds > 0 for each in report.methods)
+    assert sluice.plan(empty(), file).seconds is None
+
+
+def test_accelerators_have_predictions_and_limits_of_their_own(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"fake:0": DeviceFacts(device="fake:0", free_bytes=6 * MIB, cached_bytes=0)}
+    monkeypatch.setattr("sluice.loading.devices.device_name", str)
+    monkeypatch.setattr("sluice.loading.dry_run.device_name", str)
+    monkeypatch.setattr("sluice.loading.devices.accelerators", lambda: ("fake:0",))
+    for module in ("_transfer", "_devices"):
+        monkeypatch.setattr(f"sluice.{module}.device_facts", free.__getitem__)
+    monkeypatch.setattr("sluice.engine.targets.accelerator", lambda _: FakeAccelerator())
+    report = sluice.plan(empty(), file, device="fake:0")
+    assert report.device_bytes["fake:0"] >= FINAL
+    assert {limit.where for limit in report.limits} >= {"host", "fake:0"}
+    assert any("memory of fake:0" in each for each in report.shortages)
+    assert any("device='cpu'" in each.change for each in report.alternatives)
+    naive = report.methods[0]
+    assert naive.devices["fake:0"] >= 2 * FINAL
+    assert not naive.fits
+    assert "fake:0" in report.headers
+    assert "fake:0" in str(report)
+
+
+def test_text_and_json_hold_the_comparison(file: Path) -> None:
+    report = sluice.plan(empty(), file)
+    text = str(report)
+    assert all(each.method in text for each in report.methods)
+    assert f"recommended: {report.recommended}" in text
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["fits"] is True
+    assert data["methods"][0]["method"] == "naive"
+    assert "explanation" not in data

@@ -1,0 +1,163 @@
+"""A module that was loaded is like any other: copied, saved, moved, compiled, trained, cut to pieces."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from support.oracles import bits
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(12, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(width)
+        self.head = nn.Linear(width, 12, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("positions", torch.arange(width) / 2, persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.get_buffer("positions")
+        for layer in self.layers:
+            x = layer(x).relu()
+        out: torch.Tensor = self.head(self.norm(x))
+        return out
+
+
+TOKENS = torch.arange(12)
+
+
+def pair(path: Path) -> tuple[Net, Net]:
+    """Return a model and the one that was loaded from its file."""
+    torch.manual_seed(0)
+    expected = Net()
+    torch.save(expected.state_dict(), path)
+    with sluice.empty_init():
+        model = Net()
+    sluice.load_into(model, path)
+    return model, expected
+
+
+def through_torch(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    assert len(buffer.getvalue()) < 40_000  # nothing but its own tensors
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+USES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_torch,
+    "half": lambda model: model.half().float(),
+    "to": lambda model: model.to(torch.float64),
+    "to channels last": lambda model: model.to(memory_format=torch.contiguous_format),  # type: ignore[call-overload]
+    "share_memory": lambda model: model.share_memory(),
+    "requires_grad": lambda model: model.requires_grad_(False).requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_it_goes_through_what_others_go_through(use: str, tmp_path: Path) -> None:
+    model, expected = (USES[use](one) for one in pair(tmp_path / "f.pth"))
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+    assert model.get_parameter("head.weight").is_leaf
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(ours[name]) == bits(tensor)
+
+
+@pytest.mark.parametrize("use", [None, "share_memory"])
+def test_it_trains_like_the_original(use: str | None, tmp_path: Path) -> None:
+    states = []
+    for model in pair(tmp_path / "f.pth"):
+        module = USES[use](model) if use else model
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(TOKENS).square().mean().backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+        states.append(module.state_dict())
+    assert all(bits(tensor) == bits(states[1][name]) for name, tensor in states[0].items())
+
+
+def test_state_dicts_are_taken_and_loaded(tmp_path: Path) -> None:
+    model, expected = pair(tmp_path / "f.pth")
+    for one, name in ((model, "again.pth"), (expected, "fagan.pth")):
+        torch.save(one.state_dict(), tmp_path / name)  # the name of a file is in it
+    assert (tmp_path / "again.pth").stat().st_size == (tmp_path / "fagan.pth").stat().st_size
+    expected.load_state_dict(torch.load(tmp_path / "again.pth"))
+    model.load_state_dict(Net().state_dict())
+    sluice.load_into(model, tmp_path / "again.pth")
+    assert torch.equal(model.head.weight, expected.head.weight)
+
+
+_COMPILED = """
+import sys, torch, sluice
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4))
+
+torch.manual_seed(0)
+expected = build().eval()
+torch.save(expected.state_dict(), sys.argv[1])
+with sluice.empty_init():
+    model = build().eval()
+sluice.load_into(model, sys.argv[1])
+compiled = torch.compile(model, backend="eager")
+x = torch.randn(3, 8)
+assert torch.equal(compiled(x), expected(x))
+with torch.no_grad():
+    model[0].weight.zero_()
+sluice.load_into(compiled, sys.argv[1])  # in place: the compiled code sees it
+assert torch.equal(compiled(x), expected(x))
+compiled(x).sum().backward()
+"""
+
+
+def test_it_compiles(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _COMPILED, str(tmp_path / "f.pth")]
+    subprocess.run(command, check=True)
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("Rss:")) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("width", [2048, 96])
+def test_deleting_a_part_gives_its_memory_back(width: int, tmp_path: Path) -> None:
+    count = max(8, (64 << 20) // (width * width * 4))
+
+    def build() -> nn.ModuleList:
+        return nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
+
+    torch.save(build().state_dict(), tmp_path / "f.pth")
+    with sluice.empty_init():
+        model = build()
+    sluice.load_into(model, tmp_path / "f.pth")
+    final = sum(parameter.nbytes for parameter in model.parameters())
+    gc.collect()
+    before = resident_bytes()
+    del model[: count // 2]
+    gc.collect()
+    assert before - resident_bytes() >= 0.9 * final / 2

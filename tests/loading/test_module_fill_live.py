@@ -1,0 +1,182 @@
+"""Real models: tensors are filled where they are, and failures say what they left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice.engine import targets as _targets
+from sluice.engine.host_memory import HostMemory
+from support.oracles import bits
+
+
+def holds(tensor: torch.Tensor) -> nn.Module:
+    """Return a module with the tensor as a parameter and nothing else."""
+    module = nn.Module()
+    module.weight = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    return module
+
+
+LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
+    "contiguous": lambda: torch.zeros(6, 4),
+    "transposed": lambda: torch.zeros(4, 6).t(),
+    "channels last": lambda: torch.zeros(6, 4, 2, 2).to(memory_format=torch.channels_last),
+    "every second column": lambda: torch.zeros(6, 8)[:, ::2],
+    "a slice with an offset": lambda: torch.zeros(10, 4)[2:8],
+    "permuted with a gap": lambda: torch.zeros(4, 9, 6)[:, 1:3].permute(2, 0, 1),
+    "a scalar": lambda: torch.zeros(()),
+    "empty": lambda: torch.zeros(0, 4),
+    "one row of many": lambda: torch.zeros(5, 24)[3].view(6, 4),
+    "integers": lambda: torch.zeros(6, 4, dtype=torch.int16).t(),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_filled_where_it_is(layout: str, dtype: torch.dtype, inference: bool, tmp_path: Path) -> None:
+    with torch.inference_mode(inference):
+        module = holds(LAYOUTS[layout]())
+    weight = module.get_parameter("weight")
+    before = (id(weight), weight.data_ptr(), weight.stride(), weight.is_inference())
+    values = torch.randn(weight.shape)
+    values = values.to(dtype) if weight.is_floating_point() else (values * 100).to(weight.dtype)
+    torch.save({"weight": values}, tmp_path / "f.pth")
+    sluice.load_into(module, tmp_path / "f.pth")
+    weight = module.get_parameter("weight")
+    assert (id(weight), weight.data_ptr(), weight.stride(), weight.is_inference()) == before
+    assert bits(weight) == bits(values.to(weight.dtype))
+
+
+def test_what_lies_beside_a_view_is_left_alone(tmp_path: Path) -> None:
+    base = torch.full((6, 8), 7.0)
+    torch.save({"weight": torch.randn(6, 4)}, tmp_path / "f.pth")
+    sluice.load_into(holds(base[:, ::2]), tmp_path / "f.pth")
+    assert bool((base[:, 1::2] == 7).all())
+    assert not bool((base[:, ::2] == 7).any())
+
+
+def test_parameters_that_are_views_of_a_flat_buffer_stay_views(tmp_path: Path) -> None:
+    source = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    start = 0
+    for parameter in model.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    sluice.load_into(model, tmp_path / "f.pth")
+    assert torch.equal(flat, torch.cat([p.detach().reshape(-1) for p in source.parameters()]))
+    flat.zero_()
+    assert not any(p.any() for p in model.parameters())
+
+
+def test_an_optimizer_goes_on_with_the_loaded_parameters(tmp_path: Path) -> None:
+    source, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    optimizers = []
+    for one in (model, source):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
+        one(torch.ones(2, 4)).sum().backward()
+        optimizers.append(optimizer)
+    sluice.load_into(model, tmp_path / "f.pth")
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(model.weight, source.weight)
+
+
+def test_a_parameter_of_another_dtype_trains_on_without_its_old_gradient(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    torch.save(model.state_dict(), tmp_path / "f.pth")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
+    assert model.weight.grad is None
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert model.weight.dtype == torch.bfloat16
+
+
+def test_frozen_parameters_and_inference_tensors_of_another_dtype(tmp_path: Path) -> None:
+    source = nn.Linear(4, 4)
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            model = nn.Linear(4, 4).requires_grad_(False)
+        weight = model.weight
+        sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
+        assert model.weight is weight
+        assert not weight.requires_grad
+        assert bits(weight) == bits(source.weight.bfloat16())
+
+
+def many(count: int = 6) -> nn.Module:
+    """Return a module with small and large tensors, several in each of several blocks of memory."""
+    return nn.Sequential(*(nn.Linear(600, 600) for _ in range(count)))
+
+
+class FailAt:
+    """Allocates until its k-th call."""
+
+    def __init__(self, k: int) -> None:
+        self.k, self.calls = k, 0
+
+    def __call__(self, nbytes: int, *, huge_pages: bool) -> HostMemory:
+        self.calls += 1
+        if self.calls == self.k:
+            raise sluice.BudgetError("the operating system refuses memory", found=f"{nbytes} bytes")
+        return HostMemory(nbytes, huge_pages=huge_pages)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_whichever_allocation_fails_meta_models_stay_on_meta_and_live_ones_are_described(
+    live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = many()
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    state = {name: tensor.bfloat16() for name, tensor in source.state_dict().items()}
+    for k in range(1, 100):
+        with sluice.empty_init():
+            model = many()
+        model = many() if live else model
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with monkeypatch.context() as patch:
+            fail = FailAt(k)
+            patch.setattr(_targets, "HostMemory", fail)
+            try:
+                sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
+            except sluice.BudgetError:
+                assert all(tensor.is_meta != live for tensor in model.state_dict().values())
+                if live:
+                    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+                continue
+            except sluice.PartialLoadError as error:
+                assert live
+                assert isinstance(error.__cause__, sluice.BudgetError)
+                ours: dict[str, Any] = dict(model.state_dict())
+                assert error.torn == ()
+                assert all(torch.equal(ours[name], state[name]) for name in error.done)
+                assert all(torch.equal(ours[name], before[name]) for name in error.untouched)
+                assert {*error.done, *error.untouched} == before.keys()
+                continue
+        assert fail.calls < k
+        assert k > 6
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        return
+    pytest.fail("the load never succeeded")
+
+
+def test_when_memory_for_staging_is_refused_nothing_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(many(1).state_dict(), tmp_path / "f.pth")
+    monkeypatch.setattr("sluice.engine.staging.HostMemory", FailAt(1))
+    model = many(1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(sluice.BudgetError):
+        sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

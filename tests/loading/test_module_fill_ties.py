@@ -1,0 +1,166 @@
+"""Tied tensors and tensors over one memory stay what they are, whichever of their names a checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import sluice
+
+
+class Tied(nn.Module):
+    """An embedding, and a head that is tied to it in one of several ways."""
+
+    def __init__(self, tie: Callable[[nn.Embedding, nn.Linear], None]) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"embedding": nn.Embedding(6, 4)})
+        self.head = nn.Linear(4, 6, bias=False)
+        tie(self.embedding, self.head)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        found = self.body["embedding"]
+        assert isinstance(found, nn.Embedding)
+        return found
+
+
+def by_object(embedding: nn.Embedding, head: nn.Linear) -> None:
+    head.weight = embedding.weight
+
+
+def by_data(embedding: nn.Embedding, head: nn.Linear) -> None:
+    head.weight = nn.Parameter(embedding.weight.data)
+
+
+def by_setting_data(embedding: nn.Embedding, head: nn.Linear) -> None:
+    head.weight.data = embedding.weight.data
+
+
+def by_frozen_data(embedding: nn.Embedding, head: nn.Linear) -> None:
+    head.weight = nn.Parameter(embedding.weight.data, requires_grad=False)
+
+
+TIES = [by_object, by_data, by_setting_data, by_frozen_data]
+EMBEDDING, HEAD = "body.embedding.weight", "head.weight"
+
+
+def build(tie: Callable[[nn.Embedding, nn.Linear], None], *, empty: bool) -> Tied:
+    if not empty:
+        return Tied(tie)
+    with sluice.empty_init():
+        return Tied(tie)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("names", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)])
+@pytest.mark.parametrize("tie", TIES)
+def test_ties_survive_whichever_name_the_checkpoint_has(
+    tie: Callable[[nn.Embedding, nn.Linear], None],
+    names: tuple[str, ...],
+    empty: bool,
+    dtype: torch.dtype | None,
+    tmp_path: Path,
+) -> None:
+    values = torch.randn(6, 4)
+    torch.save({name: values.clone() for name in names}, tmp_path / "f.pth")
+    model = build(tie, empty=empty)
+    one, other = model.embedding.weight, model.head.weight
+    report = sluice.load_into(model, tmp_path / "f.pth", dtype=dtype)
+    assert model.embedding.weight is one
+    assert model.head.weight is other
+    assert (one is other) is (tie is by_object)
+    assert one.data_ptr() == other.data_ptr()
+    assert torch.equal(other, values.to(other.dtype))
+    assert (one.requires_grad, other.requires_grad) == (True, tie is not by_frozen_data)
+    assert report.tied == ((EMBEDDING, HEAD),)
+    assert (report.missing, report.tensors, report.final_bytes) == ((), 1, one.nbytes)
+
+
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("empty", [False, True])
+def test_conflicting_values_are_an_error_before_anything_changes(
+    tie: Callable[[nn.Embedding, nn.Linear], None], empty: bool, tmp_path: Path
+) -> None:
+    values = torch.randn(6, 4)
+    torch.save({EMBEDDING: values, HEAD: values + 1}, tmp_path / "f.pth")
+    model = build(tie, empty=empty)
+    before = model.embedding.weight.detach().clone()
+    with pytest.raises(sluice.MismatchError, match=f"'{EMBEDDING}' and '{HEAD}' are tied"):
+        sluice.load_into(model, tmp_path / "f.pth")
+    assert model.embedding.weight.is_meta is empty
+    assert empty or torch.equal(model.embedding.weight, before)
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert torch.equal(model.head.weight, values)
+    assert any(EMBEDDING in note and HEAD in note for note in report.notes)
+
+
+def test_names_of_one_storage_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(6, 4)
+    torch.save({EMBEDDING: values, HEAD: values}, tmp_path / "f.pth")
+    monkeypatch.setattr("sluice.loading.module_fill.same_values", pytest.fail)
+    report = sluice.load_into(build(by_object, empty=True), tmp_path / "f.pth")
+    assert report.read_bytes == values.nbytes
+
+
+def test_a_conflict_is_found_wherever_it_is_and_whatever_the_layout(tmp_path: Path) -> None:
+    values = torch.randn(4, 6).t()
+    for row in range(6):
+        changed = values.contiguous()
+        changed[row, 3] += 1
+        torch.save({EMBEDDING: values, HEAD: changed}, tmp_path / "f.pth")
+        with pytest.raises(sluice.MismatchError, match="are tied"):
+            sluice.load_into(build(by_object, empty=True), tmp_path / "f.pth")
+
+
+def test_buffers_over_the_memory_of_a_parameter_follow_it(tmp_path: Path) -> None:
+    class Viewing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("saved", self.weight.data)
+            self.register_buffer("computed", self.weight.data, persistent=False)
+
+    values = nn.Linear(4, 4).state_dict()
+    torch.save(values, tmp_path / "f.pth")
+    with sluice.empty_init():
+        model = Viewing()
+    sluice.load_into(model, tmp_path / "f.pth")
+    for name in ("saved", "computed"):
+        assert torch.equal(model.get_buffer(name), values["weight"])
+        assert model.get_buffer(name).data_ptr() == model.weight.data_ptr()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_that_overlap_without_being_the_same_are_refused(device: str, tmp_path: Path) -> None:
+    flat = torch.zeros(24, device=device)
+    model = nn.ParameterDict({"flat": flat, "part": flat[8:16].view(2, 4)})
+    torch.save({"flat": torch.ones(24), "part": torch.zeros(2, 4)}, tmp_path / "f.pth")
+    with pytest.raises(sluice.MismatchError, match="'flat' and 'part' overlap in memory"):
+        sluice.load_into(model, tmp_path / "f.pth")
+
+
+def test_a_tied_parameter_under_parametrizations_stays_one(tmp_path: Path) -> None:
+    def tied() -> Any:
+        model: Any = nn.Sequential(*(parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(2)))
+        model[1].parametrizations.weight.original1 = model[0].parametrizations.weight.original1
+        return model
+
+    state = tied().state_dict()
+    names = [name for name in state if name.endswith("original1")]
+    for dropped in names:
+        torch.save({name: t for name, t in state.items() if name != dropped}, tmp_path / "f.pth")
+        with sluice.empty_init():
+            model = tied()
+        sluice.load_into(model, tmp_path / "f.pth")
+        weights = [layer.parametrizations.weight.original1 for layer in model]
+        assert weights[0] is weights[1]
+        assert torch.equal(weights[0], state[names[0]])
+        x = torch.randn(2, 4)
+        model(x).sum().backward()
+        assert weights[0].grad is not None

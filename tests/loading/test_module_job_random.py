@@ -1,0 +1,175 @@
+"""Random modules and random damage to their state dicts: ``load_into`` says and does what ``load_state_dict`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import sluice
+from support.oracles import bits
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+
+
+class Odds(nn.Module):
+    """A scalar, an empty tensor, and buffers of several dtypes and layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.randn(3, 5).t(), requires_grad=False)
+        self.register_buffer("counts", torch.arange(4))
+        self.register_buffer("mask", torch.eye(3, dtype=torch.bool))
+        self.register_buffer("small", torch.randn(2, 2, dtype=torch.float16))
+        self.register_buffer("computed", torch.arange(3.0), persistent=False)
+
+
+PARTS: list[Callable[[], nn.Module]] = [
+    lambda: nn.Linear(3, 3),
+    lambda: nn.Linear(3, 3, bias=False),
+    lambda: nn.Embedding(3, 3, padding_idx=0),
+    lambda: nn.BatchNorm1d(3),
+    lambda: nn.GRU(3, 3),
+    lambda: nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.PReLU(), nn.LayerNorm(3))),
+    Odds,
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module and what became of its state dict."""
+
+    parts: list[int]
+    #: Pairs of parts that are one module, or whose weights are one parameter.
+    shared: list[tuple[int, int]]
+    tied: list[tuple[int, int]]
+    #: Positions in the state dict of names that are dropped, renamed, reshaped and of another dtype.
+    dropped: set[int]
+    renamed: set[int]
+    reshaped: set[int]
+    recast: dict[int, torch.dtype]
+    strict: bool
+
+    def build(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        made = [PARTS[part]() for part in self.parts]
+        for one, other in self.shared:
+            made[other % len(made)] = made[one % len(made)]
+        for one, other in self.tied:
+            first, second = (made[i % len(made)] for i in (one, other))
+            if all(tuple(getattr(part, "weight", torch.empty(0)).shape) == (3, 3) for part in (first, second)):
+                second.weight = first.weight
+        return nn.ModuleList(made)
+
+    def damage(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        damaged = {}
+        for position, (name, tensor) in enumerate(state.items()):
+            if position in self.dropped:
+                continue
+            value = tensor
+            if position in self.recast and not tensor.is_complex():
+                value = value.to(self.recast[position])
+            if position in self.reshaped:
+                value = torch.zeros(7, 2)
+            damaged[f"{name}_old" if position in self.renamed else name] = value
+        return damaged
+
+
+positions = st.sets(st.integers(0, 30), max_size=2)
+pairs = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=2)
+cases = st.builds(
+    Case,
+    parts=st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=4),
+    shared=pairs,
+    tied=pairs,
+    dropped=positions,
+    renamed=positions,
+    reshaped=st.sets(st.integers(0, 60), max_size=1),
+    recast=st.dictionaries(st.integers(0, 30), st.sampled_from(DTYPES), max_size=4),
+    strict=st.booleans(),
+)
+
+
+def same_names(module: nn.Module) -> dict[str, list[str]]:
+    """Return all names of the tensor that each name of the state dict means."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), []).append(name)
+    return {name: names for names in found.values() for name in names}
+
+
+def with_partners(state: dict[str, torch.Tensor], names: dict[str, list[str]]) -> dict[str, torch.Tensor]:
+    """Return a state dict that has its tensors under all their names, each with the value of the first."""
+    complete = dict(state)
+    for group in names.values():
+        present = [name for name in group if name in state]
+        if present:
+            complete.update(dict.fromkeys(group, state[present[0]]))
+    return complete
+
+
+def conflicts(state: dict[str, torch.Tensor], module: nn.Module) -> bool:
+    """Return whether two names of one tensor give it different values, or one of them a shape that does not fit."""
+    own = module.state_dict()
+    for group in same_names(module).values():
+        found = [state[name] for name in group if name in state]
+        if any(tensor.shape != own[group[0]].shape for tensor in found):
+            return True
+        if len({bits(tensor.to(own[group[0]].dtype)) for tensor in found}) > 1:
+            return True
+    return False
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases)
+def test_random_modules_load_as_load_state_dict_loads_them(case: Case, tmp_path: Path) -> None:
+    state = case.damage(dict(case.build(1).state_dict()))
+    torch.save(state, tmp_path / "f.pth")
+    expected = case.build(2)
+    conflict = conflicts(state, expected)
+    try:
+        expected.load_state_dict(with_partners(state, same_names(expected)), strict=case.strict)
+        fits = not (conflict and case.strict)
+    except RuntimeError:
+        fits = False
+    with sluice.empty_init():
+        empty = case.build(2)
+    live = case.build(2)
+    names = same_names(live)
+    before = {name: bits(tensor) for name, tensor in live.state_dict().items()}
+    if not fits:
+        for module in (live, empty):
+            if not state and not before:
+                continue
+            with pytest.raises(sluice.MismatchError):
+                sluice.load_into(module, tmp_path / "f.pth", strict=case.strict)
+        assert {name: bits(tensor) for name, tensor in live.state_dict().items()} == before
+        assert all(tensor.is_meta for tensor in empty.state_dict().values())
+        return
+    if not any(name in names for name in state):
+        return  # nothing says which part of the file is meant
+    sluice.load_into(live, tmp_path / "f.pth", strict=case.strict)
+    assert same_names(live) == names
+    for name, tensor in expected.state_dict().items():
+        ours = live.state_dict()[name]
+        assert (ours.dtype, ours.stride(), bits(ours)) == (tensor.dtype, tensor.stride(), bits(tensor)), name
+    try:
+        sluice.load_into(empty, tmp_path / "f.pth", strict=case.strict)
+    except sluice.MismatchError as error:
+        assert not case.strict
+        assert "can initialise it with reset_parameters()" in str(error)
+        assert all(tensor.is_meta for tensor in empty.state_dict().values())
+        return
+    assert same_names(empty) == names
+    assert not any(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
+    for name, tensor in empty.state_dict().items():
+        if any(other in state for other in names[name]):
+            assert bits(tensor) == bits(expected.state_dict()[name]), name

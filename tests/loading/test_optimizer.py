@@ -1,0 +1,156 @@
+"""Training on after a load is training that never stopped, for every kind of optimizer, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from support.training_runs import KINDS, Kind, differences, net, resumed, stopped, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning")
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_twenty_more_steps_are_the_same(tmp_path: Path, kind: Kind) -> None:
+    model, optimizer = stopped(tmp_path / "run.pt", kind)
+    again, filled = resumed(tmp_path / "run.pt", kind)
+    assert not differences(filled.state_dict(), optimizer.state_dict())
+    train(model, optimizer, 20, first=5)
+    train(again, filled, 20, first=5)
+    assert not differences(again.state_dict(), model.state_dict())
+    assert not differences(filled.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_the_state_is_what_torch_makes_of_it(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
+    stopped(tmp_path / "run.pt", kind)
+    theirs, ours = kind(net(dtype=dtype)), kind(net(dtype=dtype))
+    theirs.load_state_dict(torch.load(tmp_path / "run.pt")["optimizer"])
+    report = sluice.load_optimizer(ours, tmp_path / "run.pt")
+    assert not differences(ours.state_dict(), theirs.state_dict())
+    assert (report.key, report.missing, report.unexpected) == ("optimizer", (), ())
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW two groups", "SGD momentum"])
+def test_what_was_frozen_after_it_was_trained_keeps_its_state(tmp_path: Path, name: str) -> None:
+    kind = KINDS[name]
+    model = net()
+    optimizer = kind(model)
+    train(model, optimizer, 5)
+    model.up.requires_grad_(False)
+    model.zero_grad()
+    train(model, optimizer, 2, first=5)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    again = net(seed=1)
+    again.up.requires_grad_(False)
+    filled = kind(again)
+    with sluice.open(tmp_path / "run.pt") as checkpoint:
+        sluice.load_into(again, checkpoint)
+        sluice.load_optimizer(filled, checkpoint)
+    assert filled.state[again.up.weight]
+    for one, other in ((model, optimizer), (again, filled)):
+        train(one, other, 10, first=7)
+        one.up.requires_grad_(True)
+        train(one, other, 10, first=17)
+    assert not differences(again.state_dict(), model.state_dict())
+    assert not differences(filled.state_dict(), optimizer.state_dict())
+
+
+def test_capturable_and_fused_put_the_step_where_the_parameter_is(tmp_path: Path) -> None:
+    def kind(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters())
+
+    _, optimizer = stopped(tmp_path / "run.pt", kind)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group["capturable"] = True
+    for values in state["state"].values():
+        values["step"] = values["step"].double()
+    torch.save(state, tmp_path / "optimizer.pt")
+    theirs, ours = kind(net()), kind(net())
+    theirs.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    report = sluice.load_optimizer(ours, tmp_path / "optimizer.pt")
+    assert ours.state[next(iter(ours.state))]["step"].dtype is torch.float32
+    assert report.cast == {"float64->float32": len(ours.state)}
+    assert not differences(ours.state_dict(), theirs.state_dict())
+
+
+def test_a_step_that_is_a_number_becomes_the_tensor_that_torch_makes_of_it(tmp_path: Path) -> None:
+    kind = KINDS["Adam"]
+    _, optimizer = stopped(tmp_path / "run.pt", kind)
+    state = optimizer.state_dict()
+    for values in state["state"].values():
+        values["step"] = int(values["step"])
+    torch.save({"optimizer": state}, tmp_path / "old.pt")
+    ours, theirs = kind(net()), kind(net())
+    theirs.load_state_dict(torch.load(tmp_path / "old.pt")["optimizer"])
+    sluice.load_optimizer(ours, tmp_path / "old.pt")
+    assert isinstance(ours.state[next(iter(ours.state))]["step"], torch.Tensor)
+    assert not differences(ours.state_dict(), theirs.state_dict())
+
+
+class Lion(torch.optim.Optimizer):
+    """Somebody's own optimizer, which keeps what torch's do not: integers, lists, text, one tensor for all."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "precision": torch.float32})
+        self.shared = torch.zeros(3)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 - torch's signature
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("sign", torch.zeros_like(parameter, dtype=torch.int8)).copy_(parameter.grad.sign())
+                    state.setdefault("shared", self.shared).add_(1)
+                    state.setdefault("parts", [torch.ones(2), {"step": torch.tensor(3), "none": None}])
+                    state["count"] = state.get("count", 0) + 1
+                    parameter.sub_(state["sign"].to(parameter.dtype), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_optimizer_that_is_not_torchs(tmp_path: Path, dtype: torch.dtype) -> None:
+    stopped(tmp_path / "run.pt", lambda m: Lion(m.parameters()))
+    theirs, ours = (Lion(net(dtype=dtype).parameters()) for _ in range(2))
+    theirs.load_state_dict(torch.load(tmp_path / "run.pt")["optimizer"])
+    sluice.load_optimizer(ours, tmp_path / "run.pt")
+    assert not differences(ours.state_dict(), theirs.state_dict())
+    assert ours.param_groups[0]["precision"] is torch.float32
+    # One tensor stays one where torch keeps it so, and becomes one for each parameter where torch casts.
+    for optimizer in (ours, theirs):
+        memory = {state["shared"].data_ptr() for state in optimizer.state.values()}
+        assert len(memory) == (1 if dtype is torch.float32 else len(optimizer.state))
+
+
+def test_state_that_belongs_to_no_parameter_is_kept(tmp_path: Path) -> None:
+    kind = KINDS["AdamW"]
+    _, optimizer = stopped(tmp_path / "run.pt", kind)
+    state = optimizer.state_dict()
+    state["state"]["global"] = {"loss": torch.tensor(1, dtype=torch.int32), "seen": [1, 2]}
+    torch.save(state, tmp_path / "more.pt")
+    ours = kind(net(dtype=torch.bfloat16))
+    sluice.load_optimizer(ours, tmp_path / "more.pt")
+    kept: Any = ours.state["global"]  # type: ignore[index]
+    assert kept["loss"].dtype is torch.int32
+    assert kept["seen"] == [1, 2]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".legacy"])
+def test_sluices_own_files_and_legacy_ones(tmp_path: Path, suffix: str) -> None:
+    kind = KINDS["AdamW two groups"]
+    model, optimizer = stopped(tmp_path / "run.pt", kind)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    path = tmp_path / f"again{suffix}"
+    if suffix == ".pt":
+        sluice.save(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    _, filled = resumed(path, kind)
+    assert not differences(filled.state_dict(), optimizer.state_dict())

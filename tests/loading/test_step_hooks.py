@@ -1,0 +1,145 @@
+"""State that stays on the host until the first step. The meta device stands for an accelerator: steps run there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sluice
+from sluice import MismatchError
+from support.training_runs import KINDS, Net, differences, net, stopped, train
+
+
+def elsewhere() -> Net:
+    """Return the model on another device, with gradients."""
+    model = net().to("meta")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def devices(optimizer: torch.optim.Optimizer, key: str) -> set[str]:
+    return {str(state[key].device) for state in optimizer.state.values() if key in state}
+
+
+@pytest.mark.parametrize("key", ["AdamW", "AdamW foreach", "RMSprop", "Adam amsgrad", "SGD momentum"])
+def test_state_stays_on_the_host_and_moves_at_the_first_step(tmp_path: Path, key: str) -> None:
+    kind = KINDS[key]
+    _, optimizer = stopped(tmp_path / "run.pt", kind)
+    ours = kind(elsewhere())
+    report = sluice.load_optimizer(ours, tmp_path / "run.pt", device="cpu")
+    assert report.devices == ("cpu",)
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+    assert all(type(tensor) is torch.Tensor for state in ours.state.values() for tensor in state.values())
+    big = next(name for name, tensor in next(iter(ours.state.values())).items() if name != "step")
+    assert len(ours._optimizer_step_pre_hooks) == 1
+    ours.step()
+    assert devices(ours, big) == {"meta"}
+    assert devices(ours, "step") <= {"cpu"}  # torch keeps it there unless the optimizer is fused or capturable
+    assert not ours._optimizer_step_pre_hooks
+    ours.step()
+
+
+def test_a_capturable_step_moves_too(tmp_path: Path) -> None:
+    _, optimizer = stopped(tmp_path / "run.pt", KINDS["AdamW"])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["capturable"] = True
+    torch.save(state, tmp_path / "o.pt")
+    ours = KINDS["AdamW"](elsewhere())
+    sluice.load_optimizer(ours, tmp_path / "o.pt", device="cpu")
+    assert devices(ours, "step") == {"cpu"}
+    [hook] = ours._optimizer_step_pre_hooks.values()
+    hook(ours, (), {})
+    assert devices(ours, "step") == devices(ours, "exp_avg") == {"meta"}
+
+
+def test_the_hook_goes_also_where_others_follow_it(tmp_path: Path) -> None:
+    stopped(tmp_path / "run.pt", KINDS["AdamW"])
+    ours = KINDS["AdamW"](elsewhere())
+    seen: list[str] = []
+    ours.register_step_pre_hook(lambda *_: seen.append("before"))
+    sluice.load_optimizer(ours, tmp_path / "run.pt", device="cpu")
+    after = ours.register_step_pre_hook(lambda *_: seen.append("after"))
+    ours.register_step_post_hook(lambda *_: seen.append("post"))
+    ours.step()
+    ours.step()
+    assert seen == ["before", "after", "post"] * 2
+    assert devices(ours, "exp_avg") == {"meta"}
+    assert (len(ours._optimizer_step_pre_hooks), len(ours._optimizer_step_post_hooks)) == (2, 1)
+    after.remove()
+
+
+def test_nothing_waits_where_the_parameters_are_there_already(tmp_path: Path) -> None:
+    kind = KINDS["AdamW"]
+    model, optimizer = stopped(tmp_path / "run.pt", kind)
+    again = net()
+    again.load_state_dict(model.state_dict())
+    ours = kind(again)
+    sluice.load_optimizer(ours, tmp_path / "run.pt", device="cpu")
+    assert not ours._optimizer_step_pre_hooks
+    train(model, optimizer, 3)
+    train(again, ours, 3)
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+
+
+def test_a_model_may_come_after_its_state(tmp_path: Path) -> None:
+    kind = KINDS["AdamW"]
+    model, optimizer = stopped(tmp_path / "run.pt", kind)
+    with sluice.empty_init():
+        again = net()
+    again.frozen.requires_grad_(False)
+    ours = kind(again)
+    with pytest.raises(MismatchError, match=r"on the meta device: load the model first"):
+        sluice.load_optimizer(ours, tmp_path / "run.pt")
+    assert not ours.state
+    with sluice.open(tmp_path / "run.pt") as checkpoint:
+        sluice.load_optimizer(ours, checkpoint, device="cpu")
+        sluice.load_into(again, checkpoint)
+    train(model, optimizer, 5)
+    train(again, ours, 5)
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+    assert not differences(again.state_dict(), model.state_dict())
+
+
+def test_a_second_load_before_the_first_step(tmp_path: Path) -> None:
+    _, optimizer = stopped(tmp_path / "run.pt", KINDS["AdamW"])
+    ours = KINDS["AdamW"](elsewhere())
+    for _ in range(2):
+        sluice.load_optimizer(ours, tmp_path / "run.pt", device="cpu")
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+    ours.step()
+    assert not ours._optimizer_step_pre_hooks
+    assert devices(ours, "exp_avg_sq") == {"meta"}
+
+
+def test_lists_and_tuples_move_too(tmp_path: Path) -> None:
+    class Own(torch.optim.Optimizer):
+        def __init__(self, model: Net) -> None:
+            super().__init__(model.parameters(), {})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            pass
+
+    model = net()
+    optimizer = Own(model)
+    optimizer.state[model.scale] = {"list": [torch.ones(2), 1], "tuple": (torch.ones(1), [torch.ones(3)])}
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    again = elsewhere()
+    ours = Own(again)
+    sluice.load_optimizer(ours, tmp_path / "o.pt", device="cpu")
+    state = ours.state[again.scale]
+    assert not differences(dict(state), optimizer.state[model.scale])
+    ours.step()
+    assert (state["list"][0].is_meta, state["list"][1]) == (True, 1)
+    assert state["tuple"][0].is_meta
+    assert state["tuple"][1][0].is_meta
+
+
+def test_a_device_that_cannot_be_used(tmp_path: Path) -> None:
+    stopped(tmp_path / "run.pt", KINDS["AdamW"])
+    with pytest.raises(ValueError, match="nowhere"):
+        sluice.load_optimizer(KINDS["AdamW"](net()), tmp_path / "run.pt", device="nowhere")

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from sluice.benchmark.cache import make_cold
+from sluice.machine import facts as _facts
+from sluice.machine import page_cache as _residency
+from sluice.machine.cgroups import cgroup_headroom
+from sluice.machine.facts import file_facts, host_headroom, machine_facts
+from sluice.machine.page_cache import probe_cache
+from sluice.sources.local import LocalFile
+from sluice.testing import MemorySource
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[LocalFile]:
+    (tmp_path / "f").write_bytes(b"x" * 300_000)
+    source = LocalFile(tmp_path / "f")
+    yield source
+    source.close()
+
+
+def make(root: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_tightest_ancestor_of_cgroup_v2_counts_and_reclaimable_pages_are_free(tmp_path: Path) -> None:
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/pod/container\n",
+            "sys/fs/cgroup/pod/container/memory.max": "max\n",
+            "sys/fs/cgroup/pod/container/memory.current": f"{100 * MIB}\n",
+            "sys/fs/cgroup/pod/memory.max": f"{500 * MIB}\n",
+            "sys/fs/cgroup/pod/memory.current": f"{300 * MIB}\n",
+            "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {50 * MIB}\n",
+        },
+    )
+    assert cgroup_headroom(root) == 250 * MIB
+
+
+def test_cgroup_v1_and_its_unlimited_value(tmp_path: Path) -> None:
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:cpu,cpuacct:/x\n4:memory:/job\n0::/\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{64 * MIB}\n",
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{60 * MIB}\n",
+            "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {MIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+        },
+    )
+    assert cgroup_headroom(root) == 5 * MIB
+
+
+def test_a_group_hidden_by_a_namespace_is_skipped(tmp_path: Path) -> None:
+    root = make(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/not/visible/here\n",
+            "sys/fs/cgroup/memory.max": f"{10 * MIB}\n",
+            "sys/fs/cgroup/memory.current": f"{4 * MIB}\n",
+        },
+    )
+    assert cgroup_headroom(root) == 6 * MIB
+
+
+def test_no_limit_and_no_cgroups(tmp_path: Path) -> None:
+    assert cgroup_headroom(tmp_path) is None
+
+
+def test_headroom_names_its_origin(file: LocalFile) -> None:
+    facts = machine_facts([file])
+    assert facts.cores >= 1
+    nbytes, origin = host_headroom(facts)
+    assert 0 < nbytes <= facts.memory_available_bytes
+    assert origin in {"free memory", "left in the control group"}
+
+
+def test_small_files_are_not_probed(file: LocalFile) -> None:
+    known = file_facts(file)
+    assert not known.direct_io
+    assert known.cached == ()
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ([1, BlockingIOError(), 1], (True, False, True)),
+        ([OSError(errno.ENOTSUP, "not supported")], ()),
+        ([1, OSError(errno.EINVAL, "old kernel")], ()),
+    ],
+)
+def test_probes_ask_one_byte_each_and_give_up_where_the_kernel_does_not_tell(
+    file: LocalFile,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[int | OSError],
+    expected: tuple[bool, ...],
+) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def preadv(_: int, buffers: list[bytearray], offset: int, flags: int = 0) -> int:
+        asked.append((offset, len(buffers[0]), flags))
+        answer = answers[len(asked) - 1]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(_residency, "_cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
+    monkeypatch.setattr(_facts, "_filesystem", lambda _: "ext4")
+    monkeypatch.setattr(_facts, "_opens_direct", lambda _: True)
+    monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
+    monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
+    assert file_facts(file).cached == expected
+    assert [(offset // 102_400, *rest) for offset, *rest in asked] == [(i, 1, 8) for i in range(len(asked))]
+
+
+@pytest.mark.parametrize("counts_pages", [True, False])
+def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts_pages: bool
+) -> None:
+    path, step = tmp_path / "f", 2 * MIB
+    path.write_bytes(bytes(16 * MIB))
+    if not make_cold(path):
+        pytest.skip("this file system keeps all files in memory")
+    if not counts_pages:
+        monkeypatch.setattr(_residency, "_cached_bytes", lambda *_: 0)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        if counts_pages and not _residency._counts_pages(descriptor):
+            pytest.skip("this kernel does not count cached pages")
+        probes = [probe_cache(descriptor, range(0, 16 * MIB, step)) for _ in range(4)]
+        # Read-ahead differs between systems: of 32 answers, a few places may have been hit twice.
+        assert sum(map(sum, probes)) <= (0 if counts_pages else 8), probes
+        for offset in range(0, 16 * MIB, step):
+            os.pread(descriptor, 4096, offset)
+        assert not counts_pages or not any(probe_cache(descriptor, range(0, 16 * MIB, step)))
+        assert len(os.pread(descriptor, 16 * MIB, 0)) == 16 * MIB
+        assert all(probe_cache(descriptor, range(0, 16 * MIB, step)))
+    finally:
+        os.close(descriptor)
+
+
+def test_network_file_systems_are_read_buffered(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_facts, "_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
+    assert not file_facts(file).direct_io
+
+
+def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sluice._options.PROBES_PER_FILE", 4)
+    monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 4096)
+    step = file_facts(file).probe_step_bytes
+    assert step % 4096 == 0
+    assert -(-300_000 // step) <= 4
+
+
+def test_a_source_that_is_no_local_file_is_read_buffered() -> None:
+    known = file_facts(MemorySource(b"x"))
+    assert (known.filesystem, known.direct_io, known.cached) == ("", False, ())

@@ -1,0 +1,220 @@
+"""Entries against slots: ties, dtypes, memory, missing names, and the text of a mismatch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
+from sluice._errors import MismatchError
+from sluice._geometry import contiguous_stride
+from sluice.matching.match import Outline, Slot, finished_dtype, match
+from sluice.records import Entry
+
+CASTABLE = sorted(filter(is_castable, ITEM_BYTES))
+
+
+def slot(*names: str, **changes: object) -> Slot:
+    values: dict[str, object] = {
+        "parameter": True,
+        "shape": (2, 3),
+        "dtype": "float32",
+        "device": "meta",
+        "requires_grad": True,
+        **changes,
+    }
+    values.setdefault("stride", contiguous_stride(values["shape"]))  # type: ignore[arg-type]
+    values.setdefault("in_place", values["device"] != "meta")
+    return Slot(names=names, **values)  # type: ignore[arg-type]
+
+
+def entry(storage: int = 0, **changes: object) -> Entry:
+    values: dict[str, object] = {"dtype": "float32", "shape": (2, 3), **changes}
+    values.setdefault("stride", contiguous_stride(values["shape"]))  # type: ignore[arg-type]
+    return Entry(storage=storage, **values)  # type: ignore[arg-type]
+
+
+def message(outline: Outline, entries: Mapping[str, Entry], **options: object) -> str:
+    with pytest.raises(MismatchError) as caught:
+        match(outline, entries, **options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_tied_names_are_one_request_whichever_is_present() -> None:
+    outline = Outline(slots=(slot("embedding", "head"),))
+    for present in ("embedding", "head"):
+        found = match(outline, {present: entry()})
+        assert [request.name for request in found.requests] == [present]
+        assert found.missing == ()
+        assert found.tied == (("embedding", "head"),)
+
+
+def test_tied_names_of_the_same_bytes_are_read_once() -> None:
+    found = match(Outline(slots=(slot("embedding", "head"),)), {"embedding": entry(), "head": entry(parameter=True)})
+    assert len(found.requests) == 1
+    assert found.comparisons == ()
+
+
+@pytest.mark.parametrize("other", [entry(1), entry(0, storage_offset=6), entry(0, dtype="float16")])
+def test_tied_names_of_other_bytes_have_to_be_compared(other: Entry) -> None:
+    outline = Outline(slots=(slot("first"), slot("embedding", "head", device="cpu")))
+    found = match(outline, {"first": entry(7), "embedding": entry(), "head": other})
+    ((position, request),) = found.comparisons
+    assert found.requests[position].name == "embedding"
+    assert found.requests[position].existing
+    assert (request.name, request.entry, request.existing) == ("head", other, False)
+
+
+def test_live_tensors_of_the_same_device_and_dtype_are_filled_in_place_with_their_own_stride() -> None:
+    live = slot("w", device="cpu", stride=(1, 2))
+    request = match(Outline(slots=(live,)), {"w": entry()}).requests[0]
+    assert request.existing
+    assert request.stride == (1, 2)
+    assert not match(Outline(slots=(live,)), {"w": entry()}, placement={"": "cuda:0"}).requests[0].existing
+    assert not match(Outline(slots=(live,)), {"w": entry()}, dtype="bfloat16").requests[0].existing
+    assert not match(Outline(slots=(replace(live, in_place=False),)), {"w": entry()}).requests[0].existing
+
+
+def test_new_memory_has_the_layout_of_the_module() -> None:
+    transposed = entry(stride=(1, 2))
+    outline = Outline(slots=(slot("row"), slot("column", stride=(1, 2)), slot("expanded", stride=(0, 1))))
+    found = match(outline, dict.fromkeys(("row", "column", "expanded"), transposed))
+    assert [request.stride for request in found.requests] == [(3, 1), (1, 2), (3, 1)]
+
+
+def test_devices() -> None:
+    outline = Outline(slots=(slot("a"), slot("b", device="cpu"), slot("c", device="cuda:1")))
+    entries = dict.fromkeys("abc", entry())
+    assert [r.device for r in match(outline, entries).requests] == ["cpu", "cpu", "cuda:1"]
+    assert [r.device for r in match(outline, entries, placement={"": "cuda:0"}).requests] == ["cuda:0"] * 3
+
+
+@given(st.sampled_from(sorted(ITEM_BYTES)), st.sampled_from(sorted(ITEM_BYTES)), st.sampled_from(CASTABLE))
+def test_dtype_applies_to_real_floating_point_only(source: str, own: str, wanted: str) -> None:
+    assert finished_dtype(source, own, None) == own
+    assert finished_dtype(source, own, "auto") == source
+    both = is_castable(source) and is_castable(own)
+    assert finished_dtype(source, own, wanted) == (wanted if both else own)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@given(st.sampled_from(sorted(ITEM_BYTES)), st.sampled_from(sorted(ITEM_BYTES)))
+def test_casts_that_torch_has_are_accepted_and_others_named(source: str, own: str) -> None:
+    outline = Outline(slots=(slot("w", dtype=own, requires_grad=False),))
+    loses = source.startswith("complex") and not own.startswith("complex")
+    if loses or (source != own and "float4_e2m1fn_x2" in {source, own}):
+        assert "'w'" in message(outline, {"w": entry(dtype=source)})
+    else:
+        assert match(outline, {"w": entry(dtype=source)}).requests[0].dtype == own
+        if source == own:
+            return
+        given_one = torch.zeros(2, dtype=torch.uint8).to(torch_dtype(source))
+        torch.zeros(2, dtype=torch.uint8).to(torch_dtype(own)).copy_(given_one)
+
+
+def test_a_parameter_that_requires_gradients_cannot_become_an_integer() -> None:
+    assert "int8" in message(Outline(slots=(slot("w"),)), {"w": entry(dtype="int8")}, dtype="auto")
+    frozen = Outline(slots=(slot("w", requires_grad=False),))
+    assert match(frozen, {"w": entry(dtype="int8")}, dtype="auto").requests[0].dtype == "int8"
+
+
+def test_one_element_in_one_dimension_fits_a_scalar() -> None:
+    outline = Outline(slots=(slot("scale", shape=()),))
+    assert match(outline, {"scale": entry(shape=(1,))}).requests[0].entry.shape == ()
+    assert "shape" in message(outline, {"scale": entry(shape=(1, 1))})
+
+
+def test_buffers_that_old_modules_did_not_save() -> None:
+    meta = slot("bn.steps", shape=(), dtype="int64", parameter=False, requires_grad=False, added_in=2)
+    live = replace(meta, device="cpu", in_place=True)
+    assert match(Outline(slots=(meta,)), {}).zeroed == (0,)
+    assert match(Outline(slots=(meta,)), {}, versions={"bn": 1}).initial_dtypes == {0: "int64"}
+    assert match(Outline(slots=(live,)), {}).kept == (0,)
+    assert match(Outline(slots=(live,)), {}).missing == ()
+    assert "bn.steps" in message(Outline(slots=(meta,)), {}, versions={"bn": 2})
+
+
+def test_without_strict_live_tensors_keep_their_values_and_meta_tensors_are_initialised() -> None:
+    outline = Outline(slots=(slot("live", device="cpu"), slot("meta", resettable=True), slot("w")))
+    found = match(outline, {"w": entry(), "spare": entry()}, strict=False, dtype="bfloat16")
+    assert found.kept == (0,)
+    assert found.initialised == (1,)
+    assert found.initial_dtypes == {1: "bfloat16"}
+    assert found.missing == ("live", "meta")
+    assert found.unexpected == ("spare",)
+    assert found.slots == (2,)
+    assert "reset_parameters" in message(Outline(slots=(slot("meta"),)), {}, strict=False)
+
+
+def test_refused_tensors_are_not_unexpected() -> None:
+    assert match(Outline(slots=(), refused=("b.weight",)), {"b.weight": entry()}).unexpected == ()
+
+
+def test_extra_state_is_missing_or_unexpected_like_any_other_name() -> None:
+    outline = Outline(slots=(), extra_state=("a._extra_state",))
+    assert match(outline, {}, extra_state=["a._extra_state"]).missing == ()
+    text = message(outline, {}, extra_state=["b._extra_state"])
+    assert "not in the checkpoint (1):\n    'a._extra_state'\n" in text
+    assert "not in the module (1):\n    'b._extra_state'\n" in text
+    found = match(outline, {}, extra_state=["b._extra_state"], strict=False)
+    assert (found.missing, found.unexpected) == (("a._extra_state",), ("b._extra_state",))
+
+
+def test_what_a_module_forgives_is_not_missing() -> None:
+    outline = Outline(slots=(slot("live", device="cpu", in_place=True), slot("meta", resettable=True)))
+    found = match(outline, {}, forgiven={"live", "meta"})
+    assert (found.missing, found.kept, found.initialised) == ((), (0,), (1,))
+
+
+def test_every_problem_is_in_one_error() -> None:
+    outline = Outline(
+        slots=(slot("missing.weight"), slot("shape", shape=(4,)), slot("dtype"), slot("fine")),
+        problems=("'x' is a FakeTensor",),
+    )
+    entries = {
+        "renamed.weight": entry(1),
+        "other": entry(2, shape=(9,)),
+        "shape": entry(3),
+        "dtype": entry(4, dtype="complex64"),
+        "fine": entry(5),
+    }
+    with pytest.raises(MismatchError) as caught:
+        match(outline, entries, problems=("'y' failed",))
+    text = str(caught.value)
+    assert caught.value.missing == ("missing.weight",)
+    assert caught.value.unexpected == ("renamed.weight", "other")
+    assert "'missing.weight' [2, 3]; the checkpoint has 'renamed.weight' of the same shape" in text
+    for part in ("'shape' is [4] in the module, [2, 3] in the checkpoint", "imaginary", "FakeTensor", "'y' failed"):
+        assert part in text
+    assert "fine" not in text
+    assert text.endswith("Nothing was changed.")
+
+
+def test_suggestions_have_the_same_shape_and_the_closest_name() -> None:
+    spare = {f"layers.{i}.attention.weight": entry(i) for i in range(30)}
+    text = message(
+        Outline(slots=(slot("blocks.17.attention.weight"), slot("lonely", shape=(5,)))),
+        {**spare, "lonelier": entry(99)},
+    )
+    assert "the checkpoint has 'layers.17.attention.weight'" in text
+    assert "has 'lonelier'" not in text
+
+
+def test_five_hundred_problems_stay_readable() -> None:
+    outline = Outline(slots=tuple(slot(f"layer.{i}.w") for i in range(500)))
+    text = message(outline, {f"block.{i}.w": entry(i) for i in range(500)})
+    assert "not in the checkpoint (500)" in text
+    assert "and 480 more" in text
+    assert text.count("\n") < 60
+
+
+def test_matching_imports_no_torch() -> None:
+    code = "import sys, sluice.matching.match, sluice.matching.selection; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,348 @@
+"""Which state of a checkpoint fits which optimizer, by number and by name, and what is said where none does."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import sluice
+from sluice import MismatchError, UnsafeContentError
+from support.distributed import save as save_distributed
+from support.training_runs import KINDS, Net, differences, grouped, net, stopped, train
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(grouped(model), **options)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Net, torch.optim.Optimizer]:
+    model = net()
+    optimizer = adamw(model)
+    train(model, optimizer, 3)
+    return model, optimizer
+
+
+def write(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def refusal(path: Path, optimizer: torch.optim.Optimizer, **how: Any) -> str:
+    """Return why a load is refused; the optimizer has to be as it was."""
+    before = repr(optimizer.state_dict())
+    with pytest.raises(MismatchError) as caught:
+        sluice.load_optimizer(optimizer, path, **how)
+    assert repr(optimizer.state_dict()) == before
+    assert caught.value.file == str(path)
+    return str(caught.value)
+
+
+def reordered(model: Net) -> list[dict[str, Any]]:
+    """Return the groups of ``grouped`` with the parameters of each in the opposite order."""
+    return [{**group, "params": group["params"][::-1]} for group in grouped(model)]
+
+
+def by_parameter(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "nested in a file", "flat in a file", "behind a prefix"])
+def test_state_by_name_is_matched_by_name(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], form: str) -> None:
+    model, optimizer = run
+    state: Any = get_optimizer_state_dict(
+        model, optimizer, options=FLAT if "flat" in form or "prefix" in form else None
+    )
+    if form == "behind a prefix":
+        path = save_distributed(tmp_path / "d", {f"optim.{name}": value for name, value in state.items()})
+    elif "file" in form:
+        path = write(tmp_path / "o.pt", {"optim": state})
+    else:
+        path = save_distributed(tmp_path / "d", {"optim": state, "model": model.state_dict()})
+    again = net(seed=1)
+    ours = torch.optim.AdamW(reordered(again), lr=0.5)
+    report = sluice.load_optimizer(ours, path, model=again)
+    assert report.key == "optim"
+    assert not differences(by_parameter(again, ours), by_parameter(model, optimizer))
+    for one, other in zip(ours.param_groups, optimizer.param_groups, strict=True):
+        assert not differences({**one, "params": None}, {**other, "params": None})
+    names = {row.name for row in report.table()}
+    assert "state.up.weight.exp_avg" in names
+
+
+def test_numbers_in_a_distributed_checkpoint(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    model, optimizer = run
+    path = save_distributed(tmp_path / "d", {"optimizer": optimizer.state_dict(), "model": model.state_dict()})
+    ours = adamw(net(seed=1))
+    assert sluice.load_optimizer(ours, path).key == "optimizer"
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+
+
+def test_flat_numbers(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    _, optimizer = run
+    state = optimizer.state_dict()
+    flat = {f"o.state.{i}.{name}": value for i, values in state["state"].items() for name, value in values.items()}
+    groups = {
+        f"o.param_groups.{number}.{name}": value
+        for number, group in enumerate(state["param_groups"])
+        for name, value in group.items()
+        if name != "params"
+    }
+    lists = {
+        f"o.param_groups.{number}.params.{i}": one
+        for number, group in enumerate(state["param_groups"])
+        for i, one in enumerate(group["params"])
+    }
+    ours = adamw(net(seed=1))
+    assert sluice.load_optimizer(ours, write(tmp_path / "f.pt", {**flat, **groups, **lists})).key == "o"
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+    assert ours.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_tensors_without_groups_leave_the_options(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    _, optimizer = run
+    state = optimizer.state_dict()["state"]
+    flat = {f"optimizer.state.{i}.{name}": value for i, values in state.items() for name, value in values.items()}
+    sluice.save(flat, tmp_path / "f.safetensors")
+    ours = adamw(net(seed=1), lr=0.123)
+    report = sluice.load_optimizer(ours, tmp_path / "f.safetensors")
+    assert not differences(ours.state_dict()["state"], optimizer.state_dict()["state"])
+    assert ours.param_groups[0]["lr"] == 0.123
+    assert any("no parameter groups" in note for note in report.notes)
+
+
+def test_wrapped_and_tied_names(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wte = nn.Linear(6, 6, bias=False)
+            self.head = nn.Linear(6, 6, bias=False)
+            self.head.weight = self.wte.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.head(self.wte(x))
+            return found
+
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 2)
+    values = optimizer.state[model.wte.weight]
+    path = write(
+        tmp_path / "f.pt",
+        {
+            "state": {"module._orig_mod.head.weight": values},
+            "param_groups": [{"lr": 0.5, "params": ["module._orig_mod.head.weight"]}],
+        },
+    )
+    again = Tied()
+    ours = torch.optim.AdamW(again.parameters())
+    report = sluice.load_optimizer(ours, path, model=again)
+    assert report.key is None
+    assert not differences(ours.state[again.wte.weight], values)
+
+
+def test_names_in_both_decide_where_the_order_differs(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    train(model, optimizer, 2)
+    path = write(tmp_path / "f.pt", optimizer.state_dict())
+    again = net(seed=1)
+    ours = torch.optim.AdamW(reversed(list(again.named_parameters())))
+    report = sluice.load_optimizer(ours, path)
+    assert not differences(by_parameter(again, ours), by_parameter(model, optimizer))
+    assert ours.param_groups[0]["param_names"] == [name for name, _ in again.named_parameters()][::-1]
+    assert any("param_names" in note for note in report.notes)
+
+
+def test_other_names_are_matched_by_position_as_torch_does(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    train(model, optimizer, 2)
+    path = write(tmp_path / "f.pt", optimizer.state_dict())
+    ours, theirs = (torch.optim.AdamW([(f"new.{n}", p) for n, p in net().named_parameters()]) for _ in range(2))
+    theirs.load_state_dict(torch.load(path))
+    sluice.load_optimizer(ours, path)
+    assert not differences(ours.state_dict(), theirs.state_dict())
+
+
+def test_groups_that_differ_are_refused(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    path = write(tmp_path / "f.pt", {"optimizer": run[1].state_dict()})
+    assert "2 in the checkpoint, 1 in the optimizer" in refusal(path, KINDS["AdamW"](net()))
+    model = net()
+    first, *rest = model.parameters()
+    assert "group 0 has another size: 3 in the checkpoint, 1 in the" in refusal(
+        path, torch.optim.AdamW([{"params": [first]}, {"params": rest}])
+    )
+
+
+def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    stopped(tmp_path / "run.pt", KINDS["SGD momentum"])
+    model = net()
+    ours = torch.optim.SGD(reversed(list(model.parameters())), lr=0.1, momentum=0.9)
+    text = refusal(tmp_path / "run.pt", ours)
+    assert "'momentum_buffer' of parameter 4 is [6, 10] in the checkpoint, the parameter is [3]" in text
+
+
+def test_names_need_a_model(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    state = get_optimizer_state_dict(*run)
+    path = write(tmp_path / "f.pt", state)
+    assert "pass model=" in refusal(path, adamw(net()))
+    again = net(seed=1)
+    ours = torch.optim.AdamW([{**group, "params": named(again, group["params"])} for group in grouped(again)])
+    sluice.load_optimizer(ours, path)  # its groups have names
+    assert not differences(by_parameter(again, ours), by_parameter(*run))
+
+
+def named(model: nn.Module, parameters: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [(names[id(p)], p) for p in parameters]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_names_that_are_missing_are_refused_and_extra_ones_reported(
+    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], flat: bool
+) -> None:
+    model, optimizer = run
+    path = write(tmp_path / "f.pt", get_optimizer_state_dict(model, optimizer, options=FLAT if flat else None))
+    larger = nn.ModuleDict({"up": nn.Linear(6, 10), "new": nn.Linear(2, 2)})
+    with pytest.raises(MismatchError, match=r"it has nothing for 'new\.weight'") as caught:
+        sluice.load_optimizer(torch.optim.AdamW(larger.parameters()), path, model=larger)
+    assert caught.value.missing == ("'new.weight'", "'new.bias'")
+    up = nn.Linear(6, 10)
+    part = nn.ModuleDict({"up": up})
+    groups: list[dict[str, Any]] = [{"params": [up.weight]}, {"params": [up.bias]}]
+    ours = torch.optim.AdamW(groups)
+    report = sluice.load_optimizer(ours, path, model=part)
+    assert set(report.unexpected) == {name for name, _ in model.named_parameters()} - {"up.weight", "up.bias"}
+    assert not differences(ours.state[up.bias], optimizer.state[model.up.bias])
+    assert ours.param_groups[1]["lr"] == 0.03
+
+
+def test_groups_of_names_have_to_be_the_same_sets(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    nested = write(tmp_path / "f.pt", get_optimizer_state_dict(*run))
+    model = net()
+    one = torch.optim.AdamW(model.parameters())
+    assert "the parameters of group 0 " in refusal(nested, one, model=model)
+    parameters = list(model.parameters())
+    three = [{"params": grouped(model)[0]["params"][:1]}, {"params": grouped(model)[0]["params"][1:]}]
+    rest = [p for p in parameters if p.dim() <= 1]
+    split = torch.optim.AdamW([*three, {"params": rest}])
+    assert "groups 0 and 1 are one group, 0, of the checkpoint" in refusal(nested, split, model=model)
+    flat = write(tmp_path / "flat.pt", get_optimizer_state_dict(*run, options=FLAT))
+    assert "differ in 'weight_decay'" in refusal(flat, one, model=model)
+
+
+def test_candidates_are_listed(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    _, optimizer = run
+    other = torch.optim.AdamW(adamw(net()).param_groups)
+    content = {"opt": [optimizer.state_dict(), other.state_dict()], "small": KINDS["SGD"](net()).state_dict()}
+    path = write(tmp_path / "f.pt", content)
+    text = refusal(path, adamw(net()))
+    assert "choose one (2)" in text
+    assert "key='opt.0': 6 parameters in 2 groups, 12 tensors" in text
+    assert "key='opt.1'" in text
+    ours = adamw(net())
+    assert sluice.load_optimizer(ours, path, key="opt.0").key == "opt.0"
+    assert not differences(ours.state_dict(), optimizer.state_dict())
+    assert sluice.load_optimizer(KINDS["SGD"](net()), path).key == "small"  # the only one of its size
+    assert "none of these (3)" in refusal(path, torch.optim.SGD(net().up.parameters()))
+
+
+def test_one_object_at_two_places_is_one_candidate(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    state = run[1].state_dict()
+    path = write(tmp_path / "f.pt", {"optimizer": state, "best": {"optimizer": state}})
+    assert sluice.load_optimizer(adamw(net()), path).key == "optimizer"
+
+
+def test_what_is_no_optimizer(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    path = write(tmp_path / "f.pt", {"model": run[0].state_dict(), "state": {"x": {"y": 1}}})
+    assert "holds no state of an optimizer" in refusal(path, adamw(net()))
+    assert "not the state of an optimizer" in refusal(path, adamw(net()), key="model")
+    with pytest.raises(MismatchError, match="nothing at key"):
+        sluice.load_optimizer(adamw(net()), path, key="optimizer")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"state": {}, "param_groups": [{"params": [[0]]}]},
+        {"state": {}, "param_groups": [{"params": {"a": 1}}, 3]},
+        {"state": [], "param_groups": [{"params": [0]}]},
+        {"state": {0: 3}, "param_groups": [{}]},
+        {"state.": torch.ones(1), "param_groups.": torch.ones(1)},
+        {"state.0.x": torch.ones(1), "param_groups.0.params.99999": 3},
+        {"state.0.x": torch.ones(1), "param_groups.a.params": [1], "param_groups.0.params.0": "x"},
+        {".state.0.x": torch.ones(1)},
+        {"a..state.b.x": torch.ones(1), "a..param_groups.b.lr": 1},
+        {"state": {(1, 2): {"x": torch.ones(1)}}, "param_groups": [{"params": [0]}]},
+    ],
+    ids=repr,
+)
+def test_odd_states_are_refused_with_a_mismatch(tmp_path: Path, state: Any) -> None:
+    path = write(tmp_path / "f.pt", state)
+    for kind in (adamw, KINDS["AdamW"]):
+        with pytest.raises((MismatchError, sluice.CheckpointError)):
+            sluice.load_optimizer(kind(net()), path, model=net())
+
+
+def test_code_in_the_state_is_refused_and_beside_it_is_not(
+    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]
+) -> None:
+    state = run[1].state_dict()
+    path = write(tmp_path / "f.pt", {"optimizer": state, "args": argparse.Namespace(lr=1)})
+    assert sluice.load_optimizer(adamw(net()), path).tensors == 12
+    state["param_groups"][0]["schedule"] = argparse.Namespace(lr=1)
+    with pytest.raises(UnsafeContentError, match="only running code"):
+        sluice.load_optimizer(adamw(net()), write(tmp_path / "g.pt", {"optimizer": state}))
+
+
+def test_a_pre_hook_may_adapt_what_does_not_fit(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    _, optimizer = run
+    path = write(tmp_path / "f.pt", optimizer.state_dict())
+    ours = KINDS["AdamW"](net())
+    with pytest.raises(MismatchError):
+        sluice.load_optimizer(ours, path)
+
+    def join(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        first, second = state["param_groups"]
+        order = [0, 3, 1, 4, 2, 5]
+        return {
+            **state,
+            "param_groups": [{**first, "params": [([*first["params"], *second["params"]])[i] for i in order]}],
+        }
+
+    handle = ours.register_load_state_dict_pre_hook(join)
+    done: list[torch.optim.Optimizer] = []
+    ours.register_load_state_dict_post_hook(done.append)
+    sluice.load_optimizer(ours, path)
+    assert done == [ours]
+    assert len(ours.state) == 4
+    handle.remove()
+    ours.register_load_state_dict_pre_hook(lambda _, state: state)
+    with pytest.raises(MismatchError, match="different number of parameter groups"):
+        sluice.load_optimizer(ours, path)
+    assert len(ours.state) == 4
+
+
+def test_accelerates_wrapper_is_looked_through(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    path = write(tmp_path / "f.pt", run[1].state_dict())
+    inner = adamw(net())
+    sluice.load_optimizer(accelerate.Accelerator(cpu=True).prepare_optimizer(inner), path)
+    assert not differences(inner.state_dict(), run[1].state_dict())
+
+
+def test_an_ordered_dict_is_a_dict(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    path = write(tmp_path / "f.pt", OrderedDict(run[1].state_dict()))
+    ours = adamw(net())
+    sluice.load_optimizer(ours, path)
+    assert not differences(ours.state_dict(), run[1].state_dict())

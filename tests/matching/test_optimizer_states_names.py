@@ -1,0 +1,156 @@
+"""State by name where the checkpoint has other names than the model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import sluice
+from sluice import MismatchError
+from sluice.matching.renaming import Rename
+from support.distributed import save as save_distributed
+from support.training_runs import Net, differences, grouped, net, train
+
+RENAMES: dict[str, Rename] = {
+    "mapping": {f"old.{name}": name for name, _ in net().named_parameters()},
+    "expressions": [(r"^old\.", "")],
+    "function": lambda name: name.removeprefix("old."),
+}
+
+
+class Old(nn.Module):
+    """The net as it was called when it was trained."""
+
+    def __init__(self, old: nn.Module) -> None:
+        super().__init__()
+        self.old = old
+
+
+@pytest.fixture
+def run() -> tuple[Net, torch.optim.Optimizer]:
+    model = net()
+    optimizer = torch.optim.AdamW(grouped(model))
+    train(model, optimizer, 3)
+    return model, optimizer
+
+
+def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, *, prefix: str = "") -> dict[str, Any]:
+    """Return what FSDP writes with FULL_STATE_DICT: one entry for each parameter, by name, groups of names."""
+    names = {id(parameter): f"{prefix}{name}" for name, parameter in model.named_parameters()}
+    return {
+        "state": {names[id(parameter)]: value for parameter, value in optimizer.state.items()},
+        "param_groups": [
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def fill(path: Path, **how: Any) -> tuple[nn.Module, torch.optim.Optimizer, sluice.LoadReport]:
+    again = net(seed=1)
+    ours = torch.optim.AdamW(grouped(again), lr=0.5)
+    return again, ours, sluice.load_optimizer(ours, path, model=again, **how)
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod."])
+def test_full_state_dicts_of_fsdp_also_behind_wrappers(
+    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], prefix: str
+) -> None:
+    torch.save({"optim": full_state_dict(*run, prefix=prefix)}, tmp_path / "f.pt")
+    again, ours, report = fill(tmp_path / "f.pt")
+    assert report.key == "optim"
+    assert not differences(states(again, ours), states(*run))
+    again.load_state_dict(run[0].state_dict())
+    for one, other in (run, (again, ours)):
+        train(one, other, 20, first=3)
+    assert not differences(again.state_dict(), run[0].state_dict())
+    assert not differences(states(again, ours), states(*run))
+
+
+def test_a_wrapped_model_takes_plain_names(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    torch.save(full_state_dict(*run), tmp_path / "f.pt")
+    again = net(seed=1)
+    ours = torch.optim.AdamW(grouped(again))
+    wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_orig_mod": again})})
+    sluice.load_optimizer(ours, tmp_path / "f.pt", model=wrapped)
+    assert not differences(states(again, ours), states(*run))
+
+
+@pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
+@pytest.mark.parametrize("form", ["nested", "flat", "without groups"])
+def test_rename(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], form: str, rename: Rename) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+    state = get_optimizer_state_dict(Old(run[0]), run[1], options=options)
+    if form == "without groups":
+        state.pop("param_groups")
+    path = save_distributed(tmp_path / "d", {"optim": state})
+    with pytest.raises(MismatchError):
+        fill(path)
+    again, ours, report = fill(path, rename=rename)
+    assert not differences(states(again, ours), states(*run))
+    assert not report.unexpected
+
+
+def test_dropped_names_are_not_unexpected(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    state = full_state_dict(*run, prefix="old.")
+    state["state"]["old.more"] = {"exp_avg": torch.ones(2)}
+    torch.save(state, tmp_path / "f.pt")
+    assert fill(tmp_path / "f.pt", rename=[("^old[.]", "")])[2].unexpected == ("old.more",)
+
+    def without(name: str) -> str | None:
+        return None if name == "old.more" else name.removeprefix("old.")
+
+    again, ours, report = fill(tmp_path / "f.pt", rename=without)
+    assert report.unexpected == ()
+    assert not differences(states(again, ours), states(*run))
+
+
+def test_two_names_that_become_one_are_refused(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    torch.save(full_state_dict(*run, prefix="old."), tmp_path / "f.pt")
+    with pytest.raises(MismatchError, match=r"rename gives 'old\.up\.weight' and 'old\.down\.weight' the same"):
+        fill(tmp_path / "f.pt", rename={"old.up.weight": "up.weight", "old.down.weight": "up.weight"})
+
+
+def test_param_names_are_renamed_too(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW([(f"old.{name}", p) for name, p in model.named_parameters()])
+    train(model, optimizer, 2)
+    torch.save(optimizer.state_dict(), tmp_path / "f.pt")
+    again = net(seed=1)
+    ours = torch.optim.AdamW(reversed(list(again.named_parameters())))
+    report = sluice.load_optimizer(ours, tmp_path / "f.pt", rename=lambda name: name.removeprefix("old."))
+    assert not differences(states(again, ours), states(model, optimizer))
+    assert any("param_names" in note for note in report.notes)
+
+
+def test_numbers_have_nothing_to_rename(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    torch.save(run[1].state_dict(), tmp_path / "f.pt")
+    with pytest.raises(MismatchError, match=re.escape("numbered: there is nothing to rename")):
+        fill(tmp_path / "f.pt", rename={"a": "b"})
+
+
+@pytest.mark.parametrize("missing", [1, 2], ids=["one fits", "none fits"])
+def test_of_several_optimizers_the_one_that_fits(
+    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], missing: int
+) -> None:
+    other = torch.optim.SGD(run[0].up.parameters(), lr=0.1)
+    for number, name in enumerate(("optimizer.bin", "optimizer_1.bin")):
+        torch.save((other if number < missing else run[1]).state_dict(), tmp_path / name)
+    if missing == 1:
+        again, ours, report = fill(tmp_path)
+        assert report.source == str(tmp_path / "optimizer_1.bin")
+        assert not differences(states(again, ours), states(*run))
+        return
+    with pytest.raises(MismatchError, match="more than one optimizer, and none of them fits") as caught:
+        fill(tmp_path)
+    assert "optimizer_1.bin: " in str(caught.value)

@@ -1,0 +1,459 @@
+"""Checkpoints as training loops write them: which state dict is found, what is said of it, and how to reach another."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import sluice
+from support.oracles import same
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(24, 32), nn.BatchNorm1d(32))
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.stem(x))
+        return found
+
+
+class Lit(nn.Module):
+    """What a LightningModule is to its state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Net()
+        self.loss_weights = nn.Parameter(torch.ones(5))
+
+
+def trained(module: nn.Module) -> torch.optim.Optimizer:
+    """Train a module for two steps; return its optimizer."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    inner = module.model if isinstance(module, Lit) else module
+    for _ in range(2):
+        optimizer.zero_grad()
+        inner(torch.randn(8, 24)).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10).state_dict()
+    return state
+
+
+def basic(net: nn.Module) -> dict[str, Any]:
+    """The loop of every tutorial."""
+    optimizer = trained(net)
+    return {
+        "model": net.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler_of(optimizer),
+        "epoch": 3,
+        "loss": torch.tensor(0.25),
+        "rng_state": torch.get_rng_state(),
+    }
+
+
+def lightning(lit: nn.Module) -> dict[str, Any]:
+    """What Lightning 2 writes with two callbacks, mixed precision and saved hyperparameters."""
+    optimizer = trained(lit)
+    best = "/runs/version_0/checkpoints/epoch=1-step=20.ckpt"
+    monitor = "ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1}"
+    progress = {"total": {"ready": 20, "completed": 20}, "current": {"ready": 10, "completed": 10}}
+    return {
+        "epoch": 1,
+        "global_step": 20,
+        "pytorch-lightning_version": "2.4.0",
+        "state_dict": lit.state_dict(),
+        "loops": {
+            "fit_loop": {
+                "state_dict": {},
+                "epoch_loop.state_dict": {"_batches_that_stepped": 20},
+                "epoch_loop.batch_progress": {**progress, "is_last_batch": True},
+                "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": progress}},
+            },
+            "validate_loop": {"state_dict": {}},
+        },
+        "callbacks": {
+            monitor: {
+                "monitor": "val_loss",
+                "best_model_score": torch.tensor(0.3),
+                "best_model_path": best,
+                "current_score": torch.tensor(0.3),
+                "dirpath": "/runs/version_0/checkpoints",
+                "best_k_models": {best: torch.tensor(0.3), best.replace("1", "2"): torch.tensor(0.4)},
+                "kth_best_model_path": best,
+                "kth_value": torch.tensor(0.4),
+                "last_model_path": "",
+            },
+            "EarlyStopping{'monitor': 'val_loss', 'mode': 'min'}": {
+                "wait_count": 0,
+                "patience": 3,
+                "best_score": torch.tensor(0.3),
+            },
+        },
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [scheduler_of(optimizer)],
+        "MixedPrecision": {"scale": 65536.0, "growth_factor": 2.0, "_growth_tracker": 20},
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"lr": 0.1, "widths": [24, 32], "model": {"dropout": 0.0}},
+        "datamodule_hyper_parameters": {"batch_size": 8, "root": "/data"},
+    }
+
+
+def nested(net: nn.Module) -> dict[str, Any]:
+    """Weights two levels down, beside scalars by name."""
+    return {
+        "trainer": {"nets": {"policy": net.state_dict()}, "step": torch.tensor(7)},
+        "metrics": {"accuracy": torch.tensor(1.0)},
+        "args": argparse.Namespace(lr=0.1),
+    }
+
+
+def deepspeed(net: nn.Module) -> dict[str, Any]:
+    """``mp_rank_00_model_states.pt``."""
+    return {
+        "module": net.state_dict(),
+        "buffer_names": [name for name, _ in net.named_buffers()],
+        "optimizer": None,
+        "param_shapes": [OrderedDict((name, parameter.shape) for name, parameter in net.named_parameters())],
+        "frozen_param_shapes": None,
+        "shared_params": {},
+        "lr_scheduler": {"last_batch_iteration": 20},
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": set(),
+        "skipped_steps": 0,
+        "global_steps": 20,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {"train_batch_size": 8, "zero_optimization": {"stage": 0}},
+        "ds_version": "0.15.0",
+    }
+
+
+def fresh(build: Callable[[], nn.Module] = Net) -> nn.Module:
+    with sluice.empty_init():
+        return build()
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.state_dict())
+
+
+def write(path: Path, content: object) -> Path:
+    torch.save(content, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("build", "key", "whole"),
+    [
+        (basic, "model", Net),
+        (lightning, "state_dict", Lit),
+        (nested, "trainer.nets.policy", Net),
+        (deepspeed, "module", Net),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_the_state_dict_is_found_and_said(
+    tmp_path: Path, build: Callable[[nn.Module], dict[str, Any]], key: str, whole: Callable[[], nn.Module]
+) -> None:
+    module = whole()
+    content = build(module)
+    path = write(tmp_path / "run.ckpt", content)
+    assert same(dict(sluice.load_state_dict(path)), weights(module))
+    target = fresh(whole)
+    report = sluice.load_into(target, path)
+    assert (report.key, report.prefix) == (key, "")
+    assert f"key: {key!r}" in str(report) or repr(key) in str(report) or f", {key}" in str(report)
+    assert same(weights(target), weights(module))
+
+
+def test_a_lightning_checkpoint_fills_the_model_inside(tmp_path: Path) -> None:
+    lit = Lit()
+    path = write(tmp_path / "epoch=1-step=20.ckpt", lightning(lit))
+    net = fresh()
+    report = sluice.load_into(net, path)
+    assert (report.key, report.prefix) == ("state_dict", "model.")
+    assert any("1 tensors of the checkpoint outside 'model.'" in note for note in report.notes)
+    assert same(weights(net), weights(lit.model))
+
+
+def test_a_lightning_checkpoint_shows_everything_else(tmp_path: Path) -> None:
+    content = lightning(Lit())
+    with sluice.open(write(tmp_path / "f.ckpt", content)) as checkpoint:
+        tree = checkpoint.tree
+        assert list(tree) == list(content)
+        assert tree["hyper_parameters"] == content["hyper_parameters"]
+        assert tree["loops"] == content["loops"]
+        [monitor, _] = tree["callbacks"].values()
+        assert monitor["best_model_score"].read().item() == pytest.approx(0.3)
+
+
+WRAPPERS: dict[str, Callable[[str], str]] = {
+    "DDP": lambda name: f"module.{name}",
+    "compile": lambda name: f"_orig_mod.{name}",
+    "DDP of compile": lambda name: f"module._orig_mod.{name}",
+    "compile of DDP": lambda name: f"_orig_mod.module.{name}",
+    "Lightning of DDP of compile": lambda name: f"model.module._orig_mod.{name}",
+    "a compiled part": lambda name: name.replace("stem.", "stem._orig_mod.", 1),
+    "DDP of a compiled part": lambda name: f"module.{name}".replace("stem.", "stem._orig_mod.", 1),
+    "Lightning of a compiled part": lambda name: f"model.{name}".replace("stem.", "stem._orig_mod.", 1),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("with_key", [False, True])
+def test_wrappers_are_looked_through(tmp_path: Path, wrap: Callable[[str], str], with_key: bool) -> None:
+    net = Net()
+    content = basic(net)
+    content["model"] = OrderedDict((wrap(name), tensor) for name, tensor in content["model"].items())
+    path = write(tmp_path / "run.pt", content)
+    target = fresh()
+    report = sluice.load_into(target, path, key="model" if with_key else None)
+    assert report.key == "model"
+    assert same(weights(target), weights(net))
+    assert set(sluice.load_state_dict(path)) == set(content["model"])  # nothing is stripped
+
+
+def test_a_compiled_and_distributed_module_loads_a_plain_checkpoint(tmp_path: Path) -> None:
+    net = Net()
+    path = write(tmp_path / "run.pt", basic(net))
+    target = nn.DataParallel(fresh())
+    sluice.load_into(target, path)
+    assert same(weights(target.module), weights(net))
+
+
+def test_averaged_weights(tmp_path: Path) -> None:
+    net = Net()
+    average = torch.optim.swa_utils.AveragedModel(net)
+    average.update_parameters(net)
+    path = write(tmp_path / "run.pt", {"swa": average.state_dict(), "epoch": 3})
+    target = fresh()
+    report = sluice.load_into(target, path)
+    assert (report.key, report.prefix) == ("swa", "module.")
+    assert same(weights(target), weights(average.module))
+    whole = torch.optim.swa_utils.AveragedModel(Net())
+    sluice.load_into(whole, path)
+    assert same(weights(whole), weights(average))
+
+
+def two_models(net: nn.Module) -> dict[str, Any]:
+    """As timm writes them: weights and their average."""
+    average = {name: tensor + 1 for name, tensor in net.state_dict().items()}
+    optimizer = trained(net).state_dict()
+    return {
+        "epoch": 3,
+        "arch": "net",
+        "state_dict": net.state_dict(),
+        "optimizer": optimizer,
+        "version": 2,
+        "args": argparse.Namespace(lr=0.1),
+        "state_dict_ema": average,
+        "metric": 0.9,
+    }
+
+
+def test_two_state_dicts_are_an_error_that_lists_them(tmp_path: Path) -> None:
+    content = two_models(Net())
+    path = write(tmp_path / "run.pt", content)
+    target = fresh()
+    with pytest.raises(sluice.MismatchError) as caught:
+        sluice.load_into(target, path)
+    assert listed(caught.value) == ["state_dict", "state_dict_ema"]
+    assert all(parameter.is_meta for parameter in target.parameters())
+    with pytest.raises(sluice.MismatchError) as caught:
+        sluice.load_state_dict(path)
+    assert listed(caught.value) == ["state_dict", "state_dict_ema"]
+    assert "9 tensors, 4.28 KiB" in str(caught.value)
+    for key in listed(caught.value):
+        assert same(dict(sluice.load_state_dict(path, key=key)), dict(content[key]))
+        assert sluice.load_into(target, path, key=key).key == key
+        assert same(weights(target), dict(content[key]))
+
+
+def listed(error: sluice.SluiceError) -> list[str]:
+    """Return the keys that an error offers."""
+    return re.findall(r"key='([^']+)'", str(error))
+
+
+@pytest.mark.parametrize("wrap", [WRAPPERS["a compiled part"], WRAPPERS["DDP of a compiled part"]])
+def test_the_keys_that_an_error_offers_can_be_used(tmp_path: Path, wrap: Callable[[str], str]) -> None:
+    teacher, student = Net(), Net()
+    both = {**prefixed("teacher.", teacher), **prefixed("student.", student)}
+    path = write(tmp_path / "f.ckpt", {"state_dict": {wrap(name): tensor for name, tensor in both.items()}, "epoch": 1})
+    target = fresh()
+    with pytest.raises(sluice.MismatchError, match="more than one part") as caught:
+        sluice.load_into(target, path)
+    found = []
+    for key in listed(caught.value):
+        sluice.load_into(target, path, key=key)
+        found += [net for net in (teacher, student) if same(weights(target), weights(net))]
+    assert set(found) == {teacher, student}
+
+
+def prefixed(prefix: str, module: nn.Module) -> dict[str, torch.Tensor]:
+    return {prefix + name: tensor for name, tensor in module.state_dict().items()}
+
+
+def test_a_key_reaches_any_depth(tmp_path: Path) -> None:
+    nets = [Net() for _ in range(5)]
+    states = [net.state_dict() for net in nets]
+    content = {
+        "ema": {"model": states[0], "decay": 0.999},
+        "runs": [{"nets": (states[1], {"last.best": states[2]})}],
+        "callbacks": {"EMA{'decay': 0.99, 'path': 'a.b'}": {"weights": states[3]}},
+        "a.b": {"c": {3: states[4]}},
+    }
+    path = write(tmp_path / "f.pt", content)
+    keys = [
+        "ema.model",
+        "runs.0.nets.0",
+        "runs.0.nets.1.last.best",
+        "callbacks.EMA{'decay': 0.99, 'path': 'a.b'}.weights",
+        "a.b.c.3",
+    ]
+    for key, net in zip(keys, nets, strict=True):
+        target = fresh()
+        assert sluice.load_into(target, path, key=key).key == key
+        assert same(weights(target), weights(net)), key
+        assert same(dict(sluice.load_state_dict(path, key=key)), weights(net)), key
+        head = fresh(lambda: nn.Linear(32, 5))
+        sluice.load_into(head, path, key=f"{key}.head")
+        assert same(weights(head), weights(net.head)), key
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"), [("ema.modle", "'ema.model'"), ("model", "'ema.model'"), ("ema.model.stem.9", "stem")]
+)
+def test_a_key_that_is_not_there(tmp_path: Path, key: str, hint: str) -> None:
+    path = write(tmp_path / "f.pt", {"ema": {"model": Net().state_dict()}, "epoch": 3})
+    for load in (lambda: sluice.load_into(fresh(), path, key=key), lambda: sluice.load_state_dict(path, key=key)):
+        with pytest.raises(sluice.MismatchError, match=f"nothing at key {key!r}") as caught:
+            load()
+        assert hint in str(caught.value)
+
+
+def test_an_optimizer_alone_is_no_state_dict_of_a_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "optimizer.bin", trained(Net()).state_dict())
+    with pytest.raises(sluice.MismatchError, match="no"):
+        sluice.load_state_dict(path)
+    with pytest.raises(sluice.MismatchError, match="no tensors that a module could load"):
+        sluice.load_into(fresh(), path)
+
+
+def test_scalars_by_name_are_a_state_dict_where_nothing_else_is(tmp_path: Path) -> None:
+    scale = write(tmp_path / "scale.pt", {"scales": {"a": torch.tensor(1.0)}, "epoch": 1})
+    assert sluice.load_state_dict(scale)["a"].item() == 1.0
+
+
+def test_a_module_of_scalars_is_found_beside_a_larger_one(tmp_path: Path) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log_scale = nn.Parameter(torch.tensor(0.5))
+
+    path = write(tmp_path / "f.pt", {"net": Net().state_dict(), "scale": {"log_scale": torch.tensor(0.25)}})
+    target = fresh(Scale)
+    assert sluice.load_into(target, path).key == "scale"
+    assert weights(target)["log_scale"].item() == 0.25
+
+
+# Output directories
+
+
+def accelerate(directory: Path, net: nn.Module, *, safe: bool) -> None:
+    """What ``Accelerator.save_state`` writes."""
+    optimizer = trained(net)
+    if safe:
+        safetensors.torch.save_file(net.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
+    else:
+        torch.save(net.state_dict(), directory / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), directory / "optimizer.bin")
+    torch.save(scheduler_of(optimizer), directory / "scheduler.bin")
+    torch.save({"sampler": {"epoch": 1}}, directory / "sampler.bin")
+    random_state = (3, tuple(range(625)), None)
+    states = {"step": 20, "random_state": random_state, "torch_manual_seed": torch.get_rng_state()}
+    torch.save(states, directory / "random_states_0.pkl")
+    torch.save({"scale": 65536.0}, directory / "scaler.pt")
+
+
+def trainer(directory: Path, net: nn.Module, *, safe: bool) -> None:
+    """What the Trainer of transformers writes into ``checkpoint-20``."""
+    accelerate(directory, net, safe=safe)
+    (directory / "optimizer.bin").rename(directory / "optimizer.pt")
+    (directory / "scheduler.bin").rename(directory / "scheduler.pt")
+    (directory / "sampler.bin").unlink()
+    (directory / "random_states_0.pkl").rename(directory / "rng_state.pth")
+    torch.save(argparse.Namespace(lr=0.1), directory / "training_args.bin")
+    (directory / "trainer_state.json").write_text(json.dumps({"epoch": 1.0, "global_step": 20, "log_history": []}))
+    (directory / "config.json").write_text(json.dumps({"model_type": "net"}))
+
+
+@pytest.mark.parametrize("safe", [False, True], ids=["bin", "safetensors"])
+@pytest.mark.parametrize("make", [accelerate, trainer])
+def test_output_directories_are_their_model(tmp_path: Path, make: Callable[..., None], safe: bool) -> None:
+    net = Net()
+    make(tmp_path, net, safe=safe)
+    target = fresh()
+    report = sluice.load_into(target, tmp_path)
+    assert [Path(file).name for file in report.files] == ["model.safetensors" if safe else "pytorch_model.bin"]
+    assert same(weights(target), weights(net))
+    state_dict = sluice.load_state_dict(tmp_path)  # safetensors has an order of its own
+    assert same({name: state_dict[name] for name in weights(net)}, weights(net))
+
+
+def test_the_files_beside_the_model_open_by_themselves(tmp_path: Path) -> None:
+    trainer(tmp_path, Net(), safe=True)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"):
+        with sluice.open(tmp_path / name) as checkpoint:
+            assert checkpoint.tree is not None, name
+    with sluice.open(tmp_path / "optimizer.pt") as checkpoint:
+        expected = torch.load(tmp_path / "optimizer.pt", weights_only=True)["state"][0]["exp_avg"]
+        assert torch.equal(checkpoint["state.0.exp_avg"].read(), expected)
+    with pytest.raises(sluice.UnsafeContentError, match="Namespace"):
+        sluice.open(tmp_path / "training_args.bin")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_a_second_model_of_accelerate_is_said_to_be_left_out(tmp_path: Path, suffix: str) -> None:
+    net, critic = Net(), nn.Linear(3, 2)
+    accelerate(tmp_path, net, safe=suffix == ".safetensors")
+    stem = "model" if suffix == ".safetensors" else "pytorch_model"
+    if suffix == ".safetensors":
+        safetensors.torch.save_file(critic.state_dict(), tmp_path / "model_1.safetensors")
+    else:
+        torch.save(critic.state_dict(), tmp_path / "pytorch_model_1.bin")
+    report = sluice.load_into(fresh(), tmp_path)
+    assert any(f"{stem}_1{suffix}" in note for note in report.notes)
+    second = fresh(lambda: nn.Linear(3, 2))
+    sluice.load_into(second, tmp_path / f"{stem}_1{suffix}")
+    assert same(weights(second), weights(critic))
+
+
+def test_training_goes_on_from_a_loaded_module(tmp_path: Path) -> None:
+    net = Net()
+    path = write(tmp_path / "run.pt", basic(net))
+    target = fresh()
+    sluice.load_into(target, path)
+    twin = copy.deepcopy(net)
+    for module in (target, twin):
+        torch.manual_seed(1)
+        trained(module)
+    assert same(weights(target), weights(twin))

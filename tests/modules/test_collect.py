@@ -1,0 +1,120 @@
+"""Modules: what is found in them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+from sluice._errors import MismatchError
+from sluice.matching.match import match
+from sluice.modules.collect import collect
+from support.state_dicts import hold, load
+from support.trained_net import Attention, Net, empty, problem
+
+
+def test_collect_describes_each_tensor_once_with_all_its_names() -> None:
+    state = collect(Net())
+    names = [slot.names for slot in state.outline.slots]
+    assert ("embedding.weight", "head.weight") in names
+    assert ("first.mask", "again.mask") in names
+    assert {name for group in names for name in group} == set(Net().state_dict())
+    assert [tuple(t.shape) for t in state.tensors] == [slot.shape for slot in state.outline.slots]
+    assert [len(owners) for owners in state.owners] == [1 + (g == ("embedding.weight", "head.weight")) for g in names]
+    assert [[held.tensor.dtype for held in one] for one in state.unsaved.values()] == [[torch.float32]] * 2
+    assert state.outline.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "fillable"),
+    [
+        (torch.zeros(3, 4), True),
+        (torch.zeros(3, 4).t(), True),
+        (torch.zeros(9)[::2], True),
+        (torch.zeros(3, 4)[:, :2], True),
+        (torch.zeros(()), True),
+        (torch.zeros(0, 3), True),
+        (torch.zeros(1, 1).expand(1, 4), False),
+        (torch.zeros(6).as_strided((3, 2), (1, 1)), False),
+        (torch.zeros(2, dtype=torch.complex64).conj(), False),
+    ],
+)
+def test_only_memory_that_holds_each_element_once_is_filled_in_place(tensor: torch.Tensor, *, fillable: bool) -> None:
+    module = nn.Module()
+    module.register_buffer("b", tensor)
+    assert collect(module).outline.slots[0].in_place is fillable
+    values = torch.arange(tensor.numel()).to(tensor.dtype).reshape(tensor.shape)
+    load(module, {"b": values})
+    assert torch.equal(module.get_buffer("b"), values)
+
+
+def fake() -> nn.Module:
+    with FakeTensorMode():
+        return nn.Linear(2, 2)
+
+
+def functional() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.bias = nn.Parameter(torch._to_functional_tensor(torch.zeros(2)))
+    return module
+
+
+def sparse() -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("bias", torch.eye(3).to_sparse())
+    return module
+
+
+def subclass() -> nn.Module:
+    class Own(torch.Tensor):
+        pass
+
+    module = nn.Linear(2, 2)
+    module.register_buffer("own", torch.zeros(2).as_subclass(Own))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "kind"),
+    [
+        (fake, "'weight'", "FakeTensor"),
+        (functional, "'bias'", "functional"),
+        (sparse, "'bias'", "sparse_coo"),
+        (subclass, "'own'", "Own"),
+    ],
+)
+def test_tensors_without_memory_of_their_own_are_refused_by_name_and_type(
+    build: Callable[[], nn.Module], name: str, kind: str
+) -> None:
+    module = build()
+    state = collect(module)
+    with pytest.raises(MismatchError) as caught:
+        match(state.outline, hold({"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}).entries, strict=False)
+    assert name in str(caught.value)
+    assert kind in str(caught.value)
+
+
+def test_what_no_state_dict_fills_is_named_when_it_is_on_meta() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention()
+            self.doubled = self.attention.query.weight * 2
+            self.known = [self.attention.query.weight]
+            self.tables = {"a": (torch.zeros(2), 1)}
+
+    with torch.device("meta"):
+        module = Caching()
+    text = problem(module, Caching().state_dict())
+    assert "'attention.frequencies' is on the meta device" in text
+    assert "sluice.empty_init()" in text
+    assert "'doubled'" in text
+    assert "'tables'" in text
+    assert "known" not in text
+    text = problem(empty(Caching), Caching().state_dict())
+    assert "'doubled'" in text
+    assert "frequencies" not in text
+    assert "tables" not in text

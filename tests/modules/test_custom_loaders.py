@@ -1,0 +1,207 @@
+"""Modules that override ``_load_from_state_dict`` or ``load_state_dict``: followed, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from support.oracles import same
+
+State = dict[str, Any]
+
+
+class Renames(nn.Linear):
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
+        for old, new in (("kernel", "weight"), ("offset", "bias")):
+            if prefix + old in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Drops(nn.Linear):
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
+        state_dict.pop(prefix + "obsolete", None)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class IgnoresUnexpected(nn.Linear):
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        rest[3].clear()
+
+
+class MissesNoBias(nn.Linear):
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if prefix + "bias" in rest[2]:
+            rest[2].remove(prefix + "bias")
+
+
+class CopiesByItself(nn.Linear):
+    def _load_from_state_dict(self, state_dict: State, prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state_dict[prefix + "kernel"].detach())
+            self.bias.data.copy_(state_dict[prefix + "bias"])
+
+
+class ByVersion(nn.Linear):
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict: State, prefix: str, metadata: State, *rest: Any) -> None:
+        if metadata.get("version") is None:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "kernel")
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+class Scalar(nn.Module):
+    """Loads one element into a scalar, as checkpoints of old versions have it."""
+
+    def __init__(self, *_: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.0))
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+
+
+def states() -> dict[str, tuple[type[nn.Module], State]]:
+    weight, bias = torch.randn(3, 2), torch.randn(3)
+    return {
+        "renames": (Renames, {"kernel": weight, "offset": bias}),
+        "renames nothing": (Renames, {"weight": weight, "bias": bias}),
+        "drops": (Drops, {"weight": weight, "bias": bias, "obsolete": torch.ones(1)}),
+        "ignores": (IgnoresUnexpected, {"weight": weight, "bias": bias, "whatever": torch.ones(1)}),
+        "copies": (CopiesByItself, {"kernel": weight, "bias": bias}),
+        "version": (ByVersion, {"kernel": weight, "bias": bias}),
+        "scalar": (Scalar, {"weight": torch.ones(1)}),
+    }
+
+
+@pytest.mark.parametrize("name", states())
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_loader_does_to_names_is_done(name: str, empty: bool, nested: bool, tmp_path: Path) -> None:
+    kind, state = states()[name]
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), kind(2, 3)) if nested else kind(2, 3)
+
+    if nested:
+        state = {
+            **{f"0.{k}": v for k, v in nn.Linear(2, 2).state_dict().items()},
+            **{f"1.{k}": v for k, v in state.items()},
+        }
+    torch.save(state, tmp_path / "f.pth")
+    expected = build()
+    expected.load_state_dict(torch.load(tmp_path / "f.pth"))
+    with sluice.empty_init():
+        model = build()
+    model = model if empty else build()
+    report = sluice.load_into(model, tmp_path / "f.pth")
+    assert same(dict(model.state_dict()), dict(expected.state_dict()))
+    assert (report.missing, report.unexpected) == ((), ())
+
+
+def test_what_a_loader_does_not_miss_keeps_its_value_or_is_initialised(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(3, 2)}, tmp_path / "f.pth")
+    live = MissesNoBias(2, 3)
+    kept = live.bias.clone()
+    sluice.load_into(live, tmp_path / "f.pth")
+    assert torch.equal(live.bias, kept)
+    with sluice.empty_init():
+        model = MissesNoBias(2, 3)
+    report = sluice.load_into(model, tmp_path / "f.pth")
+    assert report.initialised == ("bias",)
+    assert 0 < model.bias.abs().max() < 1
+    torch.save({"bias": torch.ones(3)}, tmp_path / "f.pth")
+    with pytest.raises(sluice.MismatchError, match="'weight'"):
+        sluice.load_into(live, tmp_path / "f.pth")
+
+
+def computes(self: nn.Linear, state: State, prefix: str, *_: Any) -> None:
+    self.weight.data = state[prefix + "weight"] * 2
+
+
+def adds(self: nn.Linear, state: State, prefix: str, *_: Any) -> None:
+    with torch.no_grad():
+        self.weight += state[prefix + "weight"]
+
+
+def scales(self: nn.Linear, state: State, prefix: str, *rest: Any) -> None:
+    state[prefix + "weight"] = state[prefix + "weight"] * 2
+    nn.Linear._load_from_state_dict(self, state, prefix, *rest)
+
+
+def sets(self: Any, *_: Any) -> None:
+    self.loaded = True
+
+
+def replaces(self: nn.Linear, state: State, prefix: str, *_: Any) -> None:
+    self.weight = nn.Parameter(torch.empty(state[prefix + "weight"].shape))
+
+
+def resizes(self: nn.Linear, state: State, prefix: str, *_: Any) -> None:
+    self.weight.data.resize_(5, 5)
+
+
+def fails(self: nn.Linear, state: State, prefix: str, *_: Any) -> None:
+    state[prefix + "weight"].tolist()
+
+
+def complains(self: nn.Linear, state: State, prefix: str, *rest: Any) -> None:
+    rest[-1].append("too old")
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (computes, "writes to tensors with __set__"),
+        (adds, "writes to tensors with add_"),
+        (scales, "computes what it copies"),
+        (sets, "sets the attribute 'loaded'"),
+        (replaces, "replaces tensors"),
+        (resizes, "writes to tensors with resize_"),
+        (fails, "fails on tensors without data"),
+        (complains, "rejects the state dict: too old"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name_and_leaves_the_module_alone(
+    loader: Callable[..., None], why: str, tmp_path: Path
+) -> None:
+    kind = type("Own", (nn.Linear,), {"_load_from_state_dict": loader})
+    model = nn.Sequential(nn.Linear(2, 2), kind(2, 2))
+    torch.save(model.state_dict(), tmp_path / "f.pth")
+    before = {name: (id(t), t.data_ptr(), t._version) for name, t in model.state_dict(keep_vars=True).items()}
+    attributes = dict(vars(model[1]))
+    with pytest.raises(sluice.MismatchError, match=why) as caught:
+        sluice.load_into(model, tmp_path / "f.pth")
+    assert "the _load_from_state_dict of 1 (Own)" in str(caught.value)
+    after = {name: (id(t), t.data_ptr(), t._version) for name, t in model.state_dict(keep_vars=True).items()}
+    assert after == before
+    assert vars(model[1]) == attributes
+
+
+def test_a_loader_of_one_object_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.save(model.state_dict(), tmp_path / "f.pth")
+    model._load_from_state_dict = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(sluice.MismatchError, match="was given to this one object"):
+        sluice.load_into(model, tmp_path / "f.pth")
+
+
+def test_a_load_state_dict_of_its_own_is_refused_at_the_top_where_it_would_be_called(tmp_path: Path) -> None:
+    class Overrides(nn.Linear):
+        def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+            return super().load_state_dict(*arguments, **options)
+
+    model = nn.Sequential(Overrides(2, 2))
+    torch.save(model.state_dict(), tmp_path / "f.pth")
+    sluice.load_into(model, tmp_path / "f.pth")
+    with pytest.raises(sluice.MismatchError, match=r"\(Overrides\) has a load_state_dict of its own"):
+        sluice.load_into(model[0], tmp_path / "f.pth", key="0")

@@ -1,0 +1,302 @@
+"""Modules built without memory: what goes to meta, what stays tied, what is left alone."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from sluice.modules import empty_init as _empty_init
+from sluice.modules.empty_init import empty_init
+
+
+class Causal(nn.Module):
+    """One buffer of each kind, computed by the constructor."""
+
+    mask: torch.Tensor
+    inverse_frequency: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.triu(torch.ones(4, 4), diagonal=1))
+        self.register_buffer("inverse_frequency", 1.0 / torch.arange(1, 5), persistent=False)
+        self.projection = nn.Linear(4, 4)
+
+
+def test_parameters_and_persistent_buffers_go_to_meta_and_the_rest_is_computed() -> None:
+    with empty_init():
+        module = Causal()
+    assert module.mask.is_meta
+    assert module.projection.weight.is_meta
+    assert torch.equal(module.inverse_frequency, 1.0 / torch.arange(1, 5))
+    assert list(module.state_dict()) == list(Causal().state_dict())
+
+
+def test_shapes_dtypes_and_flags_are_those_of_ordinary_construction() -> None:
+    def build() -> nn.Module:
+        module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Linear(3, 4, dtype=torch.bfloat16))
+        module[0].weight.requires_grad_(False)
+        return module
+
+    with empty_init():
+        empty = build()
+    expected = {name: (t.shape, t.stride(), t.dtype) for name, t in build().state_dict().items()}
+    assert {name: (t.shape, t.stride(), t.dtype) for name, t in empty.state_dict().items()} == expected
+    assert [p.requires_grad for p in empty.parameters()] == [p.requires_grad for p in build().parameters()]
+    assert all(type(p) is nn.Parameter for p in empty.parameters())
+    assert all(t.is_meta for t in empty.state_dict().values())
+
+
+def tie_by_assignment() -> list[torch.Tensor]:
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    return [embedding.weight, head.weight]
+
+
+def tie_the_other_way_round() -> list[torch.Tensor]:
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    embedding.weight = head.weight
+    return [embedding.weight, head.weight]
+
+
+def tie_before_registering() -> list[torch.Tensor]:
+    weight = nn.Parameter(torch.empty(5, 3))
+    embedding, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+    embedding.weight = weight
+    head.register_parameter("weight", weight)
+    return [weight, embedding.weight, head.weight]
+
+
+def tie_in_lists() -> list[torch.Tensor]:
+    weight = nn.Parameter(torch.empty(5, 3))
+    held = [weight]
+    parameters = nn.ParameterList([weight, weight])
+    layers = nn.ModuleList([nn.Linear(3, 5), nn.Linear(3, 5)])
+    layers[0].weight = weight
+    layers[1].weight = layers[0].weight
+    return [*held, parameters[0], parameters[1], layers[0].weight, layers[1].weight]
+
+
+@pytest.mark.parametrize("build", [tie_by_assignment, tie_the_other_way_round, tie_before_registering, tie_in_lists])
+def test_ties_stay_one_object(build: Callable[[], list[torch.Tensor]]) -> None:
+    with empty_init():
+        shared = build()
+    assert all(weight is shared[0] for weight in shared)
+    assert shared[0].is_meta
+
+
+def test_attributes_and_subclasses_of_parameters_survive() -> None:
+    class Marked(nn.Parameter):
+        pass
+
+    with empty_init():
+        module = nn.Module()
+        parameter = Marked(torch.empty(3), requires_grad=False)
+        parameter.no_decay = True  # type: ignore[attr-defined]
+        module.weight = parameter
+    assert module.weight is parameter
+    assert type(parameter) is Marked
+    assert parameter.is_meta
+    assert parameter.no_decay  # type: ignore[attr-defined]
+    assert not parameter.requires_grad
+
+
+def test_buffers_shared_by_modules_stay_one_object_and_the_callers_tensor_is_untouched() -> None:
+    table = torch.arange(4.0)
+    with empty_init():
+        one, other, late = nn.Module(), nn.Module(), nn.Module()
+        one.register_buffer("table", table)
+        other.table = nn.Buffer(torch.zeros(2), persistent=True)
+        other.register_buffer("again", table)
+        late.register_buffer("table", table, persistent=False)
+    assert one.table is other.again is late.table
+    assert one.table.is_meta
+    assert other.table.is_meta
+    assert isinstance(other.table, nn.Buffer)
+    assert torch.equal(table, torch.arange(4.0))
+
+
+def test_a_buffer_that_was_first_registered_as_non_persistent_stays_real() -> None:
+    table = torch.arange(4.0)
+    with empty_init():
+        module = nn.Module()
+        module.register_buffer("computed", table, persistent=False)
+        module.register_buffer("saved", table)
+    assert module.computed is module.saved is table
+
+
+def test_parameters_from_outside_stay_real() -> None:
+    trained = nn.Linear(3, 3)
+    before = trained.weight.clone()
+    with empty_init():
+        student = nn.Linear(3, 3)
+        student.weight = trained.weight
+        twin = copy.deepcopy(trained)
+    assert student.weight is trained.weight
+    assert torch.equal(trained.weight, before)
+    assert torch.equal(twin.weight, before)
+    assert student.bias.is_meta
+
+
+def test_a_parameter_held_by_a_weak_reference_stays_real_and_tied() -> None:
+    with empty_init():
+        weight = nn.Parameter(torch.ones(3))
+        reference = weakref.ref(weight)
+        one, other = nn.Module(), nn.Module()
+        one.weight = weight
+        other.weight = weight
+    assert one.weight is other.weight is reference()
+    assert not one.weight.is_meta
+
+
+def test_weights_of_recurrent_layers_stay_those_of_their_lists() -> None:
+    with empty_init():
+        lstm = nn.LSTM(3, 4, num_layers=2)
+    assert all(one is other for one, other in zip(lstm._flat_weights, lstm.parameters(), strict=True))
+    assert all(weight.is_meta for weight in lstm.parameters())
+
+
+def test_contexts_nest_and_exceptions_restore_torch() -> None:
+    originals = (nn.Parameter.__new__, nn.Module.register_parameter, nn.Module.register_buffer)
+
+    def fail_inside() -> None:
+        with empty_init():
+            with empty_init():
+                assert nn.Linear(2, 2).weight.is_meta
+            assert nn.Linear(2, 2).weight.is_meta
+            assert nn.Module.register_buffer is not originals[2]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_inside()
+    assert not nn.Linear(2, 2).weight.is_meta
+    assert (nn.Parameter.__new__, nn.Module.register_parameter, nn.Module.register_buffer) == originals
+    assert _empty_init._contexts == 0
+
+
+def test_a_wrapper_installed_inside_the_context_survives_it() -> None:
+    original = nn.Module.register_buffer
+    inner: Callable[..., None] | None = None
+
+    def wrapper(*args: object, **options: object) -> None:
+        assert inner is not None
+        inner(*args, **options)
+
+    try:
+        with empty_init():
+            inner = nn.Module.register_buffer
+            nn.Module.register_buffer = wrapper  # type: ignore[method-assign]
+        assert nn.Module.register_buffer is wrapper
+        assert not nn.BatchNorm1d(2).running_mean.is_meta  # type: ignore[union-attr]
+    finally:
+        nn.Module.register_buffer = original  # type: ignore[method-assign]
+
+
+def test_other_threads_are_not_affected() -> None:
+    inside, built = threading.Event(), threading.Event()
+    made: list[nn.Module] = []
+
+    def build_outside() -> None:
+        inside.wait(10)
+        made.append(nn.BatchNorm1d(3))
+        with empty_init():
+            made.append(nn.Linear(3, 3))
+        made.append(nn.Linear(3, 3))
+        built.set()
+
+    thread = threading.Thread(target=build_outside)
+    thread.start()
+    with empty_init():
+        inside.set()
+        assert built.wait(10)
+        mine = nn.Linear(3, 3)
+    thread.join()
+    assert mine.weight.is_meta
+    assert [any(t.is_meta for t in module.state_dict().values()) for module in made] == [False, True, False]
+
+
+def test_no_random_numbers_are_drawn_for_parameters() -> None:
+    before = torch.get_rng_state()
+    with empty_init():
+        nn.Sequential(nn.Linear(8, 8), nn.Embedding(8, 8), nn.LSTM(3, 4))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("depth", [1, 40])
+def test_memory_does_not_grow_with_the_number_of_layers(depth: int) -> None:
+    largest = 0
+    alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+    original = torch.empty
+
+    def counting(*args: object, **options: object) -> torch.Tensor:
+        nonlocal largest
+        tensor = original(*args, **options)  # type: ignore[call-overload]
+        if not tensor.is_meta:
+            alive.add(tensor.untyped_storage())
+            largest = max(largest, sum(storage.nbytes() for storage in alive))
+        return tensor  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch, empty_init():
+        patch.setattr(torch, "empty", counting)
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(depth)))
+    assert 0 < largest <= 64 * 64 * 4
+
+
+_BUILD_AND_MEASURE = """
+import sys, torch
+from sluice.modules.empty_init import empty_init
+
+def status(field):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+def build(layers):
+    for _ in range(layers):
+        layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Embedding(64, 64))
+        layer.register_buffer("mask", torch.triu(torch.ones(1024, 1024), diagonal=1))
+        yield layer
+
+list(build(1))
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")
+before = status("VmRSS")
+with empty_init():
+    model = torch.nn.Sequential(*build(48))
+print(status("VmHWM") - before, status("VmRSS") - before, int("torch._dynamo" in sys.modules))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_building_costs_little_memory_and_imports_no_compiler() -> None:
+    command = [sys.executable, "-c", _BUILD_AND_MEASURE]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    peak, kept, compiler = map(int, output.split())
+    mask = 4 << 20
+    assert kept < 4 * mask  # 48 masks and twice that in holes of the heap without care
+    assert peak < 24 * mask
+    assert not compiler
+
+
+@pytest.fixture(scope="module")
+def _imported_compiler() -> None:
+    """Let torch make its cache directory before a test starts: some meta kernels import its compiler."""
+    importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
+
+
+@pytest.mark.usefixtures("_imported_compiler")
+def test_parametrizations_and_weight_norm_build() -> None:
+    with empty_init():
+        modern = nn.utils.parametrizations.weight_norm(nn.Linear(3, 4))
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4))
+        pruned = prune.identity(nn.Linear(3, 4), "weight")  # type: ignore[no-untyped-call]
+    for module in (modern, spectral, pruned):
+        assert all(t.is_meta for t in module.state_dict().values())

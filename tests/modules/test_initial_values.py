@@ -1,0 +1,119 @@
+"""Tensors that the checkpoint does not have, and swaps that are refused."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from sluice.matching.match import match
+from sluice.modules.collect import collect
+from sluice.modules.initial_values import initial_values
+from sluice.modules.swap import swap_data
+from support.state_dicts import load, memory_for
+from support.trained_net import Net, assert_equal, empty, problem, trained
+
+# Missing tensors
+
+
+def test_missing_tensors_on_meta_are_initialised_by_their_module() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40), nn.Linear(40, 5))
+
+    source = build()
+    state_dict = {n: t for n, t in source.state_dict().items() if n not in {"0.bias", "1.weight", "1.running_var"}}
+    module = empty(build)
+    found, _ = load(module, state_dict, strict=False, dtype="bfloat16")
+    assert found.missing == ("0.bias", "1.weight", "1.running_var")
+    assert torch.equal(module[0].weight, source.get_parameter("0.weight").bfloat16())
+    assert 0 < module[0].bias.abs().max() <= 1 / 30**0.5
+    assert torch.equal(module[1].running_var, torch.ones(40, dtype=torch.bfloat16))
+    assert {t.dtype for t in module.parameters()} == {torch.bfloat16}
+    assert all(p.requires_grad for p in module.parameters())
+
+
+def test_missing_live_tensors_keep_their_values() -> None:
+    module = nn.Linear(2, 2)
+    before = module.bias.clone()
+    found, _ = load(module, {"weight": torch.zeros(2, 2)}, strict=False)
+    assert torch.equal(module.bias, before)
+    assert found.missing == ("bias",)
+    assert module.weight.abs().max() == 0
+
+
+class Odd(nn.Module):
+    """A module whose reset leaves one tensor out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.forgotten = nn.Parameter(torch.zeros(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+class Failing(Odd):
+    def reset_parameters(self) -> None:
+        raise ValueError("no data")
+
+
+def test_what_reset_parameters_leaves_out_or_fails_on_is_named_and_nothing_changes() -> None:
+    assert "'forgotten'" in problem(empty(Odd), {"weight": torch.ones(3)}, strict=False)
+    assert "Failing" in problem(empty(Failing), {"weight": torch.ones(3)}, strict=False)
+    module = empty(Odd)
+    load(module, {"forgotten": torch.ones(3)}, strict=False)
+    assert torch.equal(module.weight, torch.ones(3))
+
+
+def test_reset_parameters_is_not_run_where_it_would_overwrite_live_tensors() -> None:
+    module = empty(lambda: nn.Linear(2, 2))
+    module.weight = nn.Parameter(torch.full((2, 2), 7.0))
+    assert "reset_parameters" in problem(module, {"weight": torch.zeros(2, 2)}, strict=False)
+    assert torch.equal(module.weight, torch.full((2, 2), 7.0))
+
+
+def test_initial_values_leave_the_module_as_it_is() -> None:
+    module = empty(lambda: nn.Sequential(nn.Linear(3, 3)))
+    weight = module[0].weight
+    state = collect(module)
+    found = match(state.outline, {}, strict=False)
+    values = memory_for(state, found, {})
+    initial_values(state, found, values, scratch_bytes=1 << 20)
+    assert len(values) == 2
+    assert module[0].weight is weight
+    assert weight.is_meta
+
+
+# Swapping
+
+
+def test_a_swap_is_refused_without_a_trace() -> None:
+    parameter = nn.Parameter(torch.empty(2, device="meta"))
+    parameter.mark = 1  # type: ignore[attr-defined]
+    reference = weakref.ref(parameter)
+    assert not swap_data(parameter, torch.ones(2))
+    assert parameter.is_meta
+    assert vars(parameter) == {"mark": 1}
+    assert reference() is parameter
+    del reference
+    assert swap_data(parameter, torch.ones(2))
+    assert torch.equal(parameter.detach(), torch.ones(2))
+    assert vars(parameter) == {"mark": 1}
+
+
+def test_wrapped_models_load_their_own_names() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def names(self) -> Iterator[str]:
+            return iter(self.state_dict())
+
+    source, wrapped = Wrapper(trained()), empty(lambda: Wrapper(Net()))
+    load(wrapped, source.state_dict())
+    assert_equal(wrapped, source)
+    assert next(source.names()).startswith("module.")

@@ -1,0 +1,218 @@
+"""Modules after finished tensors were installed. Oracle: load_state_dict."""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from sluice.modules.empty_init import empty_init
+from support.state_dicts import load
+from support.trained_net import TOKENS, Net, assert_equal, empty, trained
+
+
+@pytest.mark.parametrize("build", [Net, lambda: empty(Net)])
+def test_loading_equals_load_state_dict(build: Callable[[], Net]) -> None:
+    source = trained()
+    module = build().eval()
+    found, installed = load(module, source.state_dict())
+    assert_equal(module, source)
+    assert torch.equal(module(TOKENS), source(TOKENS))
+    assert module.head.weight is module.embedding.weight
+    assert module.again is module.first
+    assert torch.equal(module.first.frequencies, source.first.frequencies)
+    assert not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+    assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in source.parameters()]
+    assert (found.missing, found.unexpected, installed.replaced) == ((), (), ())
+    assert ("embedding.weight", "head.weight") in found.tied
+
+
+def test_a_loaded_module_trains_copies_pickles_and_loads_as_any_other() -> None:
+    source, module = trained().train(), empty()
+    optimizer, reference = torch.optim.AdamW(module.parameters()), torch.optim.AdamW(source.parameters())
+    held = [*module.parameters()]
+    load(module, source.state_dict())
+    assert all(one is other for one, other in zip(held, module.parameters(), strict=True))
+    for net, optim in ((module, optimizer), (source, reference)):
+        for _ in range(2):
+            optim.zero_grad()
+            net(TOKENS).square().mean().backward()
+            optim.step()
+    assert_equal(module, source)
+    assert_equal(copy.deepcopy(module), source)
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    assert_equal(torch.load(buffer, weights_only=False), source)
+    module.load_state_dict(trained().state_dict())
+    assert_equal(module, trained())
+
+
+def test_hooks_attributes_modes_and_subclasses_survive() -> None:
+    class Marked(nn.Parameter):
+        pass
+
+    module = empty(lambda: nn.Linear(2, 2))
+    with empty_init():
+        module.bias = Marked(torch.empty(2))
+    calls: list[str] = []
+    weight = module.weight
+    handle = weight.register_hook(lambda _: calls.append("gradient"))
+    weight.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    weight.no_decay = True
+    module.register_forward_hook(lambda *_: calls.append("forward"))
+    module.eval()
+    load(module, nn.Linear(2, 2).state_dict())
+    module(torch.ones(2)).sum().backward()
+    assert calls == ["forward", "gradient", "accumulated"]
+    assert module.weight is weight
+    assert weight.no_decay
+    assert weight.grad is not None
+    assert type(module.bias) is Marked
+    assert not module.training
+    handle.remove()
+    module(torch.ones(2)).sum().backward()
+    assert calls[3:] == ["forward", "accumulated"]
+
+
+def test_a_parameter_held_by_a_weak_reference_is_replaced_everywhere_and_named() -> None:
+    module = empty()
+    held = module.embedding.weight
+    held.no_decay = True
+    reference = weakref.ref(held)
+    source = trained()
+    _, installed = load(module, source.state_dict())
+    assert installed.replaced == ("embedding.weight",)
+    assert reference() is held is not module.embedding.weight
+    assert module.head.weight is module.embedding.weight
+    assert module.head.weight.no_decay
+    assert_equal(module, source)
+
+
+def test_what_is_replaced_is_replaced_in_attributes_too() -> None:
+    class Listing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self.held = [self.weight, 1]
+            self.named = {"w": self.weight}
+            self.pair = (self.weight, self.bias)
+
+    with empty_init():
+        module = Listing()
+    reference = weakref.ref(module.weight)
+    _, installed = load(module, nn.Linear(2, 2).state_dict())
+    assert installed.replaced == ("weight",)
+    assert reference() is None  # nobody holds the one on meta any more
+    assert module.weight is module.held[0]
+    assert module.weight is module.named["w"] is module.pair[0]
+    assert module.pair[1] is module.bias
+
+
+def test_a_buffer_with_a_view_is_replaced_everywhere_and_named() -> None:
+    module = empty()
+    view = module.first.mask[:2]
+    _, installed = load(module, trained().state_dict())
+    assert installed.replaced == ("first.mask",)
+    assert module.again.mask is module.first.mask
+    assert not module.first.mask.is_meta
+    assert view.is_meta
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_recurrent_layers_keep_their_lists_of_weights(held: bool) -> None:
+    torch.manual_seed(0)
+    source = nn.LSTM(3, 4, num_layers=2)
+    module = empty(lambda: nn.LSTM(3, 4, num_layers=2))
+    weights = [*module.parameters()]
+    references = [weakref.ref(weight) for weight in weights if held]
+    _, installed = load(module, source.state_dict())
+    assert len(installed.replaced) == len(references)  # those of torch's own layers do not count
+    assert [one is other for one, other in zip(module.parameters(), weights, strict=True)] == [not held] * 8
+    assert all(one is other for one, other in zip(module._flat_weights, module.parameters(), strict=True))
+    assert not module._weights_have_changed()
+    x = torch.randn(5, 1, 3)
+    assert torch.equal(module(x)[0], source(x)[0])
+    assert_equal(copy.deepcopy(module), source)
+
+
+def test_live_tensors_are_filled_in_place_and_autograd_is_told() -> None:
+    module = Net()
+    module(TOKENS).sum().backward()
+    weight = module.embedding.weight
+    gradient, address, version = weight.grad, weight.data_ptr(), weight._version
+    load(module, trained().state_dict())
+    assert module.embedding.weight is weight
+    assert (weight.grad, weight.data_ptr()) == (gradient, address)
+    assert weight._version > version
+    assert_equal(module, trained())
+
+
+def test_autograd_notices_a_load_between_forward_and_backward() -> None:
+    module = nn.Linear(2, 2)
+    loss = module(torch.ones(2, requires_grad=True)).sum() * module.weight.prod()
+    load(module, nn.Linear(2, 2).state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_live_tensors_of_another_dtype_get_new_memory_and_stay_the_same_objects() -> None:
+    module = Net()
+    objects = [*module.parameters()]
+    source = trained()
+    load(module, source.state_dict(), dtype="bfloat16")
+    assert all(one is other for one, other in zip(objects, module.parameters(), strict=True))
+    assert module.embedding.weight.dtype == torch.bfloat16
+    assert module.first.mask.dtype == torch.bool
+    assert module.norm.num_batches_tracked is not None
+    assert module.norm.num_batches_tracked.dtype == torch.int64
+    assert module.first.frequencies.dtype == torch.float32
+    assert_equal(module, copy.deepcopy(source).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [None, "auto"])
+def test_dtypes_of_the_module_or_of_the_checkpoint(dtype: str | None) -> None:
+    source = trained().half()
+    module = empty()
+    load(module, source.state_dict(), dtype=dtype)
+    reference = Net()
+    reference.load_state_dict(source.state_dict(), assign=dtype == "auto")
+    assert {n: t.dtype for n, t in module.state_dict().items()} == {
+        n: t.dtype for n, t in reference.state_dict().items()
+    }
+    assert torch.equal(module.first.query.weight, reference.first.query.weight)
+
+
+def test_memory_layout_is_the_modules() -> None:
+    def convolution() -> nn.Module:
+        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    source = nn.Conv2d(3, 4, 3)
+    with torch.device("meta"):
+        module = convolution()
+    load(module, source.state_dict())
+    assert module.get_parameter("weight").is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(module.get_parameter("weight"), source.weight)
+
+
+def test_loading_works_inside_inference_mode() -> None:
+    module = empty()
+    with torch.inference_mode():
+        load(module, {n: t for n, t in trained().state_dict().items() if n != "layers.1.bias"}, strict=False)
+    assert not any(t.is_inference() for t in (*module.parameters(), *module.buffers()))
+    assert_equal(module, trained())
+
+
+@pytest.mark.gpu
+def test_a_device_is_given_to_everything_the_forward_pass_needs() -> None:
+    module = Net()
+    objects = [*module.parameters(), *module.buffers()]
+    partial = {name: t for name, t in trained().state_dict().items() if not name.startswith("layers")}
+    load(module, partial, placement={"": "cuda:0"}, strict=False)
+    assert all(one is other for one, other in zip(objects, (*module.parameters(), *module.buffers()), strict=True))
+    assert {t.device for t in objects} == {torch.device("cuda:0")}
+    module(TOKENS.cuda())

@@ -1,0 +1,113 @@
+"""Old checkpoints, hooks, extra state: what modules do to a state dict themselves."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from sluice.modules.load_hooks import follow_loading
+from support.state_dicts import hold, load
+from support.trained_net import OLD_WEIGHT_NORM, assert_equal, empty, problem
+
+
+@pytest.mark.parametrize("version", [None, 1, 2])
+@pytest.mark.parametrize("build", [lambda: nn.BatchNorm1d(3), lambda: empty(lambda: nn.BatchNorm1d(3))])
+def test_batch_norm_without_its_counter(build: Callable[[], nn.Module], version: int | None) -> None:
+    state_dict: OrderedDict[str, torch.Tensor] = OrderedDict(nn.BatchNorm1d(3).state_dict())
+    del state_dict["num_batches_tracked"]
+    reference = nn.BatchNorm1d(3)
+    versions = {} if version is None else {"": version}
+    if version is not None:
+        state_dict._metadata = {"": {"version": version}}  # type: ignore[attr-defined]
+    module = build()
+    if version == 2:
+        assert "num_batches_tracked" in problem(module, state_dict, versions=versions)
+        with pytest.raises(RuntimeError, match="num_batches_tracked"):
+            reference.load_state_dict(state_dict)
+        return
+    reference.load_state_dict(state_dict)
+    found, _ = load(module, state_dict, versions=versions)
+    assert found.missing == ()
+    assert_equal(module, reference)
+
+
+def test_batch_norm_keeps_a_live_counter() -> None:
+    module = nn.BatchNorm1d(3)
+    module(torch.randn(4, 3))
+    load(module, {n: t for n, t in nn.BatchNorm1d(3).state_dict().items() if n != "num_batches_tracked"})
+    assert module.num_batches_tracked == 1
+
+
+@pytest.mark.filterwarnings(OLD_WEIGHT_NORM)
+def test_pre_hooks_that_rename_are_followed() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2))
+
+    old = nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2))
+    assert "0.weight_g" in old.state_dict()
+    for module in (build(), empty(build)):
+        load(module, old.state_dict())
+        reference = build()
+        reference.load_state_dict(old.state_dict())
+        assert_equal(module, reference)
+        assert torch.equal(module(torch.ones(3)), reference(torch.ones(3)))
+
+
+def test_pre_hooks_see_and_change_what_load_state_dict_shows_them() -> None:
+    seen: list[list[str]] = []
+
+    def drop(_: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str, *__: object) -> None:
+        seen.append([*state_dict])
+        state_dict.pop(f"{prefix}obsolete", None)
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].register_load_state_dict_pre_hook(drop)  # type: ignore[no-untyped-call]
+    state_dict = {**nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict(), "1.obsolete": torch.zeros(1)}
+    load(module, state_dict)
+    module.load_state_dict(state_dict)
+    assert seen[0] == seen[1] == ["1.weight", "1.bias", "1.obsolete"]
+
+
+def test_pre_hooks_that_compute_fail_or_reject_are_named() -> None:
+    def compute(state_dict: dict[str, torch.Tensor], *_: object) -> None:
+        state_dict["weight"] = state_dict["weight"].flip(0)
+
+    def read(state_dict: dict[str, torch.Tensor], *_: object) -> None:
+        state_dict["weight"].tolist()
+
+    def reject(*arguments: Any) -> None:
+        arguments[-1].append("too old")
+
+    for hook, text in ((compute, "computes a tensor"), (read, "failed on"), (reject, "too old")):
+        module = nn.Linear(2, 2)
+        module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        assert text in str(follow_loading(module, hold(nn.Linear(2, 2).state_dict()).entries).problems)
+        assert text in problem(module, nn.Linear(2, 2).state_dict())
+
+
+def test_post_hooks_run_children_first_with_what_was_missing() -> None:
+    calls: list[tuple[str, list[str]]] = []
+    module = nn.Sequential(nn.Linear(2, 2))
+    for name, part in module.named_modules():
+        part.register_load_state_dict_post_hook(lambda _, keys, name=name: calls.append((name, keys.missing_keys)))
+    load(module, {"0.weight": torch.zeros(2, 2)}, strict=False)
+    assert calls == [("0", ["0.bias"]), ("", ["0.bias"])]
+
+
+@pytest.mark.filterwarnings(OLD_WEIGHT_NORM)
+def test_attributes_that_hooks_compute_before_each_forward_are_no_leftovers() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.utils.weight_norm(nn.Linear(3, 3)),
+            prune.identity(nn.Linear(3, 3), "weight"),  # type: ignore[no-untyped-call]
+        )
+
+    source, module = build(), empty(build)
+    load(module, source.state_dict())
+    assert torch.equal(module(torch.ones(3)), source(torch.ones(3)))

@@ -1,0 +1,116 @@
+"""Extra state is restored as ``load_state_dict`` restores it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from support.module_zoo import Extra
+from support.oracles import same
+
+
+class Custom:
+    """Something that only running code can build."""
+
+
+def save(path: Path, value: Any, prefix: str = "") -> nn.Module:
+    model = nn.Sequential(Extra(), nn.Linear(4, 4))
+    part: Any = model[0]
+    part.extra = value
+    torch.save(OrderedDict((prefix + name, v) for name, v in model.state_dict().items()), path)
+    return model
+
+
+def empty() -> Any:
+    with sluice.empty_init():
+        return nn.Sequential(Extra(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        torch.arange(3),
+        torch.randn(2, 3).t(),
+        {"p": nn.Parameter(torch.ones(2)), "frozen": nn.Parameter(torch.ones(2), requires_grad=False)},
+        {"a": [1, (2.5, "x")], "t": torch.ones(2, dtype=torch.complex64)},
+        {},
+        [torch.zeros(0)],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("prefix", ["", "model.", "module."])
+def test_values_come_back_as_torch_loads_them(value: Any, prefix: str, tmp_path: Path) -> None:
+    save(tmp_path / "f.pth", value, prefix)
+    model = empty()
+    report = sluice.load_into(model, tmp_path / "f.pth")
+    assert (report.missing, report.unexpected) == ((), ())
+    assert same(model[0].extra, torch.load(tmp_path / "f.pth")[f"{prefix}0._extra_state"])
+
+
+def test_shared_tensors_of_extra_state_stay_shared(tmp_path: Path) -> None:
+    table = torch.arange(6.0)
+    save(tmp_path / "f.pth", {"whole": table, "part": table[2:4]})
+    model = empty()
+    sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
+    whole, part = model[0].extra["whole"], model[0].extra["part"]
+    assert whole.dtype == torch.float32
+    whole[2] = 9
+    assert part[0] == 9
+
+
+def test_what_only_code_could_build_is_refused_by_name(tmp_path: Path) -> None:
+    save(tmp_path / "f.pth", {"config": Custom()})
+    model = empty()
+    with pytest.raises(sluice.UnsafeContentError, match=r"0\._extra_state"):
+        sluice.load_into(model, tmp_path / "f.pth")
+    assert model[0].weight.is_meta
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert any("0._extra_state" in note for note in report.notes)
+    assert not model[0].weight.is_meta
+    assert model[0].extra["steps"] == 0
+
+
+def test_extra_state_is_missing_and_unexpected_like_a_tensor(tmp_path: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict(), tmp_path / "without.pth")
+    save(tmp_path / "with.pth", {"a": 1})
+    with pytest.raises(sluice.MismatchError, match=r"not in the checkpoint \(1\):\n    '0\._extra_state'"):
+        sluice.load_into(empty(), tmp_path / "without.pth")
+    with pytest.raises(sluice.MismatchError, match=r"not in the module \(1\):\n    '0\._extra_state'"):
+        sluice.load_into(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), tmp_path / "with.pth")
+    report = sluice.load_into(empty(), tmp_path / "without.pth", strict=False)
+    assert report.missing == ("0._extra_state",)
+
+
+def test_a_key_and_new_names_apply_to_it(tmp_path: Path) -> None:
+    torch.save({"ema": save(tmp_path / "f.pth", {"a": 5}).state_dict()}, tmp_path / "f.pth")
+    model = empty()
+    sluice.load_into(model[0], tmp_path / "f.pth", key="ema.0")
+    assert model[0].extra == {"a": 5}
+    torch.save(
+        {f"x{name}": value for name, value in save(tmp_path / "g", {"a": 6}).state_dict().items()}, tmp_path / "g"
+    )
+    sluice.load_into(model, tmp_path / "g", rename=[("^x", "")])
+    assert model[0].extra == {"a": 6}
+
+
+def test_a_failing_set_extra_state_leaves_a_complete_module_and_says_so(tmp_path: Path) -> None:
+    class Failing(Extra):
+        def set_extra_state(self, _: Any) -> None:
+            raise ValueError("too old")
+
+    expected = save(tmp_path / "f.pth", {})
+    with sluice.empty_init():
+        model = nn.Sequential(Failing(), nn.Linear(4, 4))
+    with pytest.raises(sluice.PartialLoadError, match="every tensor was loaded, and then set_extra_state") as caught:
+        sluice.load_into(model, tmp_path / "f.pth")
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert set(caught.value.done) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert torch.equal(model.get_parameter("1.weight"), expected.get_parameter("1.weight"))

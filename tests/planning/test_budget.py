@@ -1,0 +1,151 @@
+"""Memory limits: where they come from, what keeps them, and advice that is true."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice.planning.budget import ADDRESS_SPACE, HOST, find_limits, plan_needs, shortages
+from sluice.planning.memory_layout import single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import LoadPlan, MachineFacts
+from support.plans import FILE, entry, facts, index_of, request
+
+MIB = 1 << 20
+
+
+def plan(mib: int, machine: MachineFacts | None = None, **options: Any) -> LoadPlan:
+    """The plan for one fp32 tensor."""
+    wanted = request("w", entry((mib * MIB // 4,)))
+    targets, _ = single_targets([wanted], index_of([(0, mib * MIB)]), {})
+    return plan_load(targets, (FILE,), machine or facts(cached=False), **{"staging_bytes": 64 * MIB, **options})
+
+
+def test_the_tightest_of_free_memory_and_control_group_is_the_limit_of_the_host() -> None:
+    machine = facts(available=10 * MIB)
+    limit = find_limits(machine, sluice.MemoryLimits())[0]
+    assert (limit.where, limit.nbytes, limit.origin) == (HOST, 10 * MIB, "free memory")
+    limited = replace(machine, memory_limit_bytes=7 * MIB)
+    assert find_limits(limited, sluice.MemoryLimits())[0].origin == "left in the control group"
+    said = find_limits(limited, sluice.MemoryLimits(host="9MiB"))[0]
+    assert (said.nbytes, said.origin) == (9 * MIB, "MemoryLimits(host=...)")
+
+
+def test_a_limit_on_virtual_memory_counts_beside_what_the_caller_says() -> None:
+    machine = replace(facts(cached=False), address_space_bytes=300 * MIB)
+    short = shortages(plan(400, machine), sluice.MemoryLimits(host="8GiB"))
+    assert [each.limit.where for each in short] == [ADDRESS_SPACE]
+    assert short[0].allowed == "at most 300 MiB (left by ulimit -v)"
+    assert plan_needs(plan(400, machine))[ADDRESS_SPACE] >= 400 * MIB
+    assert not shortages(plan(100, machine), sluice.MemoryLimits())
+
+
+def test_what_is_short_is_said_in_words() -> None:
+    made = plan(400)
+    memory = sluice.MemoryLimits(host=made.predicted.total_bytes)
+    assert not shortages(made, memory)
+    text = str(shortages(made, sluice.MemoryLimits(host="300MiB"))[0])
+    assert text.startswith("the load needs 416 MiB of host memory: 400 MiB for weights, 16.0 MiB for staging")
+
+
+def test_pages_are_dropped_behind_where_they_would_crowd_the_control_group() -> None:
+    cold = facts(cached=False, direct_io=False)
+    assert not plan(100, cold).drop_behind
+    assert not plan(100, replace(cold, memory_limit_bytes=300 * MIB)).drop_behind
+    crowded = replace(cold, memory_limit_bytes=180 * MIB)
+    assert plan(100, crowded).drop_behind
+    assert not plan(100, crowded, page_cache="keep").drop_behind
+    cached = replace(facts(cached=True, direct_io=False), memory_limit_bytes=180 * MIB)
+    assert not plan(100, cached).drop_behind  # those pages are somebody else's, or counted already
+    direct = replace(facts(cached=False), memory_limit_bytes=180 * MIB)
+    assert not plan(100, direct).drop_behind
+
+
+SIZES = [(1024, 1024)] * 12  # 48 MiB
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("budget") / "f.pth"
+    torch.save({str(i): torch.full(shape, float(i)) for i, shape in enumerate(SIZES)}, path)
+    return path
+
+
+def model(live: torch.dtype | None) -> nn.ParameterList:
+    device = "meta" if live is None else "cpu"
+    return nn.ParameterList([nn.Parameter(torch.empty(shape, device=device, dtype=live)) for shape in SIZES])
+
+
+CASES: list[tuple[torch.dtype | None, dict[str, Any], int]] = [
+    (None, {}, 60),
+    (None, {}, 45),
+    (None, {}, 30),
+    (None, {}, 20),
+    (None, {"dtype": torch.bfloat16}, 50),
+    (None, {"dtype": torch.bfloat16}, 41),
+    (None, {"dtype": torch.bfloat16}, 30),
+    (None, {"dtype": torch.float64}, 70),
+    (None, {"page_cache": "bypass"}, 60),
+    (torch.float32, {"dtype": torch.bfloat16}, 50),
+    (torch.float32, {"dtype": torch.float64}, 30),
+    (torch.bfloat16, {}, 40),
+    (torch.bfloat16, {}, 20),
+]
+
+
+@pytest.mark.parametrize(("live", "options", "mib"), CASES)
+def test_every_alternative_that_is_offered_fits_and_is_needed(
+    file: Path, live: torch.dtype | None, options: dict[str, Any], mib: int
+) -> None:
+    arguments = {**options, "memory": sluice.MemoryLimits(host=mib * MIB)}
+    with pytest.raises(sluice.BudgetError, match="What would fit: ") as caught:
+        sluice.load_into(model(live), file, **arguments)
+    for alternative in caught.value.alternatives:
+        changed = {**arguments, **alternative.arguments}
+        report = sluice.load_into(model(live), file, **changed)
+        assert report.predicted.total_bytes == alternative.needs["host"] <= mib * MIB
+        assert str(alternative) in str(caught.value)
+
+
+def test_smaller_staging_is_the_largest_that_fits(file: Path) -> None:
+    with pytest.raises(sluice.BudgetError) as caught:
+        sluice.load_into(model(torch.bfloat16), file, memory=sluice.MemoryLimits(host="21MiB"), page_cache="bypass")
+    sizes = [each.arguments["memory"] for each in caught.value.alternatives if "memory" in each.arguments]
+    assert sizes == [sluice.MemoryLimits(host="21MiB", staging=4 * MIB)]
+    larger = sluice.MemoryLimits(host="21MiB", staging="8MiB")
+    with pytest.raises(sluice.BudgetError):
+        sluice.load_into(model(torch.bfloat16), file, memory=larger, page_cache="bypass")
+
+
+def test_where_nothing_would_fit_nothing_is_offered(file: Path) -> None:
+    with pytest.raises(sluice.BudgetError) as caught:
+        sluice.load_into(model(None), file, memory=sluice.MemoryLimits(host="2MiB"))
+    assert caught.value.alternatives == ()
+    assert "would fit" not in str(caught.value)
+
+
+def test_state_dicts_get_advice_that_is_theirs(file: Path) -> None:
+    memory = sluice.MemoryLimits(host="50MiB")
+    with pytest.raises(sluice.BudgetError) as caught:
+        sluice.load_state_dict(file, memory=memory)
+    assert caught.value.alternatives
+    assert all("dtype=torch.bfloat16" in each.change for each in caught.value.alternatives)
+    arguments: dict[str, Any] = {"memory": memory, **caught.value.alternatives[0].arguments}
+    state = sluice.load_state_dict(file, **arguments)
+    assert state["3"].dtype == torch.bfloat16
+
+
+def test_the_error_keeps_its_alternatives_when_it_is_pickled(file: Path) -> None:
+    import pickle
+
+    with pytest.raises(sluice.BudgetError) as caught:
+        sluice.load_into(model(None), file, memory=sluice.MemoryLimits(host="45MiB"))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert again.alternatives == caught.value.alternatives
+    assert str(again) == str(caught.value)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice.planning.cuda_allocator import plan_reservation
+
+MIB = 1 << 20
+
+
+def test_one_block_reserves_what_the_tensors_need() -> None:
+    made = plan_reservation([3 * MIB] * 100)
+    assert made.requested_bytes == made.allocated_bytes == made.block_bytes == made.reserved_bytes == 300 * MIB
+    # Six tensors of 3 MiB to a segment of 20 MiB: what the same tensors cost one by one.
+    assert made.reserved_apart_bytes == 17 * 20 * MIB
+
+
+def test_gpt2_xl_reserves_six_hundredths_more_apart() -> None:
+    """The model of the tutorial: 6.29 GiB of weights, and 6.48 GiB reserved when each is allocated by itself."""
+    width, layers = 1600, 48
+    block = [width * width * 4] * 4 + [width * 4] * 4 + [4 * width * width * 4] * 2 + [16 * width, 4 * width]
+    block += [width * 4] * 4 + [1024 * 1024 * 4]
+    sizes = [50257 * width * 4, 1024 * width * 4, *block * layers, width * 4, width * 4, 50257 * width * 4]
+    made = plan_reservation(sizes)
+    assert made.requested_bytes / 2**30 == pytest.approx(6.29, abs=0.01)
+    assert made.reserved_apart_bytes / 2**30 == pytest.approx(6.48, abs=0.02)
+    assert made.reserved_bytes - made.requested_bytes <= 8 * MIB
+
+
+def test_small_tensors_are_cut_out_of_small_segments() -> None:
+    made = plan_reservation([100] * 4096)
+    assert made.allocated_bytes == 4096 * 512
+    assert made.block_bytes == 0
+    assert made.reserved_bytes == 2 * MIB
+
+
+def test_nothing_reserves_nothing() -> None:
+    made = plan_reservation([0, 0])
+    assert (made.requested_bytes, made.block_bytes, made.reserved_bytes) == (0, 0, 0)
+
+
+def test_a_small_block_is_kept_out_of_the_large_segments() -> None:
+    assert plan_reservation([2 * MIB]).reserved_bytes == 10 * MIB
+    assert plan_reservation([2 * MIB], one_block=False).reserved_bytes == 20 * MIB
+
+
+@given(st.lists(st.integers(0, 64 * MIB), max_size=60))
+def test_reserved_covers_allocated_and_one_block_never_costs_more_than_its_bound(sizes: list[int]) -> None:
+    made = plan_reservation(sizes)
+    assert made.requested_bytes == sum(sizes)
+    assert made.requested_bytes <= made.allocated_bytes <= made.requested_bytes + 512 * len(sizes)
+    assert made.allocated_bytes <= made.reserved_bytes
+    assert made.allocated_bytes <= made.reserved_apart_bytes
+    if sum(sizes) >= 10 * MIB:
+        small = sum(size <= MIB for size in sizes)
+        assert made.reserved_bytes <= made.allocated_bytes + 10 * MIB + small * MIB

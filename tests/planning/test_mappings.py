@@ -1,0 +1,407 @@
+"""``place="map"``: tensors that are pages of the file."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import sluice
+from sluice.engine.session import execute
+from sluice.engine.targets import Targets
+from sluice.planning.mappings import Mapped, plan_mapping
+from sluice.planning.memory_layout import single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import FileRecord, Fill, Request, Target
+from sluice.sources.local import LocalFile
+from sluice.testing import RecordingSource
+from support.leaks import open_files
+from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def network() -> nn.Sequential:
+    """A tensor above a MiB, small ones, a counter, and a tie."""
+    first, last = nn.Linear(600, 600), nn.Linear(600, 600)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.BatchNorm1d(600), nn.Linear(600, 10), last)
+
+
+def saved(path: Path) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = network()
+    model[1](torch.randn(8, 600))  # moves the running statistics
+    if path.suffix == ".pth":
+        torch.save(model.state_dict(), path)
+    else:
+        safetensors.torch.save_model(model, str(path))
+    return model
+
+
+def mapped(path: Path, model: nn.Module | None = None, **options: object) -> tuple[nn.Module, sluice.LoadReport]:
+    if model is None:
+        with sluice.empty_init():
+            model = network()
+    return model, sluice.load_into(model, path, place="map", **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["f.pth", "f.safetensors"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return tmp_path / str(request.param)
+
+
+def maps_of(path: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+
+
+def assert_equal(model: nn.Module, expected: nn.Module) -> None:
+    ours, theirs = model.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+def test_a_mapped_model_is_the_saved_one_and_nothing_was_read(file: Path) -> None:
+    expected = saved(file)
+    model, report = mapped(file)
+    assert_equal(model, expected)
+    assert model.get_parameter("3.weight") is model.get_parameter("0.weight")
+    assert report.read_bytes == 0
+    assert report.reads == {"direct": 0, "buffered": 0}
+    assert report.mapped_bytes == report.final_bytes > 2 * MIB // 2
+    assert report.predicted.file_bytes == 0
+    assert report.predicted.total_bytes < 17 * MIB
+    assert any("are pages of the file" in note for note in report.notes)
+    assert "mapped" in str(report)
+
+
+def test_no_descriptor_stays_open_and_no_page_outlives_the_model(file: Path) -> None:
+    saved(file)
+    model, _ = mapped(file)
+    assert maps_of(file)
+    assert open_files()[str(file)] == 0
+    del model
+    assert not maps_of(file)
+
+
+def test_writing_changes_the_model_and_not_the_file(file: Path) -> None:
+    expected = saved(file)
+    before = file.read_bytes()
+    model, _ = mapped(file)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    other, _ = mapped(file)
+    assert_equal(other, expected)
+    assert file.read_bytes() == before
+
+
+def test_a_mapped_model_trains_as_any_other(file: Path) -> None:
+    expected, (model, _) = saved(file), mapped(file)
+    for each in (model, expected):
+        optimizer = torch.optim.AdamW(each.parameters())
+        torch.manual_seed(1)
+        each[1](each[0](torch.randn(8, 600))).sum().backward()  # type: ignore[index]
+        optimizer.step()
+    assert_equal(model, expected)
+
+
+def test_each_tensor_is_saved_pickled_copied_and_shared_by_itself(file: Path) -> None:
+    expected, (model, _) = saved(file), mapped(file)
+    written = io.BytesIO()
+    weight = model.get_parameter("2.weight")
+    torch.save(weight, written)
+    assert written.tell() < weight.nbytes + 4096
+    torch.save(model.state_dict(), file.with_suffix(".again"))
+    model.load_state_dict(torch.load(file.with_suffix(".again")))
+    assert_equal(copy.deepcopy(model), expected)
+    assert_equal(pickle.loads(pickle.dumps(model)), expected)
+    assert_equal(model.share_memory(), expected)
+    assert not maps_of(file)  # share_memory moved every tensor to memory of another kind
+
+
+def test_other_dtypes_and_deleted_modules_give_their_pages_back(file: Path) -> None:
+    expected, (model, _) = saved(file), mapped(file)
+    before = len(maps_of(file))
+    assert isinstance(model, nn.Sequential)
+    del model[3], model[0]
+    assert 0 < len(maps_of(file)) < before
+    model.half()
+    assert torch.equal(model.get_parameter("1.weight"), expected.get_parameter("2.weight").half())
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype != torch.float32, name
+
+
+@pytest.mark.parametrize(
+    ("options", "live", "why"),
+    [({"dtype": torch.bfloat16}, False, "cast"), ({}, True, "filled in place")],
+    ids=["cast", "live"],
+)
+def test_what_cannot_be_mapped_is_copied_and_the_report_says_why(
+    file: Path, options: dict[str, object], live: bool, why: str
+) -> None:
+    expected = saved(file)
+    model, report = mapped(file, network() if live else None, **options)
+    if live:
+        assert_equal(model, expected)
+    else:
+        assert torch.equal(model.get_parameter("2.weight"), expected.get_parameter("2.weight").bfloat16())
+    assert report.mapped_bytes == (0 if live else 8)  # the counter is no floating-point number
+    assert any("are copied: " in note and f" {why}" in note for note in report.notes)
+
+
+def test_an_offset_that_no_element_may_start_at_is_copied(tmp_path: Path) -> None:
+    header = {
+        "flag": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "weight": {"dtype": "F32", "shape": [1, 3], "data_offsets": [1, 13]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    weight = torch.tensor([[1.0, 2.0, 3.0]])
+    content = len(text).to_bytes(8, "little") + text + b"\7" + weight.numpy().tobytes()
+    (tmp_path / "f.safetensors").write_bytes(content)
+    with torch.device("meta"):
+        model = nn.Linear(3, 1, bias=False)
+        model.register_buffer("flag", torch.empty(1, dtype=torch.uint8))
+    _, report = mapped(tmp_path / "f.safetensors", model)
+    assert torch.equal(model.weight, weight)
+    assert report.mapped_bytes == 1
+    assert any("12 B, are copied: 1 at an offset that is no multiple of the item size" in note for note in report.notes)
+
+
+def test_two_parameters_that_share_bytes_in_the_file_stay_apart(tmp_path: Path) -> None:
+    base = torch.arange(100.0)
+    torch.save({"0": base[:60], "1": base[40:], "2": base}, tmp_path / "f.pth")
+    with torch.device("meta"):
+        model = nn.ParameterList([torch.empty(60), torch.empty(60), torch.empty(100)])
+    _, report = mapped(tmp_path / "f.pth", model)
+    assert report.mapped_bytes == 220 * 4
+    with torch.no_grad():
+        model[0].zero_()
+    assert torch.equal(model[1], base[40:])
+    assert torch.equal(model[2], base)
+
+
+def test_shards_are_mapped_each_from_its_own_file(tmp_path: Path) -> None:
+    expected = network()
+    state = {name: tensor for name, tensor in expected.state_dict().items() if name != "3.weight"}
+    names = list(state)
+    for number, part in enumerate((names[:3], names[3:]), 1):
+        safetensors.torch.save_file({name: state[name] for name in part}, tmp_path / f"model-{number}-of-2.safetensors")
+    weight_map = {name: f"model-{1 if name in names[:3] else 2}-of-2.safetensors" for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    model, report = mapped(tmp_path)
+    assert_equal(model, expected)
+    assert report.mapped_bytes == report.final_bytes
+
+
+def test_the_pages_are_those_of_the_page_cache_until_they_are_written_to(tmp_path: Path) -> None:
+    tensor = torch.randn(4 * MIB)
+    safetensors.torch.save_file({"0": tensor}, tmp_path / "f.safetensors")
+    with torch.device("meta"):
+        model = nn.ParameterList([torch.empty(4 * MIB)])
+    mapped(tmp_path / "f.safetensors", model)
+    model[0].sum()
+    touch = """if True:
+        import mmap, sys
+        with open(sys.argv[1], "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+            sum(pages[::4096])
+            print("ready", flush=True)
+            sys.stdin.read()
+    """
+    command = [sys.executable, "-c", touch, str(tmp_path / "f.safetensors")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        sizes = smaps(tmp_path / "f.safetensors")
+        other.communicate("")
+    assert sizes["Rss"] >= tensor.nbytes
+    assert sizes["Shared_Clean"] + sizes["Shared_Dirty"] >= 0.99 * tensor.nbytes  # dirty: not yet on the disk
+    assert sizes["Pss"] <= 0.51 * sizes["Rss"]  # half of it, since two processes have it
+    assert sizes["Anonymous"] == 0
+    with torch.no_grad():
+        model[0][: MIB // 2].zero_()
+    assert smaps(tmp_path / "f.safetensors")["Anonymous"] in {2 * MIB, 2 * MIB + 4096}
+
+
+def smaps(path: Path) -> dict[str, int]:
+    """Sum what the kernel says of the mappings of a file, in bytes."""
+    sums: dict[str, int] = {}
+    counts = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if "-" in line.split(" ", 1)[0]:
+            counts = line.endswith(str(path))
+        elif counts and rest.endswith("kB"):
+            sums[name] = sums.get(name, 0) + int(rest.split()[0]) * 1024
+    return sums
+
+
+def test_a_file_larger_than_memory_is_ready_at_once(tmp_path: Path) -> None:
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("vm.overcommit_memory=2 counts private mappings")
+    count = (60 << 30) // 4
+    header = json.dumps({"0": {"dtype": "F32", "shape": [count], "data_offsets": [0, 4 * count]}}).encode()
+    header += b" " * (-len(header) % 8)
+    path = tmp_path / "f.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(path, 8 + len(header) + 4 * count)
+    with torch.device("meta"):
+        model = nn.ParameterList([nn.Parameter(torch.empty(count))])
+    _, report = mapped(path, model)
+    assert report.mapped_bytes == 60 << 30
+    assert float(model[0].detach()[count // 2]) == 0.0
+    with torch.no_grad():
+        model[0][count - 1] = 7.0
+    assert smaps(path)["Anonymous"] == 4096
+    with pytest.raises(sluice.BudgetError, match=r"What would fit: place='map' \(needs 16\.0 MiB of host memory\)"):
+        sluice.load_into(nn.ParameterList([nn.Parameter(torch.empty(count, device="meta"))]), path)
+
+
+def test_a_file_that_was_replaced_is_not_mapped(file: Path) -> None:
+    saved(file)
+    with sluice.empty_init():
+        model = network()
+    with sluice.open(file) as checkpoint:
+        new = file.with_suffix(".new")
+        new.write_bytes(file.read_bytes())
+        new.replace(file)
+        with pytest.raises(sluice.SourceChangedError):
+            sluice.load_into(model, checkpoint, place="map")
+    assert model.get_parameter("0.weight").is_meta
+    assert not maps_of(file)
+
+
+@pytest.mark.parametrize("number", [errno.ENODEV, errno.ENOMEM])
+def test_a_system_that_refuses(file: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    expected = saved(file)
+
+    def refuse(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("sluice.sources.local.map_privately", refuse)
+    if number == errno.ENOMEM:
+        with pytest.raises(sluice.BudgetError, match="overcommit"):
+            mapped(file)
+        return
+    model, report = mapped(file)
+    assert_equal(model, expected)
+    assert report.mapped_bytes == 0
+    assert any("in a file that the system cannot map" in note for note in report.notes)
+
+
+def test_the_engine_maps_without_a_read(tmp_path: Path) -> None:
+    tensors = [torch.randn(MIB), torch.randn(10), torch.arange(5)]
+    places = write_storages(tmp_path / "f", tensors)
+    source = RecordingSource(LocalFile(tmp_path / "f"))
+    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
+    wanted = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
+    targets, views = single_targets(wanted, index, {})
+    plan = plan_load(targets, index.files, facts(), staging_bytes=MIB, mapped=plan_mapping(targets, [True]))
+    memory = Targets(plan)
+    execute(plan, [source], memory)
+    source.close()
+    for ours, tensor in zip(memory.tensors(views), tensors, strict=True):
+        assert torch.equal(ours, tensor)
+    assert source.reads == []
+    assert plan.mapped_bytes == sum(tensor.nbytes for tensor in tensors)
+    assert plan.staging_buffers == 0
+
+
+def mapping_of(requests: list[Request], storages: list[tuple[int, int]], mappable: bool = True) -> Mapped:
+    targets, _ = single_targets(requests, index_of(storages), {})
+    return plan_mapping(targets, [mappable])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "mappable", "why"),
+    [
+        (request("t", entry((4, 4)), device="cuda:0"), True, "on an accelerator"),
+        (request("t", entry((4, 4)), existing=True), True, "filled in place"),
+        (request("t", entry((4, 4)), dtype="float16"), True, "cast"),
+        (request("t", entry((4, 4), stride=(1, 4)), stride=(4, 1)), True, "in another order in the file"),
+        (request("t", entry((4, 2), stride=(4, 1))), True, "in another order in the file"),
+        (request("t", entry((4, 4))), False, "in a file that the system cannot map"),
+    ],
+)
+def test_why_a_tensor_is_copied(wanted: Request, mappable: bool, why: str) -> None:
+    made = mapping_of([wanted], [(64, 64)], mappable)
+    assert not made.blocks
+    assert made.reasons[1].endswith(f"are copied: 1 {why}")
+
+
+def test_a_permuted_tensor_is_mapped_where_the_module_has_it_so_too() -> None:
+    made = mapping_of([request("t", entry((4, 4), stride=(1, 4)), stride=(1, 4))], [(64, 64)])
+    assert made.ranges[0].offset == 64
+    assert made.ranges[0].nbytes == 64
+
+
+def test_empty_tensors_are_neither_mapped_nor_copied() -> None:
+    made = mapping_of([request("t", entry((0, 4)))], [(64, 0)])
+    assert not made.blocks
+    assert len(made.reasons) == 1
+
+
+def targets_at(places: list[tuple[int, int]]) -> list[Target]:
+    return [
+        Target(
+            name=f"t{i}",
+            dtype="uint8",
+            nbytes=nbytes,
+            device="cpu",
+            fills=(Fill(file=0, offset=at, dtype="uint8", shape=(nbytes,), source_stride=(1,), target_stride=(1,)),),
+        )
+        for i, (at, nbytes) in enumerate(places)
+    ]
+
+
+@given(
+    places=st.lists(st.tuples(st.integers(0, 8 * MIB), st.integers(1, 2 * MIB)), max_size=20),
+    most=st.sampled_from([3, 10_000]),
+)
+def test_ranges_hold_their_targets_without_overlap(places: list[tuple[int, int]], most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sluice._options.MAPPED_RANGES", most)
+        made = plan_mapping(targets_at(places), [True])
+    inside: dict[int, list[tuple[int, int]]] = {}
+    for position, (at, nbytes) in enumerate(places):
+        block = made.blocks[position]
+        held = made.ranges[block.mapped_range]
+        assert held.offset + block.mapped_offset == at
+        assert block.mapped_offset + nbytes <= held.nbytes
+        inside.setdefault(block.mapped_range, []).append((at, at + nbytes))
+    for number, members in inside.items():
+        members.sort()
+        assert all(end <= start for (_, end), (start, _) in pairwise(members))
+        assert len(members) == 1 or most == 3 or made.ranges[number].nbytes <= MIB
+
+
+def test_many_tensors_are_joined_to_few_mappings() -> None:
+    places = [(i * 2 * MIB, 2 * MIB) for i in range(25_000)]
+    assert len(plan_mapping(targets_at(places), [True]).ranges) <= 10_000
+
+
+def test_the_budget_counts_only_what_is_copied(file: Path) -> None:
+    expected = saved(file)
+    limit = sluice.MemoryLimits(host="17MiB", staging="1MiB")
+    with sluice.empty_init():
+        model = network()
+    with pytest.raises(sluice.BudgetError, match="place='map'"):
+        sluice.load_into(model, file, memory=limit)
+    sluice.load_into(model, file, place="map", memory=limit)
+    assert_equal(model, expected)

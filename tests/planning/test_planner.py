@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import sluice
+from sluice._dtypes import ITEM_BYTES
+from sluice.planning.memory_layout import shared_targets, single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import Fill, LoadPlan, MachineFacts, Request, Target
+from support.plans import FILE, MIB, entry, facts, index_of, request
+
+
+def plan(
+    requests: list[Request],
+    storages: list[tuple[int, int]],
+    machine: MachineFacts,
+    *,
+    staging: int = 64 * MIB,
+    page_cache: str = "auto",
+) -> LoadPlan:
+    targets, _ = single_targets(requests, index_of(storages), {})
+    return plan_load(targets, (FILE,), machine, staging_bytes=staging, page_cache=page_cache)  # type: ignore[arg-type]
+
+
+def big(name: str = "w", *, storage: int = 0, mib: int = 20, **changes: object) -> Request:
+    return request(name, entry((mib * MIB // 4,), storage=storage), **changes)
+
+
+def test_cold_large_tensors_are_read_directly_into_congruent_mappings() -> None:
+    made = plan([big()], [(8256, 20 * MIB)], facts(cached=False))
+    assert {read.methods for read in made.reads} == {("direct", "buffered")}
+    assert {read.into for read in made.reads} == {0}
+    assert made.blocks[0].kind == "mapping"
+    assert made.blocks[0].lead_bytes == 8256 % 4096
+    assert made.staging_buffers == 0
+    assert made.readers == 3  # three reads of 7 MiB; never more threads than reads
+    for read in made.reads[1:]:
+        assert read.offset % 4096 == 0
+        assert (made.blocks[0].lead_bytes + read.into_offset) % 4096 == 0
+    assert sum(read.nbytes for read in made.reads) == 20 * MIB
+
+
+def test_cached_large_tensors_are_read_buffered_by_as_many_threads_as_cores() -> None:
+    made = plan([big()], [(8256, 20 * MIB)], facts(cached=True, cores=2))
+    assert {read.methods for read in made.reads} == {("buffered",)}
+    assert made.blocks[0].lead_bytes == 0
+    assert made.readers == 2
+
+
+@pytest.mark.parametrize("machine", [facts(cached=None), facts(cached=False, direct_io=False)])
+def test_unknown_cache_state_and_refused_direct_io_mean_buffered(machine: MachineFacts) -> None:
+    assert {read.methods for read in plan([big()], [(0, 20 * MIB)], machine).reads} == {("buffered",)}
+
+
+def test_page_cache_option_overrides_the_probes() -> None:
+    kept = plan([big()], [(0, 20 * MIB)], facts(cached=False), page_cache="keep")
+    bypassed = plan([big()], [(0, 20 * MIB)], facts(cached=True), page_cache="bypass")
+    assert {read.methods[0] for read in kept.reads} == {"buffered"}
+    assert {read.methods[0] for read in bypassed.reads} == {"direct"}
+    assert bypassed.drop_behind
+    assert not kept.drop_behind
+
+
+def test_casts_go_through_staging_in_pieces_that_leave_room_for_whole_blocks() -> None:
+    made = plan([big(dtype="bfloat16")], [(8256, 20 * MIB)], facts(cached=False))
+    assert all(read.into is None and len(read.copies) == 1 for read in made.reads)
+    assert all(read.nbytes + 2 * 4096 <= made.staging_buffer_bytes for read in made.reads)
+    assert sum(copy.shape[0] for read in made.reads for copy in read.copies) == 5 * MIB
+    assert made.staging_buffers * made.staging_buffer_bytes <= 64 * MIB
+
+
+def test_one_tensor_larger_than_staging_is_cut() -> None:
+    made = plan([big(mib=2048, dtype="bfloat16")], [(0, 2048 * MIB)], facts(cached=False))
+    assert made.predicted.total_bytes <= 1024 * MIB + 100 * MIB
+    assert sum(read.nbytes for read in made.reads) == 2048 * MIB
+
+
+@pytest.mark.parametrize(
+    ("staging", "buffer", "count"),
+    [(MIB, MIB, 1), (16 * MIB, 2 * MIB, 8), (64 * MIB, 4 * MIB, 16), (1024 * MIB, 8 * MIB, 16)],
+)
+def test_staging_is_divided_into_two_buffers_for_each_reader(staging: int, buffer: int, count: int) -> None:
+    made = plan([big(mib=256, dtype="bfloat16")], [(0, 256 * MIB)], facts(cached=False), staging=staging)
+    assert (made.staging_buffer_bytes, made.staging_buffers) == (buffer, count)
+    assert all(read.nbytes <= buffer - 2 * 4096 for read in made.reads)
+    assert made.copiers == min(2, count - 1)
+
+
+@pytest.mark.parametrize(
+    ("small", "dtype", "readers"),
+    [
+        (0, "float32", 8),  # reads of 8 MiB
+        (16, "float32", 11),  # as many bytes in half as many reads again
+        (200, "float32", 16),
+        (200, "bfloat16", 8),  # staged: more readers would only take the buffers
+    ],
+)
+def test_short_reads_get_more_readers(small: int, dtype: str, readers: int) -> None:
+    """The same bytes are asked for at once, whether or not small tensors lie between large ones."""
+    large = [big(f"w{i}", storage=i, mib=8, dtype=dtype) for i in range(32)]
+    between = [request(f"b{i}", entry((1024,), storage=32 + i), dtype=dtype) for i in range(small)]
+    storages = [(i * 16 * MIB, 8 * MIB) for i in range(32)] + [(i * MIB + 512 * MIB, 4096) for i in range(small)]
+    made = plan(large + between, storages, facts(cached=False, cores=2))
+    assert made.readers == readers
+    assert made.staging_buffers <= 16
+
+
+def test_readers_that_never_wait_for_a_disk_copy_by_themselves() -> None:
+    made = plan([big(mib=256, dtype="bfloat16")], [(0, 256 * MIB)], facts(cached=True, cores=2))
+    assert (made.readers, made.copiers, made.staging_buffers) == (2, 0, 2)
+
+
+def test_staging_below_the_minimum_is_refused() -> None:
+    with pytest.raises(sluice.BudgetError, match=r"staging is too small; expected at least 1\.00 MiB; found 64\.0 KiB"):
+        plan([big(dtype="bfloat16")], [(0, 20 * MIB)], facts(), staging=64 << 10)
+
+
+def test_small_neighbours_share_one_read_and_distant_ones_do_not() -> None:
+    requests = [request(f"b{i}", entry((100,), storage=i)) for i in range(4)]
+    made = plan(requests, [(0, 400), (448, 400), (MIB, 400), (MIB + 448, 400)], facts(cached=False))
+    assert [(read.offset, read.nbytes) for read in made.reads] == [(0, 848), (MIB, 848)]
+    assert [len(read.copies) for read in made.reads] == [2, 2]
+
+
+def test_bytes_that_two_targets_need_are_read_once() -> None:
+    requests = [big("a"), big("b")]
+    made = plan(requests, [(0, 20 * MIB)], facts(cached=True))
+    assert made.read_bytes == 20 * MIB
+    assert all({copy.target for copy in read.copies} == {0, 1} for read in made.reads)
+
+
+def filled(offset: int, nbytes: int, *, dtype: str = "float32", swap_bytes: int = 0, device: str = "cpu") -> Target:
+    item = ITEM_BYTES[dtype]
+    fill = Fill(
+        file=0,
+        offset=offset,
+        dtype=dtype,
+        shape=(nbytes // item,),
+        source_stride=(1,),
+        target_stride=(1,),
+        swap_bytes=swap_bytes,
+    )
+    return Target(name="w", dtype=dtype, nbytes=nbytes, device=device, fills=(fill,))
+
+
+def test_bytes_that_are_wanted_as_they_are_and_turned_round_are_read_once_and_copied_before() -> None:
+    turned = filled(400, 400, swap_bytes=4)
+    raw, apart = filled(0, 1000, dtype="uint8"), filled(1000, 100, dtype="uint8")
+    made = plan_load([turned, raw, apart], (FILE,), facts(cached=True), staging_bytes=MIB)
+    (read,) = made.reads
+    assert read.copies_before_swaps == 1
+    assert [copy.target for copy in read.copies] == [1, 0, 2]
+    assert [(swap.offset, swap.nbytes) for swap in read.swaps] == [(400, 400)]
+
+
+@pytest.mark.parametrize(
+    ("offset", "dtype", "swap_bytes"), [(0, "float64", 8), (2, "float32", 4)], ids=["wider numbers", "another grid"]
+)
+def test_bytes_that_are_turned_round_in_two_ways_are_read_twice(offset: int, dtype: str, swap_bytes: int) -> None:
+    other = filled(offset, 400, dtype=dtype, swap_bytes=swap_bytes)
+    behind = filled(800, 400, dtype="float64", swap_bytes=8)
+    targets = [filled(0, 400, swap_bytes=4), other, behind]
+    made = plan_load(targets, (FILE,), facts(cached=True), staging_bytes=MIB)
+    assert [[copy.target for copy in read.copies] for read in made.reads] == [[0], [1, 2]]
+    assert [{swap.item_bytes for swap in read.swaps} for read in made.reads] == [{4}, {swap_bytes, 8}]
+
+
+def test_no_copy_to_an_accelerator_comes_before_a_swap_of_its_bytes() -> None:
+    targets = [filled(0, 400, dtype="uint8", device="cuda:0"), filled(200, 400, swap_bytes=4), filled(600, 8)]
+    made = plan_load(targets, (FILE,), facts(cached=True), staging_bytes=MIB)
+    assert [[copy.target for copy in read.copies] for read in made.reads] == [[0], [1, 2]]
+    assert not any(read.copies_before_swaps for read in made.reads)
+
+
+def test_an_offset_that_no_element_may_start_at_goes_through_staging_when_cold() -> None:
+    made = plan([big()], [(8193, 20 * MIB)], facts(cached=False))
+    assert all(read.into is None for read in made.reads)
+
+
+def test_live_tensors_are_read_in_place_when_cached_and_through_staging_when_cold() -> None:
+    live = big(existing=True, stride=(1,))
+    assert {read.into for read in plan([live], [(0, 20 * MIB)], facts(cached=True)).reads} == {0}
+    assert {read.into for read in plan([live], [(0, 20 * MIB)], facts(cached=False)).reads} == {None}
+    assert plan([live], [(0, 20 * MIB)], facts(cached=True)).predicted.total_bytes < 20 * MIB
+
+
+def test_a_permuted_live_tensor_is_copied_not_read_over() -> None:
+    live = request("w", entry((1024, 1024)), stride=(1, 1024), existing=True)
+    made = plan([live], [(0, 4 * MIB)], facts(cached=True))
+    assert all(read.into is None for read in made.reads)
+
+
+def test_targets_of_several_fills_are_never_read_over_their_neighbours() -> None:
+    fills = tuple(
+        Fill(
+            file=0,
+            offset=start,
+            dtype="float32",
+            shape=(MIB // 4,),
+            source_stride=(1,),
+            target_stride=(1,),
+            target_start=number * MIB // 4,
+        )
+        for number, start in enumerate((100_000, 9_000_000))
+    )
+    target = Target(name="w", dtype="float32", nbytes=2 * MIB, device="cpu", fills=fills)
+    made = plan_load([target], (FILE,), facts(cached=False), staging_bytes=64 * MIB)
+    assert all(read.into is None for read in made.reads)
+
+
+def test_small_targets_share_arenas_that_close_between_modules() -> None:
+    requests = [
+        request(f"m{module}.t{i}", entry((4096,), storage=0, start=4096 * (8 * module + i)))
+        for module in range(3)
+        for i in range(8)
+    ]
+    made = plan(requests, [(0, 4096 * 4 * 24)], facts())
+    assert [block.arena for block in made.blocks] == [0] * 8 + [1] * 8 + [2] * 8
+    assert made.arenas == (8 * 16384,) * 3
+    assert all(block.arena_offset % 64 == 0 for block in made.blocks)
+
+
+def test_arenas_are_capped() -> None:
+    requests = [request(f"t{i}", entry((100_000,), start=100_000 * i)) for i in range(9)]
+    made = plan(requests, [(0, 3_600_000)], facts())
+    assert all(arena <= MIB for arena in made.arenas)
+    assert len(made.arenas) == 5
+
+
+def test_empty_tensors_read_nothing() -> None:
+    made = plan([request("e", entry((0, 3)))], [(0, 0)], facts())
+    assert made.reads == ()
+    assert made.blocks[0].kind == "empty"
+    assert made.readers == 1
+
+
+def test_reads_are_in_file_order() -> None:
+    requests = [big(f"w{i}", storage=i) for i in (2, 0, 1)]
+    made = plan(requests, [(i * 21 * MIB, 20 * MIB) for i in range(3)], facts(cached=False))
+    offsets = [read.offset for read in made.reads]
+    assert offsets == sorted(offsets)
+
+
+def test_views_of_one_storage_share_a_target_where_they_overlap_or_touch() -> None:
+    requests = [
+        request("a", entry((10,), start=0)),
+        request("b", entry((10,), start=5)),
+        request("c", entry((5,), start=15)),
+        request("d", entry((5,), start=100)),
+    ]
+    targets, views = shared_targets(requests, index_of([(0, 4000)]), {})
+    assert [target.nbytes for target in targets] == [80, 20]
+    assert [(view.target, view.start) for view in views] == [(0, 0), (0, 5), (0, 15), (1, 0)]
+
+
+def test_a_small_view_of_a_large_storage_holds_only_itself() -> None:
+    targets, views = shared_targets([request("rows", entry((10, 100), start=5000))], index_of([(0, 1 << 30)]), {})
+    assert targets[0].nbytes == 4000
+    assert views[0].stride == (100, 1)
+
+
+def test_a_sparse_view_becomes_contiguous_and_an_expanded_one_stays_small() -> None:
+    requests = [
+        request("column", entry((1000,), stride=(1000,))),
+        request("zero", entry((1 << 40,), storage=1, stride=(0,))),
+    ]
+    targets, views = shared_targets(requests, index_of([(0, 4_000_000), (4_000_000, 4)]), {})
+    assert [target.nbytes for target in targets] == [4000, 4]
+    assert [view.stride for view in views] == [(1,), (0,)]
+
+
+def test_equal_views_are_one_tensor_and_casts_do_not_mix() -> None:
+    requests = [
+        request("a", entry((4, 4))),
+        request("b", entry((4, 4))),
+        request("c", entry((4, 4)), dtype="bfloat16"),
+    ]
+    targets, views = shared_targets(requests, index_of([(0, 64)]), {})
+    assert len(targets) == 2
+    assert views[0] == views[1]
+    assert views[2].target == 1
+
+
+def test_a_limit_on_address_space_takes_threads_away() -> None:
+    """Weights of 20 MiB, staging and a reserve of 64 MiB come first; each thread then takes 72 MiB."""
+    wanted = [request("t", entry((10 * MIB,)), dtype="bfloat16")]
+
+    def threads(room: int) -> tuple[int, int]:
+        machine = replace(facts(cached=False), address_space_bytes=20 * MIB + 64 * MIB + 64 * MIB + room)
+        made = plan(wanted, [(0, 40 * MIB)], machine, staging=64 * MIB)
+        return made.readers, made.copiers
+
+    assert threads(100 * 72 * MIB) == (8, 2)
+    assert threads(9 * 72 * MIB) == (8, 1)
+    assert threads(8 * 72 * MIB) == (8, 0)
+    assert threads(3 * 72 * MIB) == (3, 0)
+    assert threads(72 * MIB - 1) == (0, 0)  # the caller's own thread reads
+    assert threads(-10 * MIB) == (0, 0)
+
+
+def test_the_room_that_huge_pages_and_leads_take_counts_before_threads() -> None:
+    wanted = [big()]  # 20 MiB, of which each direct read takes whole blocks: a page more, and so a huge page more
+    needed = 64 * MIB + 64 * MIB + 22 * MIB
+    machine = replace(facts(cached=False), huge_pages=True)
+    for room, readers in ((72 * MIB, 1), (72 * MIB - 1, 0)):
+        made = plan(wanted, [(100, 20 * MIB)], replace(machine, address_space_bytes=needed + room), staging=64 * MIB)
+        assert made.readers == readers

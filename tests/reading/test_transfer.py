@@ -1,0 +1,255 @@
+"""Requests through planner and engine, against torch's own view of the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import sluice
+from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice.engine.session import execute
+from sluice.engine.targets import Targets
+from sluice.planning.memory_layout import shared_targets, single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import FileRecord, Request
+from sluice.sources.local import LocalFile
+from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+
+DTYPES = [torch_dtype(name) for name in ITEM_BYTES]
+
+
+def random_storage(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def load(
+    path: Path,
+    requests: list[Request],
+    places: list[tuple[int, int]],
+    *,
+    cached: bool = True,
+    direct_io: bool = True,
+    share: bool = False,
+    staging: int = MIB,
+    existing: dict[int, torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    source = LocalFile(path)
+    try:
+        index = index_of(places, (FileRecord(path=str(path), identity=source.identity),))
+        targets, views = (shared_targets if share else single_targets)(requests, index, {})
+        plan = plan_load(targets, index.files, facts(cached=cached, direct_io=direct_io), staging_bytes=staging)
+        memory = Targets(plan, existing)
+        execute(plan, [source], memory)
+        return memory.tensors(views)
+    finally:
+        source.close()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("shift", [0, 1, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_arrives_bit_for_bit(tmp_path: Path, dtype: torch.dtype, shift: int, cached: bool) -> None:
+    storage = random_storage(1600)
+    tensor = storage.view(dtype)
+    places = write_storages(tmp_path / "f", [storage], shift=shift)
+    [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places, cached=cached)
+    assert loaded.dtype == dtype
+    assert bits(loaded.view(torch.uint8)) == bits(storage)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_casts_equal_to(tmp_path: Path, to: torch.dtype, cached: bool) -> None:
+    tensor = torch.randn(700_000)
+    places = write_storages(tmp_path / "f", [tensor])
+    wanted = request("t", entry_of(tensor, 0), dtype=dtype_name(to))
+    [loaded] = load(tmp_path / "f", [wanted], places, cached=cached)
+    assert torch.equal(loaded, tensor.to(to))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("offset", [0, 64, 4096, 5000])
+def test_large_tensors_arrive_without_staging(tmp_path: Path, offset: int, cached: bool) -> None:
+    tensor = torch.randn(3 * MIB + 17)
+    (tmp_path / "f").write_bytes(bytes(offset) + tensor.numpy().tobytes() + b"tail")
+    places = [(offset, tensor.nbytes)]
+    [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places, cached=cached)
+    assert torch.equal(loaded, tensor)
+    assert loaded.untyped_storage().nbytes() == tensor.nbytes
+
+
+@st.composite
+def views(draw: st.DrawFn, base: torch.Tensor) -> torch.Tensor:
+    """A view of ``base``: any shape and strides that stay inside, in any of a few dtypes."""
+    typed = base.view(draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.float64])))
+    rank = draw(st.integers(0, 4))
+    shape, stride, room = [], [], typed.numel() - 1
+    for _ in range(rank):
+        step = draw(st.integers(0, 40))
+        most = room // step if step else 5
+        size = draw(st.integers(0, min(most + 1, 9)))
+        room -= max(size - 1, 0) * step
+        shape.append(size)
+        stride.append(step)
+    start = draw(st.integers(0, max(room, 0)))
+    return typed.as_strided(shape, stride, start)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@given(data=st.data(), share=st.booleans(), cached=st.booleans(), shift=st.sampled_from([0, 2, 5]))
+def test_views_equal_torchs(tmp_path: Path, data: st.DataObject, share: bool, cached: bool, shift: int) -> None:
+    bases = [random_storage(2048, seed) for seed in range(2)]
+    places = write_storages(tmp_path / "f", bases, shift=shift)
+    picked = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    tensors = [data.draw(views(bases[number])) for number in picked]
+    requests = [
+        request(f"t{i}", entry_of(tensor, number))
+        for i, (number, tensor) in enumerate(zip(picked, tensors, strict=True))
+    ]
+    for loaded, tensor in zip(load(tmp_path / "f", requests, places, share=share, cached=cached), tensors, strict=True):
+        assert same_bits(loaded, tensor)
+
+
+def test_shared_views_share_memory_and_hold_no_more_than_they_need(tmp_path: Path) -> None:
+    base = torch.randn(1000)
+    first, second = base[100:200], base[150:250].view(10, 10)
+    places = write_storages(tmp_path / "f", [base])
+    requests = [request("a", entry_of(first, 0)), request("b", entry_of(second, 0))]
+    a, b = load(tmp_path / "f", requests, places, share=True)
+    a[60] = 42.0
+    assert b[1, 0] == 42.0
+    assert a.untyped_storage().nbytes() == 150 * 4
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_live_tensors_are_filled_in_place_whatever_their_strides(tmp_path: Path, cached: bool) -> None:
+    plain, permuted = torch.randn(600, 500), torch.randn(600, 500)
+    places = write_storages(tmp_path / "f", [plain, permuted])
+    live = [torch.zeros(600, 500), torch.zeros(500, 600).t()]
+    addresses = [tensor.data_ptr() for tensor in live]
+    requests = [
+        request(name, entry_of(tensor, i), stride=live[i].stride(), existing=True)
+        for i, (name, tensor) in enumerate({"a": plain, "b": permuted}.items())
+    ]
+    load(tmp_path / "f", requests, places, cached=cached, existing=dict(enumerate(live)))
+    assert torch.equal(live[0], plain)
+    assert torch.equal(live[1], permuted)
+    assert [tensor.data_ptr() for tensor in live] == addresses
+
+
+def test_direct_reads_step_down_where_the_file_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(MIB)
+    places = write_storages(tmp_path / "f", [tensor])
+    monkeypatch.delattr("os.O_DIRECT", raising=False)
+    source = LocalFile(tmp_path / "f")
+    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
+    targets, wanted = single_targets([request("t", entry_of(tensor, 0))], index, {})
+    plan = plan_load(targets, index.files, facts(cached=False), staging_bytes=MIB)
+    memory = Targets(plan)
+    outcome = execute(plan, [source], memory)
+    source.close()
+    assert outcome.stepped_down == len(plan.reads)
+    assert outcome.read_bytes == {"direct": 0, "buffered": tensor.nbytes}
+    assert torch.equal(memory.tensors(wanted)[0], tensor)
+
+
+def test_a_file_that_shrinks_is_a_changed_source(tmp_path: Path) -> None:
+    tensor = torch.randn(MIB)
+    places = write_storages(tmp_path / "f", [tensor])
+    source = LocalFile(tmp_path / "f")
+    with (tmp_path / "f").open("r+b") as file:
+        file.truncate(1000)
+    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
+    targets, _ = single_targets([request("t", entry_of(tensor, 0))], index, {})
+    plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
+    with pytest.raises(sluice.SourceChangedError):
+        execute(plan, [source], Targets(plan))
+    source.close()
+
+
+def test_a_file_rewritten_during_the_load_is_noticed_at_the_end(tmp_path: Path) -> None:
+    tensor = torch.randn(MIB)
+    places = write_storages(tmp_path / "f", [tensor])
+    source = LocalFile(tmp_path / "f")
+    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
+    targets, _ = single_targets([request("t", entry_of(tensor, 0))], index, {})
+    plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
+
+    def rewrite(_: int) -> None:
+        with (tmp_path / "f").open("r+b") as file:
+            file.write(b"changed")
+
+    with pytest.raises(sluice.SourceChangedError, match="changed since it was indexed"):
+        execute(plan, [source], Targets(plan), progress=rewrite)
+    source.close()
+
+
+class Interrupted(BaseException):
+    """Stands for Ctrl-C."""
+
+
+def test_an_exception_in_a_callback_leaves_no_reader_behind(tmp_path: Path) -> None:
+    tensor = torch.randn(4 * MIB)
+    places = write_storages(tmp_path / "f", [tensor])
+
+    def fail(_: int) -> None:
+        raise Interrupted
+
+    source = LocalFile(tmp_path / "f")
+    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
+    targets, _ = single_targets([request("t", entry_of(tensor, 0))], index, {})
+    plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
+    with pytest.raises(Interrupted):
+        execute(plan, [source], Targets(plan), progress=fail)
+    source.close()  # the leak fixture looks for threads
+
+
+def test_progress_and_completion_reach_the_caller(tmp_path: Path) -> None:
+    tensors = [torch.randn(MIB), torch.randn(100), torch.randn(50)]
+    places = write_storages(tmp_path / "f", tensors)
+    source = LocalFile(tmp_path / "f")
+    index = index_of(places, (FileRecord(path="f", identity=source.identity),))
+    requests = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
+    targets, _ = single_targets(requests, index, {})
+    plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
+    done: list[int] = []
+    completed: list[int] = []
+    execute(plan, [source], Targets(plan), progress=done.append, completed=completed.append)
+    source.close()
+    assert done[-1] == plan.read_bytes
+    assert done == sorted(done)
+    assert sorted(completed) == [0, 1, 2]
+
+
+def test_without_threads_the_caller_does_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    tensor = torch.randn(MIB)
+    places = write_storages(tmp_path / "f", [tensor])
+    [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places)
+    assert torch.equal(loaded, tensor)
+
+
+def test_parameters_can_be_trained_even_when_loaded_in_inference_mode(tmp_path: Path) -> None:
+    tensor = torch.randn(100)
+    places = write_storages(tmp_path / "f", [tensor])
+    with torch.inference_mode():
+        [loaded] = load(tmp_path / "f", [request("t", entry_of(tensor, 0))], places)
+    parameter = torch.nn.Parameter(loaded)
+    (parameter * 2).sum().backward()  # type: ignore[no-untyped-call]
+    assert parameter.grad is not None

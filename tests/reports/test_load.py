@@ -1,0 +1,95 @@
+"""The report of a load, as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import MappingProxyType
+
+from sluice.records import DeviceMemory, Peaks
+from sluice.reports.load import LoadReport
+
+_PREDICTED = Peaks(anon_bytes=5 << 20, file_bytes=0, shmem_bytes=0, total_bytes=5 << 20)
+_REPORT = LoadReport(
+    source="model.pth",
+    format="torch-zip",
+    files=("model.pth",),
+    devices=("cpu",),
+    tensors=12,
+    final_bytes=4 << 20,
+    read_bytes=8 << 20,
+    seconds=0.5,
+    predicted=_PREDICTED,
+)
+
+
+def test_speed_is_decimal_gigabytes() -> None:
+    assert _REPORT.gb_per_second == (8 << 20) / 0.5 / 1e9
+    assert replace(_REPORT, seconds=0.0).gb_per_second == 0.0
+
+
+def test_text_sets_predicted_beside_measured() -> None:
+    measured = Peaks(anon_bytes=6 << 20, file_bytes=0, shmem_bytes=0, total_bytes=6 << 20)
+    assert "predicted 5.00 MiB, measured 6.00 MiB" in str(replace(_REPORT, measured=measured))
+    assert "measured not available here" in str(_REPORT)
+
+
+def test_text_names_what_happened() -> None:
+    text = str(
+        replace(
+            _REPORT,
+            key="state.model",
+            prefix="module.",
+            reads={"direct": 6 << 20, "buffered": 2 << 20},
+            stepped_down=3,
+            tied=(("head.weight", "embed.weight"),),
+            cast={"float32->bfloat16": 11},
+            missing=tuple(f"layer.{number}" for number in range(9)),
+            notes=("The file was cached.",),
+        )
+    )
+    for part in (
+        "model.pth (torch-zip, key 'state.model'): 12 tensors, 4.00 MiB on cpu",
+        "6.00 MiB direct, 2.00 MiB buffered, 3 reads stepped down",
+        "prefix stripped: 'module.'",
+        "'head.weight = embed.weight'",
+        "cast: float32->bfloat16 (11)",
+        "'layer.4' and 4 more",
+        "note: The file was cached.",
+    ):
+        assert part in text
+
+
+def test_text_escapes_names_from_the_file() -> None:
+    text = str(replace(_REPORT, unexpected=("w\x1b[2J\nnote: all is well",)))
+    assert "\x1b" not in text
+    assert "\nnote:" not in text
+
+
+def test_json_holds_every_field() -> None:
+    report = replace(_REPORT, measured=_PREDICTED, reads=MappingProxyType({"direct": 8 << 20}), tied=(("a", "b"),))
+    value = json.loads(json.dumps(report.to_json()))
+    assert set(value) == {*LoadReport.__dataclass_fields__, "gb_per_second"} - {"rows"}
+    assert (
+        value["predicted"]
+        == value["measured"]
+        == {
+            "anon_bytes": 5 << 20,
+            "file_bytes": 0,
+            "shmem_bytes": 0,
+            "total_bytes": 5 << 20,
+        }
+    )
+    assert value["reads"] == {"direct": 8 << 20}
+    assert value["tied"] == [["a", "b"]]
+
+
+def test_accelerators_are_reported_beside_the_host() -> None:
+    memory = DeviceMemory(device="cuda:0", requested_bytes=4 << 20, predicted_bytes=10 << 20, reserved_bytes=8 << 20)
+    report = replace(
+        _REPORT, device_memory=(memory, DeviceMemory(device="mps:0", requested_bytes=1, predicted_bytes=1))
+    )
+    assert "growth of cuda:0: predicted 10.0 MiB, reserved 8.00 MiB" in str(report)
+    assert "growth of mps:0: predicted 1 B, reserved not available here" in str(report)
+    plain = json.loads(json.dumps(report.to_json()))
+    assert plain["device_memory"][0]["reserved_bytes"] == 8 << 20

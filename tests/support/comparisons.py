@@ -1,0 +1,117 @@
+"""Runs of a comparison that never took place, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from sluice.benchmark.records import Outcome, Precision, Run, Scenario, Trace, Verdict
+
+MIB = 1 << 20
+
+TRUTH = Verdict(weights="abc", logits=(1.0,))
+
+#: Bytes of the finished model.
+FINAL_BYTES = 500 * MIB
+
+METHODS = ("naive", "mmap", "sluice")
+
+
+def scenario(dtype: Precision = "float32", *, title: str = "GPT-2 small", limit: int | None = None) -> Scenario:
+    return Scenario(
+        title=f"{title}, {dtype}",
+        model="small",
+        dtype=dtype,
+        device="cpu",
+        states=("cold", "warm"),
+        checkpoints={method: Path(f"/checkpoints/{method}.pth") for method in METHODS},
+        final_bytes=FINAL_BYTES,
+        host_limit_bytes=limit,
+    )
+
+
+def trace(seconds: float, peak_bytes: int, *, mapped: bool = False) -> Trace:
+    """A load that takes memory evenly up to its peak."""
+    moments = range(101)
+    grown = tuple(peak_bytes * moment // 100 for moment in moments)
+    nothing = (0,) * len(grown)
+    return Trace(
+        seconds=tuple(seconds * moment / 100 for moment in moments),
+        anon=nothing if mapped else grown,
+        file=grown if mapped else nothing,
+        shmem=nothing,
+    )
+
+
+def good(method: str, seconds: float, peak_bytes: int, *, mapped: bool = False) -> Outcome:
+    return Outcome(
+        status="ok",
+        seconds=seconds,
+        anon_bytes=0 if mapped else peak_bytes,
+        file_bytes=peak_bytes if mapped else 0,
+        total_bytes=peak_bytes,
+        verdict=TRUTH,
+        trace=trace(seconds, peak_bytes, mapped=mapped),
+    )
+
+
+def killed(seconds: float, peak_bytes: int) -> Outcome:
+    return Outcome(
+        status="killed",
+        reason="out of memory: killed by the kernel at the limit of 800 MiB",
+        anon_bytes=peak_bytes,
+        total_bytes=peak_bytes,
+        trace=trace(seconds, peak_bytes),
+    )
+
+
+def runs_of(each: Scenario) -> list[Run]:
+    """The truth, and one run of each method in each state; naive is killed where there is a limit."""
+    outcomes = {
+        "naive": killed(1.0, 700 * MIB) if each.host_limit_bytes else good("naive", 2.0, 1000 * MIB),
+        "mmap": good("mmap", 1.5, FINAL_BYTES, mapped=True),
+        "sluice": good("sluice", 1.0, 520 * MIB),
+    }
+    truth = Run(
+        scenario=each.title, method="reference", state="cold", repetition=0, outcome=Outcome(status="ok", verdict=TRUTH)
+    )
+    return [
+        truth,
+        *(
+            Run(scenario=each.title, method=method, state=state, repetition=0, outcome=outcome)
+            for state in each.states
+            for method, outcome in outcomes.items()
+        ),
+    ]
+
+
+class FakeRunner:
+    """Stands for the runner: remembers the scenarios and answers with a good run for each method and state."""
+
+    def __init__(self, found: Verdict = TRUTH) -> None:
+        self.scenarios: Sequence[Scenario] = ()
+        self.files: set[str] = set()
+        self._found = found
+
+    def __call__(self, _console: Console, scenarios: Sequence[Scenario], *, repetitions: int, **_: object) -> list[Run]:
+        assert repetitions == 1
+        self.scenarios = scenarios
+        self.files = {path.name for scenario in scenarios for path in scenario.checkpoints.values() if path.exists()}
+        return [run for scenario in scenarios for run in self._runs(scenario)]
+
+    def _runs(self, scenario: Scenario) -> list[Run]:
+        methods = {"reference": TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
+        return [
+            Run(
+                scenario=scenario.title,
+                method=method,
+                state=state,
+                repetition=0,
+                outcome=replace(good(method, 1.0, scenario.final_bytes), verdict=verdict),
+            )
+            for method, verdict in methods.items()
+            for state in scenario.states
+        ]

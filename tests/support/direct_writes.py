@@ -1,0 +1,25 @@
+"""Direct writes for small files, wherever the file system accepts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sluice import _options as options
+from sluice.writing.durable import direct as _direct
+
+
+@contextmanager
+def forced_direct_writes() -> Iterator[None]:
+    """Let every save of the block write around the page cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        force_direct_writes(patch)
+        yield
+
+
+def force_direct_writes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(options, "DIRECT_FILE_BYTES", 1)
+    patch.setattr(options, "DIRECT_WRITE_BYTES", 4096)
+    patch.setattr(_direct, "takes_direct_io", lambda _: True)

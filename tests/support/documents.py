@@ -1,0 +1,206 @@
+"""The code blocks of the documents: found with Sybil, and run in the order in which they stand.
+
+Every fenced block of a page is run in one namespace and one directory, so that a page reads as one session. What an
+author says about a block:
+
+- ``python`` and ``bash`` are run; a ``bash`` block that has nothing but plain ``sluice`` commands runs in this process.
+- ``python title="net.py"``, or any other language with a title: the block is a file, and later blocks find it.
+- ``<!-- skip: next "why" -->`` before a block: it is compiled, or parsed by ``bash -n``, and not run.
+- ``<!-- invisible-code-block: python ... -->`` runs like the others and is not shown: files that a page takes as given.
+- ``text`` is not code. A block of any other language is an error, and so is one without a language.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import SkipTest
+
+import pytest
+from click.testing import CliRunner
+from sybil import Document, Example, Region, Sybil
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import SkipParser
+from sybil.parsers.markdown.lexers import DirectiveInHTMLCommentLexer, RawFencedCodeBlockLexer
+
+from sluice.cli import main
+
+ROOT = Path(__file__).parents[2]
+
+#: Every page that people read. CHANGELOG.md has no code.
+DOCUMENTS = tuple(
+    sorted(
+        path
+        for folder in (ROOT, ROOT / "bench", ROOT / "notebooks", ROOT / "docs")
+        for path in (folder.rglob("*.md") if folder.name == "docs" else folder.glob("*.md"))
+    )
+)
+
+_INFO = re.compile(r'(?P<language>[\w+-]*)[ \t]*(?:title="(?P<title>[^"]+)")?[ \t]*\n')
+_BASH_SECONDS = 100
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a page."""
+
+    #: Names that its Python blocks defined.
+    namespace: Mapping[str, Any]
+    #: Visible blocks that were run or written.
+    executed: int = 0
+    #: Line and reason of each block that was only compiled.
+    skipped: list[tuple[int, str]] = field(default_factory=list)
+    #: What commands printed; Python blocks print to the standard output of the test.
+    printed: str = ""
+
+
+def run_document(path: Path, directory: Path) -> Outcome:
+    """Run the blocks of a page; the first that fails raises, with the page's line in the traceback.
+
+    Args:
+        path: The page.
+        directory: An empty one, to run in. What Python imported out of it is forgotten afterwards.
+    """
+    shell = _Shell()
+    evaluators: dict[str, Callable[[Example], None]] = {
+        "python": PythonEvaluator(),
+        "bash": shell,
+        "json": _parse_json,
+        "text": _ignore,
+    }
+    document = Sybil(parsers=[SkipParser(), _BlockParser(evaluators)]).parse(path)
+    document.namespace["__name__"] = "__main__"
+    outcome = Outcome(namespace=document.namespace)
+    with session(directory):
+        for example in document.examples():
+            _evaluate(example, outcome)
+    outcome.printed = shell.printed
+    return outcome
+
+
+class _BlockParser:
+    """Finds fenced blocks of all kinds, and invisible ones."""
+
+    def __init__(self, evaluators: Mapping[str, Callable[[Example], None]]) -> None:
+        self._evaluators = evaluators
+        self._fenced = RawFencedCodeBlockLexer(_INFO)
+        self._hidden = DirectiveInHTMLCommentLexer("invisible-code-block", r"\w+", mapping=None)
+
+    def __call__(self, document: Document) -> Iterable[Region]:
+        for region in self._fenced(document):
+            region.lexemes["visible"] = True
+            yield self._with_evaluator(document, region, region.lexemes["language"])
+        for region in self._hidden(document):
+            yield self._with_evaluator(document, region, region.lexemes["arguments"])
+
+    def _with_evaluator(self, document: Document, region: Region, language: str) -> Region:
+        region.lexemes["language"] = language
+        region.parsed = region.lexemes["source"]
+        if region.lexemes.get("title"):
+            region.evaluator = _write
+        elif language in self._evaluators:
+            region.evaluator = self._evaluators[language]
+        else:
+            raise ValueError(f"{document.region_details(region)}: no way to run {language or 'a block of no language'}")
+        return region
+
+
+def _evaluate(example: Example, outcome: Outcome) -> None:
+    lexemes = example.region.lexemes
+    try:
+        example.evaluate()
+    except SkipTest as skipped:
+        _compile(example)
+        outcome.skipped.append((example.line, str(skipped)))
+        return
+    if lexemes.get("visible") and (lexemes["language"] != "text" or lexemes.get("title")):
+        outcome.executed += 1
+
+
+def _compile(example: Example) -> None:
+    """Check the syntax of a block that is not run."""
+    if example.region.lexemes["language"] == "python":
+        compile(example.parsed, f"{example.path}:{example.line}", "exec")
+    else:
+        subprocess.run(["bash", "-n"], input=str(example.parsed), text=True, check=True)
+
+
+def _write(example: Example) -> None:
+    path = Path(example.region.lexemes["title"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(example.parsed, encoding="utf-8")
+
+
+def _parse_json(example: Example) -> None:
+    json.loads(example.parsed)
+
+
+def _ignore(_: Example) -> None:
+    """Text is not code."""
+
+
+class _Shell:
+    """Runs blocks of shell commands."""
+
+    def __init__(self) -> None:
+        self.printed = ""
+
+    def __call__(self, example: Example) -> None:
+        # Plain commands of our own need no second process, which would import torch once more.
+        commands = [_plain_command(line) for line in _lines(example.parsed)]
+        if all(commands):
+            for command in commands:
+                result = CliRunner().invoke(main, command)
+                assert result.exit_code == 0, (
+                    f"line {example.line}: sluice {shlex.join(command or [])}: {result.stderr}"
+                )
+                self.printed += result.stdout
+            return
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", str(example.parsed)],
+            capture_output=True, text=True, env=environment, timeout=_BASH_SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"line {example.line}: exit code {done.returncode}: {done.stderr}"
+        self.printed += done.stdout
+
+
+def _lines(source: str) -> list[str]:
+    joined = source.replace("\\\n", " ").splitlines()
+    return [line for line in joined if line.strip() and not line.lstrip().startswith("#")]
+
+
+def _plain_command(line: str) -> list[str] | None:
+    """Return the arguments of a ``sluice`` command without pipes, variables and the like; None for anything else."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>()")
+    lexer.whitespace_split = True
+    words = list(lexer)
+    if words[0] != "sluice" or any(set(word) <= set("|&;<>()") for word in words) or "$" in line:
+        return None
+    return words[1:]
+
+
+@contextlib.contextmanager
+def session(directory: Path) -> Iterator[None]:
+    """Work in ``directory``, find modules in it, and leave nothing of that behind."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
+        patch.chdir(directory)
+        patch.setattr(sys, "path", [str(directory), *sys.path])
+        try:
+            yield
+        finally:
+            for name in set(sys.modules) - before:
+                file = getattr(sys.modules[name], "__file__", None)
+                if file and Path(file).is_relative_to(directory):
+                    del sys.modules[name]

@@ -1,0 +1,209 @@
+"""Kills saves and conversions and looks at what they leave. Run as a script: VERB START KILLS DIRECTORY MODE...
+
+VERB is ``save`` or ``convert``, from a torch file. START is ``over`` (each replaces the one before it) or ``new`` (each
+finds nothing, or what a killed one left). KILLS is how many die at random moments, or ``every``: one before each call
+of the operating system. One process imports torch and forks a child for each save, because importing it anew would take
+most of the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+import sluice
+from sluice import _options as options
+from sluice.writing.durable import direct as _direct
+from support.system_calls import SystemCalls
+
+_TENSORS = 6
+
+
+class Mode(NamedTuple):
+    """One way to save."""
+
+    name: str
+    format: Literal["safetensors", "torch", "huggingface", "per-parameter"]
+    #: Tensors that fit one shard; None for a single file.
+    shards: float | None
+    #: Files of a whole checkpoint.
+    files: int
+
+
+MODES = {
+    "torch": Mode("model.pth", "torch", None, 1),
+    "safetensors": Mode("model.safetensors", "safetensors", None, 1),
+    "huggingface": Mode("model", "huggingface", None, 1),
+    "sharded": Mode("model", "huggingface", 1.5, _TENSORS + 1),
+    "per-parameter": Mode("model", "per-parameter", None, _TENSORS),
+}
+
+
+def state(number: int, rows: int) -> dict[str, torch.Tensor]:
+    return {f"layer{i}.weight": torch.full((rows, 50), float(number * 10 + i)) for i in range(_TENSORS)}
+
+
+class Job(NamedTuple):
+    """What is killed."""
+
+    verb: str
+    mode: Mode
+    path: Path
+    overwrite: bool
+    #: Rows of each tensor.
+    rows: int
+
+    def prepare(self, number: int) -> Callable[[], object]:
+        """Return what writes the checkpoint of this number."""
+        how: dict[str, Any] = {
+            "format": self.mode.format,
+            "overwrite": self.overwrite,
+            "max_shard_size": None if self.mode.shards is None else int(self.mode.shards * self.rows * 200),
+        }
+        if self.verb == "save":
+            return lambda: sluice.save(state(number, self.rows), self.path, **how)
+        source = self.path.parent.parent / "source.pt"
+        torch.save(state(number, self.rows), source)
+        return lambda: sluice.convert(source, self.path, **how)
+
+    def clear(self) -> None:
+        """Remove the checkpoint, and nothing that is hidden beside it."""
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def check_clean(self) -> None:
+        """Check that the place holds the files of a whole checkpoint and nothing else."""
+        files = [each.name for each in self.path.parent.rglob("*") if each.is_file()]
+        hidden = [each.name for each in self.path.parent.rglob("*") if "sluice" in each.name]
+        assert not hidden, hidden
+        assert len(files) == self.mode.files, files
+
+
+def generation(path: Path) -> int | None:
+    """Return which save the file is of, all of it; None when there is no checkpoint."""
+    if not path.exists() or (path.is_dir() and not any(not name.startswith(".") for name in os.listdir(path))):
+        return None
+    try:
+        loaded = sluice.load_state_dict(path)
+    except sluice.IncompleteCheckpointError:  # some shards have their names, and the index has not
+        return None
+    assert len(loaded) == _TENSORS, sorted(loaded)
+    values = {int(tensor.unique().item()) for tensor in loaded.values()}
+    numbers = {value // 10 for value in values}
+    assert len(numbers) == 1, f"a mix of saves: {sorted(values)}"
+    return numbers.pop()
+
+
+def forked(write: Callable[[], object], *, seconds: float | None, directly: bool = False) -> bool:
+    """Write in a child, kill it after some time, and return whether it was killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        if directly:
+            _write_directly()
+        os.write(writer, b"!")
+        write()
+        os._exit(0)
+    os.read(reader, 1)
+    os.close(reader)
+    os.close(writer)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "it failed by itself"
+    return os.WIFSIGNALED(status)
+
+
+def _write_directly() -> None:
+    """Write around the page cache, where the file system lets this process, as a large file is written."""
+    options.DIRECT_FILE_BYTES, options.DIRECT_WRITE_BYTES, options.WRITE_BYTES = 1, 4096, 30_000
+    vars(_direct)["takes_direct_io"] = lambda _: True
+
+
+def at_random_moments(job: Job, kills: int) -> tuple[int, int]:
+    """Return how many were killed, and how many of these had taken effect."""
+    chance = random.Random(kills)
+    current = None if not job.overwrite else 1
+    died = effective = 0
+    number, longest = 1, 0.005
+    while died < kills:
+        number += 1
+        was_killed = forked(job.prepare(number), seconds=chance.uniform(0, longest), directly=number % 2 == 1)
+        longest *= 1.1 if was_killed else 0.8  # about two in three are killed, at whatever speed the machine has
+        died += was_killed
+        found = generation(job.path)
+        assert found in {current, number}, f"neither old nor new: {found}, not {current} or {number}"
+        assert found == number or was_killed, "it had ended, and its file is not there"
+        effective += was_killed and found == number
+        current = found
+        if not job.overwrite and found is not None:
+            job.clear()
+            current = None
+    job.prepare(number + 1)()
+    job.check_clean()
+    return died, effective
+
+
+def watching(calls: SystemCalls, write: Callable[[], object]) -> Callable[[], None]:
+    def watched() -> None:
+        with calls.watched():
+            write()
+
+    return watched
+
+
+def before_every_call(job: Job) -> tuple[int, int]:
+    """Return how many were killed, each before another call of the operating system, and how many had taken effect."""
+    died = effective = 0
+    old = 1 if job.overwrite else None
+    for number in itertools.count(2, step=2):
+        calls = SystemCalls(died + 1, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        was_killed = forked(watching(calls, job.prepare(number)), seconds=None)
+        found = generation(job.path)
+        assert found in {old, number}, f"neither old nor new before call {died + 1}: {found}, not {old} or {number}"
+        if not was_killed:
+            assert found == number, "it had ended, and its file is not there"
+            break
+        died += 1
+        effective += found == number
+        if not job.overwrite and found is not None:
+            job.clear()
+        job.prepare(number + 1)()
+        assert generation(job.path) == number + 1
+        job.check_clean()
+        if job.overwrite:
+            old = number + 1
+        else:
+            job.clear()
+    return died, effective
+
+
+def main(verb: str, start: str, kills: str, directory: Path, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    for name in names:
+        mode = MODES[name]
+        place = directory / name
+        place.mkdir()
+        job = Job(verb, mode, place / mode.name, overwrite=start == "over", rows=4 if kills == "every" else 500)
+        job.prepare(1)()  # the first one also imports
+        if not job.overwrite:
+            job.clear()
+        died, effective = before_every_call(job) if kills == "every" else at_random_moments(job, int(kills))
+        print(f"{verb} {name}, {start}: {died} kills, {effective} of them after it had taken effect", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), sys.argv[5:])

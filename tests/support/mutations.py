@@ -1,0 +1,364 @@
+"""Mutated checkpoint files: generators with seeds, and what the reference libraries make of the same bytes.
+
+``run`` judges each file and counts the verdicts:
+
+- ``same``: both accept it, with the same result, bit for bit.
+- ``refused``: both refuse it.
+- ``stricter``: sluice refuses what the reference accepts; the reasons are counted.
+- ``inert``: sluice accepts it with a placeholder for an object that it never builds, or says in a note what it left
+  out; the tensors are not compared, because the reference either refuses the file or builds the object.
+- ``beyond``: sluice accepts what the reference refuses, for a reason of ``BEYOND``.
+
+Everything else is an ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import re
+import struct
+import tempfile
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from sluice._dtypes import torch_dtype
+from sluice._errors import CheckpointError
+from sluice._options import Limits
+from sluice.entries import tree as _tree
+from sluice.formats.detection import detect
+from sluice.records import Entry, Index
+from sluice.sources.protocol import Source
+from sluice.testing import MemorySource
+from sluice.testing._archives import ArchiveRecord, Global, build_archive, pickled, storage, tensor_call, torch_archive
+from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.oracles import bits, loaded, same
+
+__all__ = ["BEYOND", "FORMATS", "Verdicts", "judge_safetensors", "judge_torch", "run"]
+
+#: Why sluice accepts what ``torch.load(weights_only=True)`` refuses, by what torch says.
+BEYOND = {"opcodes of protocols 3 to 5": re.compile("Unsupported operand")}
+
+
+@dataclass(slots=True)
+class Verdicts:
+    """What became of the files of one run."""
+
+    #: How often each verdict was given.
+    counts: Counter[str] = field(default_factory=Counter)
+    #: Why sluice refused what the reference accepts: class and problem, without names and numbers.
+    stricter: Counter[str] = field(default_factory=Counter)
+    #: Why sluice accepted what the reference refuses.
+    beyond: Counter[str] = field(default_factory=Counter)
+
+    def table(self) -> str:
+        """Return the counts as text."""
+        lines = [f"{count:8} {name}" for name, count in self.counts.most_common()]
+        for title, reasons in (("stricter", self.stricter), ("beyond", self.beyond)):
+            lines += [f"{count:8}   {title}: {reason}" for reason, count in reasons.most_common()]
+        return "\n".join(lines)
+
+
+# Files to start from
+
+
+def _saved(protocol: int, *, legacy: bool = False) -> bytes:
+    base = torch.arange(12.0).reshape(3, 4)
+    value = OrderedDict(
+        base=base,
+        view=base[1:, ::2],
+        short=torch.arange(5, dtype=torch.int16),
+        parameter=torch.nn.Parameter(torch.ones(2)),
+        empty=torch.empty(0, 3),
+        plain={"step": 3, "list": [1.5, None, "text"], "tuple": (True, b"x")},
+        tied=base,
+    )
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_protocol=protocol, _use_new_zipfile_serialization=not legacy)
+    return buffer.getvalue()
+
+
+def _optimizer() -> bytes:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    buffer = io.BytesIO()
+    torch.save({"optimizer": optimizer.state_dict(), "model": torch.nn.Linear(2, 2).state_dict()}, buffer)
+    return buffer.getvalue()
+
+
+def _zip_bases() -> list[bytes]:
+    tensors = [
+        tensor_call(storage("0", 12), shape=(3, 4)),
+        tensor_call(storage("0", 12), shape=(2, 2), stride=(4, 2), offset=1),
+        tensor_call(storage("1", 3, kind="LongStorage"), shape=(3,)),
+    ]
+    small = torch_archive({"a": tensors[0], "b": tensors[1:]}, {"0": bytes(range(48)), "1": bytes(24)})
+    records = [
+        ArchiveRecord(name=b"x/data.pkl", data=pickled({"a": tensors[0]})),
+        ArchiveRecord(name=b"x/data/0", data=bytes(range(48))),
+        ArchiveRecord(name=b"x/version", data=b"3\n"),
+    ]
+    return [_saved(2), _saved(2), _optimizer(), small, build_archive(records, zip64=True)]
+
+
+def _legacy_bases() -> list[bytes]:
+    six = {"7": (6, struct.pack("<6f", *range(6)))}
+    whole = tensor_call(legacy_storage("7", 6), shape=(6,))
+    view = tensor_call(legacy_storage("7", 6, view=("9", 2, 4)), shape=(2, 2))
+    return [
+        _saved(2, legacy=True),
+        _saved(2, legacy=True),
+        _saved(3, legacy=True),
+        _saved(4, legacy=True),
+        legacy_file({"w": whole, "v": view}, six),
+        legacy_file({"w": whole, "n": Global("collections", "OrderedDict")}, six),
+    ]
+
+
+# Mutations
+
+
+def _edit(content: bytes, choose: random.Random, first: int = 0, last: int | None = None) -> bytes:
+    """Return the bytes with one to three changes: other bytes, bytes left out, or copies of others."""
+    changed = bytearray(content)
+    for _ in range(choose.choice([1, 1, 1, 2, 3])):
+        end = len(changed) if last is None else min(last, len(changed))
+        position, other = choose.randrange(first, end), choose.randrange(first, end)
+        length = choose.choice([1, 1, 2, 4, 8, 20])
+        kept = choose.choice([0, length, length])
+        bit = changed[position] ^ (1 << choose.randrange(8))
+        new = choose.choice(
+            [b"", bytes([bit]), bytes([choose.choice([0, 255])]), bytes(changed[other : other + length])]
+        )
+        if kept == length:
+            new = (new * length)[:length] or bytes(length)
+        changed[position : position + kept] = new
+    return bytes(changed)
+
+
+def _edit_record(content: bytes, choose: random.Random) -> bytes:
+    """Change the pickle of an archive and write the archive again around it, so that the change is looked at."""
+    import zipfile
+
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    name = next(name for name in records if name.endswith("data.pkl"))
+    records[name] = _edit(records[name], choose)
+    if choose.random() < 0.1:
+        other = choose.choice(list(records))
+        records[other] = _edit(records[other], choose) if records[other] else b"x"
+    made = [
+        ArchiveRecord(name=name.encode(), data=data, crc=choose.choice([None, 0]) if data else 0)
+        for name, data in records.items()
+    ]
+    return build_archive(made, zip64=choose.random() < 0.2)
+
+
+def zips(count: int, seed: int) -> Iterator[bytes]:
+    """Yield mutated zip files: a half with a changed pickle, a quarter changed at their end, a quarter anywhere."""
+    choose, bases = random.Random(seed), _zip_bases()
+    for number in range(count):
+        content = choose.choice(bases)
+        if number % 2:
+            yield _edit_record(content, choose)
+        elif number % 4:
+            yield _edit(content, choose, first=max(0, content.rfind(b"PK\1\2", 0, len(content) // 2 + 1)))
+        else:
+            yield _edit(content, choose)
+
+
+def legacies(count: int, seed: int) -> Iterator[bytes]:
+    """Yield mutated legacy files; the magic number, by which they are recognised, is changed in few of them."""
+    choose, bases = random.Random(seed), _legacy_bases()
+    for number in range(count):
+        yield _edit(choose.choice(bases), choose, first=0 if number % 50 == 0 else 15)
+
+
+_NAMES = ['"a"', '"b"', '"dtype"', '"shape"', '"data_offsets"', '"__metadata__"', '"format"', '"pt"', '""', '"\\u0061"']
+_DTYPES = ['"F32"', '"F16"', '"BF16"', '"I64"', '"U8"', '"BOOL"', '"F4"', '"F8_E4M3"', '"C64"', '"F6_E2M3"', '"f32"']
+_VALUES = ["0", "1", "2", "4", "8", "16", "24", "-1", "1.0", "1e1", "00", "18446744073709551616", "true", "null", "NaN"]
+_SIGNS = ["{", "}", "[", "]", "[]", "{}", ",", ":", " ", "\n", "\t", "\\", "\x00", "\ufeff", "\ud800"]
+_TOKENS = [*_NAMES, *_DTYPES, *_VALUES, *_SIGNS]
+_SPLIT = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9]+|.', re.DOTALL)
+
+_HEADERS = [
+    '{"a":{"dtype":"F32","shape":[2,1],"data_offsets":[0,8]},"b":{"dtype":"I64","shape":[],"data_offsets":[8,16]}}',
+    '{"__metadata__":{"format":"pt"},"x":{"dtype":"BF16","shape":[4],"data_offsets":[0,8]}}',
+    '{"e":{"dtype":"F32","shape":[0,3],"data_offsets":[0,0]},"f":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+    '{"q":{"dtype":"F4","shape":[2,4],"data_offsets":[0,4]},"t":{"shape":[1],"dtype":"BOOL","data_offsets":[4,5]}}',
+    (
+        '{"\\u00e9":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}, '
+        '"n" : {"dtype":"F8_E4M3","shape":[1],"data_offsets":[3,4]} }'
+    ),
+    "{}",
+]
+_DATA_BYTES = [16, 8, 4, 5, 4, 0]
+
+
+def headers(count: int, seed: int) -> Iterator[bytes]:
+    """Yield safetensors files with mutated headers: tokens exchanged, left out or added, bytes, length and data."""
+    choose = random.Random(seed)
+    for _ in range(count):
+        which = choose.randrange(len(_HEADERS))
+        data = bytes(index % 2 for index in range(_DATA_BYTES[which]))  # booleans too must be 0 or 1
+        kind = choose.random()
+        tokens = _SPLIT.findall(_HEADERS[which])
+        if kind < 0.75:
+            for _ in range(choose.choice([1, 1, 1, 2, 3])):
+                position = choose.randrange(len(tokens))
+                width = choose.choice([0, 1, 1, 1, 2, 8])
+                tokens[position : position + width] = choose.choices(_TOKENS, k=choose.choice([0, 1, 1, 1, 2]))
+                tokens = tokens or [" "]
+        header = "".join(tokens).encode("utf-8", "surrogatepass")
+        if 0.75 <= kind < 0.9:
+            header = _edit(header, choose)
+        length = len(header) + (choose.choice([-2, -1, 1, 2, 2**31, 2**62]) if kind > 0.97 else 0)
+        if 0.9 < kind < 0.97:
+            data = data[: choose.randrange(len(data) + 1)] + bytes(choose.randrange(3))
+        yield struct.pack("<Q", max(0, length)) + header + data
+
+
+# Judges
+
+
+def _read(content: bytes) -> tuple[Source, Index] | CheckpointError:
+    source = MemorySource(content)
+    try:
+        index = detect(source).read_index(source, Limits())
+        offsets = detect(source).locate(source, index, range(len(index.storages)))
+    except CheckpointError as error:
+        return error
+    return source, _located(index, offsets)
+
+
+def _located(index: Index, offsets: Any) -> Index:
+    from dataclasses import replace
+
+    storages = [replace(one, offset=offsets.get(i, one.offset)) for i, one in enumerate(index.storages)]
+    return replace(index, storages=tuple(storages))
+
+
+_NAMED = re.compile(
+    r"'(?:[^'\\]|\\.)*'|\"[^\"]*\"|\b0x[0-9a-f]+\b|\b\d+\b|(?<=names )\S+|(?<=whole )\S+|(?<=opcode )\S+"
+)
+
+
+def _reason(error: CheckpointError) -> str:
+    return f"{type(error).__name__}: {_NAMED.sub('_', error.problem)}"
+
+
+def judge_torch(content: bytes, verdicts: Verdicts) -> None:
+    """Compare a zip or legacy file with ``torch.load(weights_only=True)``."""
+    ours = _read(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of protocols and of experimental dtypes
+        try:
+            theirs = torch.load(io.BytesIO(content), weights_only=True)
+            refusal = None
+        except Exception as error:  # noqa: BLE001 - it raises whatever its parts raise
+            theirs, refusal = None, error
+    if isinstance(ours, CheckpointError):
+        verdicts.counts["refused" if refusal else "stricter"] += 1
+        if refusal is None:
+            verdicts.stricter[_reason(ours)] += 1
+        return
+    source, index = ours
+    if index.notes or _holds_opaque(index.tree):
+        verdicts.counts["inert"] += 1
+        return
+    if refusal is not None:
+        verdicts.counts["beyond"] += 1
+        verdicts.beyond[_why_beyond(content, source, index, refusal)] += 1
+        return
+    assert same(loaded(source, index), theirs), content
+    verdicts.counts["same"] += 1
+
+
+def _holds_opaque(tree: object) -> bool:
+    return isinstance(tree, dict) and bool(_tree.opaques(tree))
+
+
+def _why_beyond(content: bytes, source: Source, index: Index, refusal: Exception) -> str:
+    """Return the written reason; what torch's other loader makes of the file must then be the same."""
+    for reason, pattern in BEYOND.items():
+        if pattern.search(str(refusal)):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                try:  # the file names nothing but tensors and plain values: sluice would have kept a placeholder
+                    expected = torch.load(io.BytesIO(content), weights_only=False)
+                except (pickle.UnpicklingError, RuntimeError):
+                    return f"{reason}, not comparable"
+            assert same(loaded(source, index), expected), content
+            return reason
+    raise AssertionError(f"accepted what torch refuses with {refusal!r}: {content!r}")
+
+
+def _check_that_torch_has_none(opened: Any, name: str) -> None:
+    """Check that a tensor which sluice does not read is one that safetensors cannot give to torch either."""
+    try:
+        opened.get_tensor(name)
+    except Exception:  # noqa: BLE001 - its own or torch's
+        return
+    raise AssertionError(f"safetensors reads {name!r}")
+
+
+def judge_safetensors(content: bytes, verdicts: Verdicts) -> None:
+    """Compare a safetensors file with what its own library reads."""
+    ours = _read(content)
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        Path(file.name).write_bytes(content)
+        try:
+            with safetensors.safe_open(file.name, "pt") as opened:
+                skipped = set() if isinstance(ours, CheckpointError) else _tree.opaques(ours[1].tree).keys()
+                names = opened.keys()
+                theirs = {name: opened.get_tensor(name) for name in names if name not in skipped}
+                metadata = opened.metadata() or {}
+                for name in skipped:
+                    _check_that_torch_has_none(opened, name)
+            refusal = None
+        except Exception as error:  # noqa: BLE001 - its own, and torch's for sizes that it cannot hold
+            theirs, metadata, refusal = {}, {}, error
+    if isinstance(ours, CheckpointError):
+        verdicts.counts["refused" if refusal else "stricter"] += 1
+        if refusal is None:
+            verdicts.stricter[_reason(ours)] += 1
+        return
+    assert refusal is None, (refusal, content)
+    source, index = ours
+    assert isinstance(index.tree, dict)
+    assert {name for name in index.tree if name not in _tree.opaques(index.tree)} == theirs.keys(), content
+    assert index.metadata == metadata, content
+    found = loaded(source, index)
+    for name, tensor in theirs.items():
+        entry = index.tree[name]
+        assert isinstance(entry, Entry)
+        assert (torch_dtype(entry.dtype), entry.shape) == (tensor.dtype, tuple(tensor.shape)), content
+        assert bits(found[name]) == bits(tensor), content
+    verdicts.counts["same"] += 1
+
+
+#: Generator and judge of each format.
+FORMATS: dict[str, tuple[Callable[[int, int], Iterator[bytes]], Callable[[bytes, Verdicts], None]]] = {
+    "zip": (zips, judge_torch),
+    "legacy": (legacies, judge_torch),
+    "safetensors": (headers, judge_safetensors),
+}
+
+
+def run(name: str, count: int, seed: int = 20) -> Verdicts:
+    """Judge ``count`` mutated files of a format."""
+    generate, judge = FORMATS[name]
+    verdicts = Verdicts()
+    for content in generate(count, seed):
+        judge(content, verdicts)
+    return verdicts

@@ -1,0 +1,100 @@
+"""Comparing what sluice loads with what torch loads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sluice
+from sluice._dtypes import torch_dtype
+from sluice.entries import tree as _tree
+from sluice.records import Entry, Index
+from sluice.sources.protocol import Source
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's elements in the order of its indices."""
+    flat = tensor.detach().flatten().clone(memory_format=torch.contiguous_format)
+    return bytes(flat.view(torch.uint8).tolist())
+
+
+def parts(tensor: torch.Tensor) -> tuple[list[torch.Tensor], list[object]]:
+    """Return the dense tensors that a tensor is made of, and what else it says of itself."""
+    tensor = tensor.detach()
+    flags: list[object] = [tensor.is_conj(), tensor.is_neg()]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()], [*flags, tensor.is_coalesced()]
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()], flags
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()], flags
+    if not tensor.is_quantized:
+        return [tensor.resolve_conj().resolve_neg()], flags
+    flags += [tensor.qscheme(), tensor.stride()]
+    if tensor.qscheme() is torch.per_tensor_affine:
+        return [tensor.int_repr()], [*flags, tensor.q_scale(), tensor.q_zero_point()]
+    scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return [tensor.int_repr(), scales, zero_points], [*flags, tensor.q_per_channel_axis()]
+
+
+def same_tensor(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors are equal in type, layout, bits, flags and Python attributes."""
+    kinds = [(type(one), one.layout, one.dtype, one.shape, one.requires_grad) for one in (ours, theirs)]
+    if kinds[0] != kinds[1]:
+        return False
+    (our_parts, our_flags), (their_parts, their_flags) = parts(ours), parts(theirs)
+    return (
+        our_flags == their_flags
+        and [one.dtype for one in our_parts] == [one.dtype for one in their_parts]
+        and list(map(bits, our_parts)) == list(map(bits, their_parts))
+        and same(vars(ours), vars(theirs))
+    )
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two loaded objects are equal in types, keys, values, bits, shapes and flags."""
+    if isinstance(theirs, torch.Tensor):
+        return isinstance(ours, torch.Tensor) and same_tensor(ours, theirs)
+    if isinstance(theirs, dict):
+        return list(ours) == list(theirs) and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, (list, tuple)):
+        return type(ours) is type(theirs) and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(theirs, float):
+        return type(ours) is float and repr(ours) == repr(theirs)  # NaN too
+    return type(ours) is type(theirs) and bool(ours == theirs)
+
+
+def save_and_compare(path: Path, value: Any, **how: Any) -> OrderedDict[str, Any]:
+    """Save with torch, compare what ``load_state_dict`` gives with what torch loads, and return it.
+
+    Args:
+        path: The file to write.
+        value: What it holds.
+        how: How ``torch.save`` writes it.
+    """
+    torch.save(value, path, **how)
+    ours = sluice.load_state_dict(path)
+    # torch's restricted loader stops at protocol 3; these are our own files, so the open one may judge the rest.
+    assert same(ours, torch.load(path, weights_only=how.get("pickle_protocol", 2) < 4, mmap=False))
+    return ours
+
+
+def loaded(source: Source, index: Index) -> Any:
+    """Return the object of an index of one file, its tensors made by torch from the bytes that the index points to."""
+    storages = []
+    for storage in index.storages:
+        data = bytearray(source.read_at(storage.offset, storage.nbytes))
+        storages.append(torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8))
+
+    def tensor(entry: Entry) -> torch.Tensor:
+        memory = storages[entry.storage].untyped_storage()
+        made = torch.empty(0, dtype=torch_dtype(entry.dtype))
+        made.set_(memory, entry.storage_offset, entry.shape, entry.stride)
+        if entry.parameter:
+            return torch.nn.Parameter(made, requires_grad=entry.requires_grad)
+        return made.requires_grad_(entry.requires_grad)
+
+    return _tree.map_leaves(index.tree, tensor)

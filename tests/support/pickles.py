@@ -1,0 +1,34 @@
+"""Running pickles through the inert unpickler, for the tests of what it gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sluice._options import Limits
+from sluice.formats.pickles.unpickler import Unpickler
+from sluice.formats.torch_save.objects import TorchObjects
+from sluice.formats.torch_save.tree_checks import check_tree
+from sluice.testing._archives import Global, pickled
+
+LIMITS = Limits()
+
+#: A module that does not exist: importing it would raise.
+MISSING = Global("sluice_no_such_module", "run")
+
+
+def machine(data: bytes, limits: Limits = LIMITS) -> Unpickler:
+    return Unpickler(data, TorchObjects(limits, len(data)), limits=limits, file="file", offset=1000)
+
+
+def load(value: object, limits: Limits = LIMITS) -> Any:
+    """Return what a pickle, or the pickle of a value, gives once its tree was checked."""
+    run = machine(value if isinstance(value, bytes) else pickled(value), limits)
+    tree = run.load()
+    tree = check_tree(tree, limits, "file")
+    if run.refusal is not None:
+        raise run.refusal.error
+    return tree
+
+
+def body(opcodes: bytes) -> bytes:
+    return b"\x80\x02" + opcodes + b"."

@@ -1,0 +1,71 @@
+"""Stops a save at its k-th call of the operating system: the modules call ``os``, so that this is the one seam."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+#: What a save calls that can fail, by the module that holds the name. Names that one platform lacks are passed over.
+CALLS = (
+    *(("os", name) for name in ("open", "close", "scandir", "listdir", "mkdir", "rmdir", "unlink")),
+    *(("os", name) for name in ("posix_fallocate", "pwrite", "ftruncate", "fchmod", "chmod", "fsync", "fstat")),
+    *(("os", name) for name in ("link", "rename", "replace")),
+    ("sluice.writing.durable.partial_files", "flock"),
+    ("sluice.writing.durable.directories", "exchange"),
+)
+
+
+class SystemCalls:
+    """The calls of one save: the ``at``-th, counted from 1, is handed to ``stop`` instead.
+
+    Attributes:
+        count: Calls so far.
+        stopped: Name of the call that was stopped; empty when the save ended before it.
+    """
+
+    def __init__(self, at: int, stop: Callable[[Callable[[], Any], str], Any]) -> None:
+        self.count = 0
+        self.stopped = ""
+        self._at = at
+        self._stop = stop
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the calls of the block."""
+        with ExitStack() as stack:
+            for module, name in CALLS:
+                real = getattr(_module(module), name)
+                stack.enter_context(mock.patch(f"{module}.{name}", self._counted(real, name)))
+            yield
+
+    def _counted(self, real: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            with self._lock:  # large files are written by several threads
+                self.count += 1
+                stopped = self.count == self._at
+            if not stopped:
+                return real(*args, **options)
+            self.stopped = name
+            return self._stop(lambda: real(*args, **options), name)
+
+        return call
+
+
+def failing(number: int) -> Callable[[Callable[[], Any], str], Any]:
+    """Return what makes a call fail with an error of the operating system; what was to be closed is closed."""
+
+    def fail(real: Callable[[], Any], name: str) -> Any:
+        if name == "close":
+            real()
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def _module(name: str) -> Any:
+    return __import__(name, fromlist=["_"])

@@ -1,0 +1,88 @@
+"""A small net with ties, shared blocks and buffers of both kinds, and how two of them are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sluice._errors import MismatchError
+from sluice.modules.empty_init import empty_init
+from support.state_dicts import load
+
+OLD_WEIGHT_NORM = "ignore:.*weight_norm. is deprecated:FutureWarning"
+
+
+class Attention(nn.Module):
+    """A causal mask that is saved and rotary frequencies that are not."""
+
+    mask: torch.Tensor
+    frequencies: torch.Tensor
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.query = nn.Linear(width, width)
+        self.register_buffer("mask", torch.triu(torch.ones(4, 4, dtype=torch.bool), diagonal=1))
+        self.register_buffer("frequencies", 1.0 / torch.arange(1, width + 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ (x * self.frequencies).mT
+        result: torch.Tensor = scores.masked_fill(self.mask, -1e9).softmax(-1) @ x
+        return result
+
+
+class Net(nn.Module):
+    """Ties, a shared block, norms, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.first = Attention()
+        self.again = self.first
+        self.layers = nn.ModuleList([Attention(), nn.LayerNorm(6)])
+        self.norm = nn.BatchNorm1d(4)
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.again(self.first(self.embedding(tokens)))
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.head(self.norm(x) * self.scale)
+        return result
+
+
+TOKENS = torch.arange(8).reshape(2, 4)
+
+
+def trained() -> Net:
+    torch.manual_seed(0)
+    net = Net()
+    net(TOKENS)
+    return net.eval()
+
+
+def empty(build: Callable[[], nn.Module] = Net) -> Any:
+    with empty_init():
+        return build()
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].stride()) == (tensor.dtype, tensor.stride()), name
+        assert torch.equal(ours[name], tensor), name
+
+
+def problem(module: nn.Module, state_dict: Mapping[str, torch.Tensor], **options: Any) -> str:
+    before = {name: (id(t), t.is_meta or t._version) for name, t in module.state_dict(keep_vars=True).items()}
+    with pytest.raises(MismatchError) as caught:
+        load(module, state_dict, **options)
+    after = {name: (id(t), t.is_meta or t._version) for name, t in module.state_dict(keep_vars=True).items()}
+    assert after == before
+    return str(caught.value)

@@ -1,0 +1,154 @@
+"""Checkpoints of every format with the tensors that torch has in them."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+import sluice
+from sluice.formats.manifest import TensorHash
+from support import distributed, oracles
+
+Tensors = dict[str, torch.Tensor]
+
+
+def plain_tensors() -> Tensors:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "a.w": torch.randn(40, 12, generator=generator),
+        "a.b": torch.randn(33, generator=generator).to(torch.bfloat16),
+        "ints": torch.arange(9).reshape(3, 3),
+        "half": torch.randn(5, 7, generator=generator).to(torch.float16),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False, True]),
+        "e4m3": torch.randn(6, generator=generator).to(torch.float8_e4m3fn),
+    }
+
+
+def views() -> Tensors:
+    """Return tensors that only torch.save keeps as they are."""
+    base = torch.randn(20, 30, generator=torch.Generator().manual_seed(2))
+    numbers = torch.randn(11, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
+    return {
+        "base": base,
+        "tied": base,
+        "rows": base[3:9],
+        "transposed": base.t(),
+        "strided": base[::3, 1:20:4],
+        "expanded": base[:1].expand(5, 30),
+        "conjugate": numbers.conj(),
+        "negative": numbers.clone().conj().imag,
+    }
+
+
+def composites() -> Tensors:
+    matrix = torch.tensor([[0.0, 1.5, 0.0], [2.5, 0.0, 3.5], [0.0, 0.0, 4.5], [0.0, 5.5, 0.0]])
+    sparse = matrix.to_sparse()
+    return {
+        "coo": sparse,
+        "hollow": torch.zeros(3, 4).to_sparse(),
+        "no dimensions": torch.tensor(3.0).to_sparse(),
+        "empty rows": torch.zeros(0, 4).to_sparse_csr(),
+        "csr": matrix.to_sparse_csr(),
+        "bsc": matrix.to_sparse_bsc((2, 1)),
+        "tensorwise": torch.quantize_per_tensor(matrix, 0.25, 3, torch.qint8),
+        "channelwise": torch.quantize_per_channel(
+            matrix, torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0, 1, 2, 3]), 0, torch.quint8
+        ),
+    }
+
+
+def _torch_zip(path: Path) -> Tensors:
+    tensors = plain_tensors() | views()
+    torch.save(tensors, path)
+    return tensors
+
+
+def _legacy(path: Path) -> Tensors:
+    tensors = {name: one for name, one in (plain_tensors() | views()).items() if name != "e4m3"}
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+    return tensors
+
+
+def _nested(path: Path) -> Tensors:
+    tensors = plain_tensors()
+    torch.save({"model": tensors, "epoch": 3, "more": [tensors["ints"]]}, path)
+    return {**{f"model.{name}": one for name, one in tensors.items()}, "more.0": tensors["ints"]}
+
+
+def _composites(path: Path) -> Tensors:
+    torch.save(composites(), path)
+    return composites()
+
+
+def _big_endian(path: Path) -> Tensors:
+    tensors = {name: one for name, one in plain_tensors().items() if name != "e4m3"}
+    torch.save(tensors, path)
+    with zipfile.ZipFile(path) as old:
+        records = {record.filename: old.read(record) for record in old.infolist()}
+    with zipfile.ZipFile(path, "w") as new:
+        for name, data in records.items():
+            new.writestr(name, b"big" if name.endswith("byteorder") else data)
+    return dict(torch.load(path, weights_only=True))
+
+
+def _safetensors(path: Path) -> Tensors:
+    sluice.save(plain_tensors(), path, format="safetensors")
+    return plain_tensors()
+
+
+def _shards(path: Path) -> Tensors:
+    sluice.save(plain_tensors(), path, max_shard_size=1000)
+    return plain_tensors()
+
+
+def _parameters(path: Path) -> Tensors:
+    sluice.save(plain_tensors(), path, format="per-parameter")
+    return plain_tensors()
+
+
+def _distributed(path: Path) -> Tensors:
+    tensors = {name: one for name, one in plain_tensors().items() if name not in {"scalar", "empty"}}
+    stored = {name: distributed.rows(one, 1) for name, one in tensors.items()}
+    stored["a.w"] = distributed.rows(tensors["a.w"], 4, files=2)
+    distributed.write(path, stored, {"epoch": 3})
+    return tensors
+
+
+MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
+    "torch-zip": _torch_zip,
+    "torch-legacy": _legacy,
+    "nested": _nested,
+    "composites": _composites,
+    "big-endian": _big_endian,
+    "safetensors": _safetensors,
+    "shards": _shards,
+    "parameters": _parameters,
+    "distributed": _distributed,
+}
+
+
+def files_of(path: Path) -> list[Path]:
+    """Return the files of a checkpoint that hold data."""
+    return [path] if path.is_file() else [one for one in path.iterdir() if one.suffix != ".json" and one.name[0] != "."]
+
+
+def hashed(tensor: torch.Tensor) -> TensorHash:
+    """Return what a manifest should say of a tensor."""
+    dense, _ = oracles.parts(tensor)
+    content = b"".join(oracles.bits(one) for one in dense)
+    if tensor.is_quantized and tensor.qscheme() is torch.per_tensor_affine:
+        content += struct.pack("<dd", tensor.q_scale(), tensor.q_zero_point())
+    layout = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+    return TensorHash(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        layout=layout,
+        hash=hashlib.sha256(content).hexdigest(),
+    )

@@ -1,0 +1,95 @@
+"""Directories that several saves make, use and take away at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from fcntl import LOCK_EX, LOCK_NB, flock
+from pathlib import Path
+
+import pytest
+
+from sluice import SaveError
+from sluice.writing.durable import directories as _directories
+from sluice.writing.durable.directories import locked_directory, made_directory
+from sluice.writing.durable.partial_files import ATTEMPTS, try_lock
+
+
+@contextmanager
+def held_by_another(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        flock(descriptor, LOCK_EX | LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def test_a_refused_save_leaves_the_directory_that_it_made_to_the_one_that_uses_it(tmp_path: Path) -> None:
+    path = tmp_path / "above" / "model"
+    with ExitStack() as others:
+
+        def enter() -> AbstractContextManager[None]:
+            others.enter_context(held_by_another(path))  # between making the directory and locking it
+            return locked_directory(str(path))
+
+        with pytest.raises(SaveError, match="another save is writing"), made_directory(str(path), enter):
+            pass
+        assert path.is_dir()
+
+
+def test_a_directory_that_vanishes_before_it_is_opened_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "above" / "model"
+    entered = []
+
+    def enter() -> AbstractContextManager[None]:
+        entered.append(1)
+        if len(entered) == 1:
+            path.rmdir()
+            path.parent.rmdir()
+        return locked_directory(str(path))
+
+    with made_directory(str(path), enter):
+        assert path.is_dir()
+    assert len(entered) == 2
+
+
+def test_a_directory_that_vanishes_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model"
+    locked = []
+
+    def lock(descriptor: int) -> bool | None:
+        locked.append(descriptor)
+        if len(locked) == 1:
+            path.rmdir()
+        return try_lock(descriptor)
+
+    monkeypatch.setattr(_directories, "try_lock", lock)
+    with made_directory(str(path), lambda: locked_directory(str(path))):
+        (path / "file").touch()  # the locked directory is the one that has the name
+    assert len(locked) == 2
+
+
+def test_a_directory_that_always_vanishes_is_an_error_in_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    entered = []
+
+    def enter() -> AbstractContextManager[None]:
+        entered.append(1)
+        path.rmdir()
+        return locked_directory(str(path))
+
+    with pytest.raises(SaveError, match="No such file"), made_directory(str(path), enter):
+        pass
+    assert len(entered) == ATTEMPTS
+    assert not path.exists()
+
+
+def test_a_failed_save_takes_the_directories_that_it_made_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "above" / "model"
+    with pytest.raises(ZeroDivisionError), made_directory(str(path), lambda: locked_directory(str(path))):
+        raise ZeroDivisionError
+    assert not path.parent.exists()

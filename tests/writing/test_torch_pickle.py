@@ -1,0 +1,277 @@
+"""The objects of torch files that are saved and converted: what ``torch.load(weights_only=True)`` makes of them."""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import tracemalloc
+import warnings
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice.records import Entry
+from sluice.testing._archives import Call, Global, torch_archive
+from sluice.writing.pickle_walk import survey
+from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
+from sluice.writing.torch_tensors import Described, Geometry
+from support.oracles import same
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # of torch's own loader
+]
+
+
+def load(path: Path, *, mmap: bool = False) -> Any:
+    return torch.load(path, weights_only=True, mmap=mmap)
+
+
+def save_and_convert(path: Path, value: object) -> list[Any]:
+    """Return what torch reads of a value that sluice saved, and that it converted from torch's own file."""
+    sluice.save(value, path / "saved.pt")  # type: ignore[arg-type]
+    torch.save(value, path / "torch.pt")
+    sluice.convert(path / "torch.pt", path / "converted.pt")
+    for name in ("saved.pt", "converted.pt"):
+        with zipfile.ZipFile(path / name) as archive:
+            pickletools.dis(archive.read("archive/data.pkl"), out=io.StringIO())  # every opcode is one
+    return [load(path / name, mmap=mmap) for name in ("saved.pt", "converted.pt") for mmap in (False, True)]
+
+
+def test_plain_values(tmp_path: Path) -> None:
+    value = {
+        "numbers": [0, 255, 256, 65535, 65536, -1, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 1 << 2038, -(1 << 2039)],
+        "floats": [0.0, -0.0, 1.5, float("inf"), float("nan"), 1 - 2j],
+        "texts": ["", "a", "é\0\n", "x" * 70_000],
+        "bytes": [b"", b"\0\xff", bytes(range(256)), b"z" * 70_000],
+        "tuples": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)],
+        "dicts": [{}, {1: 2}, OrderedDict(), OrderedDict(a=1), Counter("aab"), dict.fromkeys(range(2500), None)],
+        "lists": [[], [[]], list(range(2500))],
+        "sets": [set(), {1, "a", None}],
+        "flags": (None, True, False),
+        (1, "two"): b"key",
+    }
+    for found in save_and_convert(tmp_path, value):
+        assert same(found, value)
+
+
+def test_values_of_torch(tmp_path: Path) -> None:
+    dtypes = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    layouts = {one for one in vars(torch).values() if isinstance(one, torch.layout)}
+    value: dict[Any, Any] = {
+        "dtypes": sorted(dtypes, key=str),
+        "layouts": sorted(layouts, key=str),
+        "schemes": [torch.per_tensor_affine, torch.per_channel_affine_float_qparams],
+        "devices": [torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")],
+        "sizes": (torch.Size([]), torch.Size([2, 3])),
+        "set": {torch.float32, "float32", torch.device("cpu")},
+        torch.float16: "a key",
+    }
+    for found in save_and_convert(tmp_path, value):
+        assert same(found, value)
+    ours = sluice.load_state_dict(tmp_path / "torch.pt", key="")
+    assert same(dict(ours), value)
+    sluice.save(ours, tmp_path / "again.pt")
+    assert same(load(tmp_path / "again.pt"), value)
+    with sluice.open(tmp_path / "torch.pt") as checkpoint:
+        assert checkpoint.tree["dtypes"] == [str(one) for one in value["dtypes"]]
+        assert checkpoint.tree["sizes"] == ((), (2, 3))
+        sluice.save(checkpoint.tree, tmp_path / "tree.pt")
+    assert same(load(tmp_path / "tree.pt"), value)
+
+
+def test_no_text_of_a_file_becomes_a_name_that_torch_resolves(tmp_path: Path) -> None:
+    hostile = Call(Global("torch.serialization", "_get_layout"), ("torch.load\nNuke",))
+    (tmp_path / "in.pt").write_bytes(torch_archive({"a": hostile}))
+    sluice.convert(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert b"ctorch\nload" not in (tmp_path / "out.pt").read_bytes()
+    assert sluice.load_state_dict(tmp_path / "out.pt", key="") == {"a": "torch.load\nNuke"}
+
+
+def test_a_lone_surrogate(tmp_path: Path) -> None:
+    sluice.save({"a": "\ud800"}, tmp_path / "f.pt")
+    assert load(tmp_path / "f.pt") == {"a": "\ud800"}
+
+
+def test_bytearrays(tmp_path: Path) -> None:
+    sluice.save({"a": bytearray(b"\0\xff"), "b": bytearray()}, tmp_path / "f.pt")
+    assert load(tmp_path / "f.pt") == {"a": bytearray(b"\0\xff"), "b": bytearray()}
+
+
+def test_what_stands_at_several_places_is_one_object_again(tmp_path: Path) -> None:
+    tensor, text, values = torch.ones(2), "long text", [1, 2]
+    pair, raw = (values, text), b"raw"
+    value = {"a": tensor, "b": [tensor, text, text], "c": values, "d": values, "e": pair, "f": pair, "g": raw, "h": raw}
+    for found in save_and_convert(tmp_path, value):
+        assert found["a"] is found["b"][0]
+        assert found["b"][1] is found["b"][2] is found["e"][1]
+        assert found["c"] is found["d"] is found["e"][0]
+        assert found["e"] is found["f"]
+        assert found["g"] is found["h"]
+
+
+def test_a_text_that_stands_at_several_places_is_written_once(tmp_path: Path) -> None:
+    sluice.save({str(i): {"exponential average": 1.0} for i in range(50)}, tmp_path / "f.pt")
+    assert (tmp_path / "f.pt").read_bytes().count(b"exponential average") == 1
+
+
+def test_cycles(tmp_path: Path) -> None:
+    cycle: list[Any] = [1]
+    cycle.append({"again": cycle})
+    sluice.save(cycle, tmp_path / "f.pt")  # type: ignore[arg-type]
+    found = load(tmp_path / "f.pt")
+    assert found[1]["again"] is found
+    inside: list[Any] = []
+    inside.append((inside,))
+    with pytest.raises(sluice.SaveError, match="holds itself"):
+        sluice.save({"a": inside[0]}, tmp_path / "g.pt")
+    assert not (tmp_path / "g.pt").exists()
+
+
+def test_depth_costs_no_stack(tmp_path: Path) -> None:
+    deep: list[Any] = [torch.ones(1)]
+    for _ in range(5000):
+        deep = [deep]
+    sluice.save({"deep": deep}, tmp_path / "f.pt")
+    found = load(tmp_path / "f.pt")["deep"]
+    for _ in range(5000):
+        (found,) = found
+    assert torch.equal(found[0], torch.ones(1))
+
+
+def composites() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    dense = torch.randn(6, 8) * (torch.rand(6, 8) > 0.6)
+    doubled = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.tensor([1.0, 2.0, 3.0]), (4,))
+    channels = torch.quantize_per_channel(
+        dense, torch.linspace(0.1, 1, 6, dtype=torch.float64), torch.arange(6), 0, torch.quint8
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compressed = [
+            dense.to_sparse_csr(),
+            dense.to_sparse_csc(),
+            dense.to_sparse_bsr((2, 4)),
+            dense.to_sparse_bsc((3, 2)),
+        ]
+    return {
+        "coo": dense.to_sparse(),
+        "uncoalesced": doubled,
+        "empty": torch.zeros(3, 4).to_sparse(),
+        "parameter": nn.Parameter(dense.to_sparse()),
+        **{str(one.layout): one for one in compressed},
+        "per tensor": torch.quantize_per_tensor(dense, 0.1, 3, torch.qint8),
+        "turned": torch.quantize_per_tensor(dense, 0.1, 3, torch.qint32).t(),
+        "channels": channels,
+        "dense": dense,
+    }
+
+
+def test_sparse_and_quantized_tensors(tmp_path: Path) -> None:
+    value = composites()
+    for found in save_and_convert(tmp_path, value):
+        assert same(found, value)
+    sluice.save(value, tmp_path / "p", format="per-parameter")
+    sluice.convert(tmp_path / "torch.pt", tmp_path / "q", format="per-parameter")
+    for name, tensor in value.items():
+        assert same(load(tmp_path / "p" / f"{name}.pt"), tensor)
+        assert same(load(tmp_path / "q" / f"{name}.pt"), tensor)
+
+
+def test_a_cast_reaches_the_values_of_sparse_tensors_and_no_quantized_ones(tmp_path: Path) -> None:
+    value = composites()
+    sluice.save(value, tmp_path / "saved.pt", dtype=torch.bfloat16)
+    torch.save(value, tmp_path / "torch.pt")
+    sluice.convert(tmp_path / "torch.pt", tmp_path / "converted.pt", dtype=torch.bfloat16)
+    for name in ("saved.pt", "converted.pt"):
+        for key, tensor in load(tmp_path / name).items():
+            assert tensor.dtype == (value[key].dtype if value[key].is_quantized else torch.bfloat16), key
+            assert same(tensor, value[key] if value[key].is_quantized else _cast(value[key])), key
+
+
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
+    cast = tensor.detach().to(torch.bfloat16)
+    return nn.Parameter(cast) if isinstance(tensor, nn.Parameter) else cast
+
+
+def test_integers_of_a_quantized_tensor_that_are_a_tensor_too(tmp_path: Path) -> None:
+    quantized = torch.quantize_per_tensor(torch.randn(5), 0.1, 3, torch.qint8)
+    plain = torch.empty(0, dtype=torch.int8).set_(quantized.untyped_storage(), 0, (5,), (1,))
+    with pytest.raises(sluice.SaveError, match="different dtypes share one storage"):
+        sluice.save({"a": quantized, "b": plain}, tmp_path / "f.pt")
+
+
+@pytest.mark.parametrize("how", ["manifest", "flat"])
+def test_where_composites_have_no_place(tmp_path: Path, how: str) -> None:
+    torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "in.pt")
+    name, options = ("o.pt", {"manifest": tmp_path / "m.json"}) if how == "manifest" else ("o.safetensors", {})
+    with pytest.raises(sluice.UnsupportedError, match="sparse_coo tensor cannot be written so"):
+        sluice.convert(tmp_path / "in.pt", tmp_path / name, **options)  # type: ignore[arg-type]
+    with pytest.raises(sluice.SaveError, match="sparse_coo"):
+        sluice.save({"a": torch.eye(3).to_sparse()}, tmp_path / name, **options)  # type: ignore[arg-type]
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)
+    with pytest.raises(sluice.SaveError, match="qint8"):
+        sluice.save({"a": quantized}, tmp_path / name, **options)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_python_attributes_are_kept(tmp_path: Path) -> None:
+    inner = torch.arange(3.0)
+    tagged, frozen = torch.randn(4), nn.Parameter(torch.randn(2), requires_grad=False)
+    tagged.tag = {"rank": 3, "like": inner}  # type: ignore[attr-defined]
+    frozen.sequence_parallel = True  # type: ignore[attr-defined]
+    for found in save_and_convert(tmp_path, {"a": tagged, "b": frozen, "c": inner}):
+        assert found["a"].tag["rank"] == 3
+        assert found["a"].tag["like"] is found["c"]
+        assert found["b"].sequence_parallel is True
+        assert type(found["b"]) is nn.Parameter
+    frozen.loader = print  # type: ignore[attr-defined]
+    with pytest.raises(sluice.SaveError, match="found print"):
+        sluice.save({"b": frozen}, tmp_path / "f.pt")
+    sluice.save({"b": frozen}, tmp_path / "f.safetensors")  # which has no place for attributes
+
+
+def test_an_attribute_that_is_its_own_tensor(tmp_path: Path) -> None:
+    tensor = torch.ones(1)
+    tensor.me = tensor  # type: ignore[attr-defined]
+    with pytest.raises(sluice.SaveError, match="holds itself"):
+        sluice.save({"a": tensor}, tmp_path / "f.pt")
+
+
+def _entries(count: int) -> dict[str, Entry]:
+    return {
+        f"blocks.{i}.weight": Entry(dtype="float32", shape=(i,), stride=(1,), storage=i, storage_offset=0)
+        for i in range(count)
+    }
+
+
+def test_a_pickle_takes_little_memory_for_each_tensor() -> None:
+    tree = _entries(5000)
+
+    def look(value: object) -> dict[str, object] | None:
+        if isinstance(value, Entry):
+            return {}
+        assert is_plain(value), refusal(value)
+        return None
+
+    tracemalloc.start()
+    try:
+        surveyed = survey(tree, look)
+        described = (
+            Described(made_of=Geometry(storage=i, elements=i, dtype="float32", start=0, shape=(i,), stride=(1,)))
+            for i in range(len(surveyed.tensors))
+        )
+        pickled = pickle_object(tree, surveyed, described)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 250 * len(tree)  # Python's pickler takes 900
+    assert len(pickled) < 90 * len(tree)
