@@ -11,7 +11,7 @@ from sluice.benchmark.cache import make_cold
 from sluice.machine import facts as _facts
 from sluice.machine import page_cache as _residency
 from sluice.machine.cgroups import cgroup_headroom
-from sluice.machine.facts import file_facts, host_headroom, machine_facts
+from sluice.machine.facts import file_facts, machine_facts
 from sluice.machine.page_cache import probe_cache
 from sluice.sources.local import LocalFile
 from sluice.testing import MemorySource
@@ -83,7 +83,7 @@ def test_no_limit_and_no_cgroups(tmp_path: Path) -> None:
 def test_headroom_names_its_origin(file: LocalFile) -> None:
     facts = machine_facts([file])
     assert facts.cores >= 1
-    nbytes, origin = host_headroom(facts)
+    nbytes, origin = facts.host_headroom
     assert 0 < nbytes <= facts.memory_available_bytes
     assert origin in {"free memory", "left in the control group"}
 

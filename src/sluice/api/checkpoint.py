@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import os
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from sluice._dtypes import dtype_name, torch_dtype
-from sluice._errors import CheckpointError, MismatchError
-from sluice._options import Limits, MemoryLimits, TransferOptions
-from sluice.checkpoint.merging import OpenFile
-from sluice.checkpoint.opening import open_path, open_section
-from sluice.entries import tree as _tree
-from sluice.entries.lookup import subtree
+from sluice._dtypes import torch_dtype
+from sluice._options import Limits, MemoryLimits
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
+from sluice.entries import tree as trees
 from sluice.entries.slicing import Key, slice_entry
-from sluice.formats.protocol import Checksum
-from sluice.records import Entry, Index, Opaque, Request
-from sluice.sources.file_objects import stream_source
-from sluice.sources.protocol import Source
+from sluice.records import Entry, Opaque
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Checkpoint", "CheckpointSource", "LazyTensor", "borrow", "open"]
+__all__ = ["Checkpoint", "LazyTensor", "open"]
 
 
 class LazyTensor:
@@ -107,45 +96,15 @@ class LazyTensor:
             MismatchError: ``out`` has another shape, or the tensor is sparse or quantized and would have to be dense.
             ValueError: ``out`` was given together with ``device`` or ``dtype``, or the checkpoint is closed.
         """
-        # Here, not above: this imports torch, and an index does without.
-        from sluice.engine.targets import Targets
-        from sluice.reading import transfer as _transfer
-        from sluice.reading.composites import assemble, component_requests
+        from sluice.reading.tensor import read_tensor  # imports torch, which an index does without
 
-        if out is None:
-            wanted = None if dtype is None else dtype_name(dtype)
-            if wanted and self._entry.layout == "quantized":
-                raise MismatchError("a quantized tensor is not cast while it is read", tensor=self.name)
-            requests = component_requests(self.name, self._entry, device=str(device or "cpu"), dtype=wanted)
-            existing = None
-        else:
-            requests, existing = [self._request_into(out, device, dtype)], {0: out}
-        prepared = _transfer.prepare(self._checkpoint, requests, options=TransferOptions(memory=memory))
-        tensors, _ = _transfer.run(self._checkpoint, prepared, Targets(prepared.plan, existing))
-        return assemble(self.name, self._entry, tensors, file=self._checkpoint.path)
-
-    def _request_into(self, out: torch.Tensor, device: object, dtype: object) -> Request:
-        if device is not None or dtype is not None:
-            raise ValueError("out decides device and dtype: leave out the other two")
-        if self._entry.composite is not None:
-            problem = f"a {self._entry.layout} tensor is not read into another one"
-            raise MismatchError(problem, tensor=self.name)
-        if tuple(out.shape) != self._entry.shape:
-            raise MismatchError("out has another shape", tensor=self.name, expected=self.shape, found=tuple(out.shape))
-        return Request(
-            name=self.name,
-            entry=self._entry,
-            dtype=dtype_name(out.dtype),
-            device=str(out.device),
-            stride=out.stride(),
-            existing=True,
-        )
+        return read_tensor(self._checkpoint, self.name, self._entry, device=device, dtype=dtype, out=out, memory=memory)
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, dtype={self._entry.dtype}, shape={self.shape})"
 
 
-class Checkpoint(Mapping[str, LazyTensor]):
+class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
     """An open checkpoint: a mapping from dotted names to ``LazyTensor``, and a context manager.
 
     Example:
@@ -154,42 +113,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
         torch-zip 39
     """
 
-    def __init__(self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits) -> None:
-        #: What was opened: a file or a directory.
-        self.path = path
-        #: Every tensor as records that do not need torch.
-        self.index = index
-        self._files = files
-        self.limits = limits
-        self._offsets: dict[int, int] = {}
-        self._closed = False
-
-    @property
-    def format(self) -> str:
-        """Name of the format.
-
-        Of a file ``"torch-zip"`` or ``"safetensors"``; of a Hugging Face directory or a shard index
-        ``"huggingface-safetensors"`` or ``"huggingface-bin"``; of parts without an index ``"safetensors-parts"``; of
-        one file for each parameter ``"per-parameter"``; of a torch.distributed.checkpoint directory
-        ``"torch-distributed"``.
-        """
-        return self.index.format
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """Paths of the files that hold its data."""
-        return tuple(file.path for file in self.index.files)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of tensor data; bytes that several tensors share count once."""
-        return sum(storage.nbytes for storage in self.index.storages)
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """Text that the file says of itself; of several files, what all of them say."""
-        return self.index.metadata
-
     @cached_property
     def tree(self) -> Any:
         """The nested object of the file, with ``LazyTensor`` for tensors.
@@ -197,68 +120,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         ``Opaque`` stands for what is never loaded: objects that only running code could build, and, as
         ``UnsupportedValue``, tensors of kinds that sluice does not read.
         """
-        names = {id(entry): name for name, entry in _tree.walk(self.index.tree)}
-        return _tree.map_leaves(
+        names = {id(entry): name for name, entry in trees.walk(self.index.tree)}
+        return trees.map_leaves(
             self.index.tree, lambda entry: LazyTensor(self, names.get(id(entry), "_metadata"), entry)
         )
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """The record of every tensor by its dotted name."""
-        return _tree.flatten(self.index.tree, self.limits)
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The files, ready to be read.
-
-        Raises:
-            ValueError: The checkpoint is closed.
-        """
-        if self._closed:
-            raise ValueError("the checkpoint is closed")
-        return tuple(file.source for file in self._files)
-
-    @cached_property
-    def stored_names(self) -> Mapping[str, str]:
-        """Names that a safetensors file keeps in its metadata for tensors that it stores under others; these names."""
-        if "safetensors" not in self.format:
-            return {}
-        entries = self.entries
-        return {name: stored for name, stored in self.metadata.items() if stored in entries and name not in entries}
-
-    def checksums(self) -> list[list[Checksum | CheckpointError]]:
-        """Return the checksums that each file records, and what is wrong with headers that should lead to one.
-
-        Raises:
-            ValueError: The checkpoint is closed.
-        """
-        if self._closed:
-            raise ValueError("the checkpoint is closed")
-        return [file.checksums(self.limits) for file in self._files]
-
-    @property
-    def extents(self) -> tuple[tuple[int, int], ...]:
-        """The bytes of each file that are the checkpoint's: the first, and the first behind them."""
-        ends = (file.index.end for file in self._files)
-        return tuple(
-            (file.start, file.source.identity.nbytes if end is None else file.start + end)
-            for file, end in zip(self._files, ends, strict=True)
-        )
-
-    def locate(self, storages: Iterable[int]) -> dict[int, int]:
-        """Return the data offset of each of ``storages``; headers that were checked once are not read again."""
-        if self._closed:
-            raise ValueError("the checkpoint is closed")
-        wanted: defaultdict[int, list[int]] = defaultdict(list)
-        for number in set(storages) - self._offsets.keys():
-            wanted[self.index.storages[number].file].append(number)
-        for position, numbers in wanted.items():
-            self._offsets.update(self._files[position].locate(numbers))
-        return self._offsets
-
-    @cached_property
     def _not_built(self) -> dict[str, Opaque]:
-        return _tree.opaques(self.index.tree)
+        return trees.opaques(self.index.tree)
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Return the tensor of this name.
@@ -272,7 +141,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if entry is not None:
             return LazyTensor(self, name, entry)
         if name in self._not_built:
-            raise _tree.refusal(self._not_built[name], name, self.path)
+            raise trees.refusal(self._not_built[name], name, self.path)
         raise KeyError(name)
 
     def __contains__(self, name: object) -> bool:
@@ -284,26 +153,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __len__(self) -> int:
         return len(self.entries)
 
-    def close(self) -> None:
-        """Release the files. Tensors that were read stay valid; reading more raises ``ValueError``."""
-        self._closed = True
-        for file in self._files:
-            file.source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"<Checkpoint {self.format} {self.path}>"
-
-
-#: What every ``source`` argument takes.
-CheckpointSource: TypeAlias = "str | os.PathLike[str] | BinaryIO | Checkpoint"
 
 
 def open(  # noqa: A001  (the name says what it does, as in gzip.open)
@@ -337,43 +188,6 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         ...         print(name, tensor.dtype, tensor.shape)
         wte.weight torch.float32 (64, 16)
     """
-    if isinstance(source, Checkpoint):
-        if key is None:
-            return source
-        index = replace(source.index, tree=_part(source.index.tree, key, source.path))
-        return Checkpoint(source.path, index, source._files, source.limits)  # noqa: SLF001  (its own class)
-    limits = limits or Limits()
-    if isinstance(source, (str, bytes, os.PathLike)):
-        path = os.fsdecode(source)
-        index, files = open_path(path, limits)
-    else:
-        opened, start = stream_source(source)
-        path = opened.path
-        index, files, end = open_section(opened, start, limits)
-        source.seek(end)
-    checkpoint = Checkpoint(path, index, files, limits)
-    if key is not None:
-        try:
-            checkpoint.index = replace(index, tree=_part(index.tree, key, path))
-        except BaseException:
-            checkpoint.close()
-            raise
-    return checkpoint
-
-
-def _part(tree: object, key: str, path: str) -> object:
-    part = subtree(tree, key)
-    if isinstance(part, Opaque):
-        raise _tree.refusal(part, key, path)
-    return part
-
-
-@contextmanager
-def borrow(source: CheckpointSource, *, limits: Limits | None = None) -> Iterator[Checkpoint]:
-    """Open a checkpoint for the length of the block; one that was open already stays open."""
-    checkpoint = open(source, limits=limits)
-    try:
-        yield checkpoint
-    finally:
-        if checkpoint is not source:
-            checkpoint.close()
+    if isinstance(source, Checkpoint) and key is None:
+        return source
+    return Checkpoint.open(source, key=key, limits=limits)

@@ -14,8 +14,8 @@ from sluice._errors import MismatchError, UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache
 from sluice._progress import Progress
 from sluice._units import parse_bytes
-from sluice.api.checkpoint import CheckpointSource, borrow
 from sluice.api.save import SaveFormat, SaveReport, choose_format
+from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.contents import flat_contents, whole_contents
 from sluice.converting.destination import check_destination
 from sluice.converting.job import Job, Written

@@ -14,7 +14,7 @@ import torch
 from sluice._dtypes import dtype_name
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress, byte_progress
-from sluice.api.checkpoint import Checkpoint, CheckpointSource, borrow
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.engine.session import Outcome
 from sluice.engine.targets import Targets
 from sluice.loading import module_fill as _module_load
@@ -87,7 +87,7 @@ def load_into(
 
     Raises:
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
-        MismatchError: Checkpoint and module disagree; every reason is listed and nothing was touched.
+        MismatchError: OpenCheckpoint and module disagree; every reason is listed and nothing was touched.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ValueError: A device cannot be used, or a prefix names nothing of the module.
         ReadError: The operating system failed a read.
@@ -120,7 +120,7 @@ def load_into(
 
 def load_entries(
     model: torch.nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     entries: Mapping[str, Entry],
     *,
     device: Device,
@@ -285,7 +285,7 @@ def load_state_dict(
 
 
 def _report(
-    job: _module_plan.Job, done: _module_load.Done, checkpoint: Checkpoint, *, seconds: float, measured: Peaks
+    job: _module_plan.Job, done: _module_load.Done, checkpoint: OpenCheckpoint, *, seconds: float, measured: Peaks
 ) -> LoadReport:
     plan, match = job.prepared.plan, job.match
     return replace(
@@ -307,7 +307,7 @@ def _report(
 
 
 def _transfer_report(
-    plan: LoadPlan, outcome: Outcome, checkpoint: Checkpoint, *, seconds: float, measured: Peaks
+    plan: LoadPlan, outcome: Outcome, checkpoint: OpenCheckpoint, *, seconds: float, measured: Peaks
 ) -> LoadReport:
     """Return what is the same for whatever was filled."""
     return LoadReport(

@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from sluice._units import format_bytes
-from sluice.machine.facts import host_headroom, machine_facts
+from sluice.machine.facts import machine_facts
 
 __all__ = ["describe", "device", "free_memory_bytes", "settling_seconds"]
 
@@ -33,7 +33,7 @@ def device() -> str:
 
 def free_memory_bytes() -> int:
     """Return the host memory that can be had: what is free, or what the control group leaves when that is less."""
-    return host_headroom(machine_facts(()))[0]
+    return machine_facts(()).host_headroom[0]
 
 
 def settling_seconds() -> float:

@@ -16,8 +16,8 @@ from sluice._messages import closest
 from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
-from sluice.api.checkpoint import Checkpoint, CheckpointSource, borrow
 from sluice.checking.comparison import Comparison
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.assembly import permute
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
@@ -103,7 +103,7 @@ class _Pair:
 class _Diff:
     """One run over two checkpoints."""
 
-    def __init__(self, a: Checkpoint, b: Checkpoint, *, rtol: float, atol: float) -> None:
+    def __init__(self, a: OpenCheckpoint, b: OpenCheckpoint, *, rtol: float, atol: float) -> None:
         self._a, self._b = a, b
         ours, theirs = _entries(a, b), _entries(b, a)
         self._unsupported = {**unsupported(a.index.tree), **unsupported(b.index.tree)}
@@ -209,7 +209,7 @@ def _update(piece: Piece[_Other], one: torch.Tensor, other: torch.Tensor) -> Non
     piece.item.values.update(one, other)
 
 
-def _entries(own: Checkpoint, other: Checkpoint) -> dict[str, Entry]:
+def _entries(own: OpenCheckpoint, other: OpenCheckpoint) -> dict[str, Entry]:
     """Return the tensors by name, also by names of the other that a safetensors file keeps in its metadata only."""
     ties = {name: own.entries[stored] for name, stored in own.stored_names.items() if name in other.entries}
     return {**own.entries, **ties}

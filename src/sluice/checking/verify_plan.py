@@ -14,10 +14,10 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, FormatError
 from sluice._geometry import span_elements
-from sluice.api.checkpoint import Checkpoint
 from sluice.checking.consumers import Content, Crc, Flow, Gathering, Taker, Turned, bytes_of, feed
 from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
 from sluice.checking.read_order import Span, schedule
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
 from sluice.formats.manifest import HashAlgorithm, new_hash
 from sluice.reading.scan import check_repeats, identity, row_major
@@ -69,7 +69,7 @@ class VerifyPlan:
         problems: What headers show already.
     """
 
-    def __init__(self, checkpoint: Checkpoint, algorithm: HashAlgorithm | None, *, nan: bool) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, algorithm: HashAlgorithm | None, *, nan: bool) -> None:
         """Decide.
 
         Args:

@@ -13,11 +13,11 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import ReadError
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
-from sluice.api.checkpoint import Checkpoint
 from sluice.checking.consumers import Content, Flow, Taker, bytes_of, feed
 from sluice.checking.findings import wrong_checksum
 from sluice.checking.read_order import Span
 from sluice.checking.verify_plan import IndexCheck, VerifyPlan
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.formats.manifest import HashAlgorithm, TensorHash
 from sluice.reading.scan import (
@@ -47,7 +47,7 @@ class Verification:
         read_bytes: Bytes read so far.
     """
 
-    def __init__(self, checkpoint: Checkpoint, algorithm: HashAlgorithm | None, *, nan: bool) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, algorithm: HashAlgorithm | None, *, nan: bool) -> None:
         """Decide what is looked at and in which order it is read; only headers of records are read for that.
 
         Args:

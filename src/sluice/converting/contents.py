@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from sluice._errors import LimitError, MismatchError
-from sluice.api.checkpoint import Checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as _tree
 from sluice.entries.lookup import subtree
 from sluice.matching.renaming import Rename, rename_entries
@@ -35,7 +35,7 @@ class Contents:
 
 
 def whole_contents(
-    checkpoint: Checkpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]
+    checkpoint: OpenCheckpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]
 ) -> Contents:
     """Return the whole object, or the part at ``key``; with new names or rules the state dict in it, flat.
 
@@ -61,7 +61,9 @@ def whole_contents(
     return Contents(tree=state_dict, key=found, notes=tuple(_left_out(tree, chosen, found)))
 
 
-def flat_contents(checkpoint: Checkpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]) -> Contents:
+def flat_contents(
+    checkpoint: OpenCheckpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]
+) -> Contents:
     """Return the tensors of the state dict at ``key``, or of the only one, by name.
 
     Raises:
@@ -98,7 +100,7 @@ def stored_once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[st
     return {name: entry for name, entry in entries.items() if name not in aliases}, aliases
 
 
-def refuse_repeats(entries: Mapping[str, Entry], checkpoint: Checkpoint) -> None:
+def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> None:
     """Refuse to write far more bytes than the source holds: expanded tensors, and views that overlap.
 
     Raises:
@@ -124,7 +126,7 @@ def refuse_repeats(entries: Mapping[str, Entry], checkpoint: Checkpoint) -> None
         )
 
 
-def _state_dict(checkpoint: Checkpoint, tree: object, key: str | None) -> tuple[Mapping[str, object], str]:
+def _state_dict(checkpoint: OpenCheckpoint, tree: object, key: str | None) -> tuple[Mapping[str, object], str]:
     found = only_state_dict(tree, checkpoint.path) if key is None else key
     chosen = subtree(tree, found)
     if not isinstance(chosen, Mapping):
@@ -135,7 +137,7 @@ def _state_dict(checkpoint: Checkpoint, tree: object, key: str | None) -> tuple[
 
 
 def _entries(
-    checkpoint: Checkpoint, chosen: Mapping[str, object], rename: Rename | None, rules: Sequence[Rule]
+    checkpoint: OpenCheckpoint, chosen: Mapping[str, object], rename: Rename | None, rules: Sequence[Rule]
 ) -> dict[str, Entry]:
     for key in _tree.odd_keys(chosen):
         problem = f"names of tensors are texts, not {type(key).__name__}"
@@ -143,7 +145,7 @@ def _entries(
     return apply_rules(rename_entries(_tree.flatten(chosen, checkpoint.limits), rename), rules)
 
 
-def _with_ties(checkpoint: Checkpoint) -> object:
+def _with_ties(checkpoint: OpenCheckpoint) -> object:
     """Return the tree with the names that a safetensors file keeps in its metadata for tensors stored under others."""
     tree = checkpoint.index.tree
     if "safetensors" not in checkpoint.format or not isinstance(tree, dict):

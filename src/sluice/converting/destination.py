@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from sluice._errors import SaveError
-from sluice.api.checkpoint import Checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
 __all__ = ["check_destination"]
 
 
-def check_destination(checkpoint: Checkpoint, destination: Path, chosen: str) -> None:
+def check_destination(checkpoint: OpenCheckpoint, destination: Path, chosen: str) -> None:
     """Refuse a destination whose writing would damage the source, or change what its directory means.
 
     A file may replace the one file that it is made of, because it takes its name when all is read. So may a model

@@ -12,7 +12,7 @@ from pathlib import Path
 from sluice._dtypes import is_castable
 from sluice._options import MemoryLimits, PageCache
 from sluice._progress import Progress, byte_progress
-from sluice.api.checkpoint import Checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.stream import Stream
 from sluice.records import Entry
 from sluice.writing.manifest import ManifestWriter
@@ -26,7 +26,7 @@ class Job:
     """One conversion, and what was asked for."""
 
     #: Where the bytes come from.
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     #: The file or directory.
     destination: Path
     #: Dtype that real floating-point tensors are cast to; None for none.

@@ -17,8 +17,8 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import span_elements
 from sluice.converting.job import Job
-from sluice.planning.memory_layout import View, shared_targets
-from sluice.records import NO_STORAGE, Entry, Quantized, Request, Target
+from sluice.planning.memory_layout import shared_targets
+from sluice.records import NO_STORAGE, Entry, Quantized, Request, Target, View
 from sluice.writing.torch_tensors import Described, Geometry, QuantizedParts, SparseParts
 
 __all__ = ["Storages", "dense_parts", "descriptions", "stored_bytes"]

@@ -17,14 +17,14 @@ from sluice.engine.host_memory import HostMemory
 from sluice.engine.session import execute
 from sluice.engine.staging import StagingPool
 from sluice.engine.targets import Targets
-from sluice.machine.facts import host_headroom, machine_facts
+from sluice.machine.facts import machine_facts
 from sluice.planning.conversion import Gathering, gatherings, in_long_runs, plan_gathering, plan_stream
 from sluice.planning.planner import staging_buffer_bytes
 from sluice.records import Target
 from sluice.writing.chunks import Staging
 
 if TYPE_CHECKING:
-    from sluice.api.checkpoint import Checkpoint
+    from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
 __all__ = ["Stream"]
 
@@ -37,7 +37,7 @@ class Stream:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: OpenCheckpoint,
         *,
         tensors: int,
         memory: MemoryLimits | None = None,
@@ -74,7 +74,7 @@ class Stream:
         #: Buffers for writes around the page cache, a share of staging; None where it is too small to be shared.
         self.writing: StagingPool | None = None
         needed = self._staging_bytes + options.OVERHEAD_BYTES + options.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
-        limit, origin = host_headroom(self._facts)
+        limit, origin = self._facts.host_headroom
         if memory.host is not None:
             limit, origin = parse_bytes(memory.host), "MemoryLimits(host=...)"
         if needed > limit:

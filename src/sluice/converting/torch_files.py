@@ -13,13 +13,14 @@ from typing import NamedTuple
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride
-from sluice.api.checkpoint import borrow
+from sluice.checkpoint.open_checkpoint import borrow
 from sluice.converting.contents import refuse_repeats
 from sluice.converting.job import Job, Written, existing
 from sluice.converting.storages import Storages, dense_parts, descriptions, stored_bytes
 from sluice.converting.stream import Stream
-from sluice.entries.slicing import boxes
+from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten, walk
+from sluice.reading.tensor import read_tensor
 from sluice.records import Entry, Target
 from sluice.writing.chunks import Staging, row_major_bytes
 from sluice.writing.durable.replacement import NewFile, Replacement
@@ -185,11 +186,11 @@ def _hash_written(job: Job, path: Path, names: Mapping[str, str]) -> None:
     staging = Staging.make(options.SCRATCH_BYTES)
     with borrow(path, limits=job.checkpoint.limits) as checkpoint:
         for name, own in names.items():
-            tensor = checkpoint[own]
-            dtype = tensor.entry.dtype
-            keys = boxes(tensor.shape, options.SAVE_STAGING_BYTES // ITEM_BYTES[dtype])
-            pieces = (piece for key in keys for piece in row_major_bytes(tensor[key].read(), dtype, staging))
-            job.manifest.add(name, dtype=dtype, shape=tensor.shape, pieces=pieces)
+            entry = checkpoint.entries[own]
+            keys = boxes(entry.shape, options.SAVE_STAGING_BYTES // ITEM_BYTES[entry.dtype])
+            read = (read_tensor(checkpoint, own, slice_entry(entry, key)) for key in keys)
+            pieces = (piece for tensor in read for piece in row_major_bytes(tensor, entry.dtype, staging))
+            job.manifest.add(name, dtype=entry.dtype, shape=entry.shape, pieces=pieces)
 
 
 def convert_to_parameters(job: Job, tree: object) -> Written:

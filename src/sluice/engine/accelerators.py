@@ -26,7 +26,6 @@ from sluice._units import format_bytes
 from sluice.engine.host_copies import Source, copy_in_pieces
 from sluice.engine.host_memory import HostMemory
 from sluice.engine.staging import Ticket
-from sluice.planning.cuda_allocator import scratch_bytes
 from sluice.records import DeviceFacts
 
 __all__ = [
@@ -46,8 +45,8 @@ _PORTABLE = 1
 class Accelerator(Protocol):
     """A device during one load. Every method may be called from any thread."""
 
-    def begin(self, buffer_bytes: int) -> None:
-        """Prepare for copies of at most ``buffer_bytes`` at once."""
+    def begin(self, scratch_bytes: int) -> None:
+        """Prepare for copies, each through at most ``scratch_bytes`` of device memory."""
         ...
 
     def reserve(self, nbytes: int) -> None:
@@ -85,7 +84,7 @@ class BlockingAccelerator:
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
 
-    def begin(self, buffer_bytes: int) -> None:
+    def begin(self, scratch_bytes: int) -> None:
         """Do nothing: each copy brings what it needs."""
 
     def reserve(self, nbytes: int) -> None:
@@ -119,12 +118,12 @@ class CudaAccelerator:
         self._stream = _side_stream(self._device)
         # What the caller has queued may still read from tensors that are about to be filled in place.
         self._stream.wait_stream(self._callers)
-        self._buffer_bytes = 0
+        self._scratch_bytes = 0
         self._scratch: torch.Tensor | None = None
         self._lock = threading.Lock()
 
-    def begin(self, buffer_bytes: int) -> None:
-        self._buffer_bytes = buffer_bytes
+    def begin(self, scratch_bytes: int) -> None:
+        self._scratch_bytes = scratch_bytes
 
     def reserve(self, nbytes: int) -> None:
         with self._on(self._callers):
@@ -150,7 +149,7 @@ class CudaAccelerator:
                 _bytes_of(target).copy_(source.raw, non_blocking=True)
                 return
             if self._scratch is None:
-                self._scratch = _allocate(self._device, scratch_bytes(self._buffer_bytes), torch.uint8)
+                self._scratch = _allocate(self._device, self._scratch_bytes, torch.uint8)
             scratch = self._scratch[: source.raw.nbytes]
             scratch.copy_(source.raw, non_blocking=True)
             for factor in source.factors:  # gaps and all: a view may show an element twice, which in place is refused

@@ -23,8 +23,7 @@ from sluice.engine.accelerators import Accelerator, accelerator, page_locked
 from sluice.engine.host_copies import Source, copy_in_pieces
 from sluice.engine.host_memory import HostMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
-from sluice.planning.memory_layout import View
-from sluice.records import Constant, Copy, LoadPlan, Read, Swap
+from sluice.records import Constant, Copy, LoadPlan, Read, Swap, View
 from sluice.sources.protocol import MappableSource
 from sluice.sources.protocol import Source as FileSource
 
@@ -96,7 +95,7 @@ class Targets:
         for device in self._plan.devices:
             link = self._accelerators[device.device]
             self._cleanup.callback(link.finish)  # before staging is unlocked, and each whatever another one raises
-            link.begin(self._plan.staging_buffer_bytes)
+            link.begin(self._plan.device_scratch_bytes)
         self.reserve()
         with torch.inference_mode(mode=False), torch.no_grad():
             for position, target in enumerate(self._plan.targets):

@@ -87,7 +87,7 @@ def from_pretrained(
     Raises:
         ImportError: transformers is not installed, or is of a version that was not checked.
         UnsupportedError: The architecture, or something that it needs, cannot be loaded; the message names it.
-        MismatchError: Checkpoint and model disagree; every reason is listed.
+        MismatchError: OpenCheckpoint and model disagree; every reason is listed.
         CheckpointError: A file is damaged or unsafe.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ReadError: The directory or a file cannot be read.

@@ -15,7 +15,7 @@ from torch import nn
 from sluice._dtypes import dtype_name
 from sluice._errors import UnsupportedError
 from sluice._messages import Findings
-from sluice.api.checkpoint import Checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.hf._symbolic_tensors import SymbolicTensor
 from sluice.loading.module_fill import same_values
 from sluice.records import Entry, Request
@@ -95,7 +95,7 @@ def apply_dtype_plan(model: Any, dtype: torch.dtype, names: Mapping[str, Entry])
                 _put(model, name, torch.empty_like(tensor_of(model, name), dtype=kept))
 
 
-def tie(model: Any, names: Names, checkpoint: Checkpoint) -> list[str]:
+def tie(model: Any, names: Names, checkpoint: OpenCheckpoint) -> list[str]:
     """Tie what the library ties; of tensors that the checkpoint has twice, only those that are equal in it.
 
     Returns:

@@ -13,7 +13,7 @@ import torch
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
-from sluice.api.checkpoint import Checkpoint, CheckpointSource, borrow
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.loading import module_job as _module_plan
 from sluice.loading import state_dict as _state_dict
 from sluice.loading.devices import Device, device_name, parse_placement
@@ -77,7 +77,7 @@ def plan(
 
     Raises:
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
-        MismatchError: Checkpoint and module disagree; every reason is listed.
+        MismatchError: OpenCheckpoint and module disagree; every reason is listed.
         BudgetError: ``device="auto"`` cannot tell what an accelerator has free, or staging is below 1 MiB.
         ValueError: A device cannot be used, or an argument needs a model.
         ReadError: The operating system failed a read.
@@ -136,7 +136,7 @@ class _Planned:
 
 
 def _without_model(
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     device: str | torch.device | None,
     dtype: str | None,
     key: str | None,
@@ -171,7 +171,7 @@ def _without_model(
     )
 
 
-def _with_model(model: torch.nn.Module, checkpoint: Checkpoint, wanted: _module_plan.Wanted) -> _Planned:
+def _with_model(model: torch.nn.Module, checkpoint: OpenCheckpoint, wanted: _module_plan.Wanted) -> _Planned:
     job = _module_plan.plan_module(model, checkpoint, wanted)
     replan, offer = _module_plan.module_changes(model, checkpoint, wanted)
     other = replan(Change(place="copy" if wanted.options.place == "map" else "map"))
@@ -225,7 +225,7 @@ def _resident(job: Job) -> dict[str, int]:
     return dict(found)
 
 
-def _subject(checkpoint: Checkpoint, weights: Sequence[Weight], devices: Sequence[str]) -> Subject:
+def _subject(checkpoint: OpenCheckpoint, weights: Sequence[Weight], devices: Sequence[str]) -> Subject:
     found = Counter(devices)
     return Subject(
         weights=tuple(weights),
@@ -237,7 +237,7 @@ def _subject(checkpoint: Checkpoint, weights: Sequence[Weight], devices: Sequenc
     )
 
 
-def _report(planned: _Planned, checkpoint: Checkpoint, transfer: TransferOptions, *, probe: bool) -> PlanReport:
+def _report(planned: _Planned, checkpoint: OpenCheckpoint, transfer: TransferOptions, *, probe: bool) -> PlanReport:
     made, subject = planned.plan, planned.subject
     memory = transfer.memory or MemoryLimits()
     short = shortages(made, memory)

@@ -14,7 +14,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
 from sluice._progress import Progress, byte_progress
-from sluice.api.checkpoint import Checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.session import Outcome
 from sluice.engine.targets import Targets
 from sluice.entries import tree as _tree
@@ -22,7 +22,6 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.loading.module_job import Job
 from sluice.modules.initial_values import initial_values
 from sluice.modules.install import Installed, finish_loading, install, install_one
-from sluice.planning.cuda_allocator import scratch_bytes
 from sluice.reading import transfer as _transfer
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.records import DeviceMemory, Request
@@ -44,7 +43,7 @@ class Done:
     notes: tuple[str, ...]
 
 
-def fill(job: Job, checkpoint: Checkpoint, *, strict: bool, progress: Progress) -> Done:
+def fill(job: Job, checkpoint: OpenCheckpoint, *, strict: bool, progress: Progress) -> Done:
     """Run a job: compare copies of tied tensors, read, install.
 
     Raises:
@@ -89,15 +88,14 @@ def _initial_values(job: Job, targets: Targets) -> dict[int, torch.Tensor]:
     try:
         targets.reserve()
         memory = dict(zip(slots, targets.tensors(job.prepared.computed), strict=True))
-        scratch = scratch_bytes(job.prepared.plan.staging_buffer_bytes)
-        initial_values(job.state, job.match, memory, scratch_bytes=scratch)
+        initial_values(job.state, job.match, memory, scratch_bytes=job.prepared.plan.device_scratch_bytes)
     except BaseException:
         targets.discard()
         raise
     return memory
 
 
-def _read_tree(checkpoint: Checkpoint, tree: object) -> object:
+def _read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
     """Return a part of the checkpoint with its tensors on the host, as ``torch.load`` gives it."""
     entries = list(_tree.every_entry(tree))
     if not entries:
@@ -108,7 +106,7 @@ def _read_tree(checkpoint: Checkpoint, tree: object) -> object:
     return with_tensors(tree, entries, tensors, file=checkpoint.path)
 
 
-def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str]:
+def _compare_tied(job: Job, checkpoint: OpenCheckpoint, *, strict: bool) -> list[str]:
     """Compare further copies of tied tensors with the first, slice by slice, before anything is touched."""
     notes = []
     for position, other in job.match.comparisons:
@@ -122,7 +120,7 @@ def _compare_tied(job: Job, checkpoint: Checkpoint, *, strict: bool) -> list[str
     return notes
 
 
-def same_values(checkpoint: Checkpoint, first: Request, other: Request, *, limit_bytes: int) -> bool:
+def same_values(checkpoint: OpenCheckpoint, first: Request, other: Request, *, limit_bytes: int) -> bool:
     """Return whether two tensors of one shape finish with the same bytes, ``limit_bytes`` of each at a time."""
     largest = max(ITEM_BYTES[dtype] for dtype in (first.entry.dtype, other.entry.dtype, first.dtype))
     for key in boxes(first.entry.shape, max(1, limit_bytes // largest)):

@@ -16,7 +16,7 @@ from torch import nn
 
 from sluice._dtypes import dtype_name
 from sluice._options import MemoryLimits, TransferOptions
-from sluice.api.checkpoint import Checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as _tree
 from sluice.entries.lookup import subtree
 from sluice.loading.devices import check_prefixes, choose_placement, other_devices, parse_placement
@@ -90,7 +90,7 @@ class Job:
     #: What a reader of the report should know, a sentence each.
     notes: tuple[str, ...] = ()
 
-    def decided(self, checkpoint: Checkpoint) -> Decided:
+    def decided(self, checkpoint: OpenCheckpoint) -> Decided:
         """Return what the report's table is made from, which holds no tensor."""
         return Decided(
             outline=self.state.outline,
@@ -114,7 +114,7 @@ def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:
     )
 
 
-def prepare_module(model: nn.Module, checkpoint: Checkpoint, wanted: Wanted) -> Job:
+def prepare_module(model: nn.Module, checkpoint: OpenCheckpoint, wanted: Wanted) -> Job:
     """Decide a load and check all of it; see ``sluice.load_into`` for the errors."""
     job = plan_module(model, checkpoint, wanted)
     memory = wanted.options.memory or MemoryLimits()
@@ -123,7 +123,7 @@ def prepare_module(model: nn.Module, checkpoint: Checkpoint, wanted: Wanted) -> 
     return job
 
 
-def module_changes(model: nn.Module, checkpoint: Checkpoint, wanted: Wanted) -> tuple[Replan, Offer]:
+def module_changes(model: nn.Module, checkpoint: OpenCheckpoint, wanted: Wanted) -> tuple[Replan, Offer]:
     """Return what plans the same load with other arguments, and the arguments that could be asked for."""
 
     def replan(change: Change) -> LoadPlan:
@@ -145,7 +145,7 @@ def _other_places(placement: Placement | Literal["auto"], options: TransferOptio
         yield Change(device=device)
 
 
-def plan_module(model: nn.Module, checkpoint: Checkpoint, wanted: Wanted) -> Job:
+def plan_module(model: nn.Module, checkpoint: OpenCheckpoint, wanted: Wanted) -> Job:
     """Decide a load and check all of it but the memory limits; nothing is touched."""
     state = collect(model)
     tree = checkpoint.index.tree
@@ -221,7 +221,7 @@ def _computed(state: ModuleState, found: Match, placement: Placement) -> list[Co
 
 def prepare_entries(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     entries: Mapping[str, Entry],
     *,
     placement: Placement | Literal["auto"],
@@ -243,7 +243,7 @@ def prepare_entries(
     return job
 
 
-def _plan_entries(model: nn.Module, checkpoint: Checkpoint, entries: Mapping[str, Entry], wanted: Wanted) -> Job:
+def _plan_entries(model: nn.Module, checkpoint: OpenCheckpoint, entries: Mapping[str, Entry], wanted: Wanted) -> Job:
     state = collect(model)
     matched = partial(match, state.outline, entries, strict=False)
     found, placement = _placed(state, matched, wanted)
@@ -256,7 +256,7 @@ def _refuse_opaque(
     tree: object,
     selection: Selection,
     state: ModuleState,
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     *,
     rename: Rename | None,
     strict: bool,

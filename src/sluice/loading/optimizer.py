@@ -23,7 +23,7 @@ from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import SHOWN, section
 from sluice._options import Limits, TransferOptions
 from sluice._progress import Progress, byte_progress
-from sluice.api.checkpoint import Checkpoint, CheckpointSource, borrow
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.checkpoint.survey import optimizer_files
 from sluice.engine.session import Outcome
 from sluice.engine.targets import Targets
@@ -76,7 +76,7 @@ class _Wish:
 
 def prepare_optimizer(
     optimizer: Optimizer,
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     *,
     model: torch.nn.Module | None,
     key: str | None,
@@ -106,7 +106,7 @@ def prepare_optimizer(
 
 
 def fill_optimizer(
-    job: OptimizerJob, checkpoint: Checkpoint, *, progress: Progress
+    job: OptimizerJob, checkpoint: OpenCheckpoint, *, progress: Progress
 ) -> tuple[Outcome, tuple[DeviceMemory, ...]]:
     """Run a job: read everything, then give it to the optimizer.
 
@@ -140,7 +140,7 @@ def optimizer_checkpoint(
     key: str | None = None,
     rename: Rename | None = None,
     limits: Limits | None = None,
-) -> Iterator[Checkpoint]:
+) -> Iterator[OpenCheckpoint]:
     """Open where the state of an optimizer is for the length of the block: of a directory, the file beside the model.
 
     Of several such files it is the only one that fits, for which the other arguments are looked at.
@@ -149,7 +149,7 @@ def optimizer_checkpoint(
         MismatchError: The directory holds the state of several optimizers, and not one of them fits.
         UnsupportedError: It holds a state that was divided over ranks.
     """
-    path = source.path if isinstance(source, Checkpoint) else source
+    path = source.path if isinstance(source, OpenCheckpoint) else source
     directory = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
     files = optimizer_files(directory) if directory else []
     divided = divided_directory(directory) if directory and not files else None

@@ -15,7 +15,7 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride
 from sluice._options import TransferOptions
-from sluice.api.checkpoint import Checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.planning.other_methods import Rates
@@ -30,7 +30,7 @@ _PIECE_BYTES = 32 << 20
 
 
 def probe_rates(
-    checkpoint: Checkpoint, requests: Sequence[Request], plan: LoadPlan, *, device: str, transfer: TransferOptions
+    checkpoint: OpenCheckpoint, requests: Sequence[Request], plan: LoadPlan, *, device: str, transfer: TransferOptions
 ) -> Rates:
     """Read a little and return how fast that was. Takes up to about 200 MiB of memory for a moment.
 
@@ -78,7 +78,7 @@ def _sample(requests: Sequence[Request]) -> Iterator[Request]:
             number += 1
 
 
-def _serial_rate(checkpoint: Checkpoint, plan: LoadPlan) -> tuple[float, bool]:
+def _serial_rate(checkpoint: OpenCheckpoint, plan: LoadPlan) -> tuple[float, bool]:
     """Return the bytes a second of one thread through the page cache, and whether most of them lay in it already."""
     sources = checkpoint.sources
     nbytes = hits = 0

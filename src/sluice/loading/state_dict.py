@@ -10,7 +10,7 @@ from itertools import chain
 from sluice._dtypes import is_castable
 from sluice._errors import MismatchError
 from sluice._options import MemoryLimits, TransferOptions
-from sluice.api.checkpoint import Checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as _tree
 from sluice.entries.lookup import subtree
 from sluice.loading.devices import other_devices
@@ -55,7 +55,7 @@ class StateDictJob:
     prepared: Prepared
 
 
-def prepare_state_dict(checkpoint: Checkpoint, wanted: Wanted) -> StateDictJob:
+def prepare_state_dict(checkpoint: OpenCheckpoint, wanted: Wanted) -> StateDictJob:
     """Find a state dict, plan how it is read and check that this keeps the limits."""
     job = plan_state_dict(checkpoint, wanted)
     memory = wanted.options.memory or MemoryLimits()
@@ -64,7 +64,7 @@ def prepare_state_dict(checkpoint: Checkpoint, wanted: Wanted) -> StateDictJob:
     return job
 
 
-def state_dict_changes(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Replan, Offer]:
+def state_dict_changes(checkpoint: OpenCheckpoint, wanted: Wanted) -> tuple[Replan, Offer]:
     """Return what plans the same load with other arguments, and the arguments that could be asked for."""
 
     def replan(change: Change) -> LoadPlan:
@@ -83,7 +83,7 @@ def state_dict_changes(checkpoint: Checkpoint, wanted: Wanted) -> tuple[Replan, 
     return replan, offer
 
 
-def plan_state_dict(checkpoint: Checkpoint, wanted: Wanted) -> StateDictJob:
+def plan_state_dict(checkpoint: OpenCheckpoint, wanted: Wanted) -> StateDictJob:
     """Find a state dict and plan how it is read; memory limits are not checked."""
     chosen = _find_state_dict(checkpoint, wanted.key)
     if wanted.rules:
@@ -97,7 +97,7 @@ def plan_state_dict(checkpoint: Checkpoint, wanted: Wanted) -> StateDictJob:
     return StateDictJob(chosen=chosen, entries=entries, requests=requests, prepared=prepared)
 
 
-def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, object]:
+def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> Mapping[str, object]:
     tree = checkpoint.index.tree
     chosen = subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
     if not isinstance(chosen, Mapping):
@@ -111,7 +111,7 @@ def _find_state_dict(checkpoint: Checkpoint, key: str | None) -> Mapping[str, ob
     return chosen
 
 
-def _ruled(chosen: Mapping[str, object], rules: Sequence[Rule], checkpoint: Checkpoint) -> Mapping[str, object]:
+def _ruled(chosen: Mapping[str, object], rules: Sequence[Rule], checkpoint: OpenCheckpoint) -> Mapping[str, object]:
     """Return a flat state dict of what rules make of the tensors, and of the other values as they are."""
     made: dict[str, object] = {**apply_rules(_tree.flatten(chosen, checkpoint.limits), rules)}
     for name, value in _tree.leaves(chosen):

@@ -24,7 +24,7 @@ from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import DirectIOUnavailable, MappableSource, Source
 
-__all__ = ["file_facts", "host_headroom", "machine_facts", "mappable", "takes_direct_io"]
+__all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
 
 #: Local file systems on which direct reads and writes were found to be at least as fast as buffered ones. Network and
 #: FUSE file systems, and those that only accept the flag, are left out.
@@ -50,13 +50,6 @@ def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, 
         devices=devices,
         address_space_bytes=address_space_room(),
     )
-
-
-def host_headroom(facts: MachineFacts) -> tuple[int, str]:
-    """Return the bytes that host memory may grow by when the caller set no limit, and where that number comes from."""
-    if facts.memory_limit_bytes is not None and facts.memory_limit_bytes < facts.memory_available_bytes:
-        return facts.memory_limit_bytes, "left in the control group"
-    return facts.memory_available_bytes, "free memory"
 
 
 def file_facts(source: Source) -> FileFacts:

@@ -14,7 +14,6 @@ from sluice._errors import Alternative, BudgetError
 from sluice._geometry import round_up
 from sluice._options import MemoryLimits
 from sluice._units import format_bytes, parse_bytes
-from sluice.machine.facts import host_headroom
 from sluice.records import Block, LoadPlan, MachineFacts, Target
 
 __all__ = [
@@ -102,7 +101,7 @@ def find_limits(facts: MachineFacts, memory: MemoryLimits) -> tuple[MemoryLimit,
 def _host_limit(facts: MachineFacts, memory: MemoryLimits) -> MemoryLimit:
     if memory.host is not None:
         return MemoryLimit(where=HOST, nbytes=parse_bytes(memory.host), origin="MemoryLimits(host=...)")
-    nbytes, origin = host_headroom(facts)
+    nbytes, origin = facts.host_headroom
     return MemoryLimit(where=HOST, nbytes=nbytes, origin=origin)
 
 

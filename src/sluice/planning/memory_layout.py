@@ -14,25 +14,9 @@ from dataclasses import dataclass, replace
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
-from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, MathBit, Part, Request, Target
+from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target, View
 
-__all__ = ["Computed", "View", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """A finished tensor: a strided view of a target."""
-
-    #: Position of the target in ``LoadPlan.targets``.
-    target: int
-    #: Element 0, in elements from the start of the target.
-    start: int
-    #: Size of each dimension, in elements.
-    shape: tuple[int, ...]
-    #: Step of each dimension, in elements.
-    stride: tuple[int, ...]
-    #: Bits that the finished tensor gets: its memory holds the conjugate, the negative or both.
-    math_bits: tuple[MathBit, ...] = ()
+__all__ = ["Computed", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

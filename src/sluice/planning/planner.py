@@ -83,6 +83,7 @@ def plan_load(
         final_bytes=sum(target.nbytes for target in targets),
         predicted=predicted,
         devices=tuple(_device_plans(targets, reads, buffer_bytes)),
+        device_scratch_bytes=scratch_bytes(buffer_bytes),
         reasons=(*mapped.reasons, *_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
         drop_behind=page_cache == "bypass" or (page_cache == "auto" and _crowded(reads, facts, predicted)),
         mapped_ranges=mapped.ranges,

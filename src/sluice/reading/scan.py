@@ -26,7 +26,7 @@ from sluice.planning.planner import plan_load
 from sluice.records import Entry, Request, Storage
 
 if TYPE_CHECKING:
-    from sluice.api.checkpoint import Checkpoint
+    from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
 __all__ = [
     "Batch",
@@ -61,7 +61,7 @@ Batch = list[Piece[_Item]]
 class PieceReader:
     """Reads entries of one checkpoint as row-major tensors, and ranges of its files as bytes."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
         """Ask the machine, once for all batches."""
         self._checkpoint = checkpoint
         self._facts = machine_facts(checkpoint.sources)
@@ -120,7 +120,7 @@ def identity(entry: Entry) -> object:
     return entry.storage, entry.storage_offset, entry.dtype, entry.shape, entry.stride, entry.math_bits
 
 
-def check_repeats(checkpoint: Checkpoint, name: str, entry: Entry) -> None:
+def check_repeats(checkpoint: OpenCheckpoint, name: str, entry: Entry) -> None:
     """Refuse a tensor that a stride of 0 makes so much larger than what is stored that reading it would not end.
 
     Raises:

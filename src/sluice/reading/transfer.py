@@ -16,12 +16,12 @@ from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
-from sluice.planning.memory_layout import Computed, View, computed_targets, shared_targets, single_targets
+from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request
+from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request, View
 
 if TYPE_CHECKING:
-    from sluice.api.checkpoint import Checkpoint
+    from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
 __all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run"]
 
@@ -39,7 +39,7 @@ class Prepared:
 
 
 def plan_transfer(
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     requests: Sequence[Request],
     *,
     share_storages: bool = False,
@@ -90,7 +90,7 @@ def plan_transfer(
 
 
 def prepare(
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     requests: Sequence[Request],
     *,
     share_storages: bool = False,
@@ -122,7 +122,7 @@ def changed(options: TransferOptions, change: Change) -> TransferOptions:
 
 
 def run(
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     prepared: Prepared,
     targets: Targets,
     *,

@@ -41,7 +41,7 @@ from sluice.records.plan import (
     Reservation,
     Swap,
 )
-from sluice.records.targets import Constant, Fill, Request, Target
+from sluice.records.targets import Constant, Fill, Request, Target, View
 from sluice.records.torch_values import TorchSize, TorchText
 
 __all__ = [
@@ -78,4 +78,5 @@ __all__ = [
     "TorchSize",
     "TorchText",
     "UnsupportedValue",
+    "View",
 ]

@@ -51,3 +51,10 @@ class MachineFacts:
     devices: tuple[DeviceFacts, ...] = ()
     #: Virtual memory that the process may still map, in bytes (RLIMIT_AS); None without a limit.
     address_space_bytes: int | None = None
+
+    @property
+    def host_headroom(self) -> tuple[int, str]:
+        """Bytes by which host memory may grow if the caller set no limit, and where that number comes from."""
+        if self.memory_limit_bytes is not None and self.memory_limit_bytes < self.memory_available_bytes:
+            return self.memory_limit_bytes, "left in the control group"
+        return self.memory_available_bytes, "free memory"

@@ -192,6 +192,8 @@ class LoadPlan:
     predicted: Peaks
     #: Memory of each accelerator.
     devices: tuple[DevicePlan, ...] = ()
+    #: Bytes of the device memory through which casts and views reach an accelerator, allocated when the first is made.
+    device_scratch_bytes: int = 0
     #: Why the plan is as it is, a sentence each.
     reasons: tuple[str, ...] = ()
     #: Whether buffered pages are dropped from the page cache once they were used.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sluice.records.index import Entry, MathBit
 
-__all__ = ["Constant", "Fill", "Request", "Target"]
+__all__ = ["Constant", "Fill", "Request", "Target", "View"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +103,19 @@ class Target:
     replaces: bool = False
     #: What rules made it of, in words; empty for a tensor as the file has it.
     origin: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A finished tensor: a strided view of a target."""
+
+    #: Position of the target in ``LoadPlan.targets``.
+    target: int
+    #: Element 0, in elements from the start of the target.
+    start: int
+    #: Size of each dimension, in elements.
+    shape: tuple[int, ...]
+    #: Step of each dimension, in elements.
+    stride: tuple[int, ...]
+    #: Bits that the finished tensor gets: its memory holds the conjugate, the negative or both.
+    math_bits: tuple[MathBit, ...] = ()

@@ -70,7 +70,7 @@ class FakeAccelerator:
         self.allocated_bytes = 0
         self.released = False
 
-    def begin(self, buffer_bytes: int) -> None:  # noqa: ARG002  (its memory is the host's: no scratch)
+    def begin(self, scratch_bytes: int) -> None:  # noqa: ARG002  (its memory is the host's: no scratch)
         self._stopping = False
         self._worker = threading.Thread(target=self._work, name="fake-accelerator", daemon=True)
         self._worker.start()

@@ -1,0 +1,190 @@
+"""An open checkpoint: its index, the sources of its files, and where their data lies. No torch.
+
+``sluice.Checkpoint`` is this plus tensors that read themselves; everything below the API takes an ``OpenCheckpoint``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from types import TracebackType
+from typing import BinaryIO, Self, TypeAlias
+
+from sluice._errors import CheckpointError
+from sluice._options import Limits
+from sluice.checkpoint.merging import OpenFile
+from sluice.checkpoint.opening import open_path, open_section
+from sluice.entries import tree as trees
+from sluice.entries.lookup import subtree
+from sluice.formats.protocol import Checksum
+from sluice.records import Entry, Index, Opaque
+from sluice.sources.file_objects import stream_source
+from sluice.sources.protocol import Source
+
+__all__ = ["CheckpointSource", "OpenCheckpoint", "borrow"]
+
+
+class OpenCheckpoint:
+    """The index of a checkpoint and its open files. A context manager that closes them."""
+
+    def __init__(self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits) -> None:
+        #: What was opened: a file or a directory.
+        self.path = path
+        #: Every tensor as records that do not need torch.
+        self.index = index
+        self._files = files
+        self.limits = limits
+        self._offsets: dict[int, int] = {}
+        self._closed = False
+
+    @classmethod
+    def open(cls, source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None) -> Self:
+        """Open a checkpoint; see ``sluice.open`` for the arguments and errors.
+
+        An open checkpoint shares its files with the result, which then is a view of the part at ``key``.
+        """
+        if isinstance(source, OpenCheckpoint):
+            opened = cls(source.path, source.index, source._files, source.limits)
+            owned = False
+        else:
+            opened, owned = cls._open_files(source, limits or Limits()), True
+        if key is not None:
+            try:
+                opened.index = replace(opened.index, tree=_part(opened.index.tree, key, opened.path))
+            except BaseException:
+                if owned:
+                    opened.close()
+                raise
+        return opened
+
+    @classmethod
+    def _open_files(cls, source: str | os.PathLike[str] | BinaryIO, limits: Limits) -> Self:
+        if isinstance(source, (str, bytes, os.PathLike)):
+            path = os.fsdecode(source)
+            index, files = open_path(path, limits)
+        else:
+            opened, start = stream_source(source)
+            path = opened.path
+            index, files, end = open_section(opened, start, limits)
+            source.seek(end)
+        return cls(path, index, files, limits)
+
+    @property
+    def format(self) -> str:
+        """Name of the format.
+
+        Of a file ``"torch-zip"`` or ``"safetensors"``; of a Hugging Face directory or a shard index
+        ``"huggingface-safetensors"`` or ``"huggingface-bin"``; of parts without an index ``"safetensors-parts"``; of
+        one file for each parameter ``"per-parameter"``; of a torch.distributed.checkpoint directory
+        ``"torch-distributed"``.
+        """
+        return self.index.format
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Paths of the files that hold its data."""
+        return tuple(file.path for file in self.index.files)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data; bytes that several tensors share count once."""
+        return sum(storage.nbytes for storage in self.index.storages)
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Text that the file says of itself; of several files, what all of them say."""
+        return self.index.metadata
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The record of every tensor by its dotted name."""
+        return trees.flatten(self.index.tree, self.limits)
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The files, ready to be read.
+
+        Raises:
+            ValueError: The checkpoint is closed.
+        """
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
+        return tuple(file.source for file in self._files)
+
+    @cached_property
+    def stored_names(self) -> Mapping[str, str]:
+        """Names that a safetensors file keeps in its metadata for tensors that it stores under others; these names."""
+        if "safetensors" not in self.format:
+            return {}
+        entries = self.entries
+        return {name: stored for name, stored in self.metadata.items() if stored in entries and name not in entries}
+
+    def checksums(self) -> list[list[Checksum | CheckpointError]]:
+        """Return the checksums that each file records, and what is wrong with headers that should lead to one.
+
+        Raises:
+            ValueError: The checkpoint is closed.
+        """
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
+        return [file.checksums(self.limits) for file in self._files]
+
+    @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """The bytes of each file that are the checkpoint's: the first, and the first behind them."""
+        ends = (file.index.end for file in self._files)
+        return tuple(
+            (file.start, file.source.identity.nbytes if end is None else file.start + end)
+            for file, end in zip(self._files, ends, strict=True)
+        )
+
+    def locate(self, storages: Iterable[int]) -> dict[int, int]:
+        """Return the data offset of each of ``storages``; headers that were checked once are not read again."""
+        if self._closed:
+            raise ValueError("the checkpoint is closed")
+        wanted: defaultdict[int, list[int]] = defaultdict(list)
+        for number in set(storages) - self._offsets.keys():
+            wanted[self.index.storages[number].file].append(number)
+        for position, numbers in wanted.items():
+            self._offsets.update(self._files[position].locate(numbers))
+        return self._offsets
+
+    def close(self) -> None:
+        """Release the files. Tensors that were read stay valid; reading more raises ``ValueError``."""
+        self._closed = True
+        for file in self._files:
+            file.source.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+#: What every ``source`` argument takes.
+CheckpointSource: TypeAlias = "str | os.PathLike[str] | BinaryIO | OpenCheckpoint"
+
+
+def _part(tree: object, key: str, path: str) -> object:
+    part = subtree(tree, key)
+    if isinstance(part, Opaque):
+        raise trees.refusal(part, key, path)
+    return part
+
+
+@contextmanager
+def borrow(source: CheckpointSource, *, limits: Limits | None = None) -> Iterator[OpenCheckpoint]:
+    """Open a checkpoint for the length of the block; one that is open already stays open."""
+    checkpoint = source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source, limits=limits)
+    try:
+        yield checkpoint
+    finally:
+        if checkpoint is not source:
+            checkpoint.close()
