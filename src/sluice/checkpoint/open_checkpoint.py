@@ -48,7 +48,7 @@ class OpenCheckpoint:
         An open checkpoint shares its files with the result, which then is a view of the part at ``key``.
         """
         if isinstance(source, OpenCheckpoint):
-            opened = cls(source.path, source.index, source._files, source.limits)
+            opened = cls(source.path, source.index, source._files, source.limits)  # noqa: SLF001  (its own class)
             owned = False
         else:
             opened, owned = cls._open_files(source, limits or Limits()), True
