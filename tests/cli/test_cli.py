@@ -25,7 +25,7 @@ from sluice.cli.text import printable, printable_paragraph, printable_value
 from sluice.cli.views.outline import outline
 from sluice.cli.views.render import print_summary
 from sluice.cli.views.summary import Summary, summarise, to_json
-from sluice.records import Entry, FileIdentity, FileRecord, Index, Opaque, Storage
+from sluice.records import Entry, FileIdentity, FileRecord, Index, Opaque, Storage, elements_of
 
 _HOSTILE = "w\x1b[31m[red]:smile:\u202e\nEND"
 
@@ -73,7 +73,7 @@ def _state_dict() -> dict[str, torch.Tensor]:
 
 def _index(**changes: Any) -> Index:
     """Three tensors in two storages, the smaller of which two names share."""
-    shared = Entry(dtype="float32", shape=(4,), stride=(1,), storage=1)
+    shared = Entry(elements=elements_of("float32"), shape=(4,), stride=(1,), storage=1)
     fields: dict[str, Any] = {
         "format": "torch-zip",
         "files": (
@@ -84,7 +84,7 @@ def _index(**changes: Any) -> Index:
             Storage(file=0, offset=1088, nbytes=16, key="1"),
         ),
         "tree": {
-            "big": Entry(dtype="bfloat16", shape=(2, 256), stride=(256, 1), storage=0, parameter=True),
+            "big": Entry(elements=elements_of("bfloat16"), shape=(2, 256), stride=(256, 1), storage=0, parameter=True),
             "tied": [shared, shared],
             "epoch": 3,
             "loss": float("nan"),
@@ -115,7 +115,7 @@ def test_summary_counts_names_and_storages() -> None:
 
 
 def test_empty_storages_are_not_shared() -> None:
-    nothing = Entry(dtype="float32", shape=(0,), stride=(1,), storage=0)
+    nothing = Entry(elements=elements_of("float32"), shape=(0,), stride=(1,), storage=0)
     index = _index(storages=(Storage(file=0, offset=0, nbytes=0, key="0"),), tree={"a": nothing, "b": nothing})
     assert _summary(index).shared == ()
 
@@ -237,7 +237,7 @@ def test_large_values_are_not_written_in_full() -> None:
 
 @pytest.mark.parametrize("everything", [False, True])
 def test_hostile_names_do_not_paint_the_terminal(capsys: pytest.CaptureFixture[str], everything: bool) -> None:
-    entry = Entry(dtype="float32", shape=(4,), stride=(1,), storage=1)
+    entry = Entry(elements=elements_of("float32"), shape=(4,), stride=(1,), storage=1)
     index = _index(tree={_HOSTILE: entry, f"{_HOSTILE}2": entry}, metadata={_HOSTILE: _HOSTILE}, notes=(_HOSTILE,))
     print_summary(_summary(index), everything=everything)
     for line in outline(index.tree, None):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sluice
 from sluice._dtypes import dtype_name
 from sluice.engine.accelerators import BlockingAccelerator
-from sluice.engine.host_copies import Source
+from sluice.engine.host_copies import StridedBytes
 from sluice.engine.session import execute
 from sluice.engine.staging import StagingPool
 from sluice.engine.targets import Targets
@@ -134,7 +134,7 @@ def test_the_fake_notices_what_arrives_twice_or_never() -> None:
     raw = torch.zeros(8, dtype=torch.uint8)
     fake.begin(0)
     for _ in range(2):
-        fake.copy(memory[:2], Source(raw, torch.float32, (2,), (1,)))
+        fake.copy(memory[:2], StridedBytes(raw, torch.float32, (2,), (1,)))
     fake.finish()
     with pytest.raises(AssertionError, match="2 elements never arrived, 2 again"):
         fake.assert_filled_once()
@@ -237,6 +237,6 @@ def test_blocking_copies_serve_devices_without_streams() -> None:
     memory = link.allocate(3, torch.bfloat16)
     link.begin(0)
     raw = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).view(torch.uint8)
-    link.copy(memory, Source(raw, torch.float32, (3,), (2,)))
+    link.copy(memory, StridedBytes(raw, torch.float32, (3,), (2,)))
     link.mark()
     assert memory.tolist() == [1.0, 3.0, 5.0]

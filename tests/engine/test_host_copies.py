@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sluice import _options as options
 from sluice._geometry import span_elements
-from sluice.engine.host_copies import Source, copy_in_pieces
+from sluice.engine.host_copies import StridedBytes, copy_in_pieces
 from support.oracles import bits
 
 DTYPES = [torch.int16, torch.float32, torch.bfloat16, torch.complex64, torch.float64]
@@ -39,8 +39,8 @@ def test_any_box_at_any_address(
     target, expected = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "MOVED_BYTES", limit)
-        copy_in_pieces(target, Source(data[shift : shift + nbytes], dtype, shape, stride))
-    copy_in_pieces(expected, Source(data[shift : shift + nbytes].clone(), dtype, shape, stride))
+        copy_in_pieces(target, StridedBytes(data[shift : shift + nbytes], dtype, shape, stride))
+    copy_in_pieces(expected, StridedBytes(data[shift : shift + nbytes].clone(), dtype, shape, stride))
     assert bits(target) == bits(expected)
 
 
@@ -48,7 +48,7 @@ def test_a_cast_of_many_pieces_into_every_second_column() -> None:
     values = torch.randn(700, 300)
     data = torch.cat([torch.zeros(3, dtype=torch.uint8), values.view(torch.uint8).flatten()])
     target = torch.zeros(700, 600, dtype=torch.bfloat16)
-    source = Source(data[3:], torch.float32, (700, 300), (300, 1))
+    source = StridedBytes(data[3:], torch.float32, (700, 300), (300, 1))
     assert not source.aligned
     copy_in_pieces(target[:, ::2], source)
     assert torch.equal(target[:, ::2], values.bfloat16())

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import basic_indices
 
 from sluice._geometry import contiguous_stride
 from sluice.entries.slicing import slice_entry
-from sluice.records import NO_STORAGE, Entry, Part
+from sluice.records import NO_STORAGE, Entry, Part, elements_of
 from support.loaded_requests import load
 from support.plans import entry_of, request
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 def assembled(shape: tuple[int, ...], parts: list[tuple[torch.Tensor, tuple[int, ...]]]) -> Entry:
     return Entry(
-        dtype="float32",
+        elements=elements_of("float32"),
         shape=shape,
         stride=contiguous_stride(shape),
         storage=NO_STORAGE,
@@ -79,7 +79,7 @@ def test_two_names_of_one_assembled_entry(tmp_path: Path, share: bool) -> None:
     halves = [torch.arange(3.0), torch.arange(3.0, 6.0)]
     entry = assembled((6,), [(halves[0], (0,)), (halves[1], (3,))])
     other = Entry(
-        dtype="float32",
+        elements=elements_of("float32"),
         shape=(6,),
         stride=(1,),
         storage=NO_STORAGE,

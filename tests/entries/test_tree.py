@@ -14,12 +14,12 @@ from sluice._options import Limits
 from sluice.entries.lookup import subtree
 from sluice.entries.tree import flatten, map_leaves, opaques, walk
 from sluice.matching.candidates import state_dict_candidates
-from sluice.records import Entry, Opaque
+from sluice.records import Entry, Opaque, elements_of
 from support.work import at_most
 
 
 def tensor(size: int = 1, storage: int = 0) -> Entry:
-    return Entry(dtype="float32", shape=(size,), stride=(1,), storage=storage)
+    return Entry(elements=elements_of("float32"), shape=(size,), stride=(1,), storage=storage)
 
 
 def names(tree: object) -> list[str]:

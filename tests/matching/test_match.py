@@ -16,7 +16,7 @@ from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._errors import MismatchError
 from sluice._geometry import contiguous_stride
 from sluice.matching.match import Outline, Slot, finished_dtype, match
-from sluice.records import Entry
+from sluice.records import Entry, elements_of
 
 CASTABLE = sorted(filter(is_castable, ITEM_BYTES))
 
@@ -38,7 +38,8 @@ def slot(*names: str, **changes: object) -> Slot:
 def entry(storage: int = 0, **changes: object) -> Entry:
     values: dict[str, object] = {"dtype": "float32", "shape": (2, 3), **changes}
     values.setdefault("stride", contiguous_stride(values["shape"]))  # type: ignore[arg-type]
-    return Entry(storage=storage, **values)  # type: ignore[arg-type]
+    elements = elements_of(str(values.pop("dtype")))
+    return Entry(storage=storage, elements=elements, **values)  # type: ignore[arg-type]
 
 
 def message(outline: Outline, entries: Mapping[str, Entry], **options: object) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sluice import MismatchError
 from sluice.matching.optimizer_states import OptimizerOutline, ParameterOutline, find_state
-from sluice.records import Entry
+from sluice.records import Entry, elements_of
 from support.work import at_most
 
 KEYS = [
@@ -21,7 +21,7 @@ KEYS = [
 
 LEAVES = st.one_of(
     st.builds(
-        lambda shape: Entry(dtype="float32", shape=shape, stride=(1,) * len(shape), storage=0),
+        lambda shape: Entry(elements=elements_of("float32"), shape=shape, stride=(1,) * len(shape), storage=0),
         st.sampled_from([(), (2,), (3,)]),
     ),
     st.sampled_from([None, 0, 1, True, 0.5, "w", "b", "0", "", (), float("nan")]),
@@ -64,7 +64,10 @@ def test_a_match_or_a_mismatch(tree: Any, names: bool, groups: int, adapts: bool
 @pytest.mark.parametrize(
     "tree",
     [
-        {f"blocks.{i}.state.x{i}.w": Entry(dtype="float32", shape=(), stride=(), storage=0) for i in range(20_000)},
+        {
+            f"blocks.{i}.state.x{i}.w": Entry(elements=elements_of("float32"), shape=(), stride=(), storage=0)
+            for i in range(20_000)
+        },
         {"state." + "." * 4000 + str(i): 1 for i in range(50)},
         {f"state.{i}.exp_avg": 1 for i in range(20_000)},
         {"a": {f"o{i}": {"state": {}, "param_groups": [{"params": []}]} for i in range(10_000)}},

@@ -15,7 +15,7 @@ from sluice._options import Limits
 from sluice.matching.match import Outline, Slot
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import Selection, select
-from sluice.records import Entry
+from sluice.records import Entry, elements_of
 from support.work import at_most
 
 NAMES = ("embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "head.weight")
@@ -42,7 +42,10 @@ def outline(*groups: str | tuple[str, ...]) -> Outline:
 
 
 def entries(names: Iterable[str], start: int = 0) -> dict[str, Entry]:
-    return {name: Entry(dtype="float32", shape=(4,), stride=(1,), storage=start + i) for i, name in enumerate(names)}
+    return {
+        name: Entry(elements=elements_of("float32"), shape=(4,), stride=(1,), storage=start + i)
+        for i, name in enumerate(names)
+    }
 
 
 MODULE = outline(*NAMES)

@@ -26,7 +26,7 @@ from sluice.engine.targets import Targets
 from sluice.planning.mappings import Mapped, plan_mapping
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, Fill, Request, Target
+from sluice.records import FileRecord, Fill, Request, Target, elements_of
 from sluice.sources.local import LocalFile
 from sluice.testing import RecordingSource
 from support.leaks import open_files
@@ -364,7 +364,16 @@ def targets_at(places: list[tuple[int, int]]) -> list[Target]:
             dtype="uint8",
             nbytes=nbytes,
             device="cpu",
-            fills=(Fill(file=0, offset=at, dtype="uint8", shape=(nbytes,), source_stride=(1,), target_stride=(1,)),),
+            fills=(
+                Fill(
+                    file=0,
+                    offset=at,
+                    elements=elements_of("uint8"),
+                    shape=(nbytes,),
+                    source_stride=(1,),
+                    target_stride=(1,),
+                ),
+            ),
         )
         for i, (at, nbytes) in enumerate(places)
     ]

@@ -8,7 +8,7 @@ import sluice
 from sluice._dtypes import ITEM_BYTES
 from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import Fill, LoadPlan, MachineFacts, Request, Target
+from sluice.records import Elements, Fill, LoadPlan, MachineFacts, Request, Target
 from support.plans import FILE, MIB, entry, facts, index_of, request
 
 
@@ -136,11 +136,10 @@ def filled(offset: int, nbytes: int, *, dtype: str = "float32", swap_bytes: int 
     fill = Fill(
         file=0,
         offset=offset,
-        dtype=dtype,
+        elements=Elements(dtype=dtype, swap_bytes=swap_bytes),
         shape=(nbytes // item,),
         source_stride=(1,),
         target_stride=(1,),
-        swap_bytes=swap_bytes,
     )
     return Target(name="w", dtype=dtype, nbytes=nbytes, device=device, fills=(fill,))
 
@@ -197,7 +196,7 @@ def test_targets_of_several_fills_are_never_read_over_their_neighbours() -> None
         Fill(
             file=0,
             offset=start,
-            dtype="float32",
+            elements=Elements(dtype="float32"),
             shape=(MIB // 4,),
             source_stride=(1,),
             target_stride=(1,),

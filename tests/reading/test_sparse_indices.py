@@ -14,7 +14,7 @@ from sluice import FormatError
 from sluice._geometry import contiguous_stride
 from sluice.reading import sparse_indices as _sparse_indices
 from sluice.reading.sparse_indices import check_indices, pieces_of
-from sluice.records import Entry, Sparse
+from sluice.records import Entry, Sparse, elements_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 
@@ -22,7 +22,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
 def entry_of(tensor: torch.Tensor) -> Entry:
     shape = tuple(tensor.shape)
     return Entry(
-        dtype=str(tensor.dtype).removeprefix("torch."), shape=shape, stride=contiguous_stride(shape), storage=0
+        elements=elements_of(str(tensor.dtype).removeprefix("torch.")),
+        shape=shape,
+        stride=contiguous_stride(shape),
+        storage=0,
     )
 
 
@@ -30,7 +33,7 @@ def agrees(layout: str, shape: tuple[int, ...], indices: list[torch.Tensor], val
     """Assert that torch and sluice take or refuse the same tensor."""
     held = tuple(map(entry_of, indices))
     made = Sparse(layout=layout, indices=held, values=entry_of(values), coalesced=False)
-    entry = Entry(dtype="float32", shape=shape, stride=(), storage=0, composite=made)
+    entry = Entry(elements=elements_of("float32"), shape=shape, stride=(), storage=0, composite=made)
     try:
         if layout == "sparse_coo":
             torch.sparse_coo_tensor(indices[0], values, shape, check_invariants=True)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import sluice
+from sluice._dtypes import dtype_name
 from sluice.engine.session import execute
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import FileRecord, MathBit
+from sluice.records import Elements, FileRecord, MathBit
 from sluice.sources.local import LocalFile
 from sluice.testing import FakeAccelerator
 from sluice.testing._archives import storage, tensor_call, torch_archive
@@ -125,7 +126,12 @@ def test_accelerators(tmp_path: Path, cores: int) -> None:
     source = LocalFile(path)
     index = index_of(places, (FileRecord(path=source.path, identity=source.identity),))
     requests = [
-        request(f"t{i}", replace(entry_of(tensor, i), math_bits=some), device="fake:0", dtype=dtype)
+        request(
+            f"t{i}",
+            replace(entry_of(tensor, i), elements=Elements(dtype=dtype_name(tensor.dtype), math_bits=some)),
+            device="fake:0",
+            dtype=dtype,
+        )
         for i, (tensor, some, dtype) in enumerate(held)
     ]
     targets, views = single_targets(requests, index, {})

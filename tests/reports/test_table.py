@@ -15,7 +15,7 @@ from torch import nn
 
 import sluice
 from sluice.cli import main
-from sluice.records import Entry, Index, Part
+from sluice.records import Entry, Index, Part, elements_of
 from sluice.reports.report_rows import Decided, _SourceNames, tensor_rows
 from sluice.reports.table import TensorRow, TensorTable, aligned
 
@@ -97,19 +97,19 @@ def test_casts_live_tensors_and_mapped_ones(file: Path) -> None:
 
 
 def test_parts_are_traced_to_the_entries_that_hold_them() -> None:
-    fused = Entry(dtype="float32", shape=(6, 2), stride=(2, 1), storage=0)
-    other = Entry(dtype="float32", shape=(2, 2), stride=(2, 1), storage=1)
+    fused = Entry(elements=elements_of("float32"), shape=(6, 2), stride=(2, 1), storage=0)
+    other = Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=1)
     index = Index(format="test", files=(), storages=(), tree={"qkv": fused, "rest": [other]})
     names = {
-        "q": Entry(dtype="float32", shape=(2, 2), stride=(2, 1), storage=0),
+        "q": Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=0),
         "both": Entry(
-            dtype="float32",
+            elements=elements_of("float32"),
             shape=(4, 2),
             stride=(2, 1),
             storage=-1,
             parts=(Part(entry=other, start=(0, 0)), Part(entry=fused, start=(2, 0))),
         ),
-        "unknown": Entry(dtype="float32", shape=(2, 2), stride=(2, 1), storage=7),
+        "unknown": Entry(elements=elements_of("float32"), shape=(2, 2), stride=(2, 1), storage=7),
     }
     found = _SourceNames(index)
     assert {name: found.of(entry) for name, entry in names.items()} == {

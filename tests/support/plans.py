@@ -8,7 +8,17 @@ import torch
 
 from sluice._dtypes import dtype_name
 from sluice._geometry import contiguous_stride, span_elements
-from sluice.records import Entry, FileFacts, FileIdentity, FileRecord, Index, MachineFacts, Request, Storage
+from sluice.records import (
+    Entry,
+    FileFacts,
+    FileIdentity,
+    FileRecord,
+    Index,
+    MachineFacts,
+    Request,
+    Storage,
+    elements_of,
+)
 
 IDENTITY = FileIdentity(device=1, inode=2, nbytes=1 << 40, mtime_ns=3, ctime_ns=4)
 FILE = FileRecord(path="model.bin", identity=IDENTITY)
@@ -35,7 +45,7 @@ def entry(
     stride: tuple[int, ...] | None = None,
 ) -> Entry:
     return Entry(
-        dtype=dtype,
+        elements=elements_of(dtype),
         shape=shape,
         stride=contiguous_stride(shape) if stride is None else stride,
         storage=storage,

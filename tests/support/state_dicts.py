@@ -15,7 +15,7 @@ from sluice.modules.collect import ModuleState, collect
 from sluice.modules.initial_values import initial_values
 from sluice.modules.install import Installed, finish_loading, install
 from sluice.modules.load_hooks import follow_loading
-from sluice.records import Entry, Request
+from sluice.records import Entry, Request, elements_of
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def hold(state_dict: Mapping[str, torch.Tensor]) -> Held:
             storages[storage.data_ptr()] = len(kept)
             kept.append(storage)
         entries[name] = Entry(
-            dtype=dtype_name(tensor.dtype),
+            elements=elements_of(dtype_name(tensor.dtype)),
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
             storage=storages[storage.data_ptr()],

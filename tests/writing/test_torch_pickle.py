@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.records import Entry
+from sluice.records import Entry, elements_of
 from sluice.testing._archives import Call, Global, torch_archive
 from sluice.writing.pickle_walk import survey
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
@@ -248,7 +248,9 @@ def test_an_attribute_that_is_its_own_tensor(tmp_path: Path) -> None:
 
 def _entries(count: int) -> dict[str, Entry]:
     return {
-        f"blocks.{i}.weight": Entry(dtype="float32", shape=(i,), stride=(1,), storage=i, storage_offset=0)
+        f"blocks.{i}.weight": Entry(
+            elements=elements_of("float32"), shape=(i,), stride=(1,), storage=i, storage_offset=0
+        )
         for i in range(count)
     }
 

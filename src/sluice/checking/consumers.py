@@ -17,9 +17,8 @@ from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import span_elements
 from sluice.checking.non_finite import NonFiniteCounter, WholeItems
 from sluice.checking.read_order import Span
-from sluice.engine.host_copies import Source, copy_in_pieces
+from sluice.engine.host_copies import BITS, StridedBytes, copy_in_pieces
 from sluice.engine.host_memory import HostMemory
-from sluice.engine.targets import BITS
 from sluice.formats.manifest import Hasher
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Part, Quantized
@@ -227,7 +226,7 @@ class Gathering:
             if turn:
                 own = torch.from_numpy(own.numpy().view(f"u{turn}").byteswap().view(np.uint8))
             box = tuple(slice(start, start + size) for start, size in zip(part.start, piece.shape, strict=True))
-            copy_in_pieces(out[box], Source(own, dtype, piece.shape, piece.stride, (), piece.math_bits))
+            copy_in_pieces(out[box], StridedBytes(own, dtype, piece.shape, piece.stride, piece.elements))
         return out
 
 

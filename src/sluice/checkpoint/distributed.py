@@ -33,7 +33,7 @@ from sluice.entries import tree as _tree
 from sluice.formats.distributed.items import Item, ItemFile, ItemReader, ItemStorage, check_items
 from sluice.formats.distributed.metadata import Chunk, Contents, Place, TensorItem, read_metadata
 from sluice.formats.distributed.tree import nest
-from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue
+from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
 from sluice.sources.local import LocalFile
 
@@ -248,7 +248,9 @@ class _Builder:
 
 
 def _whole(tensor: TensorItem, *, storage: int) -> Entry:
-    return Entry(dtype=tensor.dtype, shape=tensor.shape, stride=contiguous_stride(tensor.shape), storage=storage)
+    return Entry(
+        elements=elements_of(tensor.dtype), shape=tensor.shape, stride=contiguous_stride(tensor.shape), storage=storage
+    )
 
 
 def _chunk_note(items: Mapping[str, object]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ import torch
 
 from sluice._errors import BudgetError
 from sluice._units import format_bytes
-from sluice.engine.host_copies import Source, copy_in_pieces
+from sluice.engine.host_copies import StridedBytes, copy_in_pieces
 from sluice.engine.host_memory import HostMemory
 from sluice.engine.staging import Ticket
 from sluice.records import DeviceFacts
@@ -61,7 +61,7 @@ class Accelerator(Protocol):
         """
         ...
 
-    def copy(self, target: torch.Tensor, source: Source) -> None:
+    def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
         """Start to copy ``source`` to ``target``, multiplied by its factors, then cast where the dtypes differ."""
         ...
 
@@ -93,8 +93,8 @@ class BlockingAccelerator:
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return _allocate(self._device, count, dtype)
 
-    def copy(self, target: torch.Tensor, source: Source) -> None:
-        if source.factors or not source.aligned:
+    def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
+        if source.computed or not source.aligned:
             copy_in_pieces(target, source)
         else:
             target.copy_(source.on_host())
@@ -142,17 +142,22 @@ class CudaAccelerator:
             self._stream.wait_stream(self._callers)
             return memory
 
-    def copy(self, target: torch.Tensor, source: Source) -> None:
+    def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
         with self._lock, self._on(self._stream):  # one at a time, so that the scratch is used in stream order
             same = (target.dtype, target.stride()) == (source.dtype, source.stride) and target.is_contiguous()
-            if same and not (source.factors or source.math_bits):
+            if same and not source.computed:
                 _bytes_of(target).copy_(source.raw, non_blocking=True)
                 return
             if self._scratch is None:
                 self._scratch = _allocate(self._device, self._scratch_bytes, torch.uint8)
             scratch = self._scratch[: source.raw.nbytes]
             scratch.copy_(source.raw, non_blocking=True)
-            for factor in source.factors:  # gaps and all: a view may show an element twice, which in place is refused
+            if source.by_rows:
+                source.function(target, source.seen_in(scratch), source.first_row)
+                return
+            # In place, gaps and all, so that no further memory is needed. A view may show an element twice, which torch
+            # refuses to multiply in place.
+            for factor in source.factors:
                 scratch.view(source.dtype).mul_(factor)
             target.copy_(source.seen_in(scratch))
 

@@ -10,21 +10,19 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 
 import torch
 
 from sluice import _options as options
-from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
-from sluice._geometry import span_elements
-from sluice.engine.host_copies import Source, copy_in_pieces
+from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice.engine.host_copies import BITS, StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
 from sluice.engine.host_memory import HostMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
-from sluice.engine.targets import BITS, turn_round
+from sluice.engine.targets import swap_bytes
 from sluice.entries.slicing import boxes, slice_view
 from sluice.records import Constant, Copy, LoadPlan, Read
-from sluice.sources.protocol import Source as FileSource
+from sluice.sources.protocol import Source
 
 __all__ = ["FileTargets"]
 
@@ -47,7 +45,7 @@ class FileTargets:
         #: Bytes written so far.
         self.written = 0
 
-    def map_files(self, sources: Sequence[FileSource]) -> None:
+    def map_files(self, sources: Sequence[Source]) -> None:
         """Do nothing: nothing is mapped."""
 
     def begin(self, staging: StagingPool) -> None:  # noqa: ARG002  (accelerators would lock it)
@@ -66,7 +64,7 @@ class FileTargets:
         for copy in read.copies[: read.copies_before_swaps]:
             self._write_copy(copy, buffer, first)
         for swap in read.swaps:
-            turn_round(swap, buffer, first)
+            swap_bytes(swap, buffer, first)
         for copy in read.copies[read.copies_before_swaps :]:
             self._write_copy(copy, buffer, first)
 
@@ -80,26 +78,21 @@ class FileTargets:
             at = copy.target_start * ITEM_BYTES[copy.dtype]
             self._write(copy.target, at, buffer.view[start : start + nbytes])
         else:
-            self._write_box(copy.target, copy, _source(copy, buffer, first))
+            source = staged_bytes(copy, buffer, first, self._plan.targets[copy.target].dtype, {})
+            self._write_box(copy.target, copy, source)
 
     def _is_verbatim(self, copy: Copy) -> bool:
         run = len(copy.shape) == 1 and copy.source_stride == copy.target_stride == (1,)
-        return run and copy.dtype == self._plan.targets[copy.target].dtype and not (copy.factors or copy.math_bits)
+        return run and copy.dtype == self._plan.targets[copy.target].dtype and not copy.elements.computed
 
     def _write_constant(self, position: int, constant: Constant) -> None:
-        exact = torch.float64 if is_castable(constant.dtype) else torch.int64
-        element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(constant.dtype))
-        raw = element.view(torch.uint8)
-        still = (0,) * len(constant.shape)
-        self._write_box(position, constant, Source(raw, element.dtype, constant.shape, still, constant.factors))
+        self._write_box(position, constant, constant_bytes(constant))
 
-    def _write_box(self, position: int, box: Copy | Constant, source: Source) -> None:
+    def _write_box(self, position: int, box: Copy | Constant, source: StridedBytes) -> None:
         """Write the elements of a box in the order of the target, a scratch at a time."""
         target = self._plan.targets[position]
         item = ITEM_BYTES[target.dtype]
-        computed = box.dtype != target.dtype or box.factors or source.math_bits
-        dtype = torch_dtype(target.dtype) if computed else BITS[item]
-        source = source if computed else replace(source, dtype=dtype)
+        dtype = torch_dtype(target.dtype) if source.elements is not None else BITS[item]
         order = sorted(range(len(box.shape)), key=lambda dim: -box.target_stride[dim])
         shape, stride, steps = (
             tuple(values[dim] for dim in order) for values in (box.shape, source.stride, box.target_stride)
@@ -110,7 +103,7 @@ class FileTargets:
                 _, _, landed = slice_view(shape, steps, key)
                 count = prod(sizes)
                 out = torch.frombuffer(scratch.mapping, dtype=dtype, count=count, offset=scratch.start)
-                copy_in_pieces(out.view(sizes), _part(source, sizes, strides, begin))
+                copy_in_pieces(out.view(sizes), source.part(sizes, strides, begin))
                 held = scratch.view()
                 for start, at, length in _runs(sizes, steps):
                     piece = held[start * item : (start + length) * item]
@@ -131,23 +124,6 @@ class FileTargets:
         self._write_piece(position, at, piece)
         with self._lock:
             self.written += len(piece)
-
-
-def _source(copy: Copy, buffer: StagingBuffer, first: int) -> Source:
-    raw = torch.frombuffer(
-        buffer.memory.mapping,
-        dtype=torch.uint8,
-        count=span_elements(copy.shape, copy.source_stride) * ITEM_BYTES[copy.dtype],
-        offset=buffer.start + first + copy.offset,
-    )
-    return Source(raw, torch_dtype(copy.dtype), copy.shape, copy.source_stride, copy.factors, copy.math_bits)
-
-
-def _part(source: Source, shape: tuple[int, ...], stride: tuple[int, ...], begin: int) -> Source:
-    """Return a part of a source: only its bytes are moved where their address does not suit the dtype."""
-    item = source.dtype.itemsize
-    raw = source.raw[begin * item : (begin + span_elements(shape, stride)) * item]
-    return Source(raw, source.dtype, shape, stride, source.factors, source.math_bits)
 
 
 def _runs(shape: tuple[int, ...], stride: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:

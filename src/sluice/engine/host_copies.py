@@ -1,28 +1,34 @@
-"""Copies from staging to host memory, in pieces that keep torch in the calling thread and take no memory of note.
+"""Copies from staging to host memory, in pieces that keep torch in the calling thread and allocate almost nothing.
 
-Bytes may lie at any address: a file of others, or an item of a distributed checkpoint, starts where it likes. Elements
-at an address that their dtype cannot have are moved to one that it can, a piece at a time.
+Bytes may lie at any address: tensors in foreign files, and items of a distributed checkpoint, start at any offset.
+Elements at an address that is not a multiple of their size are first moved to one that is, a piece at a time.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from sluice import _options as options
-from sluice._geometry import Piece, collapse, cut
-from sluice.records import MathBit
+from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
+from sluice._geometry import Piece, collapse, cut, span_elements
+from sluice.engine.row_kernels import RowFunction, cast, row_function
+from sluice.engine.staging import StagingBuffer
+from sluice.records import Constant, Copy, Elements
 
-__all__ = ["Source", "copy_in_pieces", "copy_in_thread", "multiplied"]
+__all__ = ["BITS", "StridedBytes", "constant_bytes", "copy_in_pieces", "copy_in_thread", "staged_bytes"]
+
+#: The dtype in which elements of so many bytes are copied if nothing is computed.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A strided view of bytes on the host."""
+class StridedBytes:
+    """A strided view of bytes on the host: the source of a copy."""
 
     #: The bytes from the first to the last element: one dimension of uint8, at any address.
     raw: torch.Tensor
@@ -32,47 +38,129 @@ class Source:
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
-    #: What the elements are multiplied by on their way, one number after the other.
-    factors: tuple[float, ...] = ()
-    #: Whether the conjugate, the negative or both of the elements is wanted.
-    math_bits: tuple[MathBit, ...] = ()
+    #: What is computed with the elements; None copies or casts them.
+    elements: Elements | None = None
+    #: The function that computes it.
+    function: RowFunction = cast
+    #: With a row kernel: position of the first row in the whole tensor.
+    first_row: int = 0
 
     @property
     def aligned(self) -> bool:
-        """Whether its bytes lie at an address that the dtype can have."""
+        """Whether the address of its bytes is a multiple of the item size."""
         return self.raw.data_ptr() % self.dtype.itemsize == 0
 
+    @property
+    def computed(self) -> bool:
+        """Whether elements are computed with, besides a cast."""
+        return self.elements is not None and self.elements.computed
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """Numbers that each element is multiplied by, one after the other."""
+        return self.elements.factors if self.elements is not None else ()
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether its function computes whole rows."""
+        return self.elements is not None and self.elements.kernel is not None
+
     def on_host(self) -> torch.Tensor:
-        """Return the view itself, not multiplied; all of its bytes are moved where they are not aligned."""
+        """Return the view itself, before its function; if it is not aligned, all of its bytes are moved."""
         return self.seen_in(self.raw if self.aligned else self.raw.clone())
 
     def seen_in(self, raw: torch.Tensor) -> torch.Tensor:
         """Return the view of a copy of the bytes."""
         seen = raw.view(self.dtype).as_strided(self.shape, self.stride, raw.storage_offset() // self.dtype.itemsize)
-        if "conj" in self.math_bits:
+        math_bits = self.elements.math_bits if self.elements is not None else ()
+        if "conj" in math_bits:
             seen = seen.conj()
-        if "neg" in self.math_bits:
+        if "neg" in math_bits:
             seen = torch._neg_view(seen)  # noqa: SLF001 - there is no public name, and neg() would make a copy
         return seen
 
+    def part(self, shape: tuple[int, ...], stride: tuple[int, ...], begin: int) -> StridedBytes:
+        """Return a view of the same bytes, so that only its own are moved if they are not aligned.
 
-def multiplied(tensor: torch.Tensor, factors: Iterable[float]) -> torch.Tensor:
-    """Return ``tensor * factor * ...`` in the tensor's dtype, and the tensor itself without factors."""
-    for factor in factors:
-        tensor = tensor * factor
-    return tensor
+        Args:
+            shape: Sizes of the part, in elements.
+            stride: Its steps, in elements.
+            begin: Its first element, counted from the first of this one.
+        """
+        item = self.dtype.itemsize
+        raw = self.raw[begin * item : (begin + span_elements(shape, stride)) * item]
+        return replace(self, raw=raw, shape=shape, stride=stride)
+
+    def rows(self, first: int, count: int) -> StridedBytes:
+        """Return ``count`` rows from ``first``."""
+        part = self.part((count, *self.shape[1:]), self.stride, first * self.stride[0])
+        return replace(part, first_row=self.first_row + first)
 
 
-def copy_in_pieces(target: torch.Tensor, source: Source) -> None:
+def staged_bytes(
+    copy: Copy, buffer: StagingBuffer, first: int, target_dtype: str, kernels: Mapping[str, RowFunction]
+) -> StridedBytes:
+    """Return the source of a copy out of a staging buffer, as integers if every bit is copied unchanged.
+
+    Args:
+        copy: Which elements.
+        buffer: The buffer that they were read into.
+        first: Where the first byte of the read lies in it.
+        target_dtype: Name of the dtype that they become.
+        kernels: The functions that row kernels name.
+    """
+    item = ITEM_BYTES[copy.dtype]
+    raw = torch.frombuffer(
+        buffer.memory.mapping,
+        dtype=torch.uint8,
+        count=span_elements(copy.shape, copy.source_stride) * item,
+        offset=buffer.start + first + copy.offset,
+    )
+    if copy.dtype == target_dtype and not copy.elements.computed:
+        return StridedBytes(raw, BITS[item], copy.shape, copy.source_stride)
+    return StridedBytes(
+        raw,
+        torch_dtype(copy.dtype),
+        copy.shape,
+        copy.source_stride,
+        copy.elements,
+        row_function(copy.elements, kernels),
+        copy.first_row,
+    )
+
+
+def constant_bytes(constant: Constant) -> StridedBytes:
+    """Return one element, repeated by strides of 0, as the source of a copy."""
+    elements = constant.elements
+    exact = torch.float64 if is_castable(elements.dtype) else torch.int64
+    element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(elements.dtype))
+    stride = (0,) * len(constant.shape)
+    return StridedBytes(
+        element.view(torch.uint8), element.dtype, constant.shape, stride, elements, row_function(elements, {})
+    )
+
+
+def copy_in_pieces(target: torch.Tensor, source: StridedBytes) -> None:
     """Copy on the host, in pieces small enough that torch stays in this thread: the readers use every core."""
-    if source.aligned or not target.numel():
+    if source.by_rows:
+        _compute_rows(target, source)
+    elif source.aligned or not target.numel():
         _copy_aligned(target, source)
-        return
-    for part, moved in _moved(target, source):
-        _copy_aligned(part, moved)
+    else:
+        for part, moved in _moved(target, source):
+            _copy_aligned(part, moved)
 
 
-def _moved(target: torch.Tensor, source: Source) -> Iterator[tuple[torch.Tensor, Source]]:
+def _compute_rows(target: torch.Tensor, source: StridedBytes) -> None:
+    """Call a row kernel with as many whole rows at a time as a piece has elements for."""
+    row = max(1, prod(source.shape[1:]))
+    count = max(1, options.CAST_PIECE_ELEMENTS // row)
+    for first in range(0, source.shape[0], count):
+        part = source.rows(first, min(count, source.shape[0] - first))
+        part.function(target[first : first + count], part.on_host(), part.first_row)
+
+
+def _moved(target: torch.Tensor, source: StridedBytes) -> Iterator[tuple[torch.Tensor, StridedBytes]]:
     """Yield the parts of a copy, the bytes of each in one scratch that holds those of one part."""
     shape, step, target_step = collapse(source.shape, source.stride, target.stride())
     nbytes = source.raw.numel()
@@ -85,23 +173,23 @@ def _moved(target: torch.Tensor, source: Source) -> Iterator[tuple[torch.Tensor,
         yield part, replace(source, raw=scratch[: piece.nbytes], shape=piece.shape, stride=piece.source_stride)
 
 
-def copy_in_thread(target: torch.Tensor, source: torch.Tensor, factors: Sequence[float] = ()) -> None:
-    """Copy and cast in pieces that torch does not spread over its own threads; a source on a device as a whole.
+def copy_in_thread(target: torch.Tensor, source: torch.Tensor, function: RowFunction = cast) -> None:
+    """Compute elements in pieces that torch does not spread over its own threads; a source on a device as a whole.
 
-    Where the one tensor is transposed against the other, the pieces are tiles: each line of the cache that one of them
-    brings is used up before it has to go.
+    If one tensor is transposed against the other, the pieces are tiles, so that each cache line that a tile fetches is
+    used up before it is evicted.
     """
     if target.numel() <= options.CAST_PIECE_ELEMENTS or source.device != target.device:
-        target.copy_(multiplied(source, factors))
+        function(target, source, 0)
         return
     tile = _tile(target, source)
     pieces = _cut(target, tile), _cut(source, tile)
-    if not factors:
+    if function is cast:
         # One call for all pieces: the interpreter lock is released for the whole of it.
         torch._foreach_copy_(*pieces)
         return
     for into, piece in zip(*pieces, strict=True):
-        into.copy_(multiplied(piece, factors))
+        function(into, piece, 0)
 
 
 def _tile(target: torch.Tensor, source: torch.Tensor) -> dict[int, int]:
@@ -133,5 +221,5 @@ def _cut(tensor: torch.Tensor, tile: Mapping[int, int]) -> list[torch.Tensor]:
     return pieces
 
 
-def _copy_aligned(target: torch.Tensor, source: Source) -> None:
-    copy_in_thread(target, source.on_host(), source.factors)
+def _copy_aligned(target: torch.Tensor, source: StridedBytes) -> None:
+    copy_in_thread(target, source.on_host(), source.function)

@@ -17,20 +17,16 @@ import numpy as np
 import torch
 from torch._utils import set_tensor_metadata
 
-from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
-from sluice._geometry import span_elements
+from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
-from sluice.engine.host_copies import Source, copy_in_pieces
+from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
 from sluice.engine.host_memory import HostMemory
+from sluice.engine.row_kernels import RowFunction
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import Constant, Copy, LoadPlan, Read, Swap, View
-from sluice.sources.protocol import MappableSource
-from sluice.sources.protocol import Source as FileSource
+from sluice.sources.protocol import MappableSource, Source
 
-__all__ = ["BITS", "Targets", "turn_round"]
-
-#: The dtype in which elements of so many bytes are copied where nothing is computed.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+__all__ = ["Targets", "swap_bytes"]
 
 
 class Targets:
@@ -42,6 +38,7 @@ class Targets:
         existing: Mapping[int, torch.Tensor] | None = None,
         *,
         accelerators: Mapping[str, Accelerator] | None = None,
+        kernels: Mapping[str, RowFunction] | None = None,
     ) -> None:
         """Allocate nothing yet.
 
@@ -49,8 +46,10 @@ class Targets:
             plan: The plan; ``Block.kind == "existing"`` targets must all be in ``existing``.
             existing: Live tensors to fill in place, by target position.
             accelerators: The devices of the plan by name; None takes torch's.
+            kernels: The functions that the row kernels of the plan name.
         """
         self._plan = plan
+        self._kernels = kernels or {}
         if accelerators is None:
             accelerators = {device.device: accelerator(device.device) for device in plan.devices}
         self._accelerators = accelerators
@@ -82,7 +81,7 @@ class Targets:
         start = self._plan.blocks[position].lead_bytes + offset
         return memory.view()[start : start + nbytes]
 
-    def map_files(self, sources: Sequence[FileSource]) -> None:
+    def map_files(self, sources: Sequence[Source]) -> None:
         """Map the ranges of files that the plan wants mapped; their pages are loaded when they are first touched."""
         for each in self._plan.mapped_ranges:
             source = sources[each.file]
@@ -135,7 +134,7 @@ class Targets:
             for copy in read.copies[: read.copies_before_swaps]:
                 self._copy(copy, buffer, first, started)
             for swap in read.swaps:
-                turn_round(swap, buffer, first)
+                swap_bytes(swap, buffer, first)
             for copy in read.copies[read.copies_before_swaps :]:
                 self._copy(copy, buffer, first, started)
         finally:  # a copy that fails leaves those before it under way
@@ -145,35 +144,23 @@ class Targets:
     def _copy(self, copy: Copy, buffer: StagingBuffer, first: int, started: set[str]) -> None:
         """Copy one box, or start to; ``started`` gets the device that still reads from the buffer."""
         self.touched.add(copy.target)
-        device = self._plan.targets[copy.target].device
-        target, source = self._sides(copy, buffer, first)
+        target = self._plan.targets[copy.target]
+        source = staged_bytes(copy, buffer, first, target.dtype, self._kernels)
+        box = _box(self._flat(copy.target), copy)
+        if source.elements is None:
+            box = box.view(source.dtype)
         if copy.cast_at is not None:
-            source = _cast_in_buffer(source, target.dtype, buffer, copy.cast_at)
-        if device != "cpu":
-            started.add(device)
-        self._send(device, target, source)
+            source = _cast_in_buffer(source, torch_dtype(target.dtype), buffer, copy.cast_at)
+        if target.device != "cpu":
+            started.add(target.device)
+        self._send(target.device, box, source)
 
-    def _send(self, device: str, target: torch.Tensor, source: Source) -> None:
+    def _send(self, device: str, target: torch.Tensor, source: StridedBytes) -> None:
         """Copy to a device, or start to."""
         if device == "cpu":
             copy_in_pieces(target, source)
         else:
             self._accelerators[device].copy(target, source)
-
-    def _sides(self, copy: Copy, buffer: StagingBuffer, first: int) -> tuple[torch.Tensor, Source]:
-        """Return the two sides of a copy, as integers where nothing is computed."""
-        item = ITEM_BYTES[copy.dtype]
-        raw = torch.frombuffer(
-            buffer.memory.mapping,
-            dtype=torch.uint8,
-            count=span_elements(copy.shape, copy.source_stride) * item,
-            offset=buffer.start + first + copy.offset,
-        )
-        flat = self._flat(copy.target)
-        bits = copy.dtype == self._plan.targets[copy.target].dtype and not (copy.factors or copy.math_bits)
-        flat = flat.view(BITS[item]) if bits else flat
-        dtype = BITS[item] if bits else torch_dtype(copy.dtype)
-        return _box(flat, copy), Source(raw, dtype, copy.shape, copy.source_stride, copy.factors, copy.math_bits)
 
     def tensors(self, views: Iterable[View]) -> list[torch.Tensor]:
         """Return finished tensors. Each shares its storage with the other views of its target and with nothing else."""
@@ -207,12 +194,7 @@ class Targets:
         target = self._plan.targets[position]
         for constant in target.constants:
             self.touched.add(position)
-            exact = torch.float64 if is_castable(constant.dtype) else torch.int64
-            element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(constant.dtype))
-            source = Source(
-                element.view(torch.uint8), element.dtype, constant.shape, (0,) * len(constant.shape), constant.factors
-            )
-            self._send(target.device, _box(self._flats[position], constant), source)
+            self._send(target.device, _box(self._flats[position], constant), constant_bytes(constant))
 
     def _allocate(self, position: int) -> torch.Tensor:
         target, block = self._plan.targets[position], self._plan.blocks[position]
@@ -257,8 +239,11 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _box(flat: torch.Tensor, box: Copy | Constant) -> torch.Tensor:
-    """Return the elements of a target that a copy or a constant writes."""
-    return flat.as_strided(box.shape, box.target_stride, flat.storage_offset() + box.target_start)
+    """Return the elements of a target that a copy or a constant writes; with a row kernel, its finished rows."""
+    shape, stride = box.shape, box.target_stride
+    if box.elements.kernel is not None:
+        shape, stride = (shape[0], box.elements.kernel.row_elements), (stride[0], 1)
+    return flat.as_strided(shape, stride, flat.storage_offset() + box.target_start)
 
 
 def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
@@ -268,8 +253,8 @@ def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
     return tensor
 
 
-def turn_round(swap: Swap, buffer: StagingBuffer, first: int) -> None:
-    """Reverse the bytes of each number of a range of a staging buffer."""
+def swap_bytes(swap: Swap, buffer: StagingBuffer, first: int) -> None:
+    """Reverse the bytes of each number in a range of a staging buffer."""
     np.frombuffer(
         buffer.memory.mapping,
         dtype=f"u{swap.item_bytes}",
@@ -278,11 +263,11 @@ def turn_round(swap: Swap, buffer: StagingBuffer, first: int) -> None:
     ).byteswap(inplace=True)
 
 
-def _cast_in_buffer(source: Source, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> Source:
+def _cast_in_buffer(source: StridedBytes, dtype: torch.dtype, buffer: StagingBuffer, at: int) -> StridedBytes:
     """Cast a contiguous source into another part of its staging buffer."""
     count = source.shape[0]
     raw = torch.frombuffer(
         buffer.memory.mapping, dtype=torch.uint8, count=count * dtype.itemsize, offset=buffer.start + at
     )
     copy_in_pieces(raw.view(dtype), source)
-    return Source(raw, dtype, source.shape, source.stride)
+    return StridedBytes(raw, dtype, source.shape, source.stride)

@@ -13,7 +13,7 @@ from math import prod
 from sluice import _options as options
 from sluice._geometry import contiguous_stride
 from sluice.entries.slicing import slice_entry
-from sluice.records import NO_STORAGE, Entry, Part
+from sluice.records import NO_STORAGE, Entry, Part, elements_of
 
 __all__ = ["join", "multiply", "narrow", "pad", "permute", "reshape", "stack"]
 
@@ -41,7 +41,8 @@ def narrow(entry: Entry, dim: int, start: int, size: int) -> Entry:
 def multiply(entry: Entry, factor: float) -> Entry:
     """Return the entry with every element multiplied by a number, in its own dtype."""
     if not entry.parts:
-        return replace(entry, factors=(*entry.factors, factor))
+        elements = replace(entry.elements, factors=(*entry.elements.factors, factor))
+        return replace(entry, elements=elements)
     return replace(
         entry, parts=tuple(Part(entry=multiply(part.entry, factor), start=part.start) for part in entry.parts)
     )
@@ -64,7 +65,7 @@ def join(entries: Sequence[Entry], dim: int) -> Entry:
         at += entry.shape[dim]
     like = replace(
         first,
-        dtype=dtype,
+        elements=replace(first.elements, dtype=dtype),
         cast=cast,
         parameter=all(entry.parameter for entry in entries),
         requires_grad=any(entry.requires_grad for entry in entries),
@@ -89,7 +90,7 @@ def pad(entry: Entry, dim: int, size: int, value: float) -> Entry:
     """Return the entry with ``value`` behind it up to ``size`` elements in a dimension."""
     shape = (*entry.shape[:dim], size - entry.shape[dim], *entry.shape[dim + 1 :])
     constant = Entry(
-        dtype=entry.dtype,
+        elements=elements_of(entry.dtype),
         shape=shape,
         stride=(0,) * len(shape),
         storage=NO_STORAGE,
@@ -142,8 +143,7 @@ def _whole(like: Entry, shape: Shape, parts: Sequence[Part]) -> Entry:
             stride=only.stride,
             storage=only.storage,
             storage_offset=only.storage_offset,
-            factors=only.factors,
-            math_bits=only.math_bits,
+            elements=only.elements,
             constant=None,
             parts=(),
         )
@@ -153,8 +153,7 @@ def _whole(like: Entry, shape: Shape, parts: Sequence[Part]) -> Entry:
         stride=contiguous_stride(shape),
         storage=NO_STORAGE,
         storage_offset=0,
-        factors=(),
-        math_bits=(),
+        elements=elements_of(like.dtype),
         constant=None,
         parts=held,
     )

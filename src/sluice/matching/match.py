@@ -294,5 +294,5 @@ def _same_bytes(one: Entry, other: Entry) -> bool:
 
 
 def _bytes_of(entry: Entry) -> tuple[object, ...]:
-    place = (entry.dtype, entry.shape, entry.stride, entry.storage, entry.storage_offset)
-    return (*place, entry.parts, entry.factors, entry.cast, entry.math_bits)
+    place = (entry.elements, entry.shape, entry.stride, entry.storage, entry.storage_offset)
+    return (*place, entry.parts, entry.cast)

@@ -81,11 +81,11 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
     if len(target.fills) != 1 or target.constants:
         return "assembled from parts"
     fill = target.fills[0]
-    if fill.factors:
+    if fill.elements.factors:
         return "multiplied"
     if fill.dtype != target.dtype:
         return "cast"
-    if fill.swap_bytes or fill.math_bits:
+    if fill.elements.swap_bytes or fill.elements.math_bits or fill.elements.kernel:
         return "of another byte order, conjugated or negated in the file"
     run = as_run(0, fill)
     if not is_verbatim(target, run) or run.piece.nbytes != target.nbytes:

@@ -90,7 +90,10 @@ def shared_targets(
 
 
 def _without_math_bits(request: Request) -> Request:
-    return replace(request, entry=replace(request.entry, math_bits=())) if request.entry.math_bits else request
+    entry = request.entry
+    if not entry.math_bits:
+        return request
+    return replace(request, entry=replace(entry, elements=entry.elements.without_math_bits()))
 
 
 def lay_out_blocks(
@@ -192,14 +195,11 @@ def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offse
     return Fill(
         file=storage.file,
         offset=base + piece.storage_offset * ITEM_BYTES[piece.dtype],
-        dtype=piece.dtype,
+        elements=replace(piece.elements, swap_bytes=storage.swap_bytes) if storage.swap_bytes else piece.elements,
         shape=piece.shape,
         source_stride=piece.stride,
         target_stride=stride,
         target_start=first,
-        factors=piece.factors,
-        swap_bytes=storage.swap_bytes,
-        math_bits=piece.math_bits,
     )
 
 
@@ -208,8 +208,7 @@ def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> 
         if piece.constant is not None:
             yield Constant(
                 value=piece.constant,
-                dtype=piece.dtype,
-                factors=piece.factors,
+                elements=piece.elements,
                 shape=piece.shape,
                 target_stride=stride,
                 target_start=first,
@@ -225,7 +224,7 @@ def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for position, request in enumerate(requests):
         entry = request.entry  # an assembled one shares memory with its like only
-        source = (entry.parts or entry.storage, entry.dtype, entry.factors)
+        source = (entry.parts or entry.storage, entry.elements)
         apart = position if request.alone else None
         groups[*source, request.dtype, request.device, apart].append(position)
     return groups.values()

@@ -213,7 +213,11 @@ def _device_plans(targets: Sequence[Target], reads: Iterable[Read], buffer_bytes
         for read in reads
         for copy in read.copies
         if copy.cast_at is None
-        and (copy.dtype != targets[copy.target].dtype or copy.source_stride != copy.target_stride or copy.factors)
+        and (
+            copy.dtype != targets[copy.target].dtype
+            or copy.source_stride != copy.target_stride
+            or copy.elements.computed
+        )
     } | {target.device for target in targets if target.constants}
     for device, members in on_device.items():
         new = [target for target in members if not target.existing]

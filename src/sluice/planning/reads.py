@@ -81,8 +81,7 @@ def overlapped(runs: Iterable[Run]) -> set[int]:
 def is_verbatim(target: Target, run: Run) -> bool:
     """Return whether a target is the run's bytes as they are in the file."""
     alone = len(target.fills) == 1 and run.fill.target_start == 0 and not target.constants
-    changed = run.fill.factors or run.fill.swap_bytes or run.fill.math_bits
-    return alone and run.contiguous and target.dtype == run.fill.dtype and not changed
+    return alone and run.contiguous and target.dtype == run.fill.dtype and run.fill.elements.verbatim
 
 
 def takes_bytes(target: Target, run: Run) -> bool:
@@ -207,7 +206,7 @@ class StagedReads:
 
         A copy to an accelerator may still read the buffer when it returns, so that no swap may follow it.
         """
-        item = run.fill.swap_bytes
+        item = run.fill.elements.swap_bytes
         if item:
             return item, piece.start_byte % item
         return None if self._targets[run.target].device == "cpu" else (0, 0)
@@ -242,14 +241,12 @@ class StagedReads:
                 Copy(
                     target=run.target,
                     offset=piece.start_byte - start,
-                    dtype=run.fill.dtype,
+                    elements=run.fill.elements.native(),
                     shape=piece.shape,
                     source_stride=piece.source_stride,
                     target_stride=piece.target_stride,
                     target_start=piece.target_start,
-                    factors=run.fill.factors,
                     cast_at=cast_at,
-                    math_bits=run.fill.math_bits,
                 )
             )
         methods = methods_for(self._facts[file], start, end - start, self._page_cache)
@@ -280,7 +277,7 @@ def _in_order(
     late: list[tuple[Run, Piece]] = []
     for run, piece in pieces:
         first = piece.start_byte - start
-        shared = not run.fill.swap_bytes and any(
+        shared = not run.fill.elements.swap_bytes and any(
             swap.offset < first + piece.nbytes and first < swap.offset + swap.nbytes for swap in swaps
         )
         (early if shared else late).append((run, piece))
@@ -296,7 +293,7 @@ def _swaps(pieces: Iterable[tuple[Run, Piece]], start: int) -> Iterator[Swap]:
     """
     last: Swap | None = None
     for run, piece in pieces:
-        if not run.fill.swap_bytes:
+        if not run.fill.elements.swap_bytes:
             continue
         first, end = piece.start_byte - start, piece.start_byte - start + piece.nbytes
         if last is not None and first < last.offset + last.nbytes:
@@ -304,6 +301,6 @@ def _swaps(pieces: Iterable[tuple[Run, Piece]], start: int) -> Iterator[Swap]:
             continue
         if last is not None:
             yield last
-        last = Swap(offset=first, nbytes=end - first, item_bytes=run.fill.swap_bytes)
+        last = Swap(offset=first, nbytes=end - first, item_bytes=run.fill.elements.swap_bytes)
     if last is not None:
         yield last

@@ -23,7 +23,7 @@ from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
-from sluice.records import Entry, Request, Storage
+from sluice.records import Entry, Request, Storage, elements_of
 
 if TYPE_CHECKING:
     from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -81,7 +81,9 @@ class PieceReader:
     def window(self, file: int, first: int, end: int) -> Entry:
         """Return an entry for the bytes of a file from ``first`` to ``end``."""
         storage = self._first_file + file
-        return Entry(dtype="uint8", shape=(end - first,), stride=(1,), storage=storage, storage_offset=first)
+        return Entry(
+            elements=elements_of("uint8"), shape=(end - first,), stride=(1,), storage=storage, storage_offset=first
+        )
 
     def read(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Return the tensors of a batch, each row-major, in memory that lives as long as they do.
@@ -107,7 +109,7 @@ class PieceReader:
 
 def row_major(entry: Entry) -> bool:
     """Return whether the bytes of an entry lie in a file as those of a contiguous tensor do."""
-    if entry.parts or entry.composite is not None or entry.math_bits or entry.factors or entry.constant is not None:
+    if entry.parts or entry.composite is not None or entry.elements.computed or entry.constant is not None:
         return False
     steps = zip(entry.shape, entry.stride, contiguous_stride(entry.shape), strict=True)
     return 0 in entry.shape or all(size == 1 or step == dense for size, step, dense in steps)
@@ -117,7 +119,7 @@ def identity(entry: Entry) -> object:
     """Return what tells tensors of one checkpoint apart by what they hold: several names of one are read once."""
     if entry.parts or entry.composite is not None:
         return id(entry)
-    return entry.storage, entry.storage_offset, entry.dtype, entry.shape, entry.stride, entry.math_bits
+    return entry.storage, entry.storage_offset, entry.elements, entry.shape, entry.stride
 
 
 def check_repeats(checkpoint: OpenCheckpoint, name: str, entry: Entry) -> None:

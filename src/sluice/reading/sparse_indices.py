@@ -26,7 +26,7 @@ def index_lines(composite: Sparse) -> list[Entry]:
     step, across = indices.stride
     return [
         Entry(
-            dtype=indices.dtype,
+            elements=indices.elements,
             shape=(count,),
             stride=(across,),
             storage=indices.storage,

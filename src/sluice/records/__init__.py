@@ -13,6 +13,7 @@ unless a name says elements.
 
 from __future__ import annotations
 
+from sluice.records.elements import Elements, MathBit, RowKernel, elements_of
 from sluice.records.facts import DeviceFacts, FileFacts, MachineFacts
 from sluice.records.index import (
     NO_STORAGE,
@@ -20,7 +21,6 @@ from sluice.records.index import (
     FileIdentity,
     FileRecord,
     Index,
-    MathBit,
     Opaque,
     Part,
     Quantized,
@@ -53,6 +53,7 @@ __all__ = [
     "DeviceFacts",
     "DeviceMemory",
     "DevicePlan",
+    "Elements",
     "Entry",
     "FileFacts",
     "FileIdentity",
@@ -71,6 +72,7 @@ __all__ = [
     "Read",
     "Request",
     "Reservation",
+    "RowKernel",
     "Sparse",
     "Storage",
     "Swap",
@@ -79,4 +81,5 @@ __all__ = [
     "TorchText",
     "UnsupportedValue",
     "View",
+    "elements_of",
 ]

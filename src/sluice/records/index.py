@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from sluice._dtypes import ITEM_BYTES
+from sluice.records.elements import Elements, MathBit
 
 __all__ = [
     "NO_STORAGE",
@@ -14,7 +15,6 @@ __all__ = [
     "FileIdentity",
     "FileRecord",
     "Index",
-    "MathBit",
     "Opaque",
     "Part",
     "Quantized",
@@ -22,9 +22,6 @@ __all__ = [
     "Storage",
     "UnsupportedValue",
 ]
-
-#: Bits by which a tensor says that it is the conjugate or the negative of what its storage holds.
-MathBit = Literal["conj", "neg"]
 
 #: ``Entry.storage`` of an entry that is made of others, or constant.
 NO_STORAGE = -1
@@ -129,11 +126,11 @@ class Quantized:
 class Entry:
     """One tensor: a strided view of a storage, or a whole that is made of such views.
 
-    Two names of one tensor object share one entry. The last four fields are what rules ask for; no file has them.
+    Two names of one tensor object share one entry. The last three fields are set by rules; no file has them.
     """
 
-    #: Name of its dtype, as torch spells it: ``"float32"``.
-    dtype: str
+    #: How its elements are stored and what is computed with them; those of an assembled entry are its parts'.
+    elements: Elements
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
     #: Step of each dimension, in elements; empty for a sparse tensor, which has none.
@@ -151,19 +148,24 @@ class Entry:
     parts: tuple[Part, ...] = ()
     #: What a sparse or quantized tensor is made of; None for a dense one.
     composite: Sparse | Quantized | None = None
-    #: Whether it is the conjugate, the negative or both of what its storage holds; of an assembled entry its parts say.
-    math_bits: tuple[MathBit, ...] = ()
     #: Python attributes of the tensor object, by name: plain values and further tensors.
     attributes: dict[str, object] | None = field(default=None, compare=False)
     #: What every element is; None for elements of a file. Only parts are constant.
     constant: float | None = None
-    #: What elements are multiplied by, one number after the other, in ``dtype``; those of an assembled entry are its
-    #: parts'.
-    factors: tuple[float, ...] = ()
     #: Dtype that the finished tensor has, whatever else is asked for; None where no rule says.
     cast: str | None = None
     #: What rules made it of, in words; empty for a tensor as the file has it.
     origin: str = ""
+
+    @property
+    def dtype(self) -> str:
+        """Name of its dtype, as torch spells it: ``"float32"``."""
+        return self.elements.dtype
+
+    @property
+    def math_bits(self) -> tuple[MathBit, ...]:
+        """Whether it is the conjugate, the negative or both of what its storage holds."""
+        return self.elements.math_bits
 
     @property
     def layout(self) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sluice.records.elements import Elements
 from sluice.records.facts import MachineFacts
-from sluice.records.index import FileRecord, MathBit
+from sluice.records.index import FileRecord
 from sluice.records.memory import Peaks
 from sluice.records.targets import Target
 
@@ -38,8 +39,8 @@ class Copy:
     target: int
     #: First byte of element 0, counted from ``Read.offset``.
     offset: int
-    #: Dtype of the bytes that were read.
-    dtype: str
+    #: The elements that were read, after swaps, and what is computed with them.
+    elements: Elements
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
     #: Step of each dimension in the bytes that were read, in elements.
@@ -48,13 +49,16 @@ class Copy:
     target_stride: tuple[int, ...]
     #: Where element 0 goes, in elements from the start of the target.
     target_start: int
-    #: What each element is multiplied by, one number after the other, before it is cast.
-    factors: tuple[float, ...] = ()
     #: Where in the staging buffer, in bytes from its start, it is cast before it is sent to an accelerator; None casts
     #: at the target.
     cast_at: int | None = None
-    #: What is done to the elements on the way.
-    math_bits: tuple[MathBit, ...] = ()
+    #: With a row kernel: position of the first row in its fill.
+    first_row: int = 0
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the elements that were read."""
+        return self.elements.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sluice.records.index import Entry, MathBit
+from sluice.records.elements import Elements, MathBit
+from sluice.records.index import Entry
 
 __all__ = ["Constant", "Fill", "Request", "Target", "View"]
 
@@ -36,31 +37,30 @@ class Fill:
     """A rectangular strided copy out of a file: the only way by which bytes reach a target.
 
     Element ``i, j, ...`` of ``shape`` is read at ``offset + item * (i*source_stride[0] + ...)`` in the file and
-    written at ``target_start + i*target_stride[0] + ...`` elements in the target, multiplied by the factors in its own
-    dtype and then cast to the target's. Whole tensors, views, slices, transposes, parts of a fused weight and shards
-    are all fills.
+    written at ``target_start + i*target_stride[0] + ...`` elements in the target, computed in its own dtype as its
+    ``elements`` say and then cast to the target's. Whole tensors, views, slices, transposes, parts of a fused weight
+    and shards are all fills. With a row kernel, finished row ``i`` begins at ``target_start + i*target_stride[0]``.
     """
 
     #: Position of the file in ``LoadPlan.files``.
     file: int
     #: First byte of element 0 in the file.
     offset: int
-    #: Dtype of the bytes in the file.
-    dtype: str
+    #: How the elements lie in the file, and what is computed with them.
+    elements: Elements
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: Step of each dimension in the file, in elements of ``dtype``.
+    #: Step of each dimension in the file, in elements.
     source_stride: tuple[int, ...]
     #: Step of each dimension in the target, in elements of the target's dtype.
     target_stride: tuple[int, ...]
     #: Where element 0 goes, in elements from the start of the target.
     target_start: int = 0
-    #: What each element is multiplied by, one number after the other.
-    factors: tuple[float, ...] = ()
-    #: Bytes of each number that is stored with the most significant byte first; 0 where none is.
-    swap_bytes: int = 0
-    #: What is done to the elements before.
-    math_bits: tuple[MathBit, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the elements in the file."""
+        return self.elements.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,8 @@ class Constant:
 
     #: What every element is.
     value: float
-    #: Dtype that it is rounded to, and multiplied in, before the cast to the target's.
-    dtype: str
-    #: What it is multiplied by, one number after the other.
-    factors: tuple[float, ...] = ()
+    #: Dtype that it is rounded to, and what is computed with it, before the cast to the target's dtype.
+    elements: Elements
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
     #: Step of each dimension in the target, in elements.

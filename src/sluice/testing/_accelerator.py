@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from sluice._errors import BudgetError
-from sluice.engine.host_copies import Source, multiplied
+from sluice.engine.host_copies import StridedBytes
 
 __all__ = ["FakeAccelerator"]
 
@@ -31,7 +31,7 @@ class _Pending:
     """A copy that was started."""
 
     target: torch.Tensor
-    source: Source
+    source: StridedBytes
     checksum: int
     done: threading.Event
 
@@ -87,7 +87,7 @@ class FakeAccelerator:
         self._arrived[memory.untyped_storage().data_ptr()] = torch.zeros(count, dtype=torch.int32)
         return memory
 
-    def copy(self, target: torch.Tensor, source: Source) -> None:
+    def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
         pending = _Pending(target, source, _checksum(source), threading.Event())
         with self._condition:
             self._pending.append(pending)
@@ -140,7 +140,8 @@ class FakeAccelerator:
         if _checksum(pending.source) != pending.checksum:
             self._problems.append("staging was written before the copy that reads it was done")
         target = pending.target
-        target.copy_(multiplied(pending.source.on_host(), pending.source.factors))
+        source = pending.source
+        source.function(target, source.on_host(), source.first_row)
         counts = self._arrived.get(target.untyped_storage().data_ptr())
         if counts is not None:
             counts.as_strided(target.shape, target.stride(), target.storage_offset()).add_(1)
@@ -156,5 +157,5 @@ class _Ticket:
             copy.source.raw.fill_(_POISON)
 
 
-def _checksum(source: Source) -> int:
+def _checksum(source: StridedBytes) -> int:
     return zlib.crc32(source.raw.numpy().tobytes())

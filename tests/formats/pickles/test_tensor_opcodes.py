@@ -17,7 +17,7 @@ from sluice.formats.pickles import opcodes as _pickle_opcodes
 from sluice.formats.pickles.tensor_opcodes import take_tensor
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.objects import TorchObjects
-from sluice.records import Entry
+from sluice.records import Entry, elements_of
 from sluice.testing._archives import Global, encode
 from support.pickles import body, load, machine
 
@@ -100,7 +100,7 @@ def one_tensor(after: bytes) -> bytes:
     ],
 )
 def test_the_memo_of_a_whole_tensor(monkeypatch: pytest.MonkeyPatch, after: bytes, expected: object) -> None:
-    entry = Entry(dtype="float32", shape=(2, 3), stride=(3, 1), storage=0)
+    entry = Entry(elements=elements_of("float32"), shape=(2, 3), stride=(3, 1), storage=0)
     for _ in range(2):
         assert load(one_tensor(after))[-1] == (entry, expected)
         monkeypatch.setattr(_pickle_opcodes, "take_tensor", lambda *_: None)
@@ -109,7 +109,9 @@ def test_the_memo_of_a_whole_tensor(monkeypatch: pytest.MonkeyPatch, after: byte
 def test_a_second_tensor_with_the_persistent_id_and_hooks_of_the_first() -> None:
     again = b"h\x01(h\x06QK\x05)" + b")\x89h\x09tR"
     first, second = load(one_tensor(again))[-1]
-    assert second == Entry(dtype="float32", shape=(), stride=(), storage=first.storage, storage_offset=5)
+    assert second == Entry(
+        elements=elements_of("float32"), shape=(), stride=(), storage=first.storage, storage_offset=5
+    )
 
 
 def test_consumed_arguments_cannot_be_fetched() -> None:

@@ -35,7 +35,7 @@ from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedEr
 from sluice._options import Limits
 from sluice.formats.protocol import Checksum
 from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header
-from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue
+from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused, records_from_columns
 from sluice.sources.protocol import Source
 
@@ -171,7 +171,7 @@ def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:
     made = records_from_columns(
         Entry,
         len(names),
-        dtype=(layout.dtype for layout in layouts),
+        elements=(elements_of(layout.dtype) for layout in layouts),
         shape=(layout.shape for layout in layouts),
         stride=(layout.stride for layout in layouts),
         storage=range(len(names)),

@@ -19,7 +19,7 @@ from typing import Any
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice.records import NO_STORAGE, Entry, Quantized, Sparse, TorchText
+from sluice.records import NO_STORAGE, Entry, Quantized, Sparse, TorchText, elements_of
 
 __all__ = ["MAX_SIGNED", "PACKED_DTYPES", "QUANTIZED_DTYPES", "quantized", "sparse"]
 
@@ -64,7 +64,7 @@ def sparse(arguments: tuple[Any, ...], limits: Limits) -> Entry:
         raise FormatError(f"a tensor has more than {limits.dimensions} dimensions", found=len(size))
     if prod(size) * ITEM_BYTES[made.values.dtype] > MAX_SIGNED:
         raise FormatError("a tensor has more bytes than torch can count", expected=MAX_SIGNED)
-    return Entry(dtype=made.values.dtype, shape=size, stride=(), storage=NO_STORAGE, composite=made)
+    return Entry(elements=elements_of(made.values.dtype), shape=size, stride=(), storage=NO_STORAGE, composite=made)
 
 
 def _coo(data: tuple[Any, ...]) -> tuple[Sparse, tuple[int, ...]]:
@@ -135,7 +135,9 @@ def quantized(dtype: str, values: Entry, parameters: object) -> Entry:
         made = _per_channel(values, parameters, floats=scheme == _PER_CHANNEL[1])
     else:
         raise UnsupportedError("a quantized tensor of a scheme that torch does not load", found=scheme)
-    return Entry(dtype=dtype, shape=values.shape, stride=values.stride, storage=NO_STORAGE, composite=made)
+    return Entry(
+        elements=elements_of(dtype), shape=values.shape, stride=values.stride, storage=NO_STORAGE, composite=made
+    )
 
 
 def _per_tensor(values: Entry, parameters: tuple[Any, ...]) -> Quantized:

@@ -28,7 +28,7 @@ from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.formats.torch_save.composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
 from sluice.formats.torch_save.values import DTYPE_PREFIX, PlainValues, constructor
-from sluice.records import Entry, MathBit, Opaque, TorchText
+from sluice.records import Entry, MathBit, Opaque, TorchText, elements_of
 
 __all__ = ["StorageKind", "StorageReference", "TorchObjects"]
 
@@ -240,7 +240,7 @@ class TorchObjects:
         if self._tensors > self._limits.entries:
             raise LimitError(f"the checkpoint has more than {self._limits.entries} tensors")
         return Entry(
-            dtype=dtype,
+            elements=elements_of(dtype),
             shape=tuple(size),
             stride=stride,
             storage=storage.position,
@@ -347,7 +347,7 @@ def _with_math_bits(entry: Entry, metadata: tuple[Any, ...]) -> Entry:
     bits: tuple[MathBit, ...] = tuple(bit for bit in ("conj", "neg") if bit in flags)
     if "conj" in bits and not entry.dtype.startswith("complex"):
         raise FormatError(f"a conjugated tensor of {entry.dtype}", expected="a complex dtype")
-    return replace(entry, math_bits=bits) if bits else entry
+    return replace(entry, elements=replace(entry.elements, math_bits=bits)) if bits else entry
 
 
 def _check_requires_grad(dtype: str, requires_grad: object) -> None:
