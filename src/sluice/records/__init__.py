@@ -13,7 +13,7 @@ unless a name says elements.
 
 from __future__ import annotations
 
-from sluice.records.facts import DeviceFacts, FileFacts, MachineFacts
+from sluice.records.facts import AccessFacts, DeviceFacts, FileFacts, MachineFacts, largest_access, local_access
 from sluice.records.index import (
     NO_STORAGE,
     Entry,
@@ -46,6 +46,7 @@ from sluice.records.torch_values import TorchSize, TorchText
 
 __all__ = [
     "NO_STORAGE",
+    "AccessFacts",
     "Block",
     "BlockKind",
     "Constant",
@@ -79,4 +80,6 @@ __all__ = [
     "TorchText",
     "UnsupportedValue",
     "View",
+    "largest_access",
+    "local_access",
 ]
