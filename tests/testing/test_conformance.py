@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from sluice._errors import ReadError, SourceChangedError, TruncatedError
-from sluice.records import FileIdentity
+from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import DirectIOUnavailable, Source
@@ -120,6 +120,22 @@ class OtherIdentityEachTime(Flawed):
     def __init__(self) -> None:
         super().__init__()
         self.identity = replace(self.identity, inode=id(self))
+
+
+class OddRequests(Flawed):
+    access = AccessFacts(request_bytes=(1 << 20) + 1, gap_bytes=0, parallel_requests=1)
+
+
+class SmallRequests(Flawed):
+    access = AccessFacts(request_bytes=4096, gap_bytes=0, parallel_requests=1)
+
+
+class NegativeGap(Flawed):
+    access = AccessFacts(request_bytes=1 << 20, gap_bytes=-1, parallel_requests=1)
+
+
+class NoRequests(Flawed):
+    access = AccessFacts(request_bytes=1 << 20, gap_bytes=0, parallel_requests=0)
 
 
 class NoBytesType(Flawed):
@@ -261,6 +277,10 @@ class ClosedForGood(Flawed):
         (ShowsSignature, "path"),
         (OtherSize, "identity"),
         (OtherIdentityEachTime, "identity"),
+        (OddRequests, "access"),
+        (SmallRequests, "access"),
+        (NegativeGap, "access"),
+        (NoRequests, "access"),
         (NoBytesType, "read_at"),
         (OffByOne, "read_at"),
         (ShortAtTheEnd, "read_at_outside"),
@@ -370,7 +390,37 @@ def test_a_source_without_direct_reads_passes() -> None:
 def test_identities_say_which_object_it_is() -> None:
     class Moves(Flawed):
         def read_at(self, offset: int, nbytes: int) -> bytes:
-            self.identity = FileIdentity(device=9, inode=9, nbytes=len(CONTENT), mtime_ns=0, ctime_ns=0)
+            self.identity = FileIdentity(nbytes=len(CONTENT), version="2")
             return super().read_at(offset, nbytes)
 
     assert "identity" in failed(Moves)
+
+
+class Versioned(Flawed):
+    """An object in a store, whose identity is its size and the version that the store reports."""
+
+    def __init__(self, store: dict[str, str]) -> None:
+        super().__init__()
+        self._store = store
+        self.identity = FileIdentity(nbytes=len(CONTENT), version=store["version"])
+
+    def check_unchanged(self) -> None:
+        found = replace(self.identity, version=self._store["version"])
+        if found != self.identity:
+            raise SourceChangedError(
+                "the object changed", file=self.path, expected=self.identity.describe(), found=found.describe()
+            )
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        self.check_unchanged()
+        return super().read_at(offset, nbytes)
+
+
+def test_a_source_with_versions_passes_and_is_refused_once_its_version_changes() -> None:
+    store = {"version": '"e1"'}
+    check_source(lambda: Versioned(store), CONTENT, change=lambda: store.update(version='"e2"'))
+    source = Versioned(store)
+    store["version"] = '"e3"'
+    with pytest.raises(SourceChangedError) as caught:
+        source.check_unchanged()
+    assert "expected 30000 bytes, version '\"e2\"'; found 30000 bytes, version '\"e3\"'" in str(caught.value)

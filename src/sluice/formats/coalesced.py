@@ -6,14 +6,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 
-from sluice._options import COALESCE_GAP_BYTES
 from sluice._threads import Workers, spare_threads
 from sluice.sources.protocol import Source
 
 __all__ = ["read_ranges"]
-
-#: Threads that read: each waits for one cold page, so that more than the cores pay.
-_THREADS = 8
 
 #: Most bytes of one read for several ranges, 8 MiB over all threads.
 _SPAN_BYTES = 1 << 20
@@ -23,7 +19,7 @@ _READS_FOR_THREADS = 8
 
 
 def read_ranges(
-    source: Source, starts: Sequence[int], sizes: Sequence[int], *, gap_bytes: int = COALESCE_GAP_BYTES
+    source: Source, starts: Sequence[int], sizes: Sequence[int], *, gap_bytes: int | None = None
 ) -> list[bytes]:
     """Return the bytes of each range.
 
@@ -31,7 +27,7 @@ def read_ranges(
         source: Where they are.
         starts: First byte of each range, in ascending order.
         sizes: Bytes of each range, far fewer than 1 MiB; none reaches into the next.
-        gap_bytes: Ranges closer than this are read as one.
+        gap_bytes: Ranges at most this far apart are read together; None for the gap of the source.
 
     Raises:
         TruncatedError: The source ends before a range does.
@@ -40,8 +36,10 @@ def read_ranges(
     def read(some: Sequence[range]) -> list[bytes]:
         return [piece for span in some for piece in _read_span(source, span, starts, sizes)]
 
-    spans = list(_spans(starts, sizes, gap_bytes))
-    threads = spare_threads(_THREADS) if len(spans) >= _READS_FOR_THREADS else 0
+    access = source.access
+    spans = list(_spans(starts, sizes, access.gap_bytes if gap_bytes is None else gap_bytes))
+    # Each thread waits for one cold page: more threads than cores pay.
+    threads = spare_threads(access.parallel_requests) if len(spans) >= _READS_FOR_THREADS else 0
     if not threads:
         return read(spans)
     share = -(-len(spans) // threads)

@@ -55,9 +55,9 @@ def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, 
 def file_facts(source: Source) -> FileFacts:
     """Return what the file system says of one file; bytes in memory are on none, and of others nothing is known."""
     if isinstance(source, MemoryFile):
-        return replace(_NOT_ASKED, filesystem="memory")
+        return replace(_NOT_ASKED, filesystem="memory", access=source.access)
     if not isinstance(source, LocalFile):
-        return _NOT_ASKED
+        return replace(_NOT_ASKED, access=source.access)
     nbytes = source.identity.nbytes
     filesystem = _filesystem(source.path)
     step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))
@@ -67,6 +67,7 @@ def file_facts(source: Source) -> FileFacts:
         direct_io=large and filesystem in _DIRECT_FILESYSTEMS and _opens_direct(source),
         probe_step_bytes=step,
         cached=_probe_cache(source, range(0, nbytes, step)) if large else (),
+        access=source.access,
     )
 
 

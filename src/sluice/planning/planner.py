@@ -17,6 +17,7 @@ from sluice.planning.mappings import NOTHING_MAPPED, Mapped
 from sluice.planning.memory_layout import lay_out_blocks
 from sluice.planning.reads import Run, StagedReads, collapse_fills, is_cached, overlapped, read_in_place, takes_bytes
 from sluice.records import (
+    AccessFacts,
     Block,
     DevicePlan,
     FileFacts,
@@ -26,6 +27,8 @@ from sluice.records import (
     Peaks,
     Read,
     Target,
+    largest_access,
+    local_access,
 )
 
 __all__ = ["copier_count", "most_threads", "plan_load", "reader_count", "staging_buffer_bytes"]
@@ -52,8 +55,9 @@ def plan_load(
     """
     on_devices = any(target.device != "cpu" for target in targets)
     host_casts = facts.cores >= options.HOST_CAST_CORES and any(map(_narrows_on_device, targets))
-    buffer_bytes = staging_buffer_bytes(staging_bytes)
     runs = [run for run in collapse_fills(targets) if run.target not in mapped.blocks]
+    access = largest_access(facts.files[file].access for file in {run.fill.file for run in runs})
+    buffer_bytes = staging_buffer_bytes(staging_bytes, access)
     reads, leads = _plan_reads(runs, targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
     shared = [*arenas, *(held.nbytes for held in mapped.ranges)]
@@ -66,7 +70,7 @@ def plan_load(
     # While one buffer is filled, another one is emptied by a copier or still being sent to an accelerator; a reader
     # that copies by itself needs one, and so does the caller's thread where there is no reader.
     waiting = readers > facts.cores
-    useful = staged if on_devices else 2 * min(readers, options.WAITING_READERS) if waiting else max(1, readers)
+    useful = staged if on_devices else 2 * min(readers, access.parallel_requests) if waiting else max(1, readers)
     buffers = min(max(1, staging_bytes // buffer_bytes), staged, useful)
     predicted = _predict(targets, blocks, arenas, buffers * buffer_bytes)
     return LoadPlan(
@@ -95,11 +99,16 @@ def _narrows_on_device(target: Target) -> bool:
     return target.device != "cpu" and any(finished < ITEM_BYTES[fill.dtype] for fill in target.fills)
 
 
-def staging_buffer_bytes(staging_bytes: int) -> int:
+def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) -> int:
     """Return the size of one buffer: a share of the gate, between one huge page and one full read.
 
     There should be two buffers for each reader: one to fill, one to empty.
+
+    Args:
+        staging_bytes: The gate.
+        access: Facts of the sources that are read; None for local files.
     """
+    access = access or local_access()
     if staging_bytes < options.SMALLEST_STAGING_BYTES:
         raise BudgetError(
             "staging is too small",
@@ -108,8 +117,8 @@ def staging_buffer_bytes(staging_bytes: int) -> int:
         )
     if staging_bytes < options.HUGE_PAGE_BYTES:
         return round_down(staging_bytes, options.BLOCK_BYTES)
-    share = round_down(staging_bytes // (2 * options.WAITING_READERS), options.HUGE_PAGE_BYTES)
-    return min(max(share, options.HUGE_PAGE_BYTES), options.READ_BYTES)
+    share = round_down(staging_bytes // (2 * access.parallel_requests), options.HUGE_PAGE_BYTES)
+    return min(max(share, options.HUGE_PAGE_BYTES), access.request_bytes)
 
 
 def _plan_reads(
@@ -145,17 +154,18 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
     """Return the number of threads: those that wait for a disk sleep, those that copy cached pages need a core each."""
     total = sum(read.nbytes for read in reads)
     waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
-    wanted = _waiting_readers(reads, total) if 2 * waiting > total else facts.cores
+    wanted = _waiting_readers(reads, total, facts) if 2 * waiting > total else facts.cores
     return max(1, min(wanted, len(reads)))
 
 
-def _waiting_readers(reads: Sequence[Read], total_bytes: int) -> int:
-    """Return how many threads ask a disk for as much at once as ``WAITING_READERS`` full reads."""
+def _waiting_readers(reads: Sequence[Read], total_bytes: int, facts: MachineFacts) -> int:
+    """Return the number of threads that keep the bytes of ``parallel_requests`` full requests in flight."""
+    access = largest_access(facts.files[file].access for file in {read.file for read in reads})
     staged_bytes = sum(read.nbytes for read in reads if read.into is None)
     if 2 * staged_bytes > total_bytes:
-        return options.WAITING_READERS  # more of them would take the buffers that are being emptied
-    at_once = options.WAITING_READERS * options.READ_BYTES * len(reads) // total_bytes
-    return min(max(options.WAITING_READERS, at_once), options.MOST_WAITING_READERS)
+        return access.parallel_requests  # more of them would take the buffers that are being emptied
+    at_once = access.parallel_requests * access.request_bytes * len(reads) // total_bytes
+    return max(access.parallel_requests, min(at_once, options.MOST_WAITING_READERS))
 
 
 def copier_count(readers: int, buffers: int, threads: int, facts: MachineFacts) -> int:
@@ -169,7 +179,8 @@ def most_threads(facts: MachineFacts, needed_bytes: int) -> int:
     None may fit: a single reader whose stack and arena were mapped first would take the place of the last weights.
     """
     if facts.address_space_bytes is None:
-        return options.MOST_WAITING_READERS + max(facts.cores, options.WRITERS)  # the most that is ever wanted
+        most_readers = max(options.MOST_WAITING_READERS, facts.access.parallel_requests)
+        return most_readers + max(facts.cores, options.WRITERS)  # the most that any plan uses
     return max(0, facts.address_space_bytes - needed_bytes) // options.THREAD_ADDRESS_BYTES
 
 

@@ -13,7 +13,7 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import Piece, collapse, cut, round_down, round_up, span_elements, split_evenly
 from sluice._options import PageCache
-from sluice.records import Copy, FileFacts, Fill, Method, Read, Swap, Target
+from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Swap, Target
 
 __all__ = [
     "Run",
@@ -97,7 +97,7 @@ def read_in_place(run: Run, target: Target, facts: FileFacts, page_cache: PageCa
     """
     start = run.piece.start_byte
     ranges = list(
-        split_evenly(start, run.piece.nbytes, limit_bytes=options.READ_BYTES, align_bytes=options.BLOCK_BYTES)
+        split_evenly(start, run.piece.nbytes, limit_bytes=facts.access.request_bytes, align_bytes=options.BLOCK_BYTES)
     )
     methods = [methods_for(facts, offset, nbytes, page_cache) for offset, nbytes in ranges]
     direct = any(choice[0] == "direct" for choice in methods)
@@ -171,7 +171,8 @@ class StagedReads:
     def add(self, run: Run) -> None:
         """Add a run."""
         item = ITEM_BYTES[run.fill.dtype]
-        pieces = cut(run.piece, item, limit_bytes=self._limit_bytes, gap_bytes=options.COALESCE_GAP_BYTES)
+        access = self._facts[run.fill.file].access
+        pieces = cut(run.piece, item, limit_bytes=self._most_bytes(access), gap_bytes=access.gap_bytes)
         self._pieces.extend((run, piece) for piece in pieces)
 
     def reads(self) -> Iterator[Read]:
@@ -184,8 +185,8 @@ class StagedReads:
             fits = (
                 pending
                 and pending[0][0].fill.file == run.fill.file
-                and piece.start_byte - end <= options.COALESCE_GAP_BYTES
-                and max(end, piece_end) - start <= self._limit_bytes
+                and piece.start_byte - end <= (access := self._facts[run.fill.file].access).gap_bytes
+                and max(end, piece_end) - start <= self._most_bytes(access)
                 and not self._clashes(grids, run, piece)
             )
             if pending and not fits:
@@ -200,6 +201,9 @@ class StagedReads:
                 grids[grid] = max(piece_end, grids.get(grid, 0))
         if pending:
             yield self._join(pending, start, end)
+
+    def _most_bytes(self, access: AccessFacts) -> int:
+        return min(self._limit_bytes, access.request_bytes)
 
     def _grid(self, run: Run, piece: Piece) -> _Grid | None:
         """Return how the numbers that a piece wants lie in the file; None where copies before the swaps can serve it.

@@ -14,7 +14,7 @@ unless a name says elements.
 from __future__ import annotations
 
 from sluice.records.elements import Elements, MathBit, RowKernel, elements_of
-from sluice.records.facts import DeviceFacts, FileFacts, MachineFacts
+from sluice.records.facts import AccessFacts, DeviceFacts, FileFacts, MachineFacts, largest_access, local_access
 from sluice.records.index import (
     NO_STORAGE,
     Entry,
@@ -46,6 +46,7 @@ from sluice.records.torch_values import TorchSize, TorchText
 
 __all__ = [
     "NO_STORAGE",
+    "AccessFacts",
     "Block",
     "BlockKind",
     "Constant",
@@ -82,4 +83,6 @@ __all__ = [
     "UnsupportedValue",
     "View",
     "elements_of",
+    "largest_access",
+    "local_access",
 ]

@@ -1,15 +1,52 @@
-"""What was asked of the machine before planning."""
+"""Facts about the machine and its files, collected once before planning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-__all__ = ["DeviceFacts", "FileFacts", "MachineFacts"]
+from sluice import _options as options
+
+__all__ = ["AccessFacts", "DeviceFacts", "FileFacts", "MachineFacts", "largest_access", "local_access"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessFacts:
+    """The requests that suit a source: a local disk, an object store, memory."""
+
+    #: Largest request, in bytes, a multiple of 4096 and at least 1 MiB; longer ranges are divided.
+    request_bytes: int
+    #: Largest gap between two ranges that are read in one request, in bytes.
+    gap_bytes: int
+    #: Full-sized requests in flight at once that saturate the source.
+    parallel_requests: int
+
+
+def local_access() -> AccessFacts:
+    """Return the access facts of local files and of memory: the defaults of ``_options``."""
+    return AccessFacts(
+        request_bytes=options.READ_BYTES,
+        gap_bytes=options.COALESCE_GAP_BYTES,
+        parallel_requests=options.WAITING_READERS,
+    )
+
+
+def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
+    """Return the largest value of each fact: a pool of buffers and threads that serves all the sources.
+
+    Without sources these are the facts of local files.
+    """
+    distinct = set(accesses) or {local_access()}
+    return AccessFacts(
+        request_bytes=max(access.request_bytes for access in distinct),
+        gap_bytes=max(access.gap_bytes for access in distinct),
+        parallel_requests=max(access.parallel_requests for access in distinct),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """What was asked of the file system about one file."""
+    """Facts about one file."""
 
     #: Name of the file system: ``"ext4"``, ``"nfs4"``, ``"tmpfs"``; empty when unknown.
     filesystem: str
@@ -17,31 +54,33 @@ class FileFacts:
     direct_io: bool
     #: Bytes between two page-cache probes.
     probe_step_bytes: int
-    #: A flag for each probe: whether the file was cached about ``i * probe_step_bytes``; empty when nobody tells.
+    #: One flag per probe: whether the file is cached around ``i * probe_step_bytes``; empty if unknown.
     cached: tuple[bool, ...] = ()
+    #: Request size, coalescing gap and parallelism of its source.
+    access: AccessFacts = field(default_factory=local_access)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """What was asked of one accelerator."""
+    """Facts about one accelerator."""
 
     #: Name as torch writes it: ``"cuda:0"``.
     device: str
-    #: Bytes that the device has free for anybody; None when it does not say.
+    #: Free bytes on the device; None if unknown.
     free_bytes: int | None = None
-    #: Bytes that torch's allocator holds of it without using them.
+    #: Bytes that torch's allocator has cached on it but does not use.
     cached_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """What was asked of the machine before planning."""
+    """Facts about the machine, the files and the accelerators of a load."""
 
     #: Processors that this process may use.
     cores: int
-    #: Host memory that can be had without swapping, in bytes.
+    #: Host memory available without swapping, in bytes.
     memory_available_bytes: int
-    #: Host memory left under the tightest control group, in bytes; None without a limit.
+    #: Host memory left under the tightest control group, in bytes; None if there is no limit.
     memory_limit_bytes: int | None
     #: Whether anonymous memory can be backed by 2 MiB pages.
     huge_pages: bool
@@ -49,12 +88,17 @@ class MachineFacts:
     files: tuple[FileFacts, ...]
     #: Facts of each accelerator that the load uses.
     devices: tuple[DeviceFacts, ...] = ()
-    #: Virtual memory that the process may still map, in bytes (RLIMIT_AS); None without a limit.
+    #: Virtual memory that the process may still map (RLIMIT_AS), in bytes; None if there is no limit.
     address_space_bytes: int | None = None
 
     @property
+    def access(self) -> AccessFacts:
+        """The largest value of each access fact of the files."""
+        return largest_access(file.access for file in self.files)
+
+    @property
     def host_headroom(self) -> tuple[int, str]:
-        """Bytes by which host memory may grow if the caller set no limit, and where that number comes from."""
+        """Bytes by which host memory may grow if the caller set no limit, and the origin of this figure."""
         if self.memory_limit_bytes is not None and self.memory_limit_bytes < self.memory_available_bytes:
             return self.memory_limit_bytes, "left in the control group"
         return self.memory_available_bytes, "free memory"

@@ -29,18 +29,33 @@ NO_STORAGE = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileIdentity:
-    """What must not change between planning a load and its end."""
+    """Identity of the bytes of a source, which must not change between planning a load and its end.
 
-    #: ``st_dev``.
-    device: int
-    #: ``st_ino``.
-    inode: int
-    #: Size of the file in bytes.
+    Local files are identified by their inode and times, remote objects by their version, memory by its size alone.
+    """
+
+    #: Size in bytes.
     nbytes: int
+    #: ``st_dev`` of a local file.
+    device: int = 0
+    #: ``st_ino`` of a local file.
+    inode: int = 0
     #: Last change of the contents, in nanoseconds since the epoch.
-    mtime_ns: int
+    mtime_ns: int = 0
     #: Last change of the inode, in nanoseconds since the epoch: catches rewrites that restore ``mtime``.
-    ctime_ns: int
+    ctime_ns: int = 0
+    #: ETag, version id or generation of a remote object; None for local files and memory.
+    version: str | None = None
+
+    def describe(self) -> str:
+        """Return the identity as text for error messages."""
+        if self.version is not None:
+            return f"{self.nbytes} bytes, version {self.version!r}"
+        if not self.inode:
+            return f"{self.nbytes} bytes"
+        return (
+            f"{self.nbytes} bytes, inode {self.device}:{self.inode}, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._options import BLOCK_BYTES
-from sluice.records import FileIdentity
+from sluice.records import AccessFacts, FileIdentity, local_access
 from sluice.sources.descriptors import DESCRIPTORS, Lease
 from sluice.sources.mapping import map_privately
 from sluice.sources.protocol import DirectIOUnavailable
@@ -92,6 +92,10 @@ class LocalFile:
     @property
     def identity(self) -> FileIdentity:
         return self._identity
+
+    @property
+    def access(self) -> AccessFacts:
+        return local_access()
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
@@ -240,16 +244,9 @@ class LocalFile:
             "the file changed since it was indexed",
             file=self._path,
             offset=offset,
-            expected=_describe(self._identity),
-            found=_describe(found),
+            expected=self._identity.describe(),
+            found=found.describe(),
         )
-
-
-def _describe(identity: FileIdentity) -> str:
-    return (
-        f"{identity.nbytes} bytes, inode {identity.device}:{identity.inode}, "
-        f"mtime {identity.mtime_ns} ns, ctime {identity.ctime_ns} ns"
-    )
 
 
 def _kind(mode: int) -> str:

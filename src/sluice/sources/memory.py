@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from sluice._errors import SourceChangedError, TruncatedError
-from sluice.records import FileIdentity
+from sluice.records import AccessFacts, FileIdentity, local_access
 from sluice.sources.protocol import DirectIOUnavailable
 
 __all__ = ["MemoryFile"]
@@ -18,9 +18,13 @@ class MemoryFile:
         """Look at the stream; its position does not count and does not change."""
         self.path = "<memory>"
         self._stream = stream
-        self.identity = FileIdentity(device=0, inode=0, nbytes=self._nbytes(), mtime_ns=0, ctime_ns=0)
+        self.identity = FileIdentity(nbytes=self._nbytes())
         if not self.identity.nbytes:
             raise TruncatedError("the file is empty", file=self.path)
+
+    @property
+    def access(self) -> AccessFacts:
+        return local_access()
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or not 0 <= nbytes <= self.identity.nbytes - offset:
@@ -45,13 +49,13 @@ class MemoryFile:
         """Nothing is cached."""
 
     def check_unchanged(self) -> None:
-        found = self._nbytes()
-        if found != self.identity.nbytes:
+        found = FileIdentity(nbytes=self._nbytes())
+        if found != self.identity:
             raise SourceChangedError(
                 "the stream changed",
                 file=self.path,
-                expected=f"{self.identity.nbytes} bytes",
-                found=f"{found} bytes",
+                expected=self.identity.describe(),
+                found=found.describe(),
             )
 
     def close(self) -> None:

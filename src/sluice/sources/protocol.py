@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import Protocol, runtime_checkable
 
-from sluice.records import FileIdentity
+from sluice.records import AccessFacts, FileIdentity
 
 __all__ = ["DirectIOUnavailable", "MappableSource", "Source"]
 
@@ -30,6 +30,11 @@ class Source(Protocol):
     @property
     def identity(self) -> FileIdentity:
         """Size and identity when the source was opened."""
+        ...
+
+    @property
+    def access(self) -> AccessFacts:
+        """Request size, coalescing gap and parallelism that suit the source."""
         ...
 
     def read_at(self, offset: int, nbytes: int) -> bytes:

@@ -7,7 +7,7 @@ thousand shards a thousand times as much as they bring.
 from __future__ import annotations
 
 from sluice._options import HEADER_PIECE_BYTES
-from sluice.records import FileIdentity
+from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.protocol import Source
 
 __all__ = ["ReadAhead"]
@@ -31,6 +31,10 @@ class ReadAhead:
     @property
     def identity(self) -> FileIdentity:
         return self._source.identity
+
+    @property
+    def access(self) -> AccessFacts:
+        return self._source.access
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         size = self.identity.nbytes

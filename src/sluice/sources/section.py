@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from sluice._errors import TruncatedError
-from sluice.records import FileIdentity
+from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.protocol import Source
 
 __all__ = ["Section"]
@@ -39,6 +39,10 @@ class Section:
     @property
     def identity(self) -> FileIdentity:
         return self._identity
+
+    @property
+    def access(self) -> AccessFacts:
+        return self._source.access
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from sluice._errors import ReadError, SourceChangedError, TruncatedError
-from sluice._options import BLOCK_BYTES
+from sluice._options import BLOCK_BYTES, SMALLEST_STAGING_BYTES
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
 __all__ = ["check_source"]
@@ -154,6 +154,19 @@ def _identity(case: _Case) -> None:
         _require(other.identity == first, "two sources of the same object must have the same identity")
         one.read_at(0, 1)
         _require(one.identity == first, "the identity must stay that of the first look")
+
+
+def _access(case: _Case) -> None:
+    with case.opened() as source:
+        access = source.access
+        size, gap, parallel = access.request_bytes, access.gap_bytes, access.parallel_requests
+        expected = f"a multiple of {BLOCK_BYTES} and at least {SMALLEST_STAGING_BYTES}"
+        fits = size >= SMALLEST_STAGING_BYTES and not size % BLOCK_BYTES
+        _require(fits, f"access.request_bytes must be {expected}, not {size}")
+        _require(gap >= 0, f"access.gap_bytes must not be negative: {gap}")
+        _require(parallel >= 1, f"access.parallel_requests must be at least 1, not {parallel}")
+        source.read_at(0, 1)
+        _require(source.access == access, "access must not change while the source is open")
 
 
 def _read_at(case: _Case) -> None:
@@ -321,6 +334,7 @@ def _changes(case: _Case, change: Callable[[], object]) -> None:
 _CHECKS: tuple[Callable[[_Case], None], ...] = (
     _path,
     _identity,
+    _access,
     _read_at,
     _read_at_outside,
     _read_into_buffer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice._errors import TruncatedError
-from sluice.records import FileIdentity
+from sluice.records import AccessFacts, FileIdentity, local_access
 
 __all__ = ["MemorySource"]
 
@@ -22,8 +22,12 @@ class MemorySource:
 
     def __init__(self, content: bytes, *, path: str = "memory") -> None:
         self.path = path
-        self.identity = FileIdentity(device=0, inode=0, nbytes=len(content), mtime_ns=0, ctime_ns=0)
+        self.identity = FileIdentity(nbytes=len(content))
         self._content = content
+
+    @property
+    def access(self) -> AccessFacts:
+        return local_access()
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > len(self._content):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice._errors import ReadError, TruncatedError
-from sluice.records import FileIdentity
+from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.protocol import MappableSource, Source
 
 if TYPE_CHECKING:
@@ -43,6 +43,10 @@ class _WrappedSource:
     @property
     def identity(self) -> FileIdentity:
         return self._source.identity
+
+    @property
+    def access(self) -> AccessFacts:
+        return self._source.access
 
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
         if not isinstance(self._source, MappableSource):

@@ -1,0 +1,128 @@
+"""The access facts of a source decide the size of requests, the coalescing gap and the number of readers of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import sluice
+import sluice.testing
+from sluice import _options as options
+from sluice.machine.facts import file_facts, machine_facts
+from sluice.planning.memory_layout import single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import AccessFacts, FileFacts, LoadPlan, MachineFacts, Request, largest_access, local_access
+from sluice.sources.protocol import Source
+from sluice.sources.read_ahead import ReadAhead
+from sluice.sources.section import Section
+from sluice.testing import MemorySource, RecordingSource
+from support.plans import FILE, MIB, entry, facts, index_of, request
+
+#: An object store: large requests, wide gaps, many at once.
+STORE = AccessFacts(request_bytes=16 * MIB, gap_bytes=4 * MIB, parallel_requests=32)
+
+#: A slow server: small requests, one at a time.
+SLOW = AccessFacts(request_bytes=MIB, gap_bytes=0, parallel_requests=1)
+
+
+def plan(requests: list[Request], storages: list[tuple[int, int]], machine: MachineFacts) -> LoadPlan:
+    targets, _ = single_targets(requests, index_of(storages), {})
+    return plan_load(targets, (FILE,) * len(machine.files), machine, staging_bytes=1024 * MIB)
+
+
+def with_access(machine: MachineFacts, *accesses: AccessFacts) -> MachineFacts:
+    return replace(machine, files=tuple(replace(machine.files[0], access=access) for access in accesses))
+
+
+def large(*, dtype: str = "float32", mib: int = 256) -> Request:
+    return request("w", entry((mib * MIB // 4,)), dtype=dtype)
+
+
+def test_local_files_have_the_defaults() -> None:
+    assert local_access() == AccessFacts(
+        request_bytes=options.READ_BYTES,
+        gap_bytes=options.COALESCE_GAP_BYTES,
+        parallel_requests=options.WAITING_READERS,
+    )
+    assert FileFacts(filesystem="ext4", direct_io=True, probe_step_bytes=MIB).access == local_access()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["in place", "staged"])
+@pytest.mark.parametrize("access", [STORE, SLOW], ids=["store", "slow"])
+def test_reads_are_as_long_as_requests_may_be(dtype: str, access: AccessFacts) -> None:
+    made = plan([large(dtype=dtype)], [(0, 256 * MIB)], with_access(facts(cached=False, direct_io=False), access))
+    longest = max(read.nbytes for read in made.reads)
+    assert access.request_bytes // 2 < longest <= access.request_bytes
+    assert sum(read.nbytes for read in made.reads) == 256 * MIB
+
+
+@pytest.mark.parametrize(("access", "readers"), [(STORE, 32), (SLOW, 1)], ids=["store", "slow"])
+def test_readers_and_buffers_follow_the_parallelism(access: AccessFacts, readers: int) -> None:
+    machine = with_access(facts(cached=False, direct_io=False, cores=1), access)
+    made = plan([large(dtype="bfloat16", mib=1024)], [(0, 1024 * MIB)], machine)
+    assert made.readers == readers
+    assert made.staging_buffer_bytes == access.request_bytes
+    assert made.staging_buffers == (2 * readers if readers > 1 else 1)
+
+
+@pytest.mark.parametrize(("gap", "reads"), [(0, 4), (600, 2), (2 * MIB, 1)])
+def test_the_gap_decides_which_neighbours_share_a_read(gap: int, reads: int) -> None:
+    requests = [request(f"b{i}", entry((100,), storage=i)) for i in range(4)]
+    machine = with_access(facts(cached=False), replace(local_access(), gap_bytes=gap))
+    made = plan(requests, [(0, 400), (1000, 400), (MIB, 400), (MIB + 1000, 400)], machine)
+    assert len(made.reads) == reads
+
+
+def test_each_file_keeps_its_own_gap_and_request_size() -> None:
+    """A plan over two sources: buffers fit the larger requests, reads of the other source stay small."""
+    machine = with_access(facts(cached=False, direct_io=False), STORE, SLOW)
+    index = index_of([(0, 64 * MIB), (0, 64 * MIB)], (FILE, FILE))
+    index = replace(index, storages=(index.storages[0], replace(index.storages[1], file=1)))
+    requests = [request(name, entry((16 * MIB,), storage=i), dtype="bfloat16") for i, name in enumerate("ab")]
+    targets, _ = single_targets(requests, index, {})
+    made = plan_load(targets, (FILE, FILE), machine, staging_bytes=1024 * MIB)
+    assert made.staging_buffer_bytes == 16 * MIB
+    longest = [max(read.nbytes for read in made.reads if read.file == file) for file in (0, 1)]
+    assert 8 * MIB < longest[0] <= 16 * MIB
+    assert longest[1] == MIB
+
+
+def test_the_largest_facts_of_several_sources() -> None:
+    assert largest_access([]) == local_access()
+    assert largest_access([SLOW, STORE, SLOW]) == STORE
+    assert largest_access([replace(SLOW, gap_bytes=5 * MIB), STORE]) == replace(STORE, gap_bytes=5 * MIB)
+
+
+class StoreSource(MemorySource):
+    """An object in a store: other access facts than those of local files."""
+
+    access = STORE
+
+
+def test_the_facts_of_a_source_reach_planning_through_every_wrapper() -> None:
+    source = StoreSource(bytes(100))
+    wrapped: list[Source] = [source, ReadAhead(source), Section(source, 10, 50), RecordingSource(source)]
+    assert [file_facts(one).access for one in wrapped] == [STORE] * 4
+    machine = machine_facts([source, None, MemorySource(b"x")])
+    assert [known.access for known in machine.files] == [STORE, local_access(), local_access()]
+    assert machine.access == STORE
+
+
+def test_a_load_makes_the_requests_that_suit_its_source(tmp_path: Path) -> None:
+    """From the public verb down: the same file, read through a source whose requests are small and never span gaps."""
+    torch = pytest.importorskip("torch")
+    sluice.save({f"w{i}": torch.ones(300_000) for i in range(3)}, tmp_path / "f.safetensors")
+
+    def longest(access: AccessFacts | None) -> int:
+        with sluice.open(tmp_path / "f.safetensors") as checkpoint:
+            (source,) = sluice.testing.record_reads(checkpoint)
+            if access is not None:
+                source.__class__ = type("OtherAccess", (RecordingSource,), {"access": access})
+            state = sluice.load_state_dict(checkpoint)
+            assert all(torch.equal(tensor, torch.ones(300_000)) for tensor in state.values())
+            return max(read.nbytes for read in source.reads)
+
+    assert longest(None) == 1_200_000
+    assert longest(SLOW) <= MIB
