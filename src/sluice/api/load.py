@@ -15,7 +15,7 @@ from sluice._dtypes import dtype_name
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
-from sluice.engine.session import Outcome
+from sluice.engine.session import RunResult
 from sluice.engine.targets import Targets
 from sluice.loading import module_fill as _module_load
 from sluice.loading import module_job as _module_plan
@@ -307,7 +307,7 @@ def _report(
 
 
 def _transfer_report(
-    plan: LoadPlan, outcome: Outcome, checkpoint: OpenCheckpoint, *, seconds: float, measured: Peaks
+    plan: LoadPlan, outcome: RunResult, checkpoint: OpenCheckpoint, *, seconds: float, measured: Peaks
 ) -> LoadReport:
     """Return what is the same for whatever was filled."""
     return LoadReport(

@@ -209,13 +209,13 @@ def accelerator(device: str) -> Accelerator:
 
 
 @contextmanager
-def page_locked(memory: HostMemory | None, devices: Iterable[str]) -> Iterator[None]:
+def page_locked(memory: HostMemory, devices: Iterable[str]) -> Iterator[None]:
     """Page-lock staging for the length of the block, once for all CUDA devices, so that they copy without the host.
 
     Where the driver refuses, copies are slower and nothing else changes.
     """
     cuda = [device for device in devices if _is_cuda(device)]
-    if memory is None or not cuda:
+    if not cuda:
         yield
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

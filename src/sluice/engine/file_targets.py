@@ -68,6 +68,9 @@ class FileTargets:
         for copy in read.copies[read.copies_before_swaps :]:
             self._write_copy(copy, buffer, first)
 
+    def complete(self, position: int) -> None:
+        """Do nothing: parts of files have no finishers."""
+
     def finish(self) -> None:
         """Do nothing: writes have ended when they return."""
 

@@ -1,4 +1,14 @@
-"""Runs a plan: the only module that starts threads. It decides nothing but when to step down to the next method."""
+"""Runs plans: the threads that read and copy, and the staging buffers between them.
+
+A ``Session`` keeps its threads and its staging until it ends, and runs any number of plans over the same sources, one
+after the other; the reads of a plan that was started begin while the results of the one before are still being used. A
+load is a session of one plan.
+
+Readers take the reads of a plan in file order. While readers wait for a disk, copiers empty the buffers that they
+fill: one copier per core, because more would all finish late and together, with no read under way. The engine decides
+nothing but when to step down to the next permitted method of a read. The first failure ends the session: its threads
+are joined, and every plan that was started fails.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +17,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 
@@ -21,14 +32,18 @@ from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Method, Read
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
-__all__ = ["Outcome", "TargetMemory", "execute"]
+__all__ = ["RunResult", "RunningPlan", "Session", "SessionEndedError", "TargetMemory", "execute"]
+
+
+class SessionEndedError(RuntimeError):
+    """The session ended before this plan was run, because another plan failed or the session was closed."""
 
 
 class TargetMemory(Protocol):
     """Where the bytes of a plan go: memory of the host and of devices, or a file under construction."""
 
     def map_files(self, sources: Sequence[Source]) -> None:
-        """Map the ranges of files that the plan wants mapped."""
+        """Map the ranges of files that the plan maps."""
         ...
 
     def begin(self, staging: StagingPool) -> None:
@@ -40,7 +55,11 @@ class TargetMemory(Protocol):
         ...
 
     def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
-        """Copy what was read out of a staging buffer, where it begins at byte ``first``; called from any thread."""
+        """Copy what was read out of a staging buffer, in which it begins at byte ``first``; called from any thread."""
+        ...
+
+    def complete(self, position: int) -> None:
+        """Finish a target whose last byte has arrived; called from the caller's thread."""
         ...
 
     def finish(self) -> None:
@@ -49,23 +68,15 @@ class TargetMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What the engine did."""
+class RunResult:
+    """What running a plan took."""
 
-    #: Seconds from the first read to the last copy.
+    #: Seconds from the start of the plan to its last copy.
     seconds: float
     #: Bytes read by each method.
     read_bytes: Mapping[str, int]
-    #: Reads that had to use a later method than the plan preferred.
+    #: Reads that used a later method than the preferred one.
     stepped_down: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """One finished read, from a reader to the caller's thread."""
-
-    read: Read
-    method: Method
 
 
 def execute(
@@ -75,44 +86,323 @@ def execute(
     *,
     progress: Callable[[int], None] | None = None,
     completed: Callable[[int], None] | None = None,
-) -> Outcome:
-    """Fill or map every target of the plan.
+) -> RunResult:
+    """Run one plan in a session of its own; see ``Session.run``."""
+    with Session(sources) as session:
+        return session.run(plan, targets, progress=progress, completed=completed)
 
-    The first failure stops all readers, which are joined before it is raised. So are they when the caller is
-    interrupted or a callback raises.
 
-    Args:
-        plan: What to do.
-        sources: The files of the plan, in its order.
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A finished read, from a reader or copier to the caller's thread."""
+
+    read: Read
+    method: Method
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A staging buffer that a reader has filled, for a copier."""
+
+    run: RunningPlan
+    done: _Done
+    buffer: StagingBuffer
+
+
+class Session:
+    """Threads and staging buffers for plans over the same sources. No thread outlives it."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        """Start nothing and allocate nothing yet.
+
+        Args:
+            sources: The files of every plan, in their order.
+        """
+        self._sources = sources
+        self._process = os.getpid()
+        self._readers: list[Worker] = []
+        self._copiers: list[Worker] = []
+        # A plan is in the first queue once for each reader that may work on it. None ends the threads of a queue.
+        self._plans: queue.SimpleQueue[RunningPlan | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
+        self._staging: StagingPool | None = None
+        self._running: list[RunningPlan] = []
+        self.ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self,
+        plan: LoadPlan,
+        targets: TargetMemory,
+        *,
+        progress: Callable[[int], None] | None = None,
+        completed: Callable[[int], None] | None = None,
+    ) -> RunResult:
+        """Fill or map every target of a plan.
+
+        Args:
+            plan: What to do.
+            targets: Where the bytes go.
+            progress: Called in this thread with the bytes read so far.
+            completed: Called in this thread with the position of each target whose last byte has arrived.
+
+        Raises:
+            ReadError: The operating system failed a read.
+            TruncatedError: A file is shorter than it was when it was indexed.
+            SourceChangedError: A file is no longer the one that was indexed.
+            SessionEndedError: The session has ended.
+        """
+        return self.start(plan, targets).wait(progress=progress, completed=completed)
+
+    def start(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
+        """Begin to run a plan, after those that were started before it; ``RunningPlan.wait`` completes it."""
+        if self.ended:
+            raise SessionEndedError("the session has ended")
+        run = RunningPlan(self, plan, targets)
+        try:
+            targets.map_files(self._sources)
+            staging = self._staging_for(plan)
+            self._running.append(run)
+            targets.begin(staging)
+            readers = min(plan.readers, len(plan.reads))
+            start_threads(self._copiers, plan.copiers - len(self._copiers), self._copy, "sluice-copier")
+            start_threads(self._readers, readers - len(self._readers), self._read, "sluice-reader")
+            for _ in range(min(readers, len(self._readers))):
+                run.has_reader = True
+                self._plans.put(run)
+        except BaseException:
+            self.close()
+            raise
+        return run
+
+    def release_staging(self) -> None:
+        """Free the staging buffers; the next plan allocates its own. No plan may be running."""
+        assert not self._running
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    def close(self) -> None:
+        """Stop and join the threads, whatever happens, and finish the targets of plans that were not waited for."""
+        self.ended = True
+        try:
+            self._plans.put(None)
+            for run in self._running:
+                run.admit_all(len(self._readers))
+            join_threads(self._readers)
+        finally:
+            try:
+                self._filled.put(None)
+                join_threads(self._copiers)
+            finally:
+                with ExitStack() as stack:  # each is done, whatever another one raises
+                    stack.callback(self.release_staging)
+                    running, self._running = self._running, []
+                    for run in running:
+                        stack.callback(run.abandon)
+
+    def finished(self, run: RunningPlan) -> None:
+        """Forget a plan that was waited for."""
+        self._running.remove(run)
+
+    def _staging_for(self, plan: LoadPlan) -> StagingPool:
+        if self._staging is not None and self._staging.buffer_bytes != plan.staging_buffer_bytes:
+            self.release_staging()
+        if self._staging is None:
+            self._staging = StagingPool(
+                buffer_bytes=plan.staging_buffer_bytes,
+                count=plan.staging_buffers,
+                huge_pages=plan.facts.huge_pages,
+            )
+        self._staging.grow_to(plan.staging_buffers)
+        return self._staging
+
+    def _read(self) -> None:
+        """Work on plans until the session ends; the work of a reader."""
+        while (run := self._plans.get()) is not None:
+            self.read_all(run)
+            del run  # its targets may be large, and the next plan long in coming
+        self._plans.put(None)  # for the other readers
+
+    def read_all(self, run: RunningPlan) -> None:
+        """Do the reads of a plan until none is left or one has failed."""
+        try:
+            while not self.ended and run.admitted() and (read := run.next_read()) is not None:
+                if read.into is not None:
+                    run.results.put(_Done(read, self._read_in_place(run, read, read.into)))
+                else:
+                    self._read_staged(run, read)
+        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+            run.results.put(error)
+
+    def _read_staged(self, run: RunningPlan, read: Read) -> None:
+        first = read.offset % options.BLOCK_BYTES
+        assert self._staging is not None
+        buffer = self._staging.borrow()
+        try:
+            method = self._fetch(run, read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
+        except BaseException:
+            self._staging.give_back(buffer)
+            raise
+        filled = _Filled(run, _Done(read, method), buffer)
+        if self._copiers and run.plan.copiers:
+            self._filled.put(filled)
+        else:
+            self._empty(filled)
+
+    def _copy(self) -> None:
+        """Empty the buffers that readers have filled; the work of a copier. It ends after the readers have."""
+        while (filled := self._filled.get()) is not None:
+            self._empty(filled)
+            del filled
+        self._filled.put(None)  # for the other copiers
+
+    def _empty(self, filled: _Filled) -> None:
+        """Copy a buffer's content to its targets and return it, whatever happens: a reader may be waiting for it."""
+        read, run = filled.done.read, filled.run
+        try:
+            if self.ended:
+                return
+            # Grad and inference mode belong to each thread: parameters made of inference tensors could not be trained.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                run.targets.copy_out(read, filled.buffer, read.offset % options.BLOCK_BYTES)
+            run.results.put(filled.done)
+        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+            run.results.put(error)
+        finally:
+            assert self._staging is not None
+            self._staging.give_back(filled.buffer)
+
+    def _read_in_place(self, run: RunningPlan, read: Read, position: int) -> Method:
+        return self._fetch(
+            run, read, lambda start, nbytes: run.targets.window(position, read.into_offset + start, nbytes)
+        )
+
+    def _fetch(self, run: RunningPlan, read: Read, window: Callable[[int, int], memoryview]) -> Method:
+        """Read a range by the first permitted method that the file system accepts.
+
+        Args:
+            run: The plan that it belongs to.
+            read: The range.
+            window: Returns memory for ``nbytes`` bytes from ``start``, counted from the range's first byte.
+        """
+        source = self._sources[read.file]
+        for method in read.methods:
+            first, last = read.offset, read.offset + read.nbytes
+            if method == "direct":
+                first, last = round_down(first, options.BLOCK_BYTES), round_up(last, options.BLOCK_BYTES)
+            try:
+                found = source.read_into(first, window(first - read.offset, last - first), direct=method == "direct")
+            except DirectIOUnavailable:
+                continue
+            if first + found < read.offset + read.nbytes:
+                raise _short(source, read, first + found)
+            if method == "buffered" and run.plan.drop_behind:
+                source.forget(read.offset, read.nbytes)
+            return method
+        raise ReadError("no permitted method can read this range", file=source.path, offset=read.offset)
+
+    def check(self, plan: LoadPlan) -> None:
+        """Raise if a file that a plan read or mapped has changed."""
+        # Only those files: a slice needs none of the other shards, and checking one can take a round trip.
+        for number in sorted({fill.file for target in plan.targets for fill in target.fills}):
+            self._sources[number].check_unchanged()
+
+    def check_process(self) -> None:
+        """Raise in the child of a fork, which has none of the threads."""
+        if os.getpid() != self._process:
+            raise ReadError("the process was forked during the load; only the parent can finish it")
+
+
+class RunningPlan:
+    """A plan that a session has begun to run.
+
+    Attributes:
+        plan: What is done.
         targets: Where the bytes go.
-        progress: Called in this thread with the bytes read so far.
-        completed: Called in this thread with the position of each target whose last byte has arrived.
-
-    Raises:
-        ReadError: The operating system failed a read.
-        TruncatedError: A file is shorter than it was when it was indexed.
-        SourceChangedError: A file is no longer the one that was indexed.
+        results: Finished reads, and the failure if there is one.
+        has_reader: Whether a thread reads for it; without one the thread that waits does.
     """
-    started = time.perf_counter()
-    crew = _Crew(plan, sources, targets)
-    pending = _Pending(plan) if completed else None
-    read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
-    stepped_down = total = 0
-    targets.map_files(sources)
-    with crew.working():
-        for done in crew.results(len(plan.reads)):
-            read_bytes[done.method] += done.read.nbytes
-            stepped_down += done.method != done.read.methods[0]
-            total += done.read.nbytes
-            if progress:
-                progress(total)
-            if completed and pending:
-                for position in pending.finished_by(done.read):
-                    completed(position)
-    # Only what was read or mapped: a slice asks nothing of the other shards, and asking can take a round trip.
-    for number in sorted({fill.file for target in plan.targets for fill in target.fills}):
-        sources[number].check_unchanged()
-    return Outcome(seconds=time.perf_counter() - started, read_bytes=read_bytes, stepped_down=stepped_down)
+
+    def __init__(self, session: Session, plan: LoadPlan, targets: TargetMemory) -> None:
+        self.plan = plan
+        self.targets = targets
+        self.results: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
+        self.has_reader = False
+        self._session = session
+        self._started = time.perf_counter()
+        self._reads = iter(plan.reads)
+        self._take = threading.Lock()
+        # One permit per read whose result may wait for the caller; without a bound there are none.
+        self._permits: queue.SimpleQueue[None] | None = queue.SimpleQueue() if plan.most_unfinished_reads else None
+        self.admit_all(plan.most_unfinished_reads)
+
+    def admitted(self) -> bool:
+        """Wait until the plan allows one more read, and return True."""
+        if self._permits is not None and self.has_reader:
+            self._permits.get()
+        return True
+
+    def admit_all(self, count: int) -> None:
+        """Allow ``count`` more reads."""
+        if self._permits is not None:
+            for _ in range(count):
+                self._permits.put(None)
+
+    def next_read(self) -> Read | None:
+        """Take the next read in file order; None if none is left."""
+        with self._take:
+            return next(self._reads, None)
+
+    def wait(
+        self, *, progress: Callable[[int], None] | None = None, completed: Callable[[int], None] | None = None
+    ) -> RunResult:
+        """Return once every target is filled; see ``Session.run``. If this raises, the session has ended."""
+        pending = _Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
+        read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
+        stepped_down = total = 0
+        try:
+            for done in self._results():
+                read_bytes[done.method] += done.read.nbytes
+                stepped_down += done.method != done.read.methods[0]
+                total += done.read.nbytes
+                if progress:
+                    progress(total)
+                for position in pending.finished_by(done.read) if pending else ():
+                    self.targets.complete(position)
+                    if completed:
+                        completed(position)
+                self.admit_all(1)
+            self._session.finished(self)
+            self.targets.finish()
+            self._session.check(self.plan)
+        except BaseException:
+            self._session.close()
+            raise
+        return RunResult(seconds=time.perf_counter() - self._started, read_bytes=read_bytes, stepped_down=stepped_down)
+
+    def abandon(self) -> None:
+        """Finish the targets after the session's threads have ended; whoever waits for the plan gets an error."""
+        self.results.put(SessionEndedError("the session ended before this plan was run"))
+        self.targets.finish()
+
+    def _results(self) -> Iterator[_Done]:
+        """Yield the finished reads in the order in which they finish; raise the first failure instead."""
+        if not self.has_reader:
+            self._session.read_all(self)
+        for _ in self.plan.reads:
+            self._session.check_process()
+            result = self.results.get()
+            if isinstance(result, BaseException):
+                raise result
+            yield result
 
 
 class _Pending:
@@ -137,154 +427,12 @@ def _positions(read: Read) -> Iterator[int]:
     yield from (copy.target for copy in read.copies)
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """A staging buffer that a reader has filled, for a copier."""
-
-    done: _Done
-    buffer: StagingBuffer
-
-
-class _Crew:
-    """The threads of one plan.
-
-    Each reader takes the next read, in file order, until none is left or one has failed. While readers wait for a
-    disk, copiers empty the buffers: one for each core, because more of them would all finish late and together, with
-    no read under way meanwhile.
-    """
-
-    def __init__(self, plan: LoadPlan, sources: Sequence[Source], targets: TargetMemory) -> None:
-        self._plan = plan
-        self._sources = sources
-        self._targets = targets
-        self._staging = StagingPool(
-            buffer_bytes=plan.staging_buffer_bytes,
-            count=plan.staging_buffers,
-            huge_pages=plan.facts.huge_pages,
-        )
-        self._reads = iter(plan.reads)
-        self._take = threading.Lock()
-        self._stopped = False
-        self._process = os.getpid()
-        self._results: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
-        self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
-        self._readers: list[Worker] = []
-        self._copiers: list[Worker] = []
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """Start the threads, and join them whatever happens."""
-        try:
-            self._targets.begin(self._staging)
-            start_threads(self._copiers, self._plan.copiers, self._copy, "sluice-copier")
-            start_threads(self._readers, self._plan.readers if self._plan.reads else 0, self._read, "sluice-reader")
-            if not self._readers:
-                self._read()
-            yield
-        finally:
-            self._stopped = True
-            try:
-                join_threads(self._readers)
-            finally:
-                for _ in range(self._plan.copiers):  # also for one that an interrupt kept out of the list
-                    self._filled.put(None)
-                try:
-                    join_threads(self._copiers)
-                finally:
-                    self._targets.finish()
-
-    def results(self, count: int) -> Iterator[_Done]:
-        """Yield ``count`` finished reads as they come; raise the first failure instead."""
-        for _ in range(count):
-            if os.getpid() != self._process:  # a callback forked, and this is the child: it has no other threads
-                raise ReadError("the process was forked during the load; only the parent can finish it")
-            result = self._results.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-
-    def _read(self) -> None:
-        """Read until nothing is left; the work of a reader."""
-        try:
-            while not self._stopped:
-                with self._take:
-                    read = next(self._reads, None)
-                if read is None:
-                    return
-                if read.into is not None:
-                    self._results.put(_Done(read, self._read_in_place(read, read.into)))
-                else:
-                    self._read_staged(read)
-        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
-            self._results.put(error)
-
-    def _read_staged(self, read: Read) -> None:
-        first = read.offset % options.BLOCK_BYTES
-        buffer = self._staging.borrow()
-        try:
-            method = self._fetch(read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
-        except BaseException:
-            self._staging.give_back(buffer)
-            raise
-        filled = _Filled(_Done(read, method), buffer)
-        if self._copiers:
-            self._filled.put(filled)
-        else:
-            self._empty(filled)
-
-    def _copy(self) -> None:
-        """Empty the buffers that readers have filled; the work of a copier. It ends when the readers have."""
-        while (filled := self._filled.get()) is not None:
-            self._empty(filled)
-
-    def _empty(self, filled: _Filled) -> None:
-        """Copy a buffer's content to its targets and give it back, in any case: a reader may be waiting for it."""
-        read = filled.done.read
-        try:
-            if self._stopped:
-                return
-            # Grad and inference mode belong to each thread: parameters made of inference tensors could not be trained.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                self._targets.copy_out(read, filled.buffer, read.offset % options.BLOCK_BYTES)
-            self._results.put(filled.done)
-        except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
-            self._results.put(error)
-        finally:
-            self._staging.give_back(filled.buffer)
-
-    def _read_in_place(self, read: Read, position: int) -> Method:
-        return self._fetch(read, lambda start, nbytes: self._targets.window(position, read.into_offset + start, nbytes))
-
-    def _fetch(self, read: Read, window: Callable[[int, int], memoryview]) -> Method:
-        """Read a range by the first permitted method that the file system accepts.
-
-        Args:
-            read: The range.
-            window: Returns memory for ``nbytes`` bytes from ``start``, counted from the range's first byte.
-        """
-        source = self._sources[read.file]
-        for method in read.methods:
-            first, last = read.offset, read.offset + read.nbytes
-            if method == "direct":
-                first, last = round_down(first, options.BLOCK_BYTES), round_up(last, options.BLOCK_BYTES)
-            try:
-                found = source.read_into(first, window(first - read.offset, last - first), direct=method == "direct")
-            except DirectIOUnavailable:
-                continue
-            if first + found < read.offset + read.nbytes:
-                raise self._short(source, read, first + found)
-            if method == "buffered" and self._plan.drop_behind:
-                source.forget(read.offset, read.nbytes)
-            return method
-        raise ReadError("no permitted way to read this range", file=source.path, offset=read.offset)
-
-    @staticmethod
-    def _short(source: Source, read: Read, end: int) -> Exception:
-        source.check_unchanged()
-        return TruncatedError(
-            "the file ends too early",
-            file=source.path,
-            offset=read.offset,
-            expected=f"{read.nbytes} bytes",
-            found=f"{max(0, end - read.offset)} bytes",
-        )
+def _short(source: Source, read: Read, end: int) -> Exception:
+    source.check_unchanged()
+    return TruncatedError(
+        "the file ends too early",
+        file=source.path,
+        offset=read.offset,
+        expected=f"{read.nbytes} bytes",
+        found=f"{max(0, end - read.offset)} bytes",
+    )

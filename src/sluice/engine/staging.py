@@ -1,12 +1,14 @@
-"""The gate: a fixed pool of reusable host buffers. What passes through staging never takes more than this.
+"""The gate: reusable host buffers. What passes through staging never takes more memory than they do.
 
-A buffer goes back to the pool with the tickets of the copies that still read from it, and whoever borrows it next waits
-for them. Buffers are lent oldest first, so that this wait is the shortest there is.
+A buffer returns to the pool with the tickets of device copies that still read from it, and the next borrower waits for
+them. Buffers are lent oldest first, which makes this wait as short as possible.
 """
 
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
 from sluice.engine.host_memory import HostMemory
@@ -15,7 +17,7 @@ __all__ = ["StagingBuffer", "StagingPool", "Ticket"]
 
 
 class Ticket(Protocol):
-    """A moment in the work of a device."""
+    """A point in the work of a device."""
 
     def wait(self) -> None:
         """Return once all copies that were started before the ticket was made have read their sources."""
@@ -27,9 +29,9 @@ class StagingBuffer:
 
     Attributes:
         memory: The memory that it is a part of, for ``torch.frombuffer``.
-        start: First byte in ``memory.mapping``.
+        start: Its first byte in ``memory.mapping``.
         view: Its bytes.
-        tickets: What has to be waited for before it is written again.
+        tickets: What to wait for before it is written again.
     """
 
     __slots__ = ("memory", "start", "tickets", "view")
@@ -42,18 +44,42 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """``count`` buffers of ``buffer_bytes``, lent to one reader at a time each, which may pass them on to a copier."""
+    """Buffers of ``buffer_bytes``; each is lent to one reader at a time, which may pass it on to a copier."""
 
     def __init__(self, *, buffer_bytes: int, count: int, huge_pages: bool) -> None:
+        self.buffer_bytes = buffer_bytes
+        #: The memory of the buffers, one block for each time that the pool grew.
+        self.blocks: list[HostMemory] = []
+        self._count = 0
+        self._huge_pages = huge_pages
         self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
-        #: All of its memory; None when there are no buffers.
-        self.memory = HostMemory(buffer_bytes * count, huge_pages=huge_pages) if count else None
-        if self.memory is not None:
-            for number in range(count):
-                self._free.put(StagingBuffer(self.memory, number * buffer_bytes, buffer_bytes))
+        self._locked = 0
+        self._locks = ExitStack()
+        self.grow_to(count)
+
+    def grow_to(self, count: int) -> None:
+        """Allocate what is missing to ``count`` buffers."""
+        more = count - self._count
+        if more <= 0:
+            return
+        memory = HostMemory(self.buffer_bytes * more, huge_pages=self._huge_pages)
+        self.blocks.append(memory)
+        self._count = count
+        for number in range(more):
+            self._free.put(StagingBuffer(memory, number * self.buffer_bytes, self.buffer_bytes))
+
+    def page_lock(self, lock: Callable[[HostMemory], AbstractContextManager[None]]) -> None:
+        """Enter ``lock`` for every block that was not locked before; ``close`` leaves them."""
+        while self._locked < len(self.blocks):
+            self._locks.enter_context(lock(self.blocks[self._locked]))
+            self._locked += 1
+
+    def close(self) -> None:
+        """Leave all locks; no copy may be under way."""
+        self._locks.close()
 
     def borrow(self) -> StagingBuffer:
-        """Wait for a free buffer, and for the copies that still read from it."""
+        """Wait for a free buffer, and for the device copies that still read from it."""
         buffer = self._free.get()
         try:
             while buffer.tickets:
@@ -64,5 +90,5 @@ class StagingPool:
         return buffer
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """Let the next one borrow a buffer."""
+        """Make a buffer available to the next borrower."""
         self._free.put(buffer)

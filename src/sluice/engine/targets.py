@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -39,6 +39,7 @@ class Targets:
         *,
         accelerators: Mapping[str, Accelerator] | None = None,
         kernels: Mapping[str, RowFunction] | None = None,
+        finishers: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> None:
         """Allocate nothing yet.
 
@@ -47,9 +48,13 @@ class Targets:
             existing: Live tensors to fill in place, by target position.
             accelerators: The devices of the plan by name; None takes torch's.
             kernels: The functions that the row kernels of the plan name.
+            finishers: The functions that the finishers of the plan name. Each gets a whole weight and returns the
+                tensor that takes its place; the memory of the weight is freed unless the result shares it.
         """
         self._plan = plan
         self._kernels = kernels or {}
+        self._finishers = finishers or {}
+        self._finished: dict[int, torch.Tensor] = {}
         if accelerators is None:
             accelerators = {device.device: accelerator(device.device) for device in plan.devices}
         self._accelerators = accelerators
@@ -90,10 +95,10 @@ class Targets:
 
     def begin(self, staging: StagingPool) -> None:
         """Prepare accelerators for copies out of ``staging``; ``finish`` has to follow, whatever happens."""
-        self._cleanup.enter_context(page_locked(staging.memory, self._accelerators))
+        staging.page_lock(lambda memory: page_locked(memory, self._accelerators))
         for device in self._plan.devices:
             link = self._accelerators[device.device]
-            self._cleanup.callback(link.finish)  # before staging is unlocked, and each whatever another one raises
+            self._cleanup.callback(link.finish)  # each, whatever another one raises
             link.begin(self._plan.device_scratch_bytes)
         self.reserve()
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -114,7 +119,7 @@ class Targets:
 
     def discard(self) -> None:
         """Give back everything that was allocated: the load failed."""
-        for held in (self._flats, self._mappings, self._arenas, self._ranges):
+        for held in (self._flats, self._mappings, self._arenas, self._ranges, self._finished):
             held.clear()
         for link in self._accelerators.values():
             link.release()
@@ -162,6 +167,17 @@ class Targets:
         else:
             self._accelerators[device].copy(target, source)
 
+    def complete(self, position: int) -> None:
+        """Call the finisher of a target whose last byte has arrived, and free what it does not keep."""
+        finisher = self._plan.targets[position].finisher
+        if finisher is None:
+            return
+        with self._lock:
+            whole = self._flats.pop(position).view(finisher.shape)
+            self._mappings.pop(position, None)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._finished[position] = self._finishers[finisher.name](whole)
+
     def tensors(self, views: Iterable[View]) -> list[torch.Tensor]:
         """Return finished tensors. Each shares its storage with the other views of its target and with nothing else."""
         # Parameters made of inference tensors could not be trained, so the caller's modes do not count here.
@@ -171,6 +187,8 @@ class Targets:
     def _tensor(self, view: View) -> torch.Tensor:
         if view.target in self._existing:
             return self._existing[view.target]
+        if view.target in self._finished:
+            return self._finished[view.target]
         target = self._plan.targets[view.target]
         dtype = torch_dtype(target.dtype)
         if target.nbytes == 0:

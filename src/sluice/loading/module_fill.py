@@ -15,7 +15,7 @@ from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
 from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.session import Outcome
+from sluice.engine.session import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries import tree as _tree
 from sluice.entries.slicing import boxes, slice_entry
@@ -34,7 +34,7 @@ class Done:
     """What ``fill`` did."""
 
     #: What the engine did.
-    outcome: Outcome
+    outcome: RunResult
     #: What installing did.
     installed: Installed
     #: What became of each accelerator's memory.

@@ -25,7 +25,7 @@ from sluice._options import Limits, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.checkpoint.survey import optimizer_files
-from sluice.engine.session import Outcome
+from sluice.engine.session import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries import tree as _tree
 from sluice.formats.divided import divided_directory
@@ -107,7 +107,7 @@ def prepare_optimizer(
 
 def fill_optimizer(
     job: OptimizerJob, checkpoint: OpenCheckpoint, *, progress: Progress
-) -> tuple[Outcome, tuple[DeviceMemory, ...]]:
+) -> tuple[RunResult, tuple[DeviceMemory, ...]]:
     """Run a job: read everything, then give it to the optimizer.
 
     Raises:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
-from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target, View
+from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, RowKernel, Target, View
 
 __all__ = ["Computed", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 
@@ -139,12 +139,16 @@ def _kind(target: Target) -> BlockKind:
         return "empty"
     if target.device != "cpu":
         return "device"
-    return "mapping" if target.nbytes >= options.OWN_MAPPING_BYTES else "arena"
+    # What a finisher replaces is freed, and an arena lives until its last tensor does.
+    return "mapping" if target.nbytes >= options.OWN_MAPPING_BYTES or target.finisher else "arena"
 
 
 def _alone(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:
     """Return memory for one tensor: as requested, or with its own stride where that wastes nothing, or row-major."""
     entry, stride = request.entry, request.stride
+    kernel = next((piece.elements.kernel for piece in entry.pieces if piece.elements.kernel), None)
+    if kernel is not None:
+        return _rows(request, kernel, position, index, offsets)
     if stride is not None:
         target = _filled(request, entry, stride, index, offsets)
         return target, View(target=position, start=0, shape=entry.shape, stride=stride)
@@ -160,6 +164,24 @@ def _alone(request: Request, position: int, index: Index, offsets: Mapping[int, 
     target = _filled(request, once, stride, index, offsets)
     repeated = tuple(0 if step == 0 else new for (_, step), new in zip(_dimensions(entry), stride, strict=True))
     return target, View(target=position, start=0, shape=entry.shape, stride=repeated)
+
+
+def _rows(
+    request: Request, kernel: RowKernel, position: int, index: Index, offsets: Mapping[int, int]
+) -> tuple[Target, View]:
+    """Return memory for the rows that a row kernel finishes: ``(rows, kernel.row_elements)``, row-major.
+
+    Raises:
+        ValueError: The entry is assembled from parts of rows.
+    """
+    entry = request.entry
+    if any(part.entry.shape[1:] != entry.shape[1:] for part in entry.parts):
+        raise ValueError("a row kernel needs whole rows")
+    stride = (kernel.row_elements, *(0 for _ in entry.shape[1:]))
+    target = _filled(request, entry, stride, index, offsets)
+    shape = (entry.shape[0], kernel.row_elements)
+    nbytes = shape[0] * shape[1] * ITEM_BYTES[request.dtype]
+    return replace(target, nbytes=nbytes), View(target=position, start=0, shape=shape, stride=contiguous_stride(shape))
 
 
 def _dimensions(entry: Entry) -> Iterator[tuple[int, int]]:
@@ -184,6 +206,7 @@ def _filled(
         constants=tuple(_constants(held, stride)),
         existing=request.existing,
         replaces=request.replaces,
+        finisher=request.finisher,
         origin=entry.origin,
     )
 

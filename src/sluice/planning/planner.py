@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -72,7 +73,8 @@ def plan_load(
     waiting = readers > facts.cores
     useful = staged if on_devices else 2 * min(readers, access.parallel_requests) if waiting else max(1, readers)
     buffers = min(max(1, staging_bytes // buffer_bytes), staged, useful)
-    predicted = _predict(targets, blocks, arenas, buffers * buffer_bytes)
+    unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
+    predicted = _predict(targets, blocks, arenas, buffers * buffer_bytes, unfinished_bytes(reads, targets, unfinished))
     return LoadPlan(
         files=files,
         facts=facts,
@@ -89,6 +91,7 @@ def plan_load(
         devices=tuple(_device_plans(targets, reads, buffer_bytes)),
         device_scratch_bytes=scratch_bytes(buffer_bytes),
         reasons=(*mapped.reasons, *_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
+        most_unfinished_reads=unfinished,
         drop_behind=page_cache == "bypass" or (page_cache == "auto" and _crowded(reads, facts, predicted)),
         mapped_ranges=mapped.ranges,
     )
@@ -200,10 +203,40 @@ def _crowded(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks) -> bo
     return predicted.total_bytes + left > facts.memory_limit_bytes
 
 
-def _predict(targets: Sequence[Target], blocks: Sequence[Block], arenas: Sequence[int], staging_bytes: int) -> Peaks:
+def unfinished_bytes(reads: Sequence[Read], targets: Sequence[Target], most_reads: int) -> int:
+    """Return the most bytes of weights that wait for their finishers at once.
+
+    Args:
+        reads: In the order in which they start.
+        targets: Of the plan.
+        most_reads: Reads whose results may wait at once; 0 without finishers.
+    """
+    if not most_reads:
+        return 0
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for number, read in enumerate(reads):
+        for position in (read.into,) if read.into is not None else {copy.target for copy in read.copies}:
+            if targets[position].finisher:
+                first.setdefault(position, number)
+                last[position] = number
+    changes: defaultdict[int, int] = defaultdict(int)
+    for position, number in first.items():
+        changes[max(0, number - most_reads)] += targets[position].nbytes
+        changes[last[position] + 1] -= targets[position].nbytes
+    return max(accumulate(changes[number] for number in sorted(changes)), default=0)
+
+
+def _predict(
+    targets: Sequence[Target],
+    blocks: Sequence[Block],
+    arenas: Sequence[int],
+    staging_bytes: int,
+    unfinished: int,
+) -> Peaks:
     page = options.BLOCK_BYTES
-    mapped = sum(
-        round_up(block.lead_bytes + target.nbytes, page)
+    mapped = unfinished + sum(
+        round_up(target.finisher.finished_bytes if target.finisher else block.lead_bytes + target.nbytes, page)
         for target, block in zip(targets, blocks, strict=True)
         if block.kind == "mapping"
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import Piece, collapse, cut, round_down, round_up, span_elements, split_evenly
+from sluice._geometry import Piece, collapse, cut, cut_rows, round_down, round_up, span_elements, split_evenly
 from sluice._options import PageCache
 from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Swap, Target
 
@@ -46,7 +46,12 @@ class Run:
     def contiguous(self) -> bool:
         """Whether it is one run of bytes on both sides."""
         piece = self.piece
-        return len(piece.shape) == 1 and piece.source_stride == (1,) and piece.target_stride == (1,)
+        return (
+            self.fill.elements.kernel is None
+            and len(piece.shape) == 1
+            and piece.source_stride == (1,)
+            and piece.target_stride == (1,)
+        )
 
     @property
     def end(self) -> int:
@@ -61,7 +66,9 @@ def collapse_fills(targets: Sequence[Target]) -> list[Run]:
 
 def as_run(position: int, fill: Fill) -> Run:
     """Return a fill of the target at ``position`` as a run."""
-    shape, source, target = collapse(fill.shape, fill.source_stride, fill.target_stride)
+    shape, source, target = fill.shape, fill.source_stride, fill.target_stride
+    if fill.elements.kernel is None:
+        shape, source, target = collapse(shape, source, target)
     nbytes = span_elements(shape, source) * ITEM_BYTES[fill.dtype]
     return Run(position, fill, Piece(fill.offset, nbytes, shape, source, target, fill.target_start))
 
@@ -172,7 +179,11 @@ class StagedReads:
         """Add a run."""
         item = ITEM_BYTES[run.fill.dtype]
         access = self._facts[run.fill.file].access
-        pieces = cut(run.piece, item, limit_bytes=self._most_bytes(access), gap_bytes=access.gap_bytes)
+        most = self._most_bytes(access)
+        if run.fill.elements.kernel is not None:
+            pieces = cut_rows(run.piece, item, limit_bytes=most)
+        else:
+            pieces = cut(run.piece, item, limit_bytes=most, gap_bytes=access.gap_bytes)
         self._pieces.extend((run, piece) for piece in pieces)
 
     def reads(self) -> Iterator[Read]:
@@ -251,6 +262,7 @@ class StagedReads:
                     target_stride=piece.target_stride,
                     target_start=piece.target_start,
                     cast_at=cast_at,
+                    first_row=_first_row(run, piece),
                 )
             )
         methods = methods_for(self._facts[file], start, end - start, self._page_cache)
@@ -267,6 +279,12 @@ class StagedReads:
     def _narrows(self, run: Run) -> bool:
         target = self._targets[run.target]
         return target.device != "cpu" and run.contiguous and ITEM_BYTES[target.dtype] < ITEM_BYTES[run.fill.dtype]
+
+
+def _first_row(run: Run, piece: Piece) -> int:
+    """Return the position of a piece's first row in its tensor; 0 without a row kernel."""
+    kernel = run.fill.elements.kernel
+    return 0 if kernel is None else piece.target_start // max(1, piece.target_stride[0])
 
 
 def _in_order(

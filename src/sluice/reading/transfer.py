@@ -11,8 +11,9 @@ import torch
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._units import parse_bytes
 from sluice.engine.accelerators import allocator_bytes, device_facts
-from sluice.engine.session import Outcome, execute
+from sluice.engine.session import RunResult, execute
 from sluice.engine.targets import Targets
+from sluice.entries.regions import select_region
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
@@ -62,6 +63,7 @@ def plan_transfer(
     """
     options = options or TransferOptions()
     memory = options.memory or MemoryLimits()
+    requests = [_selected(request) for request in requests]
     offsets = checkpoint.locate(
         {storage for request in requests if request.entry.numel for storage in request.entry.storages}
     )
@@ -87,6 +89,13 @@ def plan_transfer(
         mapped=mapped,
     )
     return Prepared(plan=plan, views=views, computed=computed_views)
+
+
+def _selected(request: Request) -> Request:
+    """Return a request for a part of an entry as one for an entry that is this part."""
+    if request.region is None:
+        return request
+    return replace(request, entry=select_region(request.entry, request.region), region=None)
 
 
 def prepare(
@@ -128,7 +137,7 @@ def run(
     *,
     progress: Callable[[int], None] | None = None,
     completed: Callable[[int], None] | None = None,
-) -> tuple[list[torch.Tensor], Outcome]:
+) -> tuple[list[torch.Tensor], RunResult]:
     """Run a plan and return one tensor for each request.
 
     Args:

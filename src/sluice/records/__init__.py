@@ -41,7 +41,7 @@ from sluice.records.plan import (
     Reservation,
     Swap,
 )
-from sluice.records.targets import Constant, Fill, Request, Target, View
+from sluice.records.targets import Constant, Fill, Finisher, Request, Target, View
 from sluice.records.torch_values import TorchSize, TorchText
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "FileIdentity",
     "FileRecord",
     "Fill",
+    "Finisher",
     "Index",
     "LoadPlan",
     "MachineFacts",

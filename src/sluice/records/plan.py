@@ -202,6 +202,8 @@ class LoadPlan:
     reasons: tuple[str, ...] = ()
     #: Whether buffered pages are dropped from the page cache once they were used.
     drop_behind: bool = False
+    #: Reads whose results may wait for the caller, so that finishers keep up with the readers; 0 for any number.
+    most_unfinished_reads: int = 0
     #: Ranges of the files that stay mapped, for the targets whose block is ``mapped``.
     mapped_ranges: tuple[MappedRange, ...] = ()
 

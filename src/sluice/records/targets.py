@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from sluice.records.elements import Elements, MathBit
 from sluice.records.index import Entry
 
-__all__ = ["Constant", "Fill", "Request", "Target", "View"]
+__all__ = ["Constant", "Fill", "Finisher", "Request", "Target", "View"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finisher:
+    """What is done with a whole weight once its last byte has arrived: a tensor takes its place."""
+
+    #: Name of the function, which whoever runs the plan supplies.
+    name: str
+    #: Sizes of the weight that it gets, in elements; row-major.
+    shape: tuple[int, ...]
+    #: Bytes of the tensor that it returns.
+    finished_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +42,11 @@ class Request:
     replaces: bool = False
     #: True where it shares memory with no other tensor, whatever the file does.
     alone: bool = False
+    #: The part of the entry that the tensor holds: for each dimension ascending intervals ``(start, stop)`` of
+    #: positions; None for the whole entry.
+    region: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    #: What is done with the whole tensor once it has arrived; only for a row-major tensor on the host.
+    finisher: Finisher | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +116,8 @@ class Target:
     existing: bool = False
     #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
     replaces: bool = False
+    #: What is done with the whole; None leaves it in place.
+    finisher: Finisher | None = None
     #: What rules made it of, in words; empty for a tensor as the file has it.
     origin: str = ""
 

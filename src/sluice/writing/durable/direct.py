@@ -67,7 +67,7 @@ class DirectWrites:
         self._descriptor = descriptor
         self._direct = direct
         self._staging = staging
-        self._own = staging.memory.mapping if staging.memory else None
+        self._own = staging.blocks[0].mapping if staging.blocks else None
         self._refused = False
         self._lock = threading.Lock()
         self._small: list[tuple[int, bytes]] = []
