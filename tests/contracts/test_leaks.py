@@ -29,7 +29,7 @@ def test_an_open_descriptor_is_reported() -> None:
 
 
 def test_a_running_thread_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leaks._THREAD_GRACE", 0.0)
+    monkeypatch.setattr("support.leaks._THREAD_GRACE", 0.0)
     before = Holdings.now()
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait, name="forgotten")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.engine.session import execute
+from sluice.engine.session import Session, TargetMemory
 from sluice.records import DeviceFacts, LoadPlan
 from sluice.testing import FakeAccelerator, record_reads
 
@@ -68,11 +68,13 @@ def test_the_load_does_what_the_plan_says(
 
     executed: list[LoadPlan] = []
 
-    def noted(plan: LoadPlan, *rest: Any, **more: Any) -> Any:
-        executed.append(plan)
-        return execute(plan, *rest, **more)
+    start = Session.start
 
-    monkeypatch.setattr("sluice.reading.transfer.execute", noted)
+    def noted(session: Session, plan: LoadPlan, targets: TargetMemory) -> Any:
+        executed.append(plan)
+        return start(session, plan, targets)
+
+    monkeypatch.setattr(Session, "start", noted)
     report = sluice.load_into(model, file, **options)
     made = executed[-1]
     assert planned.predicted == made.predicted == report.predicted
@@ -183,7 +185,7 @@ def test_accelerators_have_predictions_and_limits_of_their_own(file: Path, monke
     monkeypatch.setattr("sluice.loading.devices.device_name", str)
     monkeypatch.setattr("sluice.loading.dry_run.device_name", str)
     monkeypatch.setattr("sluice.loading.devices.accelerators", lambda: ("fake:0",))
-    for module in ("_transfer", "_devices"):
+    for module in ("reading.transfer", "loading.devices"):
         monkeypatch.setattr(f"sluice.{module}.device_facts", free.__getitem__)
     monkeypatch.setattr("sluice.engine.targets.accelerator", lambda _: FakeAccelerator())
     report = sluice.plan(empty(), file, device="fake:0")

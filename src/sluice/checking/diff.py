@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,8 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.entries.assembly import permute
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
-from sluice.reading.scan import Batch, Piece, PieceReader, check_repeats, identity, in_batches, pipeline, work_through
+from sluice.reading.reader import CheckpointReader
+from sluice.reading.scan import Batch, Piece, check_repeats, identity, in_batches, pipeline, work_through
 from sluice.records import Entry, Quantized
 from sluice.reports.diff import DifferenceKind, DiffReport, TensorDifference
 
@@ -131,20 +132,20 @@ class _Diff:
 
     def run(self, progress: Progress) -> int:
         """Compare all values; return the bytes that were compared."""
-        readers = PieceReader(self._a), PieceReader(self._b)
         distinct = list(dict.fromkeys(pair for pair in self.pairs.values() if pair.values))
         total = sum(pair.a.nbytes + pair.b.nbytes for pair in distinct)
         done = 0
         with (
             byte_progress(progress, f"{self._a.path}, {self._b.path}", total) as report,
-            Workers(readers[0].cores, "sluice-diff") as workers,
+            CheckpointReader(self._a) as left,
+            CheckpointReader(self._b) as right,
+            Workers(left.facts.cores, "sluice-diff") as workers,
         ):
 
-            def read(batch: Batch[_Other]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-                return (
-                    readers[0].read([piece.entry for piece in batch]),
-                    readers[1].read([piece.item.entry for piece in batch]),
-                )
+            def start(batch: Batch[_Other]) -> Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]:
+                ours = left.start([piece.entry for piece in batch])
+                theirs = right.start([piece.item.entry for piece in batch])
+                return lambda: (ours.result(), theirs.result())
 
             def use(batch: Batch[_Other], found: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
                 nonlocal done
@@ -155,7 +156,7 @@ class _Diff:
                     report(done)
 
             # Both sides of two batches are held, so that each side has half of what a batch may have.
-            pipeline(in_batches(self._pieces(distinct), options.SCAN_BATCH_BYTES // 2), read, use)
+            pipeline(in_batches(self._pieces(distinct), options.SCAN_BATCH_BYTES // 2), start, use)
             if report and not total:
                 report(0)
         return done

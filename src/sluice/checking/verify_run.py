@@ -20,10 +20,10 @@ from sluice.checking.verify_plan import IndexCheck, VerifyPlan
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.formats.manifest import HashAlgorithm, TensorHash
+from sluice.reading.reader import CheckpointReader, PendingTensors
 from sluice.reading.scan import (
     Batch,
     Piece,
-    PieceReader,
     in_batches,
     pipeline,
     windows,
@@ -58,7 +58,7 @@ class Verification:
         self.plan = VerifyPlan(checkpoint, algorithm, nan=nan)
         self.read_bytes = 0
         self._checkpoint = checkpoint
-        self._reader = PieceReader(checkpoint)
+        self._reader = CheckpointReader(checkpoint)
         self._unreadable: list[VerifyProblem] = []
 
     @property
@@ -101,7 +101,8 @@ class Verification:
         total += sum(one.nbytes for check in self._unchecked() for one in check.composite.indices)
         with (
             byte_progress(progress, self._checkpoint.path, total) as report,
-            Workers(self._reader.cores, "sluice-verify") as workers,
+            self._reader,
+            Workers(self._reader.facts.cores, "sluice-verify") as workers,
         ):
 
             def advance(nbytes: int) -> None:
@@ -114,7 +115,7 @@ class Verification:
                 advance(sum(piece.entry.nbytes for piece in batch))
 
             pieces = (piece for some in (self._windows(), self._parts()) for piece in some)
-            pipeline(in_batches(pieces, options.SCAN_BATCH_BYTES), self._read, use)
+            pipeline(in_batches(pieces, options.SCAN_BATCH_BYTES), self._start, use)
             self._check_apart(advance)
         if report and not total:
             report(0)
@@ -148,11 +149,21 @@ class Verification:
                     if part.numel:
                         yield Piece(part, [(flow, taker, 0, part.nbytes)])
 
-    def _read(self, batch: Batch[_Shares]) -> list[torch.Tensor | ReadError]:
+    def _start(self, batch: Batch[_Shares]) -> Callable[[], list[torch.Tensor | ReadError]]:
         try:
-            return [*self._reader.read([piece.entry for piece in batch])]
-        except ReadError:  # find out which, and go on with the others
-            return [self._read_alone(piece.entry) for piece in batch]
+            pending = self._reader.start([piece.entry for piece in batch])
+        except ReadError:
+            pending = None
+        return partial(self._finish, batch, pending)
+
+    def _finish(self, batch: Batch[_Shares], pending: PendingTensors | None) -> list[torch.Tensor | ReadError]:
+        if pending is not None:
+            try:
+                return [*pending.result()]
+            except ReadError:
+                pass
+        # Find out which cannot be read, and go on with the others.
+        return [self._read_alone(piece.entry) for piece in batch]
 
     def _read_alone(self, entry: Entry) -> torch.Tensor | ReadError:
         try:

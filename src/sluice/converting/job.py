@@ -68,9 +68,11 @@ class Job:
     def stream(self, tensors: int, nbytes: int) -> Iterator[Stream]:
         """Yield what moves ``tensors`` tensors of ``nbytes`` bytes, and reports it."""
         with byte_progress(self.progress, str(self.destination), nbytes) as report:
-            yield Stream(
+            stream = Stream(
                 self.checkpoint, tensors=tensors, memory=self.memory, page_cache=self.page_cache, progress=report
             )
+            with stream:
+                yield stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

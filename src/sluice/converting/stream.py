@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import Self
 
 import torch
 
@@ -12,19 +13,16 @@ from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._errors import BudgetError
 from sluice._options import MemoryLimits, PageCache
 from sluice._units import format_bytes, parse_bytes
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.file_targets import FileTargets
 from sluice.engine.host_memory import HostMemory
-from sluice.engine.session import execute
 from sluice.engine.staging import StagingPool
 from sluice.engine.targets import Targets
-from sluice.machine.facts import machine_facts
 from sluice.planning.conversion import Gathering, gatherings, in_long_runs, plan_gathering, plan_stream
 from sluice.planning.planner import staging_buffer_bytes
+from sluice.reading.reader import CheckpointReader
 from sluice.records import Target
 from sluice.writing.chunks import Staging
-
-if TYPE_CHECKING:
-    from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
 __all__ = ["Stream"]
 
@@ -58,7 +56,8 @@ class Stream:
         """
         memory = memory or MemoryLimits()
         self._checkpoint = checkpoint
-        self._facts = machine_facts(checkpoint.sources)
+        self._reader = CheckpointReader(checkpoint)
+        self._facts = self._reader.facts
         self._page_cache: PageCache = page_cache
         self._staging_bytes = parse_bytes(memory.staging)
         self._progress = progress
@@ -90,6 +89,14 @@ class Stream:
             self.writing = Staging.make(writing_bytes).pool
             self._reading_bytes -= writing_bytes
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.__exit__(kind, error, trace)
+
     def is_scattered(self, target: Target) -> bool:
         """Return whether a target is written in short pieces, in any order: it does not fit the window."""
         return not in_long_runs(target) and target.nbytes > self.window_bytes
@@ -112,10 +119,12 @@ class Stream:
         for batch in _batches(targets, [i for i, one in enumerate(targets) if one.nbytes and i not in apart]):
             self._stream(targets, batch, write)
         if gathered:
+            self._reader.release_staging()  # the window takes the place of half of it
             window = HostMemory(self.window_bytes, huge_pages=self._facts.huge_pages)
             for batch in _batches(targets, gathered):
                 for group in gatherings(targets, batch, self.window_bytes):
                     self._gather(targets, group, window, write)
+            self._reader.release_staging()
 
     def _stream(self, targets: Sequence[Target], batch: Sequence[int], write: Write) -> None:
         plan = plan_stream(
@@ -127,7 +136,7 @@ class Stream:
             page_cache=self._page_cache,
         )
         parts = FileTargets(plan, lambda position, at, piece: write(batch[position], at, piece))
-        execute(plan, self._checkpoint.sources, parts, progress=lambda _: self._report(parts.written))
+        self._reader.run(plan, parts, progress=lambda _: self._report(parts.written))
         self._report(parts.written)
         self._done += parts.written
 
@@ -158,7 +167,7 @@ class Stream:
             self._done += nbytes
             self._report(0)
 
-        execute(plan, self._checkpoint.sources, Targets(plan, existing), completed=completed)
+        self._reader.run(plan, Targets(plan, existing), completed=completed)
         for position, target in enumerate(chosen):
             if not target.fills:  # nothing was read for it
                 completed(position)

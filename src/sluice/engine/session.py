@@ -234,7 +234,7 @@ class Session:
     def read_all(self, run: RunningPlan) -> None:
         """Do the reads of a plan until none is left or one has failed."""
         try:
-            while not self.ended and run.admitted() and (read := run.next_read()) is not None:
+            while (read := run.next_read()) is not None and not self.ended:
                 if read.into is not None:
                     run.results.put(_Done(read, self._read_in_place(run, read, read.into)))
                 else:
@@ -344,12 +344,6 @@ class RunningPlan:
         self._permits: queue.SimpleQueue[None] | None = queue.SimpleQueue() if plan.most_unfinished_reads else None
         self.admit_all(plan.most_unfinished_reads)
 
-    def admitted(self) -> bool:
-        """Wait until the plan allows one more read, and return True."""
-        if self._permits is not None and self.has_reader:
-            self._permits.get()
-        return True
-
     def admit_all(self, count: int) -> None:
         """Allow ``count`` more reads."""
         if self._permits is not None:
@@ -357,9 +351,14 @@ class RunningPlan:
                 self._permits.put(None)
 
     def next_read(self) -> Read | None:
-        """Take the next read in file order; None if none is left."""
+        """Wait until the plan allows one more read, and take the next in file order; None if none is left."""
+        if self._permits is not None and self.has_reader:
+            self._permits.get()
         with self._take:
-            return next(self._reads, None)
+            read = next(self._reads, None)
+        if read is None:
+            self.admit_all(1)  # another reader may be waiting to find this out
+        return read
 
     def wait(
         self, *, progress: Callable[[int], None] | None = None, completed: Callable[[int], None] | None = None

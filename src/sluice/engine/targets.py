@@ -172,8 +172,9 @@ class Targets:
         finisher = self._plan.targets[position].finisher
         if finisher is None:
             return
+        whole = self._flat(position).view(finisher.shape)
         with self._lock:
-            whole = self._flats.pop(position).view(finisher.shape)
+            del self._flats[position]
             self._mappings.pop(position, None)
         with torch.inference_mode(mode=False), torch.no_grad():
             self._finished[position] = self._finishers[finisher.name](whole)

@@ -30,8 +30,8 @@ def select_region(entry: Entry, region: Sequence[Sequence[tuple[int, int]]]) -> 
         for start, stop in intervals:
             if not end <= start <= stop <= entry.shape[dim]:
                 raise ValueError(
-                    f"interval ({start}, {stop}) of dimension {dim}, which has {entry.shape[dim]} positions, leaves it or "
-                    "overlaps another one"
+                    f"interval ({start}, {stop}) leaves dimension {dim} of {entry.shape[dim]} positions, "
+                    "or overlaps another interval"
                 )
             end = stop
         held = [(start, stop) for start, stop in intervals if start < stop] or [(0, 0)]

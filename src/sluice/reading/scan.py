@@ -1,14 +1,13 @@
-"""Reads checkpoints piece by piece through a fixed gate and hands each piece to whoever hashes, counts or compares.
+"""Checkpoints read batch by batch for hashing, counting and comparing.
 
-Pieces come in batches: while one batch is worked on, the engine reads the next. What is done with the pieces of a batch
-is divided over the processors. Two batches and the staging buffers of one plan are all the memory that this takes,
-whatever the size of a tensor.
+While one batch is worked on, the engine reads the next. The work on a batch is divided over the processors. Two batches
+and the staging buffers are all the memory that this takes, for tensors of any size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -17,13 +16,8 @@ import torch
 from sluice import _options as options
 from sluice._errors import LimitError
 from sluice._geometry import contiguous_stride, round_down
-from sluice._threads import Job, Workers
-from sluice.engine.session import execute
-from sluice.engine.targets import Targets
-from sluice.machine.facts import machine_facts
-from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
-from sluice.records import Entry, Request, Storage, elements_of
+from sluice._threads import Workers
+from sluice.records import Entry
 
 if TYPE_CHECKING:
     from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -31,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Piece",
-    "PieceReader",
     "check_repeats",
     "identity",
     "in_batches",
@@ -56,55 +49,6 @@ class Piece(Generic[_Item]):
 
 
 Batch = list[Piece[_Item]]
-
-
-class PieceReader:
-    """Reads entries of one checkpoint as row-major tensors, and ranges of its files as bytes."""
-
-    def __init__(self, checkpoint: OpenCheckpoint) -> None:
-        """Ask the machine, once for all batches."""
-        self._checkpoint = checkpoint
-        self._facts = machine_facts(checkpoint.sources)
-        own = checkpoint.index
-        self._first_file = len(own.storages)
-        files = (
-            Storage(file=position, offset=0, nbytes=file.identity.nbytes, key=file.path)
-            for position, file in enumerate(own.files)
-        )
-        self._index = replace(own, storages=(*own.storages, *files))
-
-    @property
-    def cores(self) -> int:
-        """Processors that this process may use."""
-        return self._facts.cores
-
-    def window(self, file: int, first: int, end: int) -> Entry:
-        """Return an entry for the bytes of a file from ``first`` to ``end``."""
-        storage = self._first_file + file
-        return Entry(
-            elements=elements_of("uint8"), shape=(end - first,), stride=(1,), storage=storage, storage_offset=first
-        )
-
-    def read(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
-        """Return the tensors of a batch, each row-major, in memory that lives as long as they do.
-
-        Raises:
-            FormatError: A header in front of the data is damaged.
-            ReadError: The operating system failed a read.
-            SourceChangedError: A file is no longer the one that was indexed.
-        """
-        offsets = self._checkpoint.locate(
-            {number for entry in entries if entry.numel for number in entry.storages if number < self._first_file}
-        )
-        requests = [
-            Request(name="", entry=entry, dtype=entry.dtype, device="cpu", stride=contiguous_stride(entry.shape))
-            for entry in entries
-        ]
-        laid_out, views = single_targets(requests, self._index, offsets)
-        plan = plan_load(laid_out, self._index.files, self._facts, staging_bytes=options.SCAN_STAGING_BYTES)
-        targets = Targets(plan)
-        execute(plan, self._checkpoint.sources, targets)
-        return targets.tensors(views)
 
 
 def row_major(entry: Entry) -> bool:
@@ -164,22 +108,24 @@ def in_batches(pieces: Iterable[Piece[_Item]], batch_bytes: int) -> Iterator[Bat
 
 def pipeline(
     batches: Iterable[Batch[_Item]],
-    read: Callable[[Batch[_Item]], _Read],
+    start: Callable[[Batch[_Item]], Callable[[], _Read]],
     use: Callable[[Batch[_Item], _Read], None],
 ) -> None:
-    """Read every batch and use it, in order; while one is used, the next is read by another thread.
+    """Read every batch and use it, in order; while one is used, the next is read.
 
-    What either raises is raised here, when both are done with what they were doing.
+    Args:
+        batches: What to read.
+        start: Begins to read a batch and returns the function that waits for the result.
+        use: Called with a batch and its result.
     """
-    with Workers(1, "sluice-ahead") as ahead:
-        waiting: tuple[Batch[_Item], Job[_Read]] | None = None
-        for batch in batches:
-            following = batch, ahead.start(partial(read, batch))
-            if waiting is not None:
-                use(waiting[0], waiting[1].result())
-            waiting = following
+    waiting: tuple[Batch[_Item], Callable[[], _Read]] | None = None
+    for batch in batches:
+        following = batch, start(batch)
         if waiting is not None:
-            use(waiting[0], waiting[1].result())
+            use(waiting[0], waiting[1]())
+        waiting = following
+    if waiting is not None:
+        use(waiting[0], waiting[1]())
 
 
 def work_through(workers: Workers, tasks: Iterable[tuple[int, Callable[[], None]]]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._units import parse_bytes
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
-from sluice.engine.session import RunResult, execute
+from sluice.engine.session import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.regions import select_region
 from sluice.machine.facts import machine_facts, mappable
@@ -19,10 +19,8 @@ from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
 from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
 from sluice.planning.planner import plan_load
+from sluice.reading.reader import CheckpointReader
 from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request, View
-
-if TYPE_CHECKING:
-    from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
 __all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run"]
 
@@ -148,11 +146,12 @@ def run(
         completed: Called with the position of each target as soon as it is whole.
     """
     try:
-        outcome = execute(prepared.plan, checkpoint.sources, targets, progress=progress, completed=completed)
+        with CheckpointReader(checkpoint) as reader:
+            result = reader.run(prepared.plan, targets, progress=progress, completed=completed)
     except BaseException:
         targets.discard()
         raise
-    return targets.tensors(prepared.views), outcome
+    return targets.tensors(prepared.views), result
 
 
 def allocator_state(plan: LoadPlan) -> dict[str, tuple[int, int] | None]:

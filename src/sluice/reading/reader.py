@@ -1,0 +1,150 @@
+"""Everything that is read from one open checkpoint: plans run here share facts, threads and staging buffers.
+
+Loads run one plan. Verification, comparison and conversion run many, and read the next batch while they work on one. A
+failed plan ends the engine's session; the next plan begins a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from sluice import _options as options
+from sluice._geometry import contiguous_stride
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.engine.session import RunningPlan, RunResult, Session, SessionEndedError, TargetMemory
+from sluice.engine.targets import Targets
+from sluice.machine.facts import machine_facts
+from sluice.planning.memory_layout import single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import Entry, Index, LoadPlan, MachineFacts, Request, Storage, View, elements_of
+
+__all__ = ["CheckpointReader", "PendingTensors"]
+
+
+class CheckpointReader:
+    """Runs plans over the files of one checkpoint. A context manager: no thread outlives it."""
+
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        """Start nothing and ask the machine nothing yet.
+
+        Args:
+            checkpoint: What is read; it stays open while plans run.
+        """
+        self._checkpoint = checkpoint
+        self._session: Session | None = None
+        self._first_file = len(checkpoint.index.storages)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            self._session.close()
+
+    @cached_property
+    def facts(self) -> MachineFacts:
+        """The machine and all files of the checkpoint, asked once for all plans."""
+        return machine_facts(self._checkpoint.sources)
+
+    def run(
+        self,
+        plan: LoadPlan,
+        targets: TargetMemory,
+        *,
+        progress: Callable[[int], None] | None = None,
+        completed: Callable[[int], None] | None = None,
+    ) -> RunResult:
+        """Run a plan; see ``Session.run``."""
+        return self._begin(plan, targets).wait(progress=progress, completed=completed)
+
+    def release_staging(self) -> None:
+        """Free the staging buffers until the next plan."""
+        if self._session is not None:
+            self._session.release_staging()
+
+    def window(self, file: int, first: int, end: int) -> Entry:
+        """Return an entry for the bytes of a file from ``first`` to ``end``."""
+        return Entry(
+            elements=elements_of("uint8"),
+            shape=(end - first,),
+            stride=(1,),
+            storage=self._first_file + file,
+            storage_offset=first,
+        )
+
+    def read(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
+        """Return the tensors of entries and windows; see ``start``."""
+        return self.start(entries).result()
+
+    def start(self, entries: Sequence[Entry]) -> PendingTensors:
+        """Begin to read entries and windows, each into a row-major tensor on the host.
+
+        Raises:
+            FormatError: A header in front of the data is damaged.
+            ReadError: The operating system failed a read.
+        """
+        offsets = self._checkpoint.locate(
+            {number for entry in entries if entry.numel for number in entry.storages if number < self._first_file}
+        )
+        requests = [
+            Request(name="", entry=entry, dtype=entry.dtype, device="cpu", stride=contiguous_stride(entry.shape))
+            for entry in entries
+        ]
+        laid_out, views = single_targets(requests, self._index, offsets)
+        plan = plan_load(laid_out, self._index.files, self.facts, staging_bytes=options.SCAN_STAGING_BYTES)
+        targets = Targets(plan)
+        return PendingTensors(self, entries, self._begin(plan, targets), targets, views)
+
+    @cached_property
+    def _index(self) -> Index:
+        """The index with a further storage for each whole file, for windows."""
+        own = self._checkpoint.index
+        files = (
+            Storage(file=position, offset=0, nbytes=file.identity.nbytes, key=file.path)
+            for position, file in enumerate(own.files)
+        )
+        return replace(own, storages=(*own.storages, *files))
+
+    def _begin(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
+        if self._session is None or self._session.ended:
+            self._session = Session(self._checkpoint.sources)
+        return self._session.start(plan, targets)
+
+
+class PendingTensors:
+    """Tensors that are being read."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        entries: Sequence[Entry],
+        running: RunningPlan,
+        targets: Targets,
+        views: Sequence[View],
+    ) -> None:
+        self._reader = reader
+        self._entries = entries
+        self._running = running
+        self._targets = targets
+        self._views = views
+
+    def result(self) -> list[torch.Tensor]:
+        """Return one tensor for each entry, in memory that lives as long as it does.
+
+        Raises:
+            ReadError: The operating system failed a read.
+            SourceChangedError: A file is no longer the one that was indexed.
+        """
+        try:
+            self._running.wait()
+        except SessionEndedError:  # another batch failed; this one was not to blame
+            return self._reader.read(self._entries)
+        return self._targets.tensors(self._views)

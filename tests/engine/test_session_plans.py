@@ -1,0 +1,195 @@
+"""Sessions that run several plans: threads and staging are shared, failures end them, finishers keep up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from sluice._errors import ReadError
+from sluice.engine.session import RunningPlan, Session, SessionEndedError
+from sluice.engine.targets import Targets
+from sluice.planning.memory_layout import single_targets
+from sluice.planning.planner import plan_load
+from sluice.records import FileRecord, Finisher, LoadPlan, View
+from sluice.sources.local import LocalFile
+from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+
+
+class Weights:
+    """Tensors in one file, and plans that load some of them."""
+
+    def __init__(self, path: Path, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        places = write_storages(path, tensors)
+        self.source = LocalFile(path)
+        self._index = index_of(places, (FileRecord(path=str(path), identity=self.source.identity),))
+
+    def plan(
+        self, *numbers: int, dtype: str = "bfloat16", finisher: Finisher | None = None
+    ) -> tuple[LoadPlan, tuple[View, ...]]:
+        wanted = [
+            replace(request(f"t{i}", entry_of(self.tensors[i], i), dtype=dtype), finisher=finisher) for i in numbers
+        ]
+        targets, views = single_targets(wanted, self._index, {})
+        return plan_load(targets, self._index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB), views
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[Weights]:
+    made = Weights(tmp_path / "f", [torch.randn(MIB // 2) for _ in range(6)])
+    yield made
+    made.source.close()
+
+
+@contextmanager
+def counted_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Collect the names of the threads that are started."""
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def noted(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", noted)
+        yield started
+
+
+def test_plans_share_threads_and_staging(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = set()
+    begin = Targets.begin
+
+    def noted(targets: Targets, staging: object) -> None:
+        pools.add(staging)
+        begin(targets, staging)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Targets, "begin", noted)
+    with counted_threads(monkeypatch) as started, Session([weights.source]) as session:
+        for number in range(6):
+            plan, views = weights.plan(number)
+            targets = Targets(plan)
+            session.run(plan, targets)
+            assert torch.equal(targets.tensors(views)[0], weights.tensors[number].bfloat16())
+    assert len(pools) == 1
+    assert len(started) == len(set(started)) <= plan.readers + plan.copiers
+
+
+def test_the_next_plan_is_read_while_nobody_waits(weights: Weights) -> None:
+    with Session([weights.source]) as session:
+        plans = [weights.plan(number) for number in range(6)]
+        targets = [Targets(plan) for plan, _ in plans]
+        running = [session.start(plan, each) for (plan, _), each in zip(plans, targets, strict=True)]
+        for run in reversed(running):
+            run.wait()
+        for number, ((_, views), each) in enumerate(zip(plans, targets, strict=True)):
+            assert torch.equal(each.tensors(views)[0], weights.tensors[number].bfloat16())
+
+
+def test_a_failure_ends_the_session_and_every_plan_in_it(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> int:
+        raise ReadError("broken", file="f", offset=0)
+
+    monkeypatch.setattr(LocalFile, "read_into", fails)
+    finished: list[int] = []
+    finish = Targets.finish
+
+    def noted(targets: Targets) -> None:
+        finished.append(id(targets))
+        finish(targets)
+
+    monkeypatch.setattr(Targets, "finish", noted)
+    with Session([weights.source]) as session:
+        first, second = (weights.plan(number)[0] for number in (0, 1))
+        running = session.start(first, Targets(first)), session.start(second, Targets(second))
+        with pytest.raises(ReadError, match="broken"):
+            running[0].wait()
+        assert session.ended
+        with pytest.raises((SessionEndedError, ReadError)):
+            running[1].wait()
+        with pytest.raises(SessionEndedError):
+            session.start(first, Targets(first))
+    assert len(finished) == len(set(finished)) == 2
+
+
+def test_a_session_that_is_left_early_joins_its_threads(weights: Weights) -> None:
+    plan, _ = weights.plan(*range(6))
+    with Session([weights.source]) as session:
+        session.start(plan, Targets(plan))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sluice-")]
+
+
+def test_staging_grows_and_is_released(weights: Weights) -> None:
+    with Session([weights.source]) as session:
+        for numbers in ((0,), tuple(range(6)), (1,)):
+            plan, views = weights.plan(*numbers)
+            targets = Targets(plan)
+            session.run(plan, targets)
+            session.release_staging()
+            found = targets.tensors(views)
+            assert all(torch.equal(one, weights.tensors[i].bfloat16()) for one, i in zip(found, numbers, strict=True))
+
+
+def test_a_finisher_replaces_the_weight_and_gives_its_memory_back(weights: Weights) -> None:
+    finisher = Finisher(name="halve", shape=(1024, MIB // 2 // 1024), finished_bytes=4096)
+    plan, views = weights.plan(*range(6), dtype="float32", finisher=finisher)
+    shapes = []
+
+    def halve(whole: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(whole.shape))
+        return whole.sum(1)
+
+    targets = Targets(plan, finishers={"halve": halve})
+    with Session([weights.source]) as session:
+        session.run(plan, targets)
+    for tensor, whole in zip(targets.tensors(views), weights.tensors, strict=True):
+        assert torch.equal(tensor, whole.view(1024, -1).sum(1))
+    assert shapes == [finisher.shape] * 6
+    assert not targets._mappings
+    assert not targets._flats
+
+
+def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most ``most_unfinished_reads`` are ahead of a slow finisher, so that the prediction holds."""
+    finisher = Finisher(name="slow", shape=(MIB // 2,), finished_bytes=0)
+    plan, _ = weights.plan(*range(6), dtype="float32", finisher=finisher)
+    plan = replace(plan, most_unfinished_reads=2)
+    under_way: list[int] = []
+    taken = finished = 0
+    next_read = RunningPlan.next_read
+
+    def counted(run: RunningPlan) -> object:
+        nonlocal taken
+        read = next_read(run)
+        taken += read is not None
+        under_way.append(taken - finished)
+        return read
+
+    monkeypatch.setattr(RunningPlan, "next_read", counted)
+
+    def slow(whole: torch.Tensor) -> torch.Tensor:
+        nonlocal finished
+        finished += 1
+        return whole[:0].clone()
+
+    with Session([weights.source]) as session:
+        session.run(plan, Targets(plan, finishers={"slow": slow}))
+    assert taken == len(plan.reads)
+    assert max(under_way) <= 3  # two permits, and one that is given back when its result was taken
+
+
+def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:
+    finisher = Finisher(name="fails", shape=(MIB // 2,), finished_bytes=0)
+    plan, _ = weights.plan(0, 1, dtype="float32", finisher=finisher)
+
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("this weight cannot be quantized")
+
+    with pytest.raises(ValueError, match="cannot be quantized"), Session([weights.source]) as session:
+        session.run(plan, Targets(plan, finishers={"fails": fails}))
