@@ -9,7 +9,7 @@ from pathlib import Path
 from sluice.benchmark.cache import make_cold, make_warm
 from sluice.benchmark.methods import absence
 from sluice.benchmark.process import run_job
-from sluice.benchmark.records import Job, Outcome, Precision, Run, Scenario, State
+from sluice.benchmark.records import MethodJob, Outcome, Precision, Run, Scenario, State
 from sluice.benchmark.runner import REFERENCE
 
 __all__ = ["run_within"]
@@ -59,7 +59,7 @@ def _run_job(scenario: Scenario, method: str, state: State, *, verify: bool, dea
     left = _seconds_left(deadline)
     if left < _LEAST_SECONDS:
         return Outcome(status="timeout", reason=f"{state}: not started, the time was up")
-    job = Job(
+    job = MethodJob(
         method=method,
         model=scenario.model,
         checkpoint="" if method == REFERENCE else str(scenario.checkpoints[method]),

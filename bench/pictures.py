@@ -19,7 +19,7 @@ from sluice.benchmark.child import make_context, touch
 from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
 from sluice.benchmark.methods import METHODS
-from sluice.benchmark.records import Job, Precision
+from sluice.benchmark.records import MethodJob, Precision
 from sluice.benchmark.strategies import STRATEGIES
 
 __all__ = ["draw", "measure_method"]
@@ -31,7 +31,7 @@ _COLUMNS = 3
 _PALETTE = 64
 
 
-def measure_method(job: Job) -> sluice.MemoryReport:
+def measure_method(job: MethodJob) -> sluice.MemoryReport:
     """Load as one method does, in this process, until every weight was touched, and report memory."""
     method = METHODS[job.method]
     for name in method.imports:
@@ -85,7 +85,7 @@ def _shrink(path: Path) -> None:
     small.save(path, optimize=True)
 
 
-def _measure_all(jobs: Sequence[Job]) -> dict[str, sluice.MemoryReport]:
+def _measure_all(jobs: Sequence[MethodJob]) -> dict[str, sluice.MemoryReport]:
     """Measure each job in a fresh process, its file dropped from the page cache before."""
     reports = {}
     for job in jobs:
@@ -109,7 +109,7 @@ def main(size: str, directory: Path | None, out: Path) -> None:
         for dtype in ("float32", "bfloat16"):
             precision: Precision = "bfloat16" if dtype == "bfloat16" else "float32"
             jobs = [
-                Job(
+                MethodJob(
                     method=method.name,
                     model=size,
                     checkpoint=str(folder / ("model.pth" if ".pth" in method.reads else "parameters")),

@@ -18,7 +18,7 @@ from sluice.benchmark import machine as _machine
 from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, build, make_checkpoint
 from sluice.benchmark.process import run_job
-from sluice.benchmark.records import Job, Outcome, Precision
+from sluice.benchmark.records import MethodJob, Outcome, Precision
 from sluice.benchmark.strategies import STRATEGIES
 from sluice.benchmark.table import console_for_tables
 
@@ -89,7 +89,9 @@ def compare(
             # One after the other: what a load left in the page cache changes how sluice would read.
             planned = sluice.plan(model, files[method], dtype=getattr(torch, dtype))
             predicted = next(each for each in planned.methods if each.method == method)
-            job = Job(method=method, model=size, checkpoint=str(files[method]), dtype=dtype, device="cpu", verify=False)
+            job = MethodJob(
+                method=method, model=size, checkpoint=str(files[method]), dtype=dtype, device="cpu", verify=False
+            )
             yield Comparison(
                 method=method, dtype=dtype, predicted_bytes=predicted.host.total_bytes, outcome=run_job(job)
             )

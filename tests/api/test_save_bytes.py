@@ -20,10 +20,10 @@ import sluice
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice.api.save import SaveFormat
 from sluice.writing.durable.replacement import NewFile
-from sluice.writing.pickle_walk import elements, survey
+from sluice.writing.pickle_walk import elements, walk_object
 from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import Described, Geometry
-from sluice.writing.torch_zip import TorchZip
+from sluice.writing.torch_zip import TorchZipWriter
 from support.oracles import bits, same
 
 
@@ -142,12 +142,12 @@ def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
     """All of the first storage is a hole, which takes neither memory nor disk."""
     huge, late = 5 << 30, torch.arange(3.0)
     tree = {"huge": object(), "late": object()}
-    surveyed = survey(tree, lambda _: {})
+    walked = walk_object(tree, lambda _: {})
     views = [
         Geometry(storage=0, elements=huge, dtype="uint8", start=0, shape=(huge,), stride=(1,)),
         Geometry(storage=1, elements=3, dtype="float32", start=0, shape=(3,), stride=(1,)),
     ]
-    made = TorchZip(pickle_object(tree, surveyed, (Described(made_of=view) for view in views)), [huge, 12])
+    made = TorchZipWriter(pickle_object(tree, walked, (Described(made_of=view) for view in views)), [huge, 12])
     with NewFile(tmp_path / "f.pt") as file:
         made.write(file, 1, 0, late.numpy().tobytes())
         assert made.finish(file) == made.file_bytes > huge

@@ -18,7 +18,7 @@ from bench import _puzzle as puzzle
 from sluice.benchmark import child as _child
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.methods import METHODS
-from sluice.benchmark.records import Job, Outcome, Scenario, State, Verdict
+from sluice.benchmark.records import MethodJob, Outcome, Scenario, State, Verdict
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -69,7 +69,7 @@ class FakeJobs:
         monkeypatch.setattr(_gpu_runner, "_seconds_left", lambda deadline: deadline - self.clock)
         monkeypatch.setattr(_gpu_runner, "absence", lambda method: "no kit" if method == "instanttensor" else "")
 
-    def _run_job(self, job: Job, *, timeout_seconds: float) -> Outcome:
+    def _run_job(self, job: MethodJob, *, timeout_seconds: float) -> Outcome:
         self.clock += self._seconds
         self.timeouts.append(timeout_seconds)
         self.log.append(f"{job.method} {job.dtype}{' verified' if job.verify else ''}")
@@ -198,7 +198,7 @@ def test_what_fails_is_said_and_does_not_stop_the_rest(
 def test_wrong_weights_fail_the_command(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = FakeJobs(monkeypatch)
 
-    def lie(job: Job, *, timeout_seconds: float) -> Outcome:
+    def lie(job: MethodJob, *, timeout_seconds: float) -> Outcome:
         outcome = jobs._run_job(job, timeout_seconds=timeout_seconds)
         wrong = Verdict(weights="other", logits=(1.0,))
         return dataclasses.replace(outcome, verdict=wrong) if job.method == "naive" and job.verify else outcome

@@ -15,7 +15,7 @@ from bench import resume
 from bench.resume import main
 from sluice.benchmark.child import touch, verdict
 from sluice.benchmark.process import run_job
-from sluice.benchmark.records import Job, Outcome, Run, Scenario, Verdict
+from sluice.benchmark.records import MethodJob, Outcome, Run, Scenario, Verdict
 from sluice.benchmark.resuming import RESUMING, RESUMING_REFERENCE, Training, make_run, resumed_bytes
 
 TRUTH = Verdict(weights="abc", logits=(1.0,))
@@ -52,8 +52,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def job(path: Path, method: str) -> Job:
-    return Job(method=method, model="tiny", checkpoint=str(path), dtype="float32", device="cpu", verify=False)
+def job(path: Path, method: str) -> MethodJob:
+    return MethodJob(method=method, model="tiny", checkpoint=str(path), dtype="float32", device="cpu", verify=False)
 
 
 def test_every_way_ends_with_the_truth(run: Path) -> None:

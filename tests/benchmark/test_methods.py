@@ -16,7 +16,7 @@ from sluice.benchmark import raw as _raw
 from sluice.benchmark.child import touch, verdict
 from sluice.benchmark.methods import LOADERS, METHODS, absence
 from sluice.benchmark.peers import GPU_PEERS, PEERS, REFERENCE
-from sluice.benchmark.records import OTHER, Job, Precision, Verdict
+from sluice.benchmark.records import OTHER, MethodJob, Precision, Verdict
 from sluice.benchmark.strategies import STRATEGIES
 
 _LOADERS = [
@@ -28,7 +28,7 @@ _LOADERS = [
 
 
 def _load(name: str, checkpoint: Path, dtype: Precision) -> nn.Module:
-    job = Job(method=name, model="tiny", checkpoint=str(checkpoint), dtype=dtype, device="cpu", verify=True)
+    job = MethodJob(method=name, model="tiny", checkpoint=str(checkpoint), dtype=dtype, device="cpu", verify=True)
     loaded = METHODS[name].start(job)()
     assert isinstance(loaded, nn.Module)
     return loaded

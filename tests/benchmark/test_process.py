@@ -11,11 +11,13 @@ import torch
 from sluice.benchmark import process as _process
 from sluice.benchmark.gpt2 import final_bytes
 from sluice.benchmark.process import run_job
-from sluice.benchmark.records import Job, Outcome
+from sluice.benchmark.records import MethodJob, Outcome
 
 
-def _job(method: str, checkpoint: Path, *, verify: bool = False) -> Job:
-    return Job(method=method, model="tiny", checkpoint=str(checkpoint), dtype="float32", device="cpu", verify=verify)
+def _job(method: str, checkpoint: Path, *, verify: bool = False) -> MethodJob:
+    return MethodJob(
+        method=method, model="tiny", checkpoint=str(checkpoint), dtype="float32", device="cpu", verify=verify
+    )
 
 
 def test_a_copying_method_grows_by_anonymous_memory(checkpoints: dict[str, Path]) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sluice.benchmark import machine as _machine
 from sluice.benchmark import runner as _runner
-from sluice.benchmark.records import Job, Outcome, Run, Scenario, State, Status, Verdict
+from sluice.benchmark.records import MethodJob, Outcome, Run, Scenario, State, Status, Verdict
 from sluice.benchmark.results import write_results
 from sluice.benchmark.runner import run_with_progress, seconds_left
 from sluice.benchmark.summary import summarise
@@ -56,7 +56,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace processes and the page cache by fakes that write down what they are asked."""
     lines: list[str] = []
 
-    def run_job(job: Job, **_: object) -> Outcome:
+    def run_job(job: MethodJob, **_: object) -> Outcome:
         lines.append(f"{job.method} {Path(job.checkpoint).name} {'verify' if job.verify else ''}".strip())
         return Outcome(status="ok", seconds=1.0)
 

@@ -16,7 +16,7 @@ from sluice.benchmark import sizes as _sizes
 from sluice.benchmark.child import verdict
 from sluice.benchmark.comparison import Checkpoints, default_methods, own_subject, verdicts
 from sluice.benchmark.methods import METHODS
-from sluice.benchmark.records import Job, State
+from sluice.benchmark.records import MethodJob, State
 from sluice.benchmark.results import typical_runs
 from sluice.benchmark.sizes import Choice, Conditions, choose, choose_here
 from sluice.benchmark.subjects import final_bytes, kind_of, main_dtype
@@ -178,7 +178,7 @@ def test_what_only_sluice_reads_is_not_converted(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("method", ["naive", "sequential", "meta-sequential", "mmap", "sluice", "sluice-load-into"])
 def test_the_truth_of_an_own_model_is_what_torch_reads(method: str, own: Path) -> None:
-    job = Job(
+    job = MethodJob(
         method=method, model=_MODEL, checkpoint=str(own), key="model", dtype="bfloat16", device="cpu", verify=True
     )
     truth, found = (METHODS[name].start(job)() for name in ("reference", method))
@@ -192,7 +192,7 @@ def test_the_truth_finds_a_tied_weight_under_its_other_name(tmp_path: Path) -> N
     weights = OrderedDict(Tied().state_dict())
     del weights["head.weight"]
     torch.save(weights, tmp_path / "tied.pth")
-    job = Job(
+    job = MethodJob(
         method="sluice", model=_MODEL, checkpoint=str(tmp_path / "tied.pth"), dtype="float32", device="cpu", verify=True
     )
     truth = METHODS["reference"].start(job)()

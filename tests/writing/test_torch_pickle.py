@@ -18,7 +18,7 @@ from torch import nn
 import sluice
 from sluice.records import Entry, elements_of
 from sluice.testing._archives import Call, Global, torch_archive
-from sluice.writing.pickle_walk import survey
+from sluice.writing.pickle_walk import walk_object
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Described, Geometry
 from support.oracles import same
@@ -266,12 +266,12 @@ def test_a_pickle_takes_little_memory_for_each_tensor() -> None:
 
     tracemalloc.start()
     try:
-        surveyed = survey(tree, look)
+        walked = walk_object(tree, look)
         described = (
             Described(made_of=Geometry(storage=i, elements=i, dtype="float32", start=0, shape=(i,), stride=(1,)))
-            for i in range(len(surveyed.tensors))
+            for i in range(len(walked.tensors))
         )
-        pickled = pickle_object(tree, surveyed, described)
+        pickled = pickle_object(tree, walked, described)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -17,8 +17,8 @@ from sluice._units import parse_bytes
 from sluice.api.save import SaveFormat, SaveReport, choose_format
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.contents import flat_contents, whole_contents
+from sluice.converting.conversion import Conversion, Written
 from sluice.converting.destination import check_destination
-from sluice.converting.job import Job, Written
 from sluice.converting.tensor_files import convert_to_directory, convert_to_safetensors
 from sluice.converting.torch_files import convert_to_parameters, convert_to_torch
 from sluice.entries.tree import every_entry, walk
@@ -100,7 +100,7 @@ def convert(
         check_destination(checkpoint, path, chosen)
         read = whole_contents if chosen == "torch" else flat_contents
         contents = read(checkpoint, key=key, rename=rename, rules=rules)
-        job = Job(
+        conversion = Conversion(
             checkpoint=checkpoint,
             destination=path,
             dtype=None if dtype is None else dtype_name(dtype),
@@ -112,10 +112,10 @@ def convert(
             manifest=None if dry_run else manifest_writer(manifest, manifest_hash, path, overwrite=overwrite),
             dry_run=dry_run,
         )
-        _check(job, contents.tree, chosen)
-        written = _WRITERS[chosen](job, contents.tree)
-        if job.manifest:
-            job.manifest.commit()
+        _check(conversion, contents.tree, chosen)
+        written = _WRITERS[chosen](conversion, contents.tree)
+        if conversion.manifest:
+            conversion.manifest.commit()
     return SaveReport(
         destination=str(path),
         format=chosen,
@@ -132,25 +132,25 @@ def convert(
     )
 
 
-def _check(job: Job, tree: object, chosen: str) -> None:
+def _check(conversion: Conversion, tree: object, chosen: str) -> None:
     """Refuse what the format cannot hold, before anything is made."""
     names = {id(entry): name for name, entry in walk(tree)}
     for entry in every_entry(tree):
         name = names.get(id(entry), "_metadata")
-        if entry.composite is not None and (job.manifest or chosen not in _TORCH_FILES):
+        if entry.composite is not None and (conversion.manifest or chosen not in _TORCH_FILES):
             where = "a manifest has no hash for it" if chosen in _TORCH_FILES else f"{chosen} files hold dense tensors"
             raise UnsupportedError(
-                f"a {entry.layout} tensor cannot be written so: {where}", file=job.checkpoint.path, tensor=name
+                f"a {entry.layout} tensor cannot be written so: {where}", file=conversion.checkpoint.path, tensor=name
             )
-        why = why_no_cast(entry.dtype, job.finished(entry), requires_grad=entry.requires_grad)
+        why = why_no_cast(entry.dtype, conversion.finished(entry), requires_grad=entry.requires_grad)
         if why:
-            raise MismatchError(why, file=job.checkpoint.path, tensor=name)
+            raise MismatchError(why, file=conversion.checkpoint.path, tensor=name)
 
 
 #: Formats whose files are pickles: they say how a sparse or quantized tensor is made of dense ones.
 _TORCH_FILES = frozenset({"torch", "per-parameter"})
 
-_WRITERS: dict[str, Callable[[Job, object], Written]] = {
+_WRITERS: dict[str, Callable[[Conversion, object], Written]] = {
     "torch": convert_to_torch,
     "safetensors": convert_to_safetensors,
     "huggingface": convert_to_directory,

@@ -28,7 +28,7 @@ from sluice.writing.parameters import check_file_names, parameter_directory, par
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 from sluice.writing.shards import write_model_directory
 from sluice.writing.torch_zip import lay_out_torch_zip, write_torch_zip
-from sluice.writing.write_queue import writing_ahead
+from sluice.writing.write_queue import write_queue
 
 __all__ = ["SaveFormat", "SaveReport", "choose_format", "save"]
 
@@ -331,14 +331,14 @@ def _write_safetensors(
     """
     file.reserve(layout.nbytes, job.staging.pool)
     file.write_at(0, layout.header)
-    with writing_ahead(layout.nbytes, job.staging, wrote) as ahead:
+    with write_queue(layout.nbytes, job.staging, wrote) as queue:
         for name, dtype, start in layout.tensors:
             look = None
             if job.manifest:
                 shape = tensors[name].shape
                 job.manifest.expect(name, dtype=dtype, shape=shape, nbytes=shape.numel() * ITEM_BYTES[dtype])
                 look = job.manifest.in_order(name)
-            ahead.write(tensors[name], dtype, start, partial(_write_from, file, start), look)
+            queue.write(tensors[name], dtype, start, partial(_write_from, file, start), look)
             if job.manifest:
                 job.manifest.done(name)
 

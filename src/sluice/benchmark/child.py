@@ -27,8 +27,9 @@ from torch import nn
 from sluice.benchmark.gpt2 import GPTConfig, GPTModel
 from sluice.benchmark.machine import free_memory_bytes
 from sluice.benchmark.methods import METHODS
-from sluice.benchmark.records import Job, Verdict
+from sluice.benchmark.records import MethodJob, Verdict
 from sluice.benchmark.subjects import is_builtin
+from sluice.machine.peaks import restart_peak
 
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
@@ -48,12 +49,12 @@ def main() -> None:
         protocol.write(json.dumps({"event": event, **fields}) + "\n")
 
     try:
-        _serve(Job(**json.loads(sys.argv[1])), say, sys.stdin)
+        _serve(MethodJob(**json.loads(sys.argv[1])), say, sys.stdin)
     except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the parent makes a row of it
         say("failed", reason=f"{type(error).__name__}: {error}")
 
 
-def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
+def _serve(job: MethodJob, say: Callable[..., None], answers: IO[str]) -> None:
     method = METHODS[job.method]
     try:
         for name in method.imports:
@@ -64,7 +65,7 @@ def _serve(job: Job, say: Callable[..., None], answers: IO[str]) -> None:
     make_context(job.device, job.device_limit_bytes)
     gc.collect()
     _claim_memory(2 * _size_on_disk(job.checkpoint))  # last, because it does not help for long
-    say("ready", peak_was_reset=_reset_peak())
+    say("ready", peak_was_reset=restart_peak())
     answers.readline()
     timed = method.start(job)
     begin = time.perf_counter()
@@ -107,16 +108,6 @@ def _claim_memory(nbytes: int) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
         for page in range(0, len(mapping), _HUGE_PAGE_BYTES):
             mapping[page] = 1
-
-
-def _reset_peak() -> bool:
-    """Set VmHWM to the present; return whether the kernel let us."""
-    try:
-        with open("/proc/self/clear_refs", "w") as stream:
-            stream.write("5")
-    except OSError:
-        return False
-    return True
 
 
 def make_context(device: str, limit_bytes: int | None = None) -> None:

@@ -43,11 +43,11 @@ _FORMATS: dict[Kind, CheckpointFormat] = {
 class Subject:
     """What is loaded."""
 
-    #: As in ``Job``.
+    #: As in ``MethodJob``.
     model: str
-    #: As in ``Job``.
+    #: As in ``MethodJob``.
     model_args: str = "{}"
-    #: As in ``Job``.
+    #: As in ``MethodJob``.
     key: str | None = None
     #: What the tables call it.
     title: str

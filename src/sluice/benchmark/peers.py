@@ -18,7 +18,18 @@ from torch import nn
 
 from sluice.benchmark import raw as _raw
 from sluice.benchmark.gpt2 import random_weight
-from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, TENSORS, Job, Kind, Loaded, Method
+from sluice.benchmark.records import (
+    OTHER,
+    PARAMETERS,
+    PTH,
+    SAFETENSORS,
+    SHARDS,
+    TENSORS,
+    Kind,
+    Loaded,
+    Method,
+    MethodJob,
+)
 from sluice.benchmark.subjects import build, is_builtin, read_state_dict, truth
 
 __all__ = ["GPU_PEERS", "PEERS", "REFERENCE"]
@@ -27,37 +38,37 @@ _SAFETENSORS = (SAFETENSORS,)
 _BOTH = (PTH, SAFETENSORS)
 
 
-def _on_meta(job: Job) -> nn.Module:
+def _on_meta(job: MethodJob) -> nn.Module:
     with torch.device("meta"):
         return build(job)
 
 
-def _emptied_by_sluice(job: Job) -> nn.Module:
+def _emptied_by_sluice(job: MethodJob) -> nn.Module:
     import sluice
 
     with sluice.empty_init():
         return build(job)
 
 
-def _emptied_by_accelerate(job: Job) -> nn.Module:
+def _emptied_by_accelerate(job: MethodJob) -> nn.Module:
     from accelerate import init_empty_weights
 
     with init_empty_weights():
         return build(job)
 
 
-def _allocated(model: nn.Module, job: Job) -> nn.Module:
+def _allocated(model: nn.Module, job: MethodJob) -> nn.Module:
     return model.to(job.torch_dtype).to_empty(device=job.device)
 
 
-def torch_load(job: Job, model: nn.Module) -> nn.Module:
+def torch_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the whole state dict, copy it into the model."""
     model = _allocated(model, job)
     model.load_state_dict(read_state_dict(Path(job.checkpoint), job.key, device=job.device))
     return model
 
 
-def torch_mmap(job: Job, model: nn.Module) -> nn.Module:
+def torch_mmap(job: MethodJob, model: nn.Module) -> nn.Module:
     """Map the file, give its tensors to the model, cast afterwards."""
     state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=True)
     model.load_state_dict(state_dict, assign=True)
@@ -65,7 +76,7 @@ def torch_mmap(job: Job, model: nn.Module) -> nn.Module:
     return model.to(job.torch_dtype)
 
 
-def safetensors_load_model(job: Job, model: nn.Module) -> nn.Module:
+def safetensors_load_model(job: MethodJob, model: nn.Module) -> nn.Module:
     """Copy the file into the model with safetensors' own function for modules."""
     from safetensors.torch import load_model
 
@@ -74,7 +85,7 @@ def safetensors_load_model(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def safetensors_load_file(job: Job, model: nn.Module) -> nn.Module:
+def safetensors_load_file(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the tensors, which are views of the mapped file, give them to the model, cast afterwards."""
     from safetensors.torch import load_file
 
@@ -82,7 +93,7 @@ def safetensors_load_file(job: Job, model: nn.Module) -> nn.Module:
     return model.to(job.torch_dtype)
 
 
-def accelerate_load(job: Job, model: nn.Module) -> nn.Module:
+def accelerate_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Fill an empty model; without a device map accelerate ignores the dtype."""
     from accelerate import load_checkpoint_in_model
 
@@ -90,7 +101,7 @@ def accelerate_load(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def runai_stream(job: Job, model: nn.Module) -> nn.Module:
+def runai_stream(job: MethodJob, model: nn.Module) -> nn.Module:
     """Give each tensor to the model as it arrives, cast; the streamer says that its tensors belong to the caller."""
     from runai_model_streamer import SafetensorsStreamer
 
@@ -101,7 +112,7 @@ def runai_stream(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def fastsafetensors_load(job: Job, model: nn.Module) -> nn.Module:
+def fastsafetensors_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the file into one buffer and give views of it to the model, cast."""
     from fastsafetensors import fastsafe_open
 
@@ -111,7 +122,7 @@ def fastsafetensors_load(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def instanttensor_load(job: Job, model: nn.Module) -> nn.Module:
+def instanttensor_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Give each tensor to the model as it arrives, cast; since version 0.2 its tensors belong to the caller."""
     open_file = import_module("instanttensor").safe_open
     with open_file(job.checkpoint, framework="pt", device=job.device) as loaded:
@@ -120,7 +131,7 @@ def instanttensor_load(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def tensorizer_load(job: Job, model: nn.Module) -> nn.Module:
+def tensorizer_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Deserialise tensorizer's own format, cast on the way, and give its tensors to the model."""
     deserializer = import_module("tensorizer").TensorDeserializer
     with deserializer(job.checkpoint, device=job.device, dtype=job.torch_dtype) as loaded:
@@ -128,7 +139,7 @@ def tensorizer_load(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def with_sluice(job: Job, model: nn.Module) -> nn.Module:
+def with_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
     """Let sluice fill an empty model."""
     import sluice
 
@@ -136,7 +147,7 @@ def with_sluice(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def mapped_by_sluice(job: Job, model: nn.Module) -> nn.Module:
+def mapped_by_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
     """Let sluice map what needs no cast into an empty model, as the mapping peers do."""
     import sluice
 
@@ -144,7 +155,7 @@ def mapped_by_sluice(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def generate(job: Job, model: nn.Module) -> nn.Module:
+def generate(job: MethodJob, model: nn.Module) -> nn.Module:
     """Fill the model with the truth: the random numbers that the checkpoint was made of, never read from a file.
 
     A model that is not built in is filled with what torch or safetensors read, name by name.
@@ -163,22 +174,22 @@ def generate(job: Job, model: nn.Module) -> nn.Module:
     return model
 
 
-def _raw_read(job: Job, *, direct: bool) -> Loaded:
+def _raw_read(job: MethodJob, *, direct: bool) -> Loaded:
     threads = 8 if direct else len(os.sched_getaffinity(0))
     return _raw.read_file(job.checkpoint, direct=direct, threads=threads)
 
 
 def _filling(
     name: str,
-    fill: Callable[[Job, nn.Module], Loaded],
+    fill: Callable[[MethodJob, nn.Module], Loaded],
     *,
     reads: tuple[Kind, ...],
-    skeleton: Callable[[Job], nn.Module] = _on_meta,
+    skeleton: Callable[[MethodJob], nn.Module] = _on_meta,
     imports: tuple[str, ...] = (),
     package: str = "",
     takes_key: bool = False,
 ) -> Method:
-    def start(job: Job) -> Callable[[], Loaded]:
+    def start(job: MethodJob) -> Callable[[], Loaded]:
         return partial(fill, job, skeleton(job))
 
     summary = (fill.__doc__ or "").strip().partition("\n")[0]
@@ -188,7 +199,7 @@ def _filling(
 
 
 def _raw_method(name: str, summary: str, *, direct: bool) -> Method:
-    def start(job: Job) -> Callable[[], Loaded]:
+    def start(job: MethodJob) -> Callable[[], Loaded]:
         return partial(_raw_read, job, direct=direct)
 
     return Method(name=name, start=start, reads=_BOTH, summary=summary, takes_key=True)

@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 import torch
 
 from sluice._units import format_bytes
-from sluice.benchmark.records import Job, Outcome, Verdict
+from sluice.benchmark.records import MethodJob, Outcome, Verdict
 from sluice.benchmark.watching import Watcher
 from sluice.measuring._limit import limited_group
 
@@ -30,7 +30,9 @@ TIMEOUT_SECONDS = 900.0
 _REASON_LETTERS = 300
 
 
-def run_job(job: Job, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None) -> Outcome:
+def run_job(
+    job: MethodJob, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
+) -> Outcome:
     """Run a job in a fresh process and return what became of it; never raises for what the job does.
 
     Args:
@@ -52,7 +54,7 @@ def run_job(job: Job, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_by
     return outcome
 
 
-def _run(command: list[str], job: Job, timeout_seconds: float) -> Outcome:
+def _run(command: list[str], job: MethodJob, timeout_seconds: float) -> Outcome:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with tempfile.TemporaryFile() as complaints:
         process = subprocess.Popen(
@@ -84,7 +86,7 @@ def _stop(process: subprocess.Popen[str], overdue: threading.Event) -> None:
     process.kill()
 
 
-def _converse(process: subprocess.Popen[str], job: Job) -> Outcome:
+def _converse(process: subprocess.Popen[str], job: MethodJob) -> Outcome:
     """Take a job through its protocol. An outcome that is ``killed`` means that the process ended without a word."""
     ready = _listen(process)
     if ready["event"] != "ready":

@@ -20,10 +20,10 @@ __all__ = [
     "SHARDS",
     "SHORT_DTYPES",
     "TENSORS",
-    "Job",
     "Kind",
     "Loaded",
     "Method",
+    "MethodJob",
     "Outcome",
     "Precision",
     "Run",
@@ -68,7 +68,7 @@ Status = Literal["ok", "killed", "failed", "timeout", "absent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class MethodJob:
     """What one fresh process is asked to do."""
 
     #: Name of the method in the registry.
@@ -101,7 +101,7 @@ class Job:
 Loaded = nn.Module | mmap.mmap
 
 #: Does what is not timed, such as building the model on the meta device, and returns the rest.
-Start = Callable[[Job], Callable[[], Loaded]]
+Start = Callable[[MethodJob], Callable[[], Loaded]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +188,11 @@ class Scenario:
 
     #: Heading of its table.
     title: str
-    #: As in ``Job``.
+    #: As in ``MethodJob``.
     model: str
-    #: As in ``Job``.
+    #: As in ``MethodJob``.
     model_args: str = "{}"
-    #: As in ``Job``; it is that of ``truth``, copies made for a method hold nothing but weights.
+    #: As in ``MethodJob``; it is that of ``truth``, copies made for a method hold nothing but weights.
     key: str | None = None
     #: Dtype of the finished model.
     dtype: Precision
@@ -210,7 +210,7 @@ class Scenario:
     truth: Path | None = None
     #: Host memory that each process may use, interpreter included, in bytes; None without a limit.
     host_limit_bytes: int | None = None
-    #: As in ``Job``.
+    #: As in ``MethodJob``.
     device_limit_bytes: int | None = None
 
     @property

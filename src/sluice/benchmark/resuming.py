@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sluice.benchmark.gpt2 import build, final_bytes, random_weight
-from sluice.benchmark.records import Job, Loaded, Method
+from sluice.benchmark.records import Loaded, Method, MethodJob
 
 __all__ = ["RESUMING", "RESUMING_REFERENCE", "Training", "make_run", "resumed_bytes"]
 
@@ -82,7 +82,7 @@ def _optimizer(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters())
 
 
-def _generate(job: Job) -> Loaded:
+def _generate(job: MethodJob) -> Loaded:
     """Make the run of the random numbers that the file was made of: the truth, never read from it."""
     model = build(job.model)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def _generate(job: Job) -> Loaded:
     return Training(model, optimizer)
 
 
-def _with_torch(job: Job, model: nn.Module, *, mmap: bool) -> Loaded:
+def _with_torch(job: MethodJob, model: nn.Module, *, mmap: bool) -> Loaded:
     """Resume as torch's own tutorial does."""
     optimizer = _optimizer(model)
     run = torch.load(job.checkpoint, map_location="cpu", mmap=mmap)
@@ -102,7 +102,7 @@ def _with_torch(job: Job, model: nn.Module, *, mmap: bool) -> Loaded:
     return Training(model, optimizer)
 
 
-def _with_torch_assign(job: Job, model: nn.Module) -> Loaded:
+def _with_torch_assign(job: MethodJob, model: nn.Module) -> Loaded:
     """Resume with what torch has against copies: an empty model, mapped pages, assigned tensors."""
     run: Mapping[str, Any] = torch.load(job.checkpoint, map_location="cpu", mmap=True)
     model.load_state_dict(run["model"], assign=True)
@@ -111,7 +111,7 @@ def _with_torch_assign(job: Job, model: nn.Module) -> Loaded:
     return Training(model, optimizer)
 
 
-def _with_sluice(job: Job, model: nn.Module) -> Loaded:
+def _with_sluice(job: MethodJob, model: nn.Module) -> Loaded:
     import sluice
 
     with sluice.open(job.checkpoint) as checkpoint:
@@ -121,16 +121,16 @@ def _with_sluice(job: Job, model: nn.Module) -> Loaded:
     return Training(model, optimizer)
 
 
-def _real(job: Job) -> nn.Module:
+def _real(job: MethodJob) -> nn.Module:
     return build(job.model)
 
 
-def _on_meta(job: Job) -> nn.Module:
+def _on_meta(job: MethodJob) -> nn.Module:
     with torch.device("meta"):
         return build(job.model)
 
 
-def _empty(job: Job) -> nn.Module:
+def _empty(job: MethodJob) -> nn.Module:
     import sluice
 
     with sluice.empty_init():
@@ -139,11 +139,11 @@ def _empty(job: Job) -> nn.Module:
 
 def _resuming(
     name: str,
-    resume: Callable[[Job, nn.Module], Loaded],
-    make: Callable[[Job], nn.Module],
+    resume: Callable[[MethodJob, nn.Module], Loaded],
+    make: Callable[[MethodJob], nn.Module],
     imports: tuple[str, ...] = (),
 ) -> Method:
-    def start(job: Job) -> Callable[[], Loaded]:
+    def start(job: MethodJob) -> Callable[[], Loaded]:
         return partial(resume, job, make(job))
 
     return Method(name=name, start=start, imports=(*_OPTIMIZER_IMPORTS, *imports), reads=_READS)

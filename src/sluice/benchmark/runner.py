@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from sluice.benchmark.cache import make_cold, make_warm
 from sluice.benchmark.methods import absence
 from sluice.benchmark.process import TIMEOUT_SECONDS, run_job
-from sluice.benchmark.records import REFERENCE, Job, Outcome, Run, Scenario, State
+from sluice.benchmark.records import REFERENCE, MethodJob, Outcome, Run, Scenario, State
 
 __all__ = ["REFERENCE", "run_with_progress", "seconds_left"]
 
@@ -84,8 +84,8 @@ def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> Run:
     return Run(scenario=scenario.title, method=method, state=state, repetition=step.repetition, outcome=outcome)
 
 
-def _job(scenario: Scenario, method: str, checkpoint: Path | None, *, verify: bool) -> Job:
-    return Job(
+def _job(scenario: Scenario, method: str, checkpoint: Path | None, *, verify: bool) -> MethodJob:
+    return MethodJob(
         method=method,
         model=scenario.model,
         model_args=scenario.model_args,

@@ -14,7 +14,7 @@ from sluice.benchmark import machine as _machine
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.gpt2 import SIZES, final_bytes
 from sluice.benchmark.process import run_job
-from sluice.benchmark.records import Job, State
+from sluice.benchmark.records import MethodJob, State
 from sluice.benchmark.runner import REFERENCE
 
 __all__ = ["Choice", "Conditions", "choose", "choose_here"]
@@ -148,5 +148,5 @@ def _probe_seconds_per_byte(directory: Path) -> float:
 def _probe_seconds_per_process(device: str) -> float:
     """Return what a process takes that hardly loads anything: torch's import, a context and the digests."""
     begin = time.perf_counter()
-    run_job(Job(method=REFERENCE, model="tiny", checkpoint="", dtype="float32", device=device, verify=True))
+    run_job(MethodJob(method=REFERENCE, model="tiny", checkpoint="", dtype="float32", device=device, verify=True))
     return time.perf_counter() - begin

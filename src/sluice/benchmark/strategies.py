@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Job, Kind, Loaded, Method
+from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Kind, Loaded, Method, MethodJob
 from sluice.benchmark.subjects import build, read_state_dict
 
 __all__ = ["STRATEGIES"]
 
 
-def _empty_model(job: Job) -> nn.Module:
+def _empty_model(job: MethodJob) -> nn.Module:
     with torch.device("meta"):
         model = build(job)
     return model.to(job.torch_dtype).to_empty(device=job.device)
@@ -36,28 +36,28 @@ def _copy_one_by_one(model: nn.Module, state_dict: dict[str, torch.Tensor], devi
             weight.copy_(state_dict[name].to(device))
 
 
-def naive(job: Job) -> nn.Module:
+def naive(job: MethodJob) -> nn.Module:
     """Build the model on the device, load the whole state dict onto the same device, copy."""
     model = build(job).to(job.device, job.torch_dtype)
     model.load_state_dict(read_state_dict(Path(job.checkpoint), job.key, device=job.device))
     return model
 
 
-def sequential(job: Job) -> nn.Module:
+def sequential(job: MethodJob) -> nn.Module:
     """Build the model on the device, load the state dict into host memory, copy parameter by parameter."""
     model = build(job).to(job.device, job.torch_dtype)
     _copy_one_by_one(model, read_state_dict(Path(job.checkpoint), job.key, device="cpu"), job.device)
     return model
 
 
-def meta_sequential(job: Job) -> nn.Module:
+def meta_sequential(job: MethodJob) -> nn.Module:
     """Allocate the model without initialising it, load the state dict onto the device, copy one by one."""
     model = _empty_model(job)
     _copy_one_by_one(model, read_state_dict(Path(job.checkpoint), job.key, device=job.device), job.device)
     return model
 
 
-def mapped(job: Job) -> nn.Module:
+def mapped(job: MethodJob) -> nn.Module:
     """Map the file and hand its tensors to a meta model: the tutorial's best practice."""
     with torch.device("meta"):
         model = build(job)
@@ -67,7 +67,7 @@ def mapped(job: Job) -> nn.Module:
     return model.to(job.torch_dtype)
 
 
-def per_parameter(job: Job) -> nn.Module:
+def per_parameter(job: MethodJob) -> nn.Module:
     """Allocate the model without initialising it, load one small file after the other."""
     model = _empty_model(job)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def per_parameter(job: Job) -> nn.Module:
     return model
 
 
-def with_sluice(job: Job) -> nn.Module:
+def with_sluice(job: MethodJob) -> nn.Module:
     """Build the model without memory and let sluice fill it from the ordinary file."""
     import sluice
 
@@ -89,7 +89,7 @@ def with_sluice(job: Job) -> nn.Module:
 
 def _strategy(
     name: str,
-    load: Callable[[Job], Loaded],
+    load: Callable[[MethodJob], Loaded],
     *,
     reads: tuple[Kind, ...] = (PTH, SAFETENSORS, SHARDS),
     imports: tuple[str, ...] = (),

@@ -18,7 +18,7 @@ from torch import nn
 import sluice
 from sluice._dtypes import is_castable
 from sluice.benchmark import gpt2
-from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Job, Kind
+from sluice.benchmark.records import OTHER, PARAMETERS, PTH, SAFETENSORS, SHARDS, Kind, MethodJob
 
 __all__ = [
     "build",
@@ -61,7 +61,7 @@ def build_model(model: str, model_args: str) -> nn.Module:
     return built
 
 
-def build(job: Job) -> nn.Module:
+def build(job: MethodJob) -> nn.Module:
     """Return the model of a job as its constructor makes it."""
     return build_model(job.model, job.model_args)
 
@@ -137,7 +137,7 @@ def _read_file(file: Path, *, device: str, mapped: bool) -> Mapping[str, Any] | 
     return found
 
 
-def truth(job: Job, model: nn.Module) -> nn.Module:
+def truth(job: MethodJob, model: nn.Module) -> nn.Module:
     """Fill a meta model name by name with what torch or safetensors reads; the other name of a tie serves for both."""
     named = model.state_dict(keep_vars=True)
     names_by_tensor: dict[int, list[str]] = {}

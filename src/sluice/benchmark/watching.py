@@ -12,7 +12,7 @@ from sluice.benchmark.records import Trace
 from sluice.measuring import _sampler
 from sluice.measuring._sampler import Devices, Sampler
 
-__all__ = ["Peaks", "Watcher", "thin"]
+__all__ = ["ObservedPeaks", "Watcher", "thin"]
 
 #: Between two looks at the memory of a process.
 _SAMPLE_SECONDS = 0.002
@@ -24,7 +24,7 @@ _KINDS = ("anon", "file", "shmem")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peaks:
+class ObservedPeaks:
     """Largest growth over the first look, in bytes."""
 
     #: Private anonymous memory.
@@ -66,7 +66,7 @@ class Watcher:
         )
         self._thread.start()
 
-    def stop(self, *, exact_peak: bool) -> tuple[Peaks, Trace]:
+    def stop(self, *, exact_peak: bool) -> tuple[ObservedPeaks, Trace]:
         """Stop and return what was seen; with ``exact_peak`` the kernel's own high-water mark counts too."""
         os.write(self._stop, b"\n")
         self._thread.join()
@@ -80,7 +80,7 @@ class Watcher:
             before = sum(named[kind][0] for kind in _KINDS)
             # The first look was taken before anything moved; the mark's own counter may lag behind it.
             totals.append(max(named["peak"]) - before)
-        peaks = Peaks(**{kind: max(values) for kind, values in grown.items()}, total=max(totals))
+        peaks = ObservedPeaks(**{kind: max(values) for kind, values in grown.items()}, total=max(totals))
         return peaks, thin(self._trace(named["time_ns"], grown))
 
     def _trace(self, times: array[int], grown: dict[str, list[int]]) -> Trace:

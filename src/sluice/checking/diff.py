@@ -169,7 +169,7 @@ class _Diff:
         }
         for pair in sorted(pairs, key=lambda pair: first[id(pair)]):
             assert pair.values is not None
-            for left, right in zip(_components(pair.a), _components(pair.b), strict=True):
+            for left, right in zip(pair.a.components, pair.b.components, strict=True):
                 order = _storage_order(left)
                 one, other = permute(left, order), permute(right, order)
                 item = max(ITEM_BYTES[one.dtype], ITEM_BYTES[other.dtype])
@@ -224,16 +224,12 @@ def _tied(own: Mapping[str, Entry], other: Mapping[str, Entry]) -> Iterator[str]
 
 def _are_comparable(a: Entry, b: Entry) -> bool:
     """Return whether two tensors have the same elements, so that each has one to be compared with."""
-    ours, theirs = _components(a), _components(b)
+    ours, theirs = a.components, b.components
     return (
         (a.shape, a.layout) == (b.shape, b.layout)
         and [one.shape for one in ours] == [one.shape for one in theirs]
         and _plain_numbers(a) == _plain_numbers(b)
     )
-
-
-def _components(entry: Entry) -> tuple[Entry, ...]:
-    return (entry,) if entry.composite is None else entry.composite.components
 
 
 def _plain_numbers(entry: Entry) -> object:
@@ -278,7 +274,7 @@ def _difference(name: str, pair: _Pair) -> TensorDifference | None:
         dtype_b=b.dtype,
         shape_a=a.shape,
         shape_b=b.shape,
-        elements=sum(one.numel for one in _components(a)) if values else 0,
+        elements=sum(one.numel for one in a.components) if values else 0,
         different=values.different if values else 0,
         nan=values.nan if values else 0,
         max_abs=values.max_abs if values else 0.0,

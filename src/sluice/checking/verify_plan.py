@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from sluice import _options as options
-from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, FormatError
-from sluice._geometry import span_elements
 from sluice.checking.consumers import Content, Crc, Flow, Gathering, Taker, Turned, bytes_of, feed
 from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
 from sluice.checking.read_order import Span, schedule
@@ -157,10 +155,8 @@ class VerifyPlan:
 
     def _span(self, piece: Entry) -> Span:
         """Return where a view of a storage lies."""
-        item = ITEM_BYTES[piece.dtype]
-        first = self._offsets[piece.storage] + piece.storage_offset * item
-        end = first + span_elements(piece.shape, piece.stride) * item
-        return Span(self._checkpoint.index.storages[piece.storage].file, first, end)
+        offset, (first, end) = self._offsets[piece.storage], piece.byte_span
+        return Span(self._checkpoint.index.storages[piece.storage].file, offset + first, offset + end)
 
     def _turn(self, piece: Entry) -> int:
         return self._checkpoint.index.storages[piece.storage].swap_bytes
@@ -168,7 +164,7 @@ class VerifyPlan:
     def _assign(self, content: Content) -> None:
         """Decide how the bytes of a tensor come."""
         composite = content.entry.composite
-        components = (content.entry,) if composite is None else composite.components
+        components = content.entry.components
         if all(_in_order(one) is not None for one in components):
             counted = components if composite is None else (composite.values,)
             wanted = ((content.hasher, components), (content.counter, counted))

@@ -141,8 +141,7 @@ class Verification:
     def _parts(self) -> Iterator[Piece[_Shares]]:
         for content in self._apart():
             (flow,) = content.flows
-            composite = content.entry.composite
-            for component in (content.entry,) if composite is None else composite.components:
+            for component in content.entry.components:
                 taker = content.taker(component)
                 for key in boxes(component.shape, options.SCAN_BATCH_BYTES // ITEM_BYTES[component.dtype]):
                     part = slice_entry(component, key)

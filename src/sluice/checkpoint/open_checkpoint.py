@@ -118,10 +118,11 @@ class OpenCheckpoint:
     @cached_property
     def stored_names(self) -> Mapping[str, str]:
         """Names that a safetensors file keeps in its metadata for tensors that it stores under others; these names."""
-        if "safetensors" not in self.format:
+        texts = {name: text for name, text in self.metadata.items() if name != "format"}  # {"format": "pt"} is no tie
+        if "safetensors" not in self.format or not texts:
             return {}
         entries = self.entries
-        return {name: stored for name, stored in self.metadata.items() if stored in entries and name not in entries}
+        return {name: stored for name, stored in texts.items() if stored in entries and name not in entries}
 
     def checksums(self) -> list[list[Checksum | CheckpointError]]:
         """Return the checksums that each file records, and what is wrong with headers that should lead to one.

@@ -16,14 +16,14 @@ from sluice.matching.selection import only_state_dict
 from sluice.records import Entry
 from sluice.rules._apply import Rule, apply_rules
 
-__all__ = ["Contents", "flat_contents", "refuse_repeats", "stored_once", "whole_contents"]
+__all__ = ["ConvertedContents", "flat_contents", "refuse_repeats", "stored_once", "whole_contents"]
 
 #: Names that a note lists.
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class ConvertedContents:
     """What is converted."""
 
     #: The object: a nested one, or a flat dict of entries.
@@ -36,7 +36,7 @@ class Contents:
 
 def whole_contents(
     checkpoint: OpenCheckpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]
-) -> Contents:
+) -> ConvertedContents:
     """Return the whole object, or the part at ``key``; with new names or rules the state dict in it, flat.
 
     Raises:
@@ -48,7 +48,7 @@ def whole_contents(
     if rename is None and not rules:
         chosen = subtree(tree, key or "")
         _tree.refuse_opaques(chosen, checkpoint.path)
-        return Contents(tree=chosen, key=key or "", notes=tuple(_left_out(tree, chosen, key or "")))
+        return ConvertedContents(tree=chosen, key=key or "", notes=tuple(_left_out(tree, chosen, key or "")))
     chosen, found = _state_dict(checkpoint, tree, key)
     made: dict[str, object] = {**_entries(checkpoint, chosen, rename, rules)}
     values = {name: value for name, value in _tree.leaves(chosen) if not isinstance(value, Entry)}
@@ -58,12 +58,12 @@ def whole_contents(
         made[name] = value
     state_dict = OrderedDict(made)
     state_dict.__dict__.update(getattr(chosen, "__dict__", {}))
-    return Contents(tree=state_dict, key=found, notes=tuple(_left_out(tree, chosen, found)))
+    return ConvertedContents(tree=state_dict, key=found, notes=tuple(_left_out(tree, chosen, found)))
 
 
 def flat_contents(
     checkpoint: OpenCheckpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]
-) -> Contents:
+) -> ConvertedContents:
     """Return the tensors of the state dict at ``key``, or of the only one, by name.
 
     Raises:
@@ -80,7 +80,7 @@ def flat_contents(
     flags = sum(entry.parameter for entry in _tree.every_entry(chosen))
     if flags:
         notes.append(f"{flags} parameters became plain tensors: the format has no requires_grad")
-    return Contents(tree=_entries(checkpoint, chosen, rename, rules), key=found, notes=tuple(notes))
+    return ConvertedContents(tree=_entries(checkpoint, chosen, rename, rules), key=found, notes=tuple(notes))
 
 
 def stored_once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -148,14 +148,10 @@ def _entries(
 def _with_ties(checkpoint: OpenCheckpoint) -> object:
     """Return the tree with the names that a safetensors file keeps in its metadata for tensors stored under others."""
     tree = checkpoint.index.tree
-    if "safetensors" not in checkpoint.format or not isinstance(tree, dict):
+    ties = checkpoint.stored_names
+    if not ties or not isinstance(tree, dict):
         return tree
-    ties = {
-        name: stored
-        for name, stored in checkpoint.metadata.items()
-        if stored in tree and name not in tree and name != "format"
-    }
-    return type(tree)({**tree, **{name: tree[stored] for name, stored in ties.items()}}) if ties else tree
+    return type(tree)({**tree, **{name: checkpoint.entries[stored] for name, stored in ties.items()}})
 
 
 def _left_out(tree: object, chosen: object, key: str) -> Iterable[str]:

@@ -15,33 +15,34 @@ import numpy as np
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import span_elements
-from sluice.converting.job import Job
+from sluice.converting.conversion import Conversion
 from sluice.planning.memory_layout import shared_targets
 from sluice.records import NO_STORAGE, Entry, Quantized, Request, Target, View
 from sluice.writing.torch_tensors import Described, Geometry, QuantizedParts, SparseParts
 
-__all__ = ["Storages", "dense_parts", "descriptions", "stored_bytes"]
+__all__ = ["Storages", "descriptions", "stored_bytes"]
 
 
 class Storages:
     """Numbered storages in which views of the same bytes of the source share one."""
 
-    def __init__(self, job: Job, entries: Sequence[Entry], dense: Sequence[Entry], names: Sequence[str]) -> None:
+    def __init__(
+        self, conversion: Conversion, entries: Sequence[Entry], dense: Sequence[Entry], names: Sequence[str]
+    ) -> None:
         """Decide where each tensor lies.
 
         Args:
-            job: The conversion.
+            conversion: The conversion.
             entries: The tensors.
-            dense: The ``dense_parts`` of all, one after the other.
+            dense: The ``components`` of all, one after the other.
             names: What messages call each of these.
         """
-        self._job = job
+        self._conversion = conversion
         self._dense = dense
         self._names = names
         # They are never cast, and the same integers may be a tensor of their own: one storage has one dtype.
-        self._quantized = {id(part) for entry in entries if _is_quantized(entry) for part in dense_parts(entry)}
-        self._offsets = job.offsets(dense)
+        self._quantized = {id(part) for entry in entries if _is_quantized(entry) for part in entry.components}
+        self._offsets = conversion.offsets(dense)
         self._order = _neighbours(dense)
         #: Bytes of each storage.
         self.sizes = array("Q")
@@ -81,7 +82,7 @@ class Storages:
 
     def _dtype(self, position: int) -> str:
         entry = self._dense[position]
-        return entry.dtype if id(entry) in self._quantized else self._job.finished(entry)
+        return entry.dtype if id(entry) in self._quantized else self._conversion.finished(entry)
 
     def _lay_out(self, positions: Sequence[int]) -> tuple[tuple[Target, ...], tuple[View, ...]]:
         requests = [
@@ -94,7 +95,7 @@ class Storages:
             )
             for position in positions
         ]
-        return shared_targets(requests, self._job.checkpoint.index, self._offsets)
+        return shared_targets(requests, self._conversion.checkpoint.index, self._offsets)
 
     def _batches(self) -> Iterator[list[int]]:
         """Yield positions in groups; tensors that may share bytes of the source are in the same."""
@@ -103,7 +104,7 @@ class Storages:
         for position in map(int, self._order):
             entry = self._dense[position]
             source = entry.storage if entry.storage != NO_STORAGE else entry.parts
-            first, behind = _bytes(entry)
+            first, behind = entry.byte_span
             if source != last:
                 end = 0
             if fills >= options.STREAM_FILLS and (source != last or first > end):
@@ -116,13 +117,6 @@ class Storages:
             yield batch
 
 
-def _bytes(entry: Entry) -> tuple[int, int]:
-    """Return where the bytes of an entry begin and end in its storage; an assembled one has none of its own."""
-    item = ITEM_BYTES[entry.dtype]
-    first = entry.storage_offset * item
-    return first, first + span_elements(entry.shape, entry.stride) * item
-
-
 def _neighbours(dense: Sequence[Entry]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Return positions such that the tensors of one source follow each other, by their first bytes.
 
@@ -132,19 +126,14 @@ def _neighbours(dense: Sequence[Entry]) -> np.ndarray[tuple[int], np.dtype[np.in
     _, first, group = np.unique(
         np.fromiter(sources, dtype=np.int64, count=len(dense)), return_index=True, return_inverse=True
     )
-    begins = np.fromiter((_bytes(entry)[0] for entry in dense), dtype=np.uint64, count=len(dense))
+    begins = np.fromiter((entry.byte_span[0] for entry in dense), dtype=np.uint64, count=len(dense))
     return np.lexsort((begins, first[group]))
 
 
-def dense_parts(entry: Entry) -> tuple[Entry, ...]:
-    """Return the dense tensors that an entry is made of: itself, or those of a sparse or quantized one."""
-    return (entry,) if entry.composite is None else entry.composite.components
-
-
-def stored_bytes(job: Job, entry: Entry) -> int:
+def stored_bytes(conversion: Conversion, entry: Entry) -> int:
     """Return the bytes that an entry takes in a file of its own, of a tensor that is not expanded."""
-    dtypes = (part.dtype if _is_quantized(entry) else job.finished(part) for part in dense_parts(entry))
-    return sum(part.numel * ITEM_BYTES[dtype] for part, dtype in zip(dense_parts(entry), dtypes, strict=True))
+    dtypes = (part.dtype if _is_quantized(entry) else conversion.finished(part) for part in entry.components)
+    return sum(part.numel * ITEM_BYTES[dtype] for part, dtype in zip(entry.components, dtypes, strict=True))
 
 
 def _is_quantized(entry: Entry) -> bool:
@@ -155,7 +144,7 @@ def descriptions(entries: Iterable[Entry], storages: Storages) -> Iterator[Descr
     """Yield what the pickle says of each entry, all of those that the storages were made for."""
     positions = count()
     for entry in entries:
-        parts = [storages.geometry(next(positions)) for _ in dense_parts(entry)]
+        parts = [storages.geometry(next(positions)) for _ in entry.components]
         yield Described(
             made_of=_made_of(entry, parts),
             requires_grad=entry.requires_grad,

@@ -8,7 +8,7 @@ from functools import partial
 from sluice import _options as options
 from sluice._geometry import contiguous_stride
 from sluice.converting.contents import refuse_repeats, stored_once
-from sluice.converting.job import Job, Written, existing
+from sluice.converting.conversion import Conversion, Written, existing
 from sluice.converting.stream import Stream
 from sluice.planning.memory_layout import single_targets
 from sluice.records import Entry, Request
@@ -20,81 +20,83 @@ from sluice.writing.shards import plan_model_directory, write_model_directory
 __all__ = ["convert_to_directory", "convert_to_safetensors"]
 
 
-def convert_to_safetensors(job: Job, tree: object) -> Written:
+def convert_to_safetensors(conversion: Conversion, tree: object) -> Written:
     """Write the tensors of a state dict to one safetensors file."""
-    entries, aliases = _once(job, tree)
-    layout = lay_out_safetensors(job.outlines(entries), _metadata(job, aliases))
-    out = Replacement(job.destination, overwrite=job.overwrite or job.dry_run)
-    replaced = existing([job.destination])
+    entries, aliases = _once(conversion, tree)
+    layout = lay_out_safetensors(conversion.outlines(entries), _metadata(conversion, aliases))
+    out = Replacement(conversion.destination, overwrite=conversion.overwrite or conversion.dry_run)
+    replaced = existing([conversion.destination])
     nbytes = layout.nbytes - len(layout.header)
-    if not job.dry_run:
-        with job.stream(len(entries), nbytes) as stream, out:
-            _fill_safetensors(job, entries, stream, layout, out)
+    if not conversion.dry_run:
+        with conversion.stream(len(entries), nbytes) as stream, out:
+            _fill_safetensors(conversion, entries, stream, layout, out)
             out.commit(nbytes=layout.nbytes)
     return Written(
-        files={job.destination: layout.nbytes},
+        files={conversion.destination: layout.nbytes},
         replaced=replaced,
         tensors=len(entries),
         nbytes=nbytes,
-        casts=job.casts(entries.values()),
+        casts=conversion.casts(entries.values()),
         tied=aliases,
     )
 
 
-def convert_to_directory(job: Job, tree: object) -> Written:
+def convert_to_directory(conversion: Conversion, tree: object) -> Written:
     """Write the tensors of a state dict to a Hugging Face model directory."""
-    entries, aliases = _once(job, tree)
-    outlines, metadata = job.outlines(entries), _metadata(job, aliases)
+    entries, aliases = _once(conversion, tree)
+    outlines, metadata = conversion.outlines(entries), _metadata(conversion, aliases)
     nbytes = sum(outline.nbytes for outline in outlines.values())
-    planned = plan_model_directory(job.destination, outlines, metadata=metadata, limit_bytes=job.limit_bytes)
-    files = {job.destination / name: size for name, size in planned.sizes.items()}
-    if not job.dry_run:
-        with job.stream(len(entries), nbytes) as stream:
+    planned = plan_model_directory(
+        conversion.destination, outlines, metadata=metadata, limit_bytes=conversion.limit_bytes
+    )
+    files = {conversion.destination / name: size for name, size in planned.sizes.items()}
+    if not conversion.dry_run:
+        with conversion.stream(len(entries), nbytes) as stream:
             paths = write_model_directory(
-                job.destination,
+                conversion.destination,
                 outlines,
                 metadata=metadata,
-                limit_bytes=job.limit_bytes,
-                overwrite=job.overwrite,
-                write=lambda layout, out: _fill_safetensors(job, entries, stream, layout, out),
+                limit_bytes=conversion.limit_bytes,
+                overwrite=conversion.overwrite,
+                write=lambda layout, out: _fill_safetensors(conversion, entries, stream, layout, out),
             )
         files = dict(zip(paths, files.values(), strict=True))
-    replaced = tuple(str(job.destination / name) for name in planned.old)
+    replaced = tuple(str(conversion.destination / name) for name in planned.old)
     return Written(
         files=files,
         replaced=replaced,
         tensors=len(entries),
         nbytes=nbytes,
-        casts=job.casts(entries.values()),
+        casts=conversion.casts(entries.values()),
         tied=aliases,
     )
 
 
-def _once(job: Job, tree: object) -> tuple[dict[str, Entry], dict[str, str]]:
+def _once(conversion: Conversion, tree: object) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return what a safetensors file holds: each tensor under one name, and its other names."""
     assert isinstance(tree, dict)
     entries, aliases = stored_once(tree)
-    refuse_repeats(entries, job.checkpoint)
-    job.offsets(list(entries.values()))
+    refuse_repeats(entries, conversion.checkpoint)
+    conversion.offsets(list(entries.values()))
     return entries, aliases
 
 
-def _metadata(job: Job, aliases: Mapping[str, str]) -> dict[str, str]:
+def _metadata(conversion: Conversion, aliases: Mapping[str, str]) -> dict[str, str]:
     """Return the text of the header: what a safetensors source says of itself, and the names that are not stored."""
-    own = job.checkpoint.metadata if "safetensors" in job.checkpoint.format else {}
-    stored = job.checkpoint.entries
+    own = conversion.checkpoint.metadata if "safetensors" in conversion.checkpoint.format else {}
+    stored = conversion.checkpoint.entries
     kept = {name: text for name, text in own.items() if text not in stored}  # the others were names of tied tensors
     return {"format": "pt", **kept, **aliases}
 
 
 def _fill_safetensors(
-    job: Job, entries: Mapping[str, Entry], stream: Stream, layout: SafetensorsLayout, out: Replacement
+    conversion: Conversion, entries: Mapping[str, Entry], stream: Stream, layout: SafetensorsLayout, out: Replacement
 ) -> None:
     """Write a file, without committing it."""
     # Hashes look pieces up again that came before their turn, in the page cache.
-    out.reserve(layout.nbytes, None if job.manifest else stream.writing)
+    out.reserve(layout.nbytes, None if conversion.manifest else stream.writing)
     out.write_at(0, layout.header)
-    offsets = job.offsets(())
+    offsets = conversion.offsets(())
     for batch in _batches(layout.tensors):
         requests = [
             Request(
@@ -106,13 +108,13 @@ def _fill_safetensors(
             )
             for name, dtype, _ in batch
         ]
-        targets, _ = single_targets(requests, job.checkpoint.index, offsets)
+        targets, _ = single_targets(requests, conversion.checkpoint.index, offsets)
         starts = [start for _, _, start in batch]
 
         names = [name for name, _, _ in batch]
-        manifest = job.manifest
+        manifest = conversion.manifest
         if manifest:
-            for name, outline in job.outlines({name: entries[name] for name in names}).items():
+            for name, outline in conversion.outlines({name: entries[name] for name in names}).items():
                 manifest.expect(name, dtype=outline.dtype, shape=outline.shape, nbytes=outline.nbytes)
         stream.move(targets, partial(_write_tensor, manifest, out, names, starts))
         if manifest:

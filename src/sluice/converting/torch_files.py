@@ -15,8 +15,8 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride
 from sluice.checkpoint.open_checkpoint import borrow
 from sluice.converting.contents import refuse_repeats
-from sluice.converting.job import Job, Written, existing
-from sluice.converting.storages import Storages, dense_parts, descriptions, stored_bytes
+from sluice.converting.conversion import Conversion, Written, existing
+from sluice.converting.storages import Storages, descriptions, stored_bytes
 from sluice.converting.stream import Stream
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten, walk
@@ -26,10 +26,10 @@ from sluice.writing.chunks import Staging, row_major_bytes
 from sluice.writing.durable.replacement import NewFile, Replacement
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.parameters import check_file_names, parameter_directory, parameter_file
-from sluice.writing.pickle_walk import survey
+from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
-from sluice.writing.torch_zip import TorchZip
+from sluice.writing.torch_zip import TorchZipWriter
 
 __all__ = ["convert_to_parameters", "convert_to_torch"]
 
@@ -37,20 +37,20 @@ __all__ = ["convert_to_parameters", "convert_to_torch"]
 _FILES_AT_ONCE = 32
 
 
-def convert_to_torch(job: Job, tree: object) -> Written:
+def convert_to_torch(conversion: Conversion, tree: object) -> Written:
     """Write the whole object to one ``torch.save`` file."""
-    names = flatten(tree, job.checkpoint.limits) if job.manifest else {}
-    laid_out = _lay_out(job, tree, names)
+    names = flatten(tree, conversion.checkpoint.limits) if conversion.manifest else {}
+    laid_out = _lay_out(conversion, tree, names)
     made = laid_out.made
-    out = Replacement(job.destination, overwrite=job.overwrite or job.dry_run)
-    replaced = existing([job.destination])
-    if not job.dry_run:
-        with job.stream(laid_out.tensors, made.nbytes) as stream, out:
-            _fill_torch_files(job, stream, [(laid_out, out)])
+    out = Replacement(conversion.destination, overwrite=conversion.overwrite or conversion.dry_run)
+    replaced = existing([conversion.destination])
+    if not conversion.dry_run:
+        with conversion.stream(laid_out.tensors, made.nbytes) as stream, out:
+            _fill_torch_files(conversion, stream, [(laid_out, out)])
             out.commit(nbytes=made.finish(out))
-        _hash_written(job, job.destination, laid_out.apart)
+        _hash_written(conversion, conversion.destination, laid_out.apart)
     return Written(
-        files={job.destination: made.file_bytes},
+        files={conversion.destination: made.file_bytes},
         replaced=replaced,
         tensors=laid_out.tensors,
         nbytes=made.nbytes,
@@ -62,7 +62,7 @@ def convert_to_torch(job: Job, tree: object) -> Written:
 class _TorchFile:
     """A decided torch file and what its storages are made of."""
 
-    made: TorchZip
+    made: TorchZipWriter
     storages: Storages
     #: Tensor objects in it.
     tensors: int
@@ -76,18 +76,18 @@ class _TorchFile:
     apart: Mapping[str, str]
 
 
-def _lay_out(job: Job, tree: object, hashed: Mapping[str, Entry]) -> _TorchFile:
+def _lay_out(conversion: Conversion, tree: object, hashed: Mapping[str, Entry]) -> _TorchFile:
     """Decide a torch file: views of the same bytes share a storage, as in the source.
 
     Args:
-        job: The conversion.
+        conversion: The conversion.
         tree: What the file holds.
         hashed: The tensors of the manifest, by their names in it.
     """
-    surveyed = survey(tree, _look)
-    dense = [part for entry in surveyed.tensors for part in dense_parts(entry)]
-    storages = Storages(job, surveyed.tensors, dense, _names(tree, surveyed.tensors))
-    made = TorchZip(pickle_object(tree, surveyed, descriptions(surveyed.tensors, storages)), storages.sizes)
+    walked = walk_object(tree, _look)
+    dense = [part for entry in walked.tensors for part in entry.components]
+    storages = Storages(conversion, walked.tensors, dense, _names(tree, walked.tensors))
+    made = TorchZipWriter(pickle_object(tree, walked, descriptions(walked.tensors, storages)), storages.sizes)
     positions = {id(entry): position for position, entry in enumerate(dense)} if hashed else {}
     together: dict[str, tuple[int, int]] = {}
     for name, entry in hashed.items():
@@ -98,9 +98,9 @@ def _lay_out(job: Job, tree: object, hashed: Mapping[str, Entry]) -> _TorchFile:
     return _TorchFile(
         made=made,
         storages=storages,
-        tensors=len(surveyed.tensors),
-        casts=job.casts(surveyed.tensors),
-        hashed=job.outlines(hashed),
+        tensors=len(walked.tensors),
+        casts=conversion.casts(walked.tensors),
+        hashed=conversion.outlines(hashed),
         together=together,
         apart={name: own[id(entry)] for name, entry in hashed.items() if name not in together},
     )
@@ -117,26 +117,26 @@ def _look(value: object) -> Mapping[str, object] | None:
 def _names(tree: object, entries: Iterable[Entry]) -> list[str]:
     """Return what messages call the dense tensors that the entries are made of."""
     names = {id(entry): name for name, entry in walk(tree)}
-    return [names.get(id(entry), "_metadata") for entry in entries for _ in dense_parts(entry)]
+    return [names.get(id(entry), "_metadata") for entry in entries for _ in entry.components]
 
 
 class _Place(NamedTuple):
     """A storage of a file under construction."""
 
-    made: TorchZip
+    made: TorchZipWriter
     out: NewFile
     storage: int
     target: Target
 
 
-def _fill_torch_files(job: Job, stream: Stream, files: Sequence[tuple[_TorchFile, NewFile]]) -> None:
+def _fill_torch_files(conversion: Conversion, stream: Stream, files: Sequence[tuple[_TorchFile, NewFile]]) -> None:
     """Write the storages of files, all together in the order of the source; the caller finishes and commits each."""
     first = 0
     for laid_out, out in files:
         # Hashes look pieces up again that came before their turn, in the page cache.
-        out.reserve(laid_out.made.records_bytes, None if job.manifest else stream.writing)
-        if job.manifest:
-            _expect(job.manifest, laid_out, first)
+        out.reserve(laid_out.made.records_bytes, None if conversion.manifest else stream.writing)
+        if conversion.manifest:
+            _expect(conversion.manifest, laid_out, first)
         first += len(laid_out.storages.sizes)
     places = (
         _Place(laid_out.made, out, storage, target)
@@ -145,7 +145,7 @@ def _fill_torch_files(job: Job, stream: Stream, files: Sequence[tuple[_TorchFile
     )
     first = 0
     while batch := list(islice(places, options.STREAM_FILLS)):
-        _fill(job.manifest, stream, batch, first)
+        _fill(conversion.manifest, stream, batch, first)
         first += len(batch)
 
 
@@ -179,53 +179,59 @@ def _expect(manifest: ManifestWriter, laid_out: _TorchFile, first: int) -> None:
         )
 
 
-def _hash_written(job: Job, path: Path, names: Mapping[str, str]) -> None:
+def _hash_written(conversion: Conversion, path: Path, names: Mapping[str, str]) -> None:
     """Hash tensors of a finished file whose elements it does not hold in row-major order."""
-    if job.manifest is None or not names:
+    if conversion.manifest is None or not names:
         return
     staging = Staging.make(options.SCRATCH_BYTES)
-    with borrow(path, limits=job.checkpoint.limits) as checkpoint:
+    with borrow(path, limits=conversion.checkpoint.limits) as checkpoint:
         for name, own in names.items():
             entry = checkpoint.entries[own]
             keys = boxes(entry.shape, options.SAVE_STAGING_BYTES // ITEM_BYTES[entry.dtype])
             read = (read_tensor(checkpoint, own, slice_entry(entry, key)) for key in keys)
             pieces = (piece for tensor in read for piece in row_major_bytes(tensor, entry.dtype, staging))
-            job.manifest.add(name, dtype=entry.dtype, shape=entry.shape, pieces=pieces)
+            conversion.manifest.add(name, dtype=entry.dtype, shape=entry.shape, pieces=pieces)
 
 
-def convert_to_parameters(job: Job, tree: object) -> Written:
+def convert_to_parameters(conversion: Conversion, tree: object) -> Written:
     """Write a state dict as one ``torch.save`` file for each tensor."""
     assert isinstance(tree, dict)
     check_file_names(tree)
-    refuse_repeats(tree, job.checkpoint)
-    job.offsets(list(tree.values()))
-    paths = {name: job.destination / parameter_file(name) for name in tree}
-    replaced = existing(sorted(job.destination.glob(parameter_file("*"))))  # all of them, whatever their names
-    nbytes = sum(stored_bytes(job, entry) for entry in tree.values())
+    refuse_repeats(tree, conversion.checkpoint)
+    conversion.offsets(list(tree.values()))
+    paths = {name: conversion.destination / parameter_file(name) for name in tree}
+    replaced = existing(sorted(conversion.destination.glob(parameter_file("*"))))  # all of them, whatever their names
+    nbytes = sum(stored_bytes(conversion, entry) for entry in tree.values())
     files: dict[Path, int] = {}
     with ExitStack() as stack:
-        stream = stack.enter_context(job.stream(len(tree), nbytes))
+        stream = stack.enter_context(conversion.stream(len(tree), nbytes))
         hidden = None
-        if not job.dry_run:
-            hidden = stack.enter_context(parameter_directory(job.destination, tree, overwrite=job.overwrite))
+        if not conversion.dry_run:
+            hidden = stack.enter_context(
+                parameter_directory(conversion.destination, tree, overwrite=conversion.overwrite)
+            )
         for names in _batches(tree):
-            laid_out = [_lay_out(job, tree[name], {name: tree[name]} if job.manifest else {}) for name in names]
+            laid_out = [
+                _lay_out(conversion, tree[name], {name: tree[name]} if conversion.manifest else {}) for name in names
+            ]
             files |= {paths[name]: one.made.file_bytes for name, one in zip(names, laid_out, strict=True)}
             if hidden:
                 places = [hidden / parameter_file(name) for name in names]
-                _write_parameters(stream, list(zip(laid_out, places, strict=True)), job)
-    return Written(files=files, replaced=replaced, tensors=len(tree), nbytes=nbytes, casts=job.casts(tree.values()))
+                _write_parameters(stream, list(zip(laid_out, places, strict=True)), conversion)
+    return Written(
+        files=files, replaced=replaced, tensors=len(tree), nbytes=nbytes, casts=conversion.casts(tree.values())
+    )
 
 
-def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], job: Job) -> None:
+def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], conversion: Conversion) -> None:
     with ExitStack() as stack:
         outs = [stack.enter_context(NewFile(path)) for _, path in files]
         laid_out = [one for one, _ in files]
-        _fill_torch_files(job, stream, list(zip(laid_out, outs, strict=True)))
+        _fill_torch_files(conversion, stream, list(zip(laid_out, outs, strict=True)))
         for one, out in zip(laid_out, outs, strict=True):
             out.seal(nbytes=one.made.finish(out))
     for one, path in files:
-        _hash_written(job, path, one.apart)
+        _hash_written(conversion, path, one.apart)
 
 
 def _batches(names: Iterable[str]) -> Iterator[list[str]]:

@@ -32,7 +32,7 @@ from sluice.api.load import load_entries
 from sluice.entries import tree as _tree
 from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._library import find_library
-from sluice.hf._names import Names, apply_dtype_plan, check, make_real, tensor_of, tie
+from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tensor_of, tie
 from sluice.loading.devices import Device
 from sluice.modules.empty_init import empty_init
 from sluice.records import UnsupportedValue
@@ -109,7 +109,7 @@ def from_pretrained(
                 raise _tree.refusal(leaf, name, path)
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
         model = _build(library, model_class, config, chosen)
-        names = Names.of(library, model, checkpoint.entries, path)
+        names = MatchedWeights.of(library, model, checkpoint.entries, path)
         apply_dtype_plan(model, chosen, names.entries)
         notes = tie(model, names, checkpoint)
         check(model, names, strict=strict)
@@ -164,7 +164,7 @@ def _no_initial_values(base: Any) -> Iterator[None]:
         base.init_weights = original
 
 
-def _finish(model: Any, names: Names, path: str) -> None:
+def _finish(model: Any, names: MatchedWeights, path: str) -> None:
     """Do what the library does once the weights are there."""
     for parameter in model.parameters():  # also those that a constructor froze: the library makes them anew
         parameter.requires_grad_(parameter.is_floating_point())

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +16,7 @@ from sluice import _options as options
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
 from sluice.records import Peaks
 
-__all__ = ["MemorySample", "PeakMeter", "read_memory"]
+__all__ = ["MemorySample", "PeakMeter", "read_memory", "restart_peak"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +63,15 @@ def read_memory(pid: int | None = None) -> MemorySample:
     )
 
 
+def restart_peak() -> bool:
+    """Restart this process's ``VmHWM`` record at its present size; return whether the system allowed it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
 def _read_with_psutil(pid: int | None) -> MemorySample:
     import psutil
 
@@ -93,9 +101,7 @@ class PeakMeter:
         self._exact = False
 
     def __enter__(self) -> Self:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            self._exact = True
+        self._exact = restart_peak()
         self._base = self._highest = read_memory()
         self._stop.acquire()
         # With no thread to be had, the two ends and VmHWM still count.

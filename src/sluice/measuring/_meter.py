@@ -14,13 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
 from sluice._threads import Worker, join_threads, start_threads
 from sluice.machine.cgroups import MemoryGroup, memory_groups, tightest
-from sluice.machine.peaks import MemorySample, read_memory
+from sluice.machine.peaks import MemorySample, read_memory, restart_peak
 from sluice.measuring import _sampler
 from sluice.measuring._devices import DeviceMeter
 from sluice.measuring._report import CgroupReport, DeviceReport, Mark, MemoryReport, Timeline
@@ -104,9 +103,9 @@ class Measurement:
         self._devices = DeviceMeter()
         self._group = tightest(memory_groups())
         # Before, so that the helper's first samples have nothing of earlier times; and after, to leave its start out.
-        _restart_record()
+        restart_peak()
         self._helper = _Helper.start(self._interval, pss=self._pss, group=self._group)
-        _restart_record()
+        restart_peak()
         self._begin_ns = time.monotonic_ns()
         self._start = read_memory()
         return self
@@ -160,12 +159,6 @@ class Measurement:
             marks=tuple(self._marks),
             timeline=Timeline(seconds=array("d", ((t - self._begin_ns) / 1e9 for t in times)), columns=known),
         )
-
-
-def _restart_record() -> None:
-    """Restart ``VmHWM``; where that is refused, samples have to do."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 _NOTHING = MemorySample(anon_bytes=0, file_bytes=0, shmem_bytes=0, peak_bytes=0)

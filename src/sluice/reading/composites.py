@@ -34,7 +34,7 @@ def component_requests(name: str, entry: Entry, *, device: str, dtype: str | Non
         dtype: Dtype of its elements; None keeps the file's. The integers of a quantized tensor keep theirs.
     """
     composite = entry.composite
-    components = (entry,) if composite is None else composite.components
+    components = entry.components
     cast = composite.values if isinstance(composite, Sparse) else entry
     return [
         Request(
@@ -91,7 +91,7 @@ def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch
     left = iter(tensors)
     finished: dict[int, torch.Tensor] = {}
     for entry in entries:
-        count = 1 if entry.composite is None else len(entry.composite.components)
+        count = len(entry.components)
         tensor = assemble(names.get(id(entry), "_metadata"), entry, list(islice(left, count)), file=file)
         finished[id(entry)] = _as_in_file(tensor, entry)
     for entry in entries:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from sluice._dtypes import ITEM_BYTES
+from sluice._geometry import span_elements
 from sluice.records.elements import Elements, MathBit
 
 __all__ = [
@@ -186,6 +187,18 @@ class Entry:
     def layout(self) -> str:
         """How its elements are kept: ``"strided"`` for a dense tensor, else the layout of the composite."""
         return "strided" if self.composite is None else self.composite.layout
+
+    @property
+    def components(self) -> tuple[Entry, ...]:
+        """The dense tensors of a sparse or quantized tensor; a dense tensor itself."""
+        return (self,) if self.composite is None else self.composite.components
+
+    @property
+    def byte_span(self) -> tuple[int, int]:
+        """First byte of its elements in its storage, and the byte after the last element."""
+        item_bytes = ITEM_BYTES[self.dtype]
+        first = self.storage_offset * item_bytes
+        return first, first + span_elements(self.shape, self.stride) * item_bytes
 
     @property
     def pieces(self) -> tuple[Entry, ...]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import span_elements
 from sluice.entries.tree import walk
 from sluice.matching.match import Match, Outline, Slot
 from sluice.matching.placement import Placement, device_of
@@ -137,16 +136,9 @@ class _SourceNames:
         if id(part) in self._by_entry:
             yield self._by_entry[id(part)]
             return
-        start, end = _range(part)
+        start, end = part.byte_span
         for name, entry in self._by_storage[part.storage].items():
-            first, last = _range(entry)
+            first, last = entry.byte_span
             if first <= start and end <= last:
                 yield name
                 return
-
-
-def _range(entry: Entry) -> tuple[int, int]:
-    """Return the bytes of its storage that an entry spans."""
-    item = ITEM_BYTES[entry.dtype]
-    first = entry.storage_offset * item
-    return first, first + span_elements(entry.shape, entry.stride) * item

@@ -27,7 +27,7 @@ _POISON = 0xDB
 
 
 @dataclass(eq=False)
-class _Pending:
+class _PendingCopy:
     """A copy that was started."""
 
     target: torch.Tensor
@@ -61,7 +61,7 @@ class FakeAccelerator:
         self._capacity_bytes = capacity_bytes
         self._random = random.Random(seed)  # noqa: S311  (an order for tests)
         self._condition = threading.Condition()
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingCopy] = []
         self._problems: list[str] = []
         self._arrived: dict[int, torch.Tensor] = {}
         self._worker: threading.Thread | None = None
@@ -88,7 +88,7 @@ class FakeAccelerator:
         return memory
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
-        pending = _Pending(target, source, _checksum(source), threading.Event())
+        pending = _PendingCopy(target, source, _checksum(source), threading.Event())
         with self._condition:
             self._pending.append(pending)
             self._condition.notify()
@@ -136,7 +136,7 @@ class FakeAccelerator:
                 self._pending.remove(pending)
             pending.done.set()
 
-    def _run(self, pending: _Pending) -> None:
+    def _run(self, pending: _PendingCopy) -> None:
         if _checksum(pending.source) != pending.checksum:
             self._problems.append("staging was written before the copy that reads it was done")
         target = pending.target
@@ -148,7 +148,7 @@ class FakeAccelerator:
 
 
 class _Ticket:
-    def __init__(self, copies: list[_Pending]) -> None:
+    def __init__(self, copies: list[_PendingCopy]) -> None:
         self._copies = copies
 
     def wait(self) -> None:

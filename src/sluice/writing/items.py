@@ -15,7 +15,7 @@ from sluice.writing.composites import QUANTIZED_DTYPES, SPARSE_LAYOUTS
 from sluice.writing.safetensors import TensorOutline
 
 __all__ = [
-    "Span",
+    "StorageSpan",
     "collect_spans",
     "finished_dtype",
     "flat_tensors",
@@ -27,7 +27,7 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class Span:
+class StorageSpan:
     """The part of one storage that the saved tensors need."""
 
     #: One of them: device and dtype are those of all.
@@ -83,18 +83,18 @@ def storage_key(tensor: torch.Tensor) -> Hashable:
     return (tensor.untyped_storage()._cdata, tensor.is_conj(), tensor.is_neg())  # noqa: SLF001
 
 
-def collect_spans(tensors: Iterable[torch.Tensor]) -> dict[Hashable, Span]:
+def collect_spans(tensors: Iterable[torch.Tensor]) -> dict[Hashable, StorageSpan]:
     """Return what dense tensors need of each storage, by ``storage_key``.
 
     Raises:
         SaveError: Tensors of different dtypes view one storage.
     """
-    spans: dict[Hashable, Span] = {}
+    spans: dict[Hashable, StorageSpan] = {}
     for tensor in tensors:
         start = int(tensor.storage_offset())
         steps = (max(size - 1, 0) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
         end = start + 1 + sum(steps) if tensor.numel() else start
-        span = spans.setdefault(storage_key(tensor), Span(tensor, start, end))
+        span = spans.setdefault(storage_key(tensor), StorageSpan(tensor, start, end))
         if span.tensor.dtype != tensor.dtype:
             raise SaveError(
                 "tensors of different dtypes share one storage", expected=span.tensor.dtype, found=tensor.dtype

@@ -31,7 +31,7 @@ _READ_BACK_BYTES = 1 << 20
 ReadBack = Callable[[int, int], bytes]
 
 
-class _Range:
+class _HashedRange:
     """Bytes of something stored that are the elements of one or more tensors, hashed in order."""
 
     __slots__ = ("_at", "_early", "_end", "_hasher", "_lock", "names", "start")
@@ -102,7 +102,7 @@ class ManifestWriter:
             raise SaveError("no file can be made in this directory", file=self._file.path)
         self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._hashes: dict[str, str] = {}
-        self._ranges: defaultdict[Hashable, dict[tuple[int, int], _Range]] = defaultdict(dict)
+        self._ranges: defaultdict[Hashable, dict[tuple[int, int], _HashedRange]] = defaultdict(dict)
 
     def expect(
         self, name: str, *, dtype: str, shape: Iterable[int], nbytes: int, stored: Hashable = None, start: int = 0
@@ -120,7 +120,7 @@ class ManifestWriter:
         self._kinds[name] = (dtype, tuple(shape))
         ranges = self._ranges[name if stored is None else stored]
         end = start + nbytes
-        ranges.setdefault((start, end), _Range(start, end, new_hash(self._algorithm))).names.append(name)
+        ranges.setdefault((start, end), _HashedRange(start, end, new_hash(self._algorithm))).names.append(name)
 
     def in_order(self, stored: Hashable) -> Callable[[memoryview], None]:
         """Return what takes all bytes of something that is stored, piece by piece in order; then call ``done``."""

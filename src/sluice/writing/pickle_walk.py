@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Survey", "elements", "survey"]
+__all__ = ["WalkedObject", "elements", "walk_object"]
 
 #: Values without an identity that matters, and with nothing inside.
 _SCALARS = frozenset({type(None), bool, int, float, complex})
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class WalkedObject:
     """What is known of an object before it is pickled."""
 
     #: What stands for tensors, each once, in the order in which the pickle comes to them.
@@ -30,7 +30,7 @@ class Survey:
     repeated: frozenset[int]
 
 
-def survey(obj: object, look: Callable[[Any], Mapping[str, object] | None]) -> Survey:
+def walk_object(obj: object, look: Callable[[Any], Mapping[str, object] | None]) -> WalkedObject:
     """Walk an object once, in the order in which it is pickled.
 
     Args:
@@ -63,7 +63,7 @@ def survey(obj: object, look: Callable[[Any], Mapping[str, object] | None]) -> S
                     break
         else:
             waiting.pop()
-    return Survey(tensors, frozenset(repeated | _twice(texts)))
+    return WalkedObject(tensors, frozenset(repeated | _twice(texts)))
 
 
 def elements(value: set[Any]) -> list[Any]:

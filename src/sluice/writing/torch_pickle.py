@@ -18,7 +18,7 @@ from sluice._errors import SaveError
 from sluice.formats.torch_save.values import is_torch_name
 from sluice.records import TorchSize, TorchText
 from sluice.writing.pickle_opcodes import PickleOpcodes
-from sluice.writing.pickle_walk import Survey, elements
+from sluice.writing.pickle_walk import WalkedObject, elements
 from sluice.writing.torch_tensors import (
     Described,
     name_rebuild,
@@ -34,18 +34,18 @@ __all__ = ["is_plain", "pickle_object", "refusal"]
 _ITEMS_AT_ONCE = 1000
 
 
-def pickle_object(obj: object, surveyed: Survey, descriptions: Iterable[Described]) -> bytearray:
+def pickle_object(obj: object, walked: WalkedObject, descriptions: Iterable[Described]) -> bytearray:
     """Return the pickle of an object.
 
     Args:
         obj: The object.
-        surveyed: What it holds.
-        descriptions: What the pickle says of each of ``surveyed.tensors``, in their order.
+        walked: What it holds.
+        descriptions: What the pickle says of each of ``walked.tensors``, in their order.
 
     Raises:
         SaveError: It holds something that ``torch.load(weights_only=True)`` would refuse.
     """
-    return _Pickler(surveyed, iter(descriptions)).dump(obj)
+    return _Pickler(walked, iter(descriptions)).dump(obj)
 
 
 def is_plain(value: object) -> bool:
@@ -63,10 +63,10 @@ def refusal(value: Any) -> SaveError:
 class _Pickler:
     """Writes values one by one. What a container holds is an iterator, which ends with the container's last opcodes."""
 
-    def __init__(self, surveyed: Survey, descriptions: Iterator[Described]) -> None:
+    def __init__(self, walked: WalkedObject, descriptions: Iterator[Described]) -> None:
         self._ops = PickleOpcodes()
-        self._repeated = surveyed.repeated
-        self._tensors = zip(surveyed.tensors, descriptions, strict=True)
+        self._repeated = walked.repeated
+        self._tensors = zip(walked.tensors, descriptions, strict=True)
         #: Tuples and other values that cannot be remembered before they are whole, by identity.
         self._unfinished: set[int] = set()
 
@@ -207,8 +207,8 @@ class _Pickler:
         self._remember(value)
 
     def write_tensor(self, value: object) -> Iterator[Any] | None:
-        surveyed, tensor = next(self._tensors)
-        if surveyed is not value:
+        walked, tensor = next(self._tensors)
+        if walked is not value:
             raise SaveError("the object changed while it was saved")
         if tensor.attributes:
             return self._with_attributes(value, tensor, tensor.attributes)

@@ -21,15 +21,15 @@ from sluice._errors import SaveError
 from sluice.writing.chunks import Staging, row_major_bytes
 from sluice.writing.composites import count_parts, dense_parts, made_of
 from sluice.writing.durable.replacement import NewFile
-from sluice.writing.items import Span, collect_spans, finished_dtype, refuse_unsupported, storage_key
+from sluice.writing.items import StorageSpan, collect_spans, finished_dtype, refuse_unsupported, storage_key
 from sluice.writing.manifest import ManifestWriter
-from sluice.writing.pickle_walk import survey
+from sluice.writing.pickle_walk import walk_object
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
 from sluice.writing.torch_tensors import Described, Geometry
-from sluice.writing.write_queue import writing_ahead
+from sluice.writing.write_queue import write_queue
 from sluice.writing.zip_archive import Archive
 
-__all__ = ["SavedObject", "TorchZip", "lay_out_torch_zip", "write_torch_zip"]
+__all__ = ["SavedObject", "TorchZipWriter", "lay_out_torch_zip", "write_torch_zip"]
 
 #: What torch writes beside the object and its data.
 _SMALL_RECORDS = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": sys.byteorder.encode()}
@@ -40,7 +40,7 @@ _VERSION = b"3\n"
 _PIECE_BYTES = 1 << 20
 
 
-class TorchZip:
+class TorchZipWriter:
     """A decided file. Storages are numbered as the pickle numbers them."""
 
     def __init__(self, pickled: bytes | bytearray, sizes: Iterable[int]) -> None:
@@ -137,9 +137,9 @@ class SavedObject:
     """An object in memory and the file that it becomes."""
 
     #: The file.
-    made: TorchZip
+    made: TorchZipWriter
     #: What each storage of it holds, and in which dtype.
-    storages: tuple[tuple[Span, str], ...]
+    storages: tuple[tuple[StorageSpan, str], ...]
     #: Number of tensor objects in it.
     tensors: int
 
@@ -150,15 +150,15 @@ def lay_out_torch_zip(obj: object, dtype: str | None) -> SavedObject:
     Raises:
         SaveError: It holds something that ``torch.load(weights_only=True)`` would refuse, or that has no plain bytes.
     """
-    surveyed = survey(obj, _look)
-    dense = [part for tensor in surveyed.tensors for part in dense_parts(tensor)]
+    walked = walk_object(obj, _look)
+    dense = [part for tensor in walked.tensors for part in dense_parts(tensor)]
     spans = collect_spans(dense)
-    kept = _quantized_parts(surveyed.tensors)
+    kept = _quantized_parts(walked.tensors)
     finished = [finished_dtype(span.tensor, None if key in kept else dtype) for key, span in spans.items()]
-    pickled = pickle_object(obj, surveyed, _descriptions(surveyed.tensors, dense, spans, finished, dtype))
+    pickled = pickle_object(obj, walked, _descriptions(walked.tensors, dense, spans, finished, dtype))
     storages = tuple(zip(spans.values(), finished, strict=True))
     sizes = [(span.end - span.start) * ITEM_BYTES[name] for span, name in storages]
-    return SavedObject(made=TorchZip(pickled, sizes), storages=storages, tensors=len(surveyed.tensors))
+    return SavedObject(made=TorchZipWriter(pickled, sizes), storages=storages, tensors=len(walked.tensors))
 
 
 def _look(value: Any) -> Mapping[str, object] | None:
@@ -197,7 +197,7 @@ def _check_gradients(tensor: torch.Tensor, dtype: str | None) -> None:
 def _descriptions(
     tensors: Iterable[torch.Tensor],
     dense: Iterable[torch.Tensor],
-    spans: Mapping[Hashable, Span],
+    spans: Mapping[Hashable, StorageSpan],
     finished: Sequence[str],
     dtype: str | None,
 ) -> Iterator[Described]:
@@ -254,10 +254,10 @@ def write_torch_zip(
         _expect_tensors(saved, names or {}, manifest, staging)
     made = saved.made
     file.reserve(made.records_bytes, staging.pool)
-    with writing_ahead(made.records_bytes, staging, wrote) as ahead:
+    with write_queue(made.records_bytes, staging, wrote) as queue:
         for number, (span, dtype) in enumerate(saved.storages):
             look = manifest.in_order(storage_key(span.tensor)) if manifest else None
-            ahead.write(span.flat(), dtype, made.offset(number), partial(made.write, file, number), look)
+            queue.write(span.flat(), dtype, made.offset(number), partial(made.write, file, number), look)
             if manifest:
                 manifest.done(storage_key(span.tensor))
     return made.finish(file)

@@ -13,7 +13,7 @@ from sluice import _options as options
 from sluice._threads import Job, Workers
 from sluice.writing.chunks import Chunk, Staging, chunks
 
-__all__ = ["WriteAhead", "writing_ahead"]
+__all__ = ["WriteQueue", "write_queue"]
 
 #: Writes some bytes of what is stored, from a position in it on.
 Put = Callable[[int, memoryview], None]
@@ -23,7 +23,7 @@ Look = Callable[[memoryview], None]
 
 
 @contextmanager
-def writing_ahead(nbytes: int, staging: Staging, wrote: Callable[[int], None]) -> Iterator[WriteAhead]:
+def write_queue(nbytes: int, staging: Staging, wrote: Callable[[int], None]) -> Iterator[WriteQueue]:
     """Lend the threads that write one file; all writes have ended when the block has, however it ends.
 
     Args:
@@ -36,13 +36,13 @@ def writing_ahead(nbytes: int, staging: Staging, wrote: Callable[[int], None]) -
     """
     count = options.WRITERS if nbytes >= options.DIRECT_FILE_BYTES else 0
     with Workers(count, "sluice-writer") as workers:
-        ahead = WriteAhead(workers, staging, wrote)
-        yield ahead
-        ahead.drain()
+        queue = WriteQueue(workers, staging, wrote)
+        yield queue
+        queue.drain()
 
 
-class WriteAhead:
-    """Writes that are under way; see ``writing_ahead``."""
+class WriteQueue:
+    """Writes that are under way; see ``write_queue``."""
 
     def __init__(self, workers: Workers, staging: Staging, wrote: Callable[[int], None]) -> None:
         self._workers = workers

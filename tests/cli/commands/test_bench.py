@@ -15,7 +15,7 @@ from sluice.benchmark import runner as _runner
 from sluice.benchmark import sizes as _sizes
 from sluice.benchmark.methods import LOADERS
 from sluice.benchmark.process import run_job
-from sluice.benchmark.records import Job, Outcome, State, Verdict
+from sluice.benchmark.records import MethodJob, Outcome, State, Verdict
 from sluice.benchmark.sizes import Choice
 from sluice.cli import main
 from sluice.cli.commands.bench import bench_command
@@ -189,7 +189,7 @@ def test_under_a_limit_the_hungry_die_with_the_reason_and_the_lean_live(tmp_path
     limit = 850 << 20  # torch itself takes a part of it
 
     def run(method: str) -> Outcome:
-        job = Job(
+        job = MethodJob(
             method=method, model="torch.nn:Embedding", model_args="[98304, 1024]", checkpoint=str(path),
             dtype="float32", device="cpu", verify=False,
         )  # fmt: skip

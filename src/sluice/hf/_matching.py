@@ -20,13 +20,13 @@ from sluice.hf._symbolic_tensors import SymbolicTensor
 from sluice.loading.module_fill import same_values
 from sluice.records import Entry, Request
 
-__all__ = ["Names", "apply_dtype_plan", "check", "make_real", "tensor_of", "tie"]
+__all__ = ["MatchedWeights", "apply_dtype_plan", "check", "make_real", "tensor_of", "tie"]
 
 # ruff: noqa: SLF001  the library keeps what its own loader needs private; the pinned range is what makes it safe
 
 
 @dataclass(slots=True, kw_only=True)
-class Names:
+class MatchedWeights:
     """The weights of a directory under the names of the model, as they become fewer until each has its place."""
 
     #: What fills each parameter and persistent buffer.
@@ -39,7 +39,7 @@ class Names:
     used: list[Any] = field(default_factory=list)
 
     @classmethod
-    def of(cls, library: Any, model: Any, entries: Mapping[str, Entry], path: str) -> Names:
+    def of(cls, library: Any, model: Any, entries: Mapping[str, Entry], path: str) -> MatchedWeights:
         """Run the library's conversions on the names of a checkpoint."""
         own = model.state_dict()
         transforms = library.get_model_conversion_mapping(model)
@@ -95,7 +95,7 @@ def apply_dtype_plan(model: Any, dtype: torch.dtype, names: Mapping[str, Entry])
                 _put(model, name, torch.empty_like(tensor_of(model, name), dtype=kept))
 
 
-def tie(model: Any, names: Names, checkpoint: OpenCheckpoint) -> list[str]:
+def tie(model: Any, names: MatchedWeights, checkpoint: OpenCheckpoint) -> list[str]:
     """Tie what the library ties; of tensors that the checkpoint has twice, only those that are equal in it.
 
     Returns:
@@ -127,7 +127,7 @@ def _request(entry: Entry, name: str, like: torch.Tensor) -> Request:
     return Request(name=name, entry=entry, dtype=dtype_name(like.dtype), device="cpu")
 
 
-def check(model: Any, names: Names, *, strict: bool) -> None:
+def check(model: Any, names: MatchedWeights, *, strict: bool) -> None:
     """List what is missing and what has no place, without what the library says is neither.
 
     Raises:

@@ -18,11 +18,11 @@ from sluice.records import Entry
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.safetensors import TensorOutline
 
-__all__ = ["Job", "Written", "existing"]
+__all__ = ["Conversion", "Written", "existing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Conversion:
     """One conversion, and what was asked for."""
 
     #: Where the bytes come from.
