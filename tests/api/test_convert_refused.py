@@ -29,7 +29,7 @@ def listing(path: Path) -> dict[str, bytes]:
     [
         ({"a": torch.ones(2).to_sparse()}, "o.safetensors", sluice.UnsupportedError, "sparse_coo tensor"),
         ({"a": torch.ones(2), "args": argparse.Namespace(x=1)}, "o.pt", sluice.UnsafeContentError, "only running code"),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, "o.safetensors", sluice.SaveError, "no such dtype"),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, "o.safetensors", sluice.SaveError, "support this dtype"),
         ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, "o.safetensors", sluice.FormatError, "same dotted name"),
         (
             {0: torch.ones(1), "0": torch.ones(1), "w": torch.ones(9)},
@@ -37,15 +37,15 @@ def listing(path: Path) -> dict[str, bytes]:
             sluice.FormatError,
             "same dotted",
         ),
-        ({b"raw": torch.ones(1), "w": torch.ones(9)}, "o.safetensors", sluice.MismatchError, "texts, not bytes"),
-        ({"__metadata__": torch.ones(1)}, "o.safetensors", sluice.SaveError, "no place for a tensor of this name"),
-        ({"a/b": torch.ones(1)}, "parameters", sluice.SaveError, "no file can have this name"),
+        ({b"raw": torch.ones(1), "w": torch.ones(9)}, "o.safetensors", sluice.MismatchError, "strings, not bytes"),
+        ({"__metadata__": torch.ones(1)}, "o.safetensors", sluice.SaveError, "safetensors reserves this name"),
+        ({"a/b": torch.ones(1)}, "parameters", sluice.SaveError, "cannot be used as a file name"),
         (torch.ones(3), "o.safetensors", sluice.MismatchError, "no state dict"),
         (
             {"a": torch.zeros(1).expand(1 << 20, 1 << 20)},
             "o.safetensors",
             sluice.LimitError,
-            "repeat bytes that the checkpoint holds once",
+            "views of shared bytes would be written in full",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_file_may_become_itself(tmp_path: Path) -> None:
     state = {"w": torch.randn(1000, 30), "v": torch.randn(7).double()}
     torch.save(state, tmp_path / "m.pt")
     (tmp_path / "link.pt").symlink_to("m.pt")
-    with pytest.raises(sluice.SaveError, match="exists already"):
+    with pytest.raises(sluice.SaveError, match="already exists"):
         sluice.convert(tmp_path / "m.pt", tmp_path / "link.pt")
     sluice.convert(tmp_path / "m.pt", tmp_path / "link.pt", dtype=torch.float16, overwrite=True)
     assert (tmp_path / "link.pt").is_symlink()
@@ -158,12 +158,12 @@ def test_a_destination_in_the_source_is_refused(
 
 def test_a_shard_is_not_replaced_by_what_is_made_of_all(tmp_path: Path) -> None:
     source = in_shards(tmp_path)
-    with pytest.raises(sluice.SaveError, match="one of the files that are converted"):
+    with pytest.raises(sluice.SaveError, match="the destination is one of the source files"):
         sluice.convert(
             source / "model.safetensors.index.json", source / "model-00001-of-00004.safetensors", overwrite=True
         )
     torch.save({"w": torch.ones(2)}, source / "one.pt")
-    with pytest.raises(sluice.SaveError, match="lie in this directory"):
+    with pytest.raises(sluice.SaveError, match="contains source files"):
         sluice.convert(source / "one.pt", source, format="per-parameter", overwrite=True)
 
 

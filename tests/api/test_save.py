@@ -178,7 +178,7 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     ]
     loaded = sluice.load_state_dict(tmp_path / "m")
     assert all(same(loaded[name], tensor) for name, tensor in state.items())
-    with pytest.raises(sluice.SaveError, match="holds a model already"):
+    with pytest.raises(sluice.SaveError, match="already contains a model"):
         sluice.save(state, tmp_path / "m")
 
 
@@ -218,7 +218,7 @@ def test_one_file_for_each_parameter(tmp_path: Path) -> None:
     sluice.save(state, tmp_path / "p", format="per-parameter")
     for name, tensor in state.items():
         assert same(torch.load(tmp_path / "p" / f"{name}.pt", weights_only=True), tensor)
-    with pytest.raises(sluice.SaveError, match="no file can have this name"):
+    with pytest.raises(sluice.SaveError, match="cannot be used as a file name"):
         sluice.save({"a/b": torch.ones(1)}, tmp_path / "q", format="per-parameter")
 
 
@@ -243,16 +243,20 @@ class Mine:
         ({"a": Mine()}, "f.pt", "an object of Mine"),
         ({"a": print}, "f.pt", "found print"),
         ({"a": Mine}, "f.pt", "found Mine"),
-        ({"a": torch.ones(2).to_sparse()}, "f.safetensors", r"layout torch\.sparse_coo has no place"),
-        ({"a": 1 << 2040}, "f.pt", "an integer that torch.load does not read"),
+        ({"a": torch.ones(2).to_sparse()}, "f.safetensors", r"cannot store tensors of layout torch\.sparse_coo"),
+        ({"a": 1 << 2040}, "f.pt", "the integer is too large for torch.load"),
         ({"a": frozenset({1})}, "f.pt", "an object of frozenset"),
-        ({"a": torch.ones(2, device="meta")}, "f.safetensors", "meta device has no values"),
+        ({"a": torch.ones(2, device="meta")}, "f.safetensors", "meta device have no values"),
         ({"a": 1}, "f.safetensors", "tensors only; .* found int"),
-        ({1: torch.ones(1)}, "f.safetensors", "names of tensors are texts"),
+        ({1: torch.ones(1)}, "f.safetensors", "tensor names must be strings"),
         ([torch.ones(1)], "f.safetensors", "holds a state dict; found list"),
-        ({"__metadata__": torch.ones(1)}, "f.safetensors", "no place for a tensor of this name"),
+        ({"__metadata__": torch.ones(1)}, "f.safetensors", "safetensors reserves this name"),
         ({"\ud800": torch.ones(1)}, "f.safetensors", "lone surrogate"),
-        ({"a": torch.ones(1, dtype=torch.complex128)}, "f.safetensors", "no such dtype; found complex128"),
+        (
+            {"a": torch.ones(1, dtype=torch.complex128)},
+            "f.safetensors",
+            "does not support this dtype; found complex128",
+        ),
     ],
 )
 def test_what_cannot_be_saved_is_refused_before_anything_is_made(

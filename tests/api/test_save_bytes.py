@@ -76,7 +76,7 @@ def test_every_dtype(tmp_path: Path, form: Form) -> None:
     value = {name: any_bits(torch_dtype(name), 12) for name in ITEM_BYTES}
     if form.format in {"safetensors", "huggingface"}:
         for name in ABSENT:
-            with pytest.raises(sluice.SaveError, match=f"no such dtype; found {name}"):
+            with pytest.raises(sluice.SaveError, match=f"does not support this dtype; found {name}"):
                 form.save({name: value.pop(name)}, tmp_path / form.name)
     form.save(value, tmp_path / form.name)
     found = sluice.load_state_dict(tmp_path / form.name)
@@ -89,7 +89,7 @@ def test_every_dtype(tmp_path: Path, form: Form) -> None:
 
 
 def test_a_packed_dtype_needs_a_dimension(tmp_path: Path) -> None:
-    with pytest.raises(sluice.SaveError, match="two values without a dimension"):
+    with pytest.raises(sluice.SaveError, match="packed values of a 0-d tensor"):
         FORMS[1].save({"a": torch.zeros((), dtype=torch.float4_e2m1fn_x2)}, tmp_path / "f.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -147,7 +147,7 @@ def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
         Geometry(storage=0, elements=huge, dtype="uint8", start=0, shape=(huge,), stride=(1,)),
         Geometry(storage=1, elements=3, dtype="float32", start=0, shape=(3,), stride=(1,)),
     ]
-    made = TorchZipWriter(pickle_object(tree, walked, (Described(made_of=view) for view in views)), [huge, 12])
+    made = TorchZipWriter(pickle_object(tree, walked, (Described(content=view) for view in views)), [huge, 12])
     with NewFile(tmp_path / "f.pt") as file:
         made.write(file, 1, 0, late.numpy().tobytes())
         assert made.finish(file) == made.file_bytes > huge

@@ -272,15 +272,15 @@ def test_other_files_of_a_directory_stay(tmp_path: Path) -> None:
 def test_stale_parameters_go_and_nothing_else_does(tmp_path: Path) -> None:
     path = tmp_path / "p"
     sluice.save({"old": torch.ones(1), "both": torch.ones(2)}, path, format="per-parameter")
-    with pytest.raises(sluice.SaveError, match="holds parameters already"):
+    with pytest.raises(sluice.SaveError, match="already contains parameters"):
         sluice.save({"new": torch.ones(1)}, path, format="per-parameter")
     assert names(path) == {"old.pt", "both.pt"}
     sluice.save({"new": torch.ones(1), "both": torch.zeros(2)}, path, format="per-parameter", overwrite=True)
     assert names(path) == {"new.pt", "both.pt"}
     torch.save({"state": {}}, path / "optimizer.pt")
     refused: list[tuple[str, Callable[[], object]]] = [
-        ("no parameter and would be gone; move it first; found optimizer.pt", lambda: None),
-        ("cannot be replaced as a whole; .* found logs", (path / "logs").mkdir),
+        ("would be removed and is not a parameter; move it first; found optimizer.pt", lambda: None),
+        ("with subdirectories cannot be replaced; .* found logs", (path / "logs").mkdir),
     ]
     for problem, make in refused:
         make()
@@ -289,7 +289,7 @@ def test_stale_parameters_go_and_nothing_else_does(tmp_path: Path) -> None:
         (path / "optimizer.pt").unlink(missing_ok=True)
     (path / "logs").rmdir()
     sluice.save({"a": torch.ones(1)}, tmp_path / "q")
-    with pytest.raises(sluice.SaveError, match="a checkpoint of another kind, which readers prefer"):
+    with pytest.raises(sluice.SaveError, match="a checkpoint of a different format, which readers prefer"):
         sluice.save({"a": torch.ones(1)}, tmp_path / "q", format="per-parameter")
     assert names(tmp_path / "q") == {"model.safetensors"}
 
@@ -305,7 +305,7 @@ def test_the_same_tensor_has_one_file_under_two_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a/b", "", ".", "..", "nul\0", "\ud800"])
 def test_names_that_no_file_can_have(tmp_path: Path, name: str) -> None:
-    with pytest.raises(sluice.SaveError, match="no file can have this name"):
+    with pytest.raises(sluice.SaveError, match="cannot be used as a file name"):
         sluice.save({name: torch.ones(1)}, tmp_path / "p", format="per-parameter")
     assert names(tmp_path) == set()
 
@@ -325,7 +325,7 @@ for name, arguments in eval(sys.argv[3]):
             sluice.save(state, place / name, **arguments, overwrite=True)
             saved += 1
         except sluice.SaveError as error:
-            assert "another save is writing" in str(error) or "made by somebody else" in str(error), error
+            assert "another save is writing" in str(error) or "another process created" in str(error), error
     print(saved, flush=True)
 """
 

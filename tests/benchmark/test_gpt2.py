@@ -85,7 +85,7 @@ def test_the_factory_builds_the_size_it_is_asked_for() -> None:
 
 
 def test_an_unknown_size_is_named() -> None:
-    with pytest.raises(ValueError, match="no GPT-2 of size 'huge': choose one of tiny, small"):
+    with pytest.raises(ValueError, match="unknown GPT-2 size 'huge'; expected one of tiny, small"):
         config("huge")
 
 

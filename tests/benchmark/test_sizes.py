@@ -172,7 +172,7 @@ def test_what_only_sluice_reads_is_not_converted(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("sluice.benchmark.subjects.kind_of", lambda _: "other")
     subject = own_subject(tmp_path / "dcp", _MODEL, "{}", None)
     assert default_methods(subject) == ["sluice"]
-    with pytest.raises(sluice.UnsupportedError, match="cannot read it to convert it"):
+    with pytest.raises(sluice.UnsupportedError, match="neither torch nor safetensors reads this checkpoint"):
         Checkpoints(subject, tmp_path).path_for("naive")
 
 

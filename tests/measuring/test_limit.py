@@ -88,7 +88,7 @@ def make(root: Path, files: Mapping[str, str]) -> Path:
 
 
 def test_without_control_groups_the_refusal_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError, match="none is visible"), limited_group(MIB, root=tmp_path):
+    with pytest.raises(PermissionError, match="this process sees none"), limited_group(MIB, root=tmp_path):
         pass
 
 

@@ -166,7 +166,7 @@ def test_an_exception_passes_and_the_report_is_there() -> None:
 
 
 def test_no_report_before_the_end() -> None:
-    with sluice.measure() as memory, pytest.raises(RuntimeError, match="before the block has ended"):
+    with sluice.measure() as memory, pytest.raises(RuntimeError, match="after the block has ended"):
         _ = memory.report
 
 
@@ -305,7 +305,7 @@ def test_accelerators_that_are_in_use_are_asked(monkeypatch: pytest.MonkeyPatch)
 
 def test_neighbours_are_joined_by_their_larger_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sampler, "MOST_SAMPLES", 64)
-    sampler = _sampler.Sampler(os.getpid(), pss=False, cgroup="", devices=_sampler.Devices(wanted=False))
+    sampler = _sampler.Sampler(os.getpid(), pss=False, cgroup="", devices=_sampler.Devices(enabled=False))
     for _ in range(64):
         sampler.take()
     assert len(sampler.columns[0]) == 32

@@ -131,7 +131,7 @@ def test_cycles(tmp_path: Path) -> None:
     assert found[1]["again"] is found
     inside: list[Any] = []
     inside.append((inside,))
-    with pytest.raises(sluice.SaveError, match="holds itself"):
+    with pytest.raises(sluice.SaveError, match="contains itself"):
         sluice.save({"a": inside[0]}, tmp_path / "g.pt")
     assert not (tmp_path / "g.pt").exists()
 
@@ -242,7 +242,7 @@ def test_python_attributes_are_kept(tmp_path: Path) -> None:
 def test_an_attribute_that_is_its_own_tensor(tmp_path: Path) -> None:
     tensor = torch.ones(1)
     tensor.me = tensor  # type: ignore[attr-defined]
-    with pytest.raises(sluice.SaveError, match="holds itself"):
+    with pytest.raises(sluice.SaveError, match="contains itself"):
         sluice.save({"a": tensor}, tmp_path / "f.pt")
 
 
@@ -268,7 +268,7 @@ def test_a_pickle_takes_little_memory_for_each_tensor() -> None:
     try:
         walked = walk_object(tree, look)
         described = (
-            Described(made_of=Geometry(storage=i, elements=i, dtype="float32", start=0, shape=(i,), stride=(1,)))
+            Described(content=Geometry(storage=i, elements=i, dtype="float32", start=0, shape=(i,), stride=(1,)))
             for i in range(len(walked.tensors))
         )
         pickled = pickle_object(tree, walked, described)

@@ -207,7 +207,7 @@ _Written = tuple[list[Path], int, int, dict[str, str]]
 
 def _save_torch(job: _Job, state: object, progress: Progress) -> _Written:
     saved = lay_out_torch_zip(state, job.dtype)
-    nbytes = saved.made.nbytes
+    nbytes = saved.writer.nbytes
     names = named_tensors(state) if job.manifest else {}
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
@@ -250,7 +250,7 @@ def _save_parameters(job: _Job, state: object, progress: Progress) -> _Written:
         named_tensors(tensors)  # refuses what has no hash
     check_file_names(tensors)
     stored, aliases = _stored_once(tensors)
-    nbytes = sum(lay_out_torch_zip(tensor, job.dtype).made.nbytes for tensor in stored.values())
+    nbytes = sum(lay_out_torch_zip(tensor, job.dtype).writer.nbytes for tensor in stored.values())
     with ExitStack() as stack:
         wrote = stack.enter_context(_counting(progress, job.destination, nbytes))
         hidden = stack.enter_context(parameter_directory(job.destination, tensors, overwrite=job.overwrite))

@@ -1,4 +1,4 @@
-"""Puts a checkpoint out of the page cache or into it, and asks the kernel (mincore) whether that worked."""
+"""Drop a checkpoint from the page cache or read it into the cache, and verify that with mincore."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["cached_share", "make_cold", "make_warm"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-#: Pages that the kernel still has in hand for a moment are not dropped at the first request.
+#: Attempts to drop pages and seconds between them: pages in use by the kernel are not dropped at the first request.
 _ATTEMPTS = 20
 _PAUSE_SECONDS = 0.05
 
-#: The kernel may reclaim pages while others are read.
+#: Attempts to read a file into the cache: the kernel may reclaim pages meanwhile.
 _READINGS = 3
 
 #: A file counts as cold below this share of cached pages, and as warm above one minus it.
@@ -33,7 +33,7 @@ def _files(checkpoint: Path) -> Iterator[Path]:
 
 
 def _cached_pages(file: Path) -> tuple[int, int]:
-    """Return how many pages of the file are cached, and how many it has."""
+    """Return the number of cached pages of a file, and its total number of pages."""
     size = file.stat().st_size
     if size == 0:
         return 0, 0
@@ -51,15 +51,15 @@ def _cached_pages(file: Path) -> tuple[int, int]:
 
 
 def cached_share(checkpoint: Path) -> float:
-    """Return the share of the checkpoint's pages that are in the page cache, from 0 to 1."""
+    """Return the fraction of the checkpoint's pages in the page cache, from 0 to 1."""
     counts = [_cached_pages(file) for file in _files(checkpoint)]
     return sum(cached for cached, _ in counts) / max(1, sum(pages for _, pages in counts))
 
 
 def make_cold(checkpoint: Path) -> bool:
-    """Write the checkpoint out, drop it from the page cache and return whether it is gone.
+    """Sync the checkpoint, drop it from the page cache and return whether that succeeded.
 
-    It stays where there is no disk behind the files (tmpfs). A cache of the storage itself is out of reach.
+    It fails on file systems without a disk (tmpfs). Caches of the storage device are not affected.
     """
     for _ in range(_ATTEMPTS):
         for file in _files(checkpoint):
@@ -76,13 +76,13 @@ def make_cold(checkpoint: Path) -> bool:
 
 
 def make_warm(checkpoint: Path) -> bool:
-    """Read the checkpoint if it is not cached, and return whether it is cached now; it does not stay without room."""
-    room = bytearray(_READ_BYTES)
+    """Read the checkpoint into the page cache if needed; return whether it is cached, which takes enough memory."""
+    buffer = bytearray(_READ_BYTES)
     for _ in range(_READINGS):
         if cached_share(checkpoint) >= 1 - _TOLERANCE:
             return True
         for file in _files(checkpoint):
             with file.open("rb", buffering=0) as stream:
-                while stream.readinto(room):
+                while stream.readinto(buffer):
                     pass
     return cached_share(checkpoint) >= 1 - _TOLERANCE

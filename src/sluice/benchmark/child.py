@@ -1,8 +1,8 @@
-"""The measured process: ``python -m sluice.benchmark.child JOB``, started by ``_process`` and by nothing else.
+"""The measured process: ``python -m sluice.benchmark.child JOB``, started by ``process`` only.
 
-It speaks one JSON object a line: ``ready`` when imports and context are done, ``loaded`` when every weight was touched,
-``verified`` with the digests, or ``failed``. After ``ready`` and ``loaded`` it waits for a line, so that its parent can
-look at it while nothing moves.
+Protocol: one JSON object per line. ``ready`` after imports and context creation, ``loaded`` after every weight was
+touched, ``verified`` with the digests, or ``failed``. After ``ready`` and ``loaded`` it waits for a line, so that its
+parent can measure it while it is idle.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from sluice.machine.peaks import restart_peak
 _PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
 
-#: How many logits a verdict holds, about.
+#: Approximate number of logits in a verdict.
 _SAMPLED_LOGITS = 500
 
 
 def main() -> None:
-    """Do one job and report it."""
-    # What libraries print must not get between the lines of the protocol.
+    """Run one job and report the result."""
+    # Output of libraries must not mix with the lines of the protocol.
     protocol = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    _volunteer_for_the_memory_killer()
+    _prefer_for_oom_kill()
 
     def say(event: str, **fields: object) -> None:
         protocol.write(json.dumps({"event": event, **fields}) + "\n")
 
     try:
         _serve(MethodJob(**json.loads(sys.argv[1])), say, sys.stdin)
-    except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the parent makes a row of it
+    except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the parent shows it in a row
         say("failed", reason=f"{type(error).__name__}: {error}")
 
 
@@ -64,7 +64,7 @@ def _serve(job: MethodJob, say: Callable[..., None], answers: IO[str]) -> None:
         return
     make_context(job.device, job.device_limit_bytes)
     gc.collect()
-    _claim_memory(2 * _size_on_disk(job.checkpoint))  # last, because it does not help for long
+    _touch_free_memory(2 * _size_on_disk(job.checkpoint))  # last, because the effect is short
     say("ready", peak_was_reset=restart_peak())
     answers.readline()
     timed = method.start(job)
@@ -81,37 +81,37 @@ def _serve(job: MethodJob, say: Callable[..., None], answers: IO[str]) -> None:
         say("nothing to verify")
 
 
-def _volunteer_for_the_memory_killer() -> None:
-    """Make this process the first that the kernel ends when memory runs out, so that the comparison goes on."""
+def _prefer_for_oom_kill() -> None:
+    """Make this process the first that the kernel kills when memory runs out, so that the comparison continues."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:  # not in every container
         stream.write("1000")
 
 
 def _size_on_disk(path: str) -> int:
-    """Return the bytes of a file or of the files in a directory; of nothing, nothing."""
+    """Return the size of a file, or of the files in a directory, in bytes; 0 if the path does not exist."""
     if os.path.isdir(path):
         return sum(entry.stat().st_size for entry in os.scandir(path))
     return os.path.getsize(path) if os.path.exists(path) else 0
 
 
-def _claim_memory(nbytes: int) -> None:
-    """Touch this much memory and free it again.
+def _touch_free_memory(nbytes: int) -> None:
+    """Touch this much memory and free it.
 
-    The host of a virtual machine takes back what its guest has freed, and the next touch of such a page takes ten times
-    as long. Without this, a method would pay for the memory that the one before it did not use. It helps for two
-    seconds: then the kernel gives back what is still free.
+    A virtual machine returns freed memory to its host, and the next touch of such a page takes ten times as long.
+    Without this, a method would pay for memory that the method before it did not use. The effect lasts two seconds:
+    then the kernel returns the memory again.
     """
-    room = free_memory_bytes() * 3 // 4  # under a limit on memory there is less than the machine has
-    if not nbytes or not room:
+    available = free_memory_bytes() * 3 // 4  # leaves room under a memory limit
+    if not nbytes or not available:
         return
-    with mmap.mmap(-1, min(nbytes, room), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+    with mmap.mmap(-1, min(nbytes, available), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
         mapping.madvise(mmap.MADV_HUGEPAGE)
         for page in range(0, len(mapping), _HUGE_PAGE_BYTES):
             mapping[page] = 1
 
 
 def make_context(device: str, limit_bytes: int | None = None) -> None:
-    """Do once what torch does on first use: the meta device's lazy imports and the accelerator's context."""
+    """Trigger torch's work on first use: the lazy imports of the meta device and the accelerator's context."""
     config = GPTConfig(vocab_size=8, context_length=8, emb_dim=8, n_heads=2, n_layers=1, qkv_bias=True)
     with torch.device("meta"):
         GPTModel(config)
@@ -134,7 +134,7 @@ def _device_peaks(device: str) -> dict[str, int]:
 
 
 def _finish(model: nn.Module, device: str) -> None:
-    """Return once every weight is where it belongs, which on the host takes a look at every page."""
+    """Wait until every weight is in place; on the host, touch every page."""
     if device == "cuda":
         torch.cuda.synchronize()
     else:
@@ -150,13 +150,13 @@ def touch(model: nn.Module) -> float:
         flat = weight.flatten()
         if flat.is_complex():
             flat = torch.view_as_real(flat).flatten()
-        # The last element too: a tensor that begins inside a page ends in one that the steps can miss.
+        # The last element too: a tensor that begins inside a page ends in a page that the steps can miss.
         total += float(flat[:: _PAGE_BYTES // flat.element_size()].sum()) + float(flat[-1])
     return total
 
 
 def verdict(model: nn.Module, *, with_logits: bool = True) -> Verdict:
-    """Return the digests of a model: one of all weights' bits, and logits on a fixed input where it takes token ids."""
+    """Return a digest of the bits of all weights, and the logits on a fixed input if the model takes token ids."""
     digest = hashlib.sha256()
     for name, weight in model.state_dict().items():
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)} {_sum_of_bits(weight)}\n".encode())
@@ -170,10 +170,10 @@ def verdict(model: nn.Module, *, with_logits: bool = True) -> Verdict:
 
 
 def _sum_of_bits(weight: torch.Tensor) -> int:
-    # Eight bytes at a time, as wrapping integers: no temporary, and the order of adding does not matter.
+    # Eight bytes at a time, as wrapping integers: no temporary, and independent of the order of addition.
     raw = weight.detach().flatten().view(torch.uint8)
     if raw.storage_offset() % 8:
-        raw = raw.clone()  # such a view of bytes has no view as larger integers
+        raw = raw.clone()  # an unaligned view cannot be viewed as larger integers
     whole = len(raw) // 8 * 8
     return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
 

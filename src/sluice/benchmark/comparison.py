@@ -1,4 +1,4 @@
-"""A comparison as it was asked for: which methods read which checkpoint of which model, and the tables it makes."""
+"""Plan a comparison: its subject, the checkpoint that each method reads, its tables and their verdicts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FORMATS: dict[Kind, CheckpointFormat] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is loaded."""
+    """A model and its checkpoint."""
 
     #: As in ``MethodJob``.
     model: str
@@ -49,24 +49,24 @@ class Subject:
     model_args: str = "{}"
     #: As in ``MethodJob``.
     key: str | None = None
-    #: What the tables call it.
+    #: Name in the tables.
     title: str
-    #: The user's checkpoint; None for a built-in model, whose checkpoints are made.
+    #: The user's checkpoint; None for a built-in model, whose checkpoints are generated.
     original: Path | None = None
-    #: What the user's checkpoint is.
+    #: Kind of the user's checkpoint.
     kind: Kind | None = None
 
 
 def builtin_subject(size: str) -> Subject:
-    """Return a GPT-2 of a built-in size, whose checkpoints are made in fp32."""
+    """Return a GPT-2 of a built-in size, whose checkpoints are generated in fp32."""
     return Subject(model=size, title=f"GPT-2 {size}, fp32 checkpoint")
 
 
 def own_subject(original: Path, model: str, model_args: str, key: str | None) -> Subject:
-    """Return a model of the user's and its checkpoint.
+    """Return a user's model and checkpoint.
 
     Raises:
-        CheckpointError: The file is none that sluice reads.
+        CheckpointError: sluice does not recognize the checkpoint.
     """
     return Subject(
         model=model,
@@ -79,11 +79,11 @@ def own_subject(original: Path, model: str, model_args: str, key: str | None) ->
 
 
 class Checkpoints:
-    """The checkpoints of one subject: what there is, and what is made of it for methods that read something else.
+    """The checkpoints of a subject: the original, and copies in the formats of methods that cannot read it.
 
     Args:
-        subject: What is loaded.
-        folder: Where to make them.
+        subject: Model and checkpoint.
+        folder: Directory for the copies.
     """
 
     def __init__(self, subject: Subject, folder: Path) -> None:
@@ -91,13 +91,13 @@ class Checkpoints:
         self._folder = folder
 
     def path_for(self, method: str) -> Path:
-        """Return a checkpoint that a method reads; the first that asks for one that is not there has it made.
+        """Return a checkpoint that a method reads; it is created on first use.
 
         Raises:
-            UnsupportedError: There is no way to make one.
+            UnsupportedError: None can be created.
         """
         subject, reads = self._subject, METHODS[method].reads
-        # What cannot find the weights below a key gets a copy that holds nothing else.
+        # Methods without keys get a copy with the weights only.
         if subject.original is not None and subject.kind in reads and (METHODS[method].takes_key or not subject.key):
             return subject.original
         kind = reads[0]
@@ -112,20 +112,22 @@ class Checkpoints:
             make_checkpoint(path, subject.model, torch.float32, _FORMATS[kind])
             return
         if subject.kind == OTHER:
-            raise UnsupportedError("torch and safetensors cannot read it to convert it", file=str(subject.original))
-        found = _subjects.read_state_dict(subject.original, subject.key, device="cpu", mapped=True)
-        tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+            raise UnsupportedError(
+                "cannot convert: neither torch nor safetensors reads this checkpoint", file=str(subject.original)
+            )
+        state_dict = _subjects.read_state_dict(subject.original, subject.key, device="cpu", mapped=True)
+        tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
         if kind == PARAMETERS:
-            for name, value in tensors.items():  # one at a time: nothing needs all of them
+            for name, value in tensors.items():  # one at a time, to save memory
                 write_checkpoint({name: value.clone()}, path, _FORMATS[kind])
             return
-        # Copies: safetensors refuses tensors that share memory, and torch would save all of a storage for each view.
+        # Copies: safetensors refuses tensors that share memory, and torch would save the whole storage of each view.
         copies = {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
         write_checkpoint(copies, path, _FORMATS[kind])
 
 
 def default_methods(subject: Subject) -> list[str]:
-    """Return the tutorial's methods and sluice, as far as they read what there is; of a built-in model, all of them."""
+    """Return the tutorial's methods and sluice; for a user's checkpoint, only those that can read it."""
     return [method.name for method in STRATEGIES if subject.original is None or subject.kind in method.reads]
 
 
@@ -140,10 +142,10 @@ def scenario(
     host_limit_bytes: int | None = None,
     device_limit_bytes: int | None = None,
 ) -> Scenario:
-    """Return one table: every method loads the subject into a model of this dtype.
+    """Return a scenario, one table: every method loads the subject into a model of this dtype.
 
     Raises:
-        UnsupportedError: A method reads nothing that there is or can be made.
+        UnsupportedError: No checkpoint can be created for a method.
     """
     limit = f", {host_limit_bytes / (1 << 30):.2f} GiB of host memory" if host_limit_bytes is not None else ""
     return Scenario(
@@ -154,7 +156,7 @@ def scenario(
         dtype=dtype,
         device=device,
         states=states,
-        # What is not installed becomes a row that says so; no checkpoint has to be made for it.
+        # A method that is not installed gets a row with the reason, and needs no checkpoint.
         checkpoints={method: Path() if absence(method) else checkpoints.path_for(method) for method in methods},
         final_bytes=_subjects.final_bytes(subject.model, subject.model_args, getattr(torch, dtype)),
         truth=subject.original,
@@ -164,16 +166,16 @@ def scenario(
 
 
 def verdicts(scenarios: Sequence[Scenario], runs: Sequence[Run]) -> Iterator[str]:
-    """Yield one sentence for each scenario: what sluice needed and what the others did."""
-    for each in scenarios:
-        rows = summarise(each, runs)
+    """Yield one sentence per scenario that compares the peaks of sluice and the other methods."""
+    for scenario in scenarios:
+        rows = summarise(scenario, runs)
         good = [row for row in rows if row.seconds and row.over_final is not None]
         ours = next((row for row in good if row.method.startswith("sluice")), None)
         others = [row.over_final or 0.0 for row in good if not row.method.startswith("sluice")]
         dead = [
             row.method for row in rows if row.failures and not row.seconds and "absent" not in row.failures.values()
         ]
-        sentence = f"{each.title}: "
+        sentence = f"{scenario.title}: "
         if ours:
             sentence += f"sluice peaked at {ours.over_final:.2f} F"
             sentence += f", the others at {min(others):.2f} to {max(others):.2f} F" if others else ""

@@ -1,4 +1,4 @@
-"""The folder of the checkpoints, which are large: they go when the command ends, however it ends."""
+"""Temporary directory for large checkpoints, removed when the command ends, also on SIGTERM."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["temporary_folder"]
 
 @contextmanager
 def temporary_folder(parent: Path | None = None, *, keep: bool = False) -> Iterator[Path]:
-    """Give a new folder and remove it afterwards, also when the process is interrupted or asked to terminate.
+    """Lend a new directory and remove it afterwards, also if the process is interrupted or terminated.
 
     Args:
-        parent: Where to make it; None for the system's temporary folder.
-        keep: Leave it there.
+        parent: Parent directory; None for the system's temporary directory.
+        keep: Whether to keep it.
     """
     folder = Path(tempfile.mkdtemp(prefix="sluice-bench-", dir=parent))
-    # By default SIGTERM ends Python without cleaning up.
+    # By default SIGTERM ends Python without cleanup.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield folder

@@ -1,7 +1,7 @@
-"""A GPT-2-shaped model whose parameter names are those of the book's ``GPTModel``, and checkpoints of it.
+"""A GPT-2-shaped model with the parameter names of the book's ``GPTModel``, and its checkpoints.
 
-The names are a contract: a state dict that a reader of the book saved loads into this model, and the other way round.
-That includes the causal masks, which the book registers as persistent buffers, so they are part of every file.
+The names are a contract: state dicts of the book's model load into this model, and vice versa. That includes the causal
+masks, which the book registers as persistent buffers, so they are part of every file.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ __all__ = [
 class GPTConfig(TypedDict):
     """The book's configuration keys."""
 
-    #: Number of different tokens.
+    #: Size of the vocabulary, in tokens.
     vocab_size: int
     #: Longest sequence, in tokens.
     context_length: int
     #: Width of the residual stream.
     emb_dim: int
-    #: Attention heads of a block; divides ``emb_dim``.
+    #: Attention heads per block; divides ``emb_dim``.
     n_heads: int
-    #: Transformer blocks.
+    #: Number of transformer blocks.
     n_layers: int
     #: Dropout probability.
     drop_rate: NotRequired[float]
@@ -60,12 +60,12 @@ _SHAPES = {
     "xl": (1600, 25, 48),
 }
 
-#: Names of the sizes, the smallest first: 124M, 355M, 774M and 1558M parameters as GPT-2 counts them, and before them a
-#: tiny one, to try the benchmarks themselves. The book does not tie the output head to the token embedding, so its
-#: models and files are larger by one such matrix.
+#: Names of the sizes, smallest first: a tiny one to test the benchmarks, then 124M, 355M, 774M and 1558M parameters as
+#: GPT-2 counts them. The book does not tie the output head to the token embedding, so its models and files are larger
+#: by one such matrix.
 SIZES = tuple(_SHAPES)
 
-#: Name, beside ``SIZES``, of a model that is one matrix of 2 GiB in fp32.
+#: Name of a further model: a single matrix of 2 GiB in fp32.
 ONE_TENSOR = "one-tensor"
 
 
@@ -77,10 +77,10 @@ def config(size: str) -> GPTConfig:
         36
 
     Raises:
-        ValueError: There is no such size.
+        ValueError: Unknown size.
     """
     if size not in _SHAPES:
-        raise ValueError(f"no GPT-2 of size {size!r}: choose one of {', '.join(SIZES)}")
+        raise ValueError(f"unknown GPT-2 size {size!r}; expected one of {', '.join(SIZES)}")
     emb_dim, n_heads, n_layers = _SHAPES[size]
     return GPTConfig(
         vocab_size=50257,
@@ -94,7 +94,7 @@ def config(size: str) -> GPTConfig:
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation whose parameters are called ``scale`` and ``shift``."""
+    """Layer normalization with parameters named ``scale`` and ``shift``."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class LayerNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Multi-head self-attention in which no token sees a later one."""
+    """Causal multi-head self-attention."""
 
     mask: torch.Tensor
 
@@ -137,7 +137,7 @@ class CausalAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers, four times as wide in the middle."""
+    """Two linear layers with a hidden width of four times the input width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a shortcut."""
+    """Pre-norm attention and feed-forward with residual connections."""
 
     def __init__(self, cfg: GPTConfig) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class TransformerBlock(nn.Module):
 
 
 class GPTModel(nn.Module):
-    """A GPT-2-shaped language model: token ids of shape (batch, tokens) to logits of shape (batch, tokens, vocab_size).
+    """A GPT-2-shaped language model: maps token ids (batch, tokens) to logits (batch, tokens, vocab_size).
 
     Example:
         >>> cfg = GPTConfig(vocab_size=11, context_length=8, emb_dim=4, n_heads=2, n_layers=1)
@@ -184,34 +184,34 @@ class GPTModel(nn.Module):
         self.out_head = nn.Linear(cfg["emb_dim"], cfg["vocab_size"], bias=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits of every token's successor."""
+        """Return next-token logits for every position."""
         positions = torch.arange(token_ids.shape[1], device=token_ids.device)
         x = self.drop_emb(self.tok_emb(token_ids) + self.pos_emb(positions))
         return cast("torch.Tensor", self.out_head(self.final_norm(self.trf_blocks(x))))
 
 
 def gpt2(size: str = "small") -> GPTModel:
-    """Return an untrained GPT-2 of this size: ``sluice load FILE --model sluice.benchmark.gpt2:gpt2``."""
+    """Return an untrained GPT-2 of a size. Example: ``sluice load FILE --model sluice.benchmark.gpt2:gpt2``."""
     return GPTModel(config(size))
 
 
 def build(name: str) -> nn.Module:
-    """Return the model of this name, one of ``SIZES`` or ``ONE_TENSOR``, as its constructor makes it."""
+    """Build the model of this name: one of ``SIZES`` or ``ONE_TENSOR``."""
     return nn.Embedding(512 << 10, 1024) if name == ONE_TENSOR else gpt2(name)
 
 
 def final_bytes(name: str, dtype: torch.dtype) -> int:
-    """Return F of a model: the bytes of its parameters and persistent buffers in this dtype."""
+    """Return F of a model: the size of its parameters and persistent buffers in this dtype, in bytes."""
     with torch.device("meta"):
         elements = sum(tensor.numel() for tensor in build(name).state_dict().values())
     return int(elements * dtype.itemsize)
 
 
 def random_weight(name: str, shape: torch.Size) -> torch.Tensor:
-    """Return the fp32 weight of this name, the same on every call: its random numbers are seeded with its name.
+    """Return the fp32 weight of this name, equal on every call: its random numbers are seeded with its name.
 
-    Causal masks are the real ones and norms scale by about one, so that logits mean something. Uniform numbers cost a
-    tenth of what a model's own initialisation does.
+    Causal masks are real and norms scale by about one, so that logits are meaningful. Uniform numbers take a tenth of
+    the time of a model's own initialization.
     """
     if name.endswith("mask"):
         return torch.triu(torch.ones(shape), diagonal=1)
@@ -226,13 +226,13 @@ def make_checkpoint(
     dtype: torch.dtype,
     format: CheckpointFormat,  # noqa: A002 - the argument of sluice.save and sluice.convert has this name too
 ) -> None:
-    """Write a state dict of random weights; holds all of it in memory while it does.
+    """Write a state dict of random weights, all of which is in memory meanwhile.
 
     Args:
-        path: The file to write; for ``per-parameter`` the directory.
+        path: The file to write, or for ``per-parameter`` the directory.
         size: One of ``SIZES``, or ``ONE_TENSOR``.
         dtype: Dtype of every tensor in the file.
-        format: What to write.
+        format: Format of the checkpoint.
     """
     write_checkpoint(random_state_dict(size, dtype), path, format)
 
@@ -241,7 +241,7 @@ def random_state_dict(size: str, dtype: torch.dtype) -> OrderedDict[str, torch.T
     """Return the state dict that ``make_checkpoint`` writes."""
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in build(size).state_dict().items()}
-    # Filling runs outside Python's lock, one tensor to a thread.
+    # torch fills tensors without the interpreter lock: one tensor per thread.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = pool.map(lambda name: random_weight(name, shapes[name]).to(dtype), shapes)
         return OrderedDict(zip(shapes, weights, strict=True))

@@ -1,4 +1,4 @@
-"""What the figures of a benchmark depend on: the machine, its free memory and the versions."""
+"""The machine of a benchmark: processor, memory, file system, accelerator and package versions."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from sluice.machine.facts import machine_facts
 
 __all__ = ["describe", "device", "free_memory_bytes", "settling_seconds"]
 
-#: Linux gives freed memory back to the host two seconds after it was freed (``PAGE_REPORTING_DELAY`` in
-#: mm/page_reporting.c), and takes a part of a second for it.
+#: Linux returns memory to the host two seconds after it was freed (``PAGE_REPORTING_DELAY`` in mm/page_reporting.c),
+#: which takes a fraction of a second.
 _SETTLING_SECONDS = 3.0
 
-#: A virtual machine with a balloon has an entry for it here; only through one is memory given back.
+#: Balloon devices of a virtual machine; memory is returned to the host only through them.
 _BALLOONS = Path("/sys/bus/virtio/drivers/virtio_balloon")
 
 
 def device() -> str:
-    """Return where the finished models go: ``"cuda"`` when there is one, else ``"cpu"``."""
+    """Return the device of the finished models: ``"cuda"`` if available, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def free_memory_bytes() -> int:
-    """Return the host memory that can be had: what is free, or what the control group leaves when that is less."""
+    """Return the available host memory in bytes: free memory, or the rest of the control group's limit if smaller."""
     return machine_facts(()).host_headroom[0]
 
 
 def settling_seconds() -> float:
-    """Return how long to wait after memory was freed until the kernel leaves it alone; 0 where it gives none back."""
+    """Return how long the kernel returns freed memory to the host, in seconds; 0 if it does not."""
     return _SETTLING_SECONDS if any(_BALLOONS.glob("virtio*")) else 0.0
 
 
 def describe(directory: Path, packages: Iterable[str]) -> dict[str, str]:
-    """Return what to print beside a table.
+    """Return the facts to print with a table.
 
     Args:
-        directory: Where the checkpoints are.
-        packages: Names of distributions whose versions matter; those not installed are said to be absent.
+        directory: Directory of the checkpoints.
+        packages: Names of the distributions whose versions are listed; missing ones are listed as absent.
     """
     facts = {
         "date": dt.datetime.now(tz=dt.UTC).strftime("%Y-%m-%d"),

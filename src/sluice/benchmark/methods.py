@@ -1,4 +1,4 @@
-"""The registry: every method by its name."""
+"""The registry of methods by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sluice.benchmark.strategies import STRATEGIES
 
 __all__ = ["LOADERS", "METHODS", "absence"]
 
-#: What loads a model, by its name.
+#: Methods that load a model, by name.
 LOADERS: dict[str, Method] = {method.name: method for method in (*STRATEGIES, *PEERS, *GPU_PEERS)}
 
-#: Everything that a process can be asked to do, by its name.
+#: All methods that a benchmark process can run, by name.
 METHODS: dict[str, Method] = {
     **LOADERS,
     **{method.name: method for method in (REFERENCE, *RESUMING, RESUMING_REFERENCE)},
@@ -22,7 +22,7 @@ METHODS: dict[str, Method] = {
 
 
 def absence(method: str) -> str:
-    """Say which package a method lacks and how to get it, without importing it; empty when everything is there."""
+    """Return which package of a method is missing and how to install it, without imports; empty if none is missing."""
     packages = (name.partition(":")[0].partition(".")[0] for name in METHODS[method].imports)
     missing = next((package for package in packages if find_spec(package) is None), "")
     return f"{missing} is not installed: pip install {METHODS[method].package or missing}" if missing else ""

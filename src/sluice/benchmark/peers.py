@@ -1,7 +1,7 @@
-"""Other loaders, each used as its own documentation advises for this job.
+"""Other loaders, each used as its documentation recommends.
 
-The model is built before the clock starts, on the meta device, so that no method pays for random numbers. Methods that
-copy into a real model get one whose memory is allocated but not initialised, which is kinder to them than real use.
+The model is built on the meta device before the clock starts, so that no method pays for random numbers. Methods that
+copy into a real model get one whose memory is allocated but not initialized, which is in their favor.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def _allocated(model: nn.Module, job: MethodJob) -> nn.Module:
 
 
 def torch_load(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Load the whole state dict, copy it into the model."""
+    """Load the whole state dict and copy it into the model."""
     model = _allocated(model, job)
     model.load_state_dict(read_state_dict(Path(job.checkpoint), job.key, device=job.device))
     return model
 
 
 def torch_mmap(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Map the file, give its tensors to the model, cast afterwards."""
+    """Map the file, assign its tensors to the model, and cast the model."""
     state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=True)
     model.load_state_dict(state_dict, assign=True)
     del state_dict  # else the cast would keep every fp32 tensor alive
@@ -86,7 +86,7 @@ def safetensors_load_model(job: MethodJob, model: nn.Module) -> nn.Module:
 
 
 def safetensors_load_file(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Load the tensors, which are views of the mapped file, give them to the model, cast afterwards."""
+    """Load the tensors, which are views of the mapped file, assign them to the model, and cast the model."""
     from safetensors.torch import load_file
 
     model.load_state_dict(load_file(job.checkpoint, device=job.device), assign=True)
@@ -102,7 +102,7 @@ def accelerate_load(job: MethodJob, model: nn.Module) -> nn.Module:
 
 
 def runai_stream(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Give each tensor to the model as it arrives, cast; the streamer says that its tensors belong to the caller."""
+    """Cast each tensor as it arrives and assign it; the streamer's tensors belong to the caller."""
     from runai_model_streamer import SafetensorsStreamer
 
     with SafetensorsStreamer() as streamer:
@@ -113,7 +113,7 @@ def runai_stream(job: MethodJob, model: nn.Module) -> nn.Module:
 
 
 def fastsafetensors_load(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Load the file into one buffer and give views of it to the model, cast."""
+    """Load the file into one buffer and assign cast views of it to the model."""
     from fastsafetensors import fastsafe_open
 
     with fastsafe_open(job.checkpoint, device=job.device, nogds=True) as loaded:
@@ -123,7 +123,7 @@ def fastsafetensors_load(job: MethodJob, model: nn.Module) -> nn.Module:
 
 
 def instanttensor_load(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Give each tensor to the model as it arrives, cast; since version 0.2 its tensors belong to the caller."""
+    """Cast each tensor as it arrives and assign it; since version 0.2 tensors belong to the caller."""
     open_file = import_module("instanttensor").safe_open
     with open_file(job.checkpoint, framework="pt", device=job.device) as loaded:
         arrived = {name: tensor.to(job.torch_dtype) for name, tensor in loaded.tensors()}
@@ -132,7 +132,7 @@ def instanttensor_load(job: MethodJob, model: nn.Module) -> nn.Module:
 
 
 def tensorizer_load(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Deserialise tensorizer's own format, cast on the way, and give its tensors to the model."""
+    """Deserialize tensorizer's own format with a cast, and assign its tensors to the model."""
     deserializer = import_module("tensorizer").TensorDeserializer
     with deserializer(job.checkpoint, device=job.device, dtype=job.torch_dtype) as loaded:
         model.load_state_dict(dict(loaded.items()), assign=True)
@@ -140,7 +140,7 @@ def tensorizer_load(job: MethodJob, model: nn.Module) -> nn.Module:
 
 
 def with_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Let sluice fill an empty model."""
+    """Fill an empty model with sluice."""
     import sluice
 
     sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype, key=job.key)
@@ -148,7 +148,7 @@ def with_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
 
 
 def mapped_by_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Let sluice map what needs no cast into an empty model, as the mapping peers do."""
+    """Fill an empty model with sluice, mapping tensors that need no cast, as the mapping peers do."""
     import sluice
 
     sluice.load_into(model, job.checkpoint, device=job.device, dtype=job.torch_dtype, key=job.key, place="map")
@@ -156,9 +156,9 @@ def mapped_by_sluice(job: MethodJob, model: nn.Module) -> nn.Module:
 
 
 def generate(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Fill the model with the truth: the random numbers that the checkpoint was made of, never read from a file.
+    """Fill the model with the reference values: the random numbers of the checkpoint, generated and not read.
 
-    A model that is not built in is filled with what torch or safetensors read, name by name.
+    A model that is not built in is filled with the values that torch or safetensors reads, name by name.
     """
     if not is_builtin(job.model):
         return truth(job, model)
@@ -205,7 +205,7 @@ def _raw_method(name: str, summary: str, *, direct: bool) -> Method:
     return Method(name=name, start=start, reads=_BOTH, summary=summary, takes_key=True)
 
 
-#: Fills a model with the truth; not a loader, so no table shows it.
+#: Fills a model with the reference values; not a loader, so no table shows it.
 REFERENCE = _filling(
     "reference",
     generate,
@@ -216,7 +216,7 @@ REFERENCE = _filling(
 
 #: In the order of the tables.
 PEERS = (
-    _raw_method("raw-direct", "Read the bytes past the page cache, as fast as the disk gives them.", direct=True),
+    _raw_method("raw-direct", "Read the bytes with direct I/O, at the speed of the disk.", direct=True),
     _raw_method("raw-buffered", "Read the bytes through the page cache.", direct=False),
     _filling("torch-load", torch_load, reads=(PTH,), takes_key=True),
     _filling("torch-mmap", torch_mmap, reads=(PTH,), takes_key=True),

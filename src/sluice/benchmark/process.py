@@ -1,4 +1,4 @@
-"""Runs one method in a fresh process and watches its memory from outside."""
+"""Run one method in a fresh process and measure its memory from outside."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from sluice.measuring._limit import limited_group
 
 __all__ = ["TIMEOUT_SECONDS", "run_job"]
 
-#: No method that is worth a row takes longer.
+#: Default time limit of a process.
 TIMEOUT_SECONDS = 900.0
 
-#: Longest reason of a casualty.
+#: Longest reason of a failure, in characters.
 _REASON_LETTERS = 300
 
 
 def run_job(
     job: MethodJob, *, timeout_seconds: float = TIMEOUT_SECONDS, host_limit_bytes: int | None = None
 ) -> Outcome:
-    """Run a job in a fresh process and return what became of it; never raises for what the job does.
+    """Run a job in a fresh process and return its outcome; failures of the job are outcomes, not exceptions.
 
     Args:
-        job: What to do.
-        timeout_seconds: When to stop it.
-        host_limit_bytes: Host memory that the process may use, interpreter included; a control group holds it to that.
+        job: The job.
+        timeout_seconds: Time limit.
+        host_limit_bytes: Limit of the process's host memory, interpreter included, enforced by a control group; None
+            for no limit.
 
     Raises:
-        PermissionError: There is a limit, and this process may make no control group.
+        PermissionError: There is a limit, and this process may not create a control group.
     """
     command = [sys.executable, "-m", "sluice.benchmark.child", json.dumps(dataclasses.asdict(job))]
     if host_limit_bytes is None:
@@ -87,7 +88,7 @@ def _stop(process: subprocess.Popen[str], overdue: threading.Event) -> None:
 
 
 def _converse(process: subprocess.Popen[str], job: MethodJob) -> Outcome:
-    """Take a job through its protocol. An outcome that is ``killed`` means that the process ended without a word."""
+    """Run the protocol of a job. The outcome is ``killed`` if the process ended without a message."""
     ready = _listen(process)
     if ready["event"] != "ready":
         return Outcome(status=ready["event"], reason=_clause(ready))
@@ -114,7 +115,7 @@ def _converse(process: subprocess.Popen[str], job: MethodJob) -> Outcome:
 
 
 def _device_used() -> int:
-    """Return what all processes use of the accelerator; the context of this one is made at the first call."""
+    """Return the accelerator memory used by all processes, in bytes; the first call creates a context in this one."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
@@ -129,7 +130,7 @@ def _verified(outcome: Outcome, message: dict[str, Any]) -> Outcome:
 
 
 def _clause(message: dict[str, Any]) -> str:
-    """Return the reason in a message as one line: exceptions of torch can list every name of a model."""
+    """Return the reason in a message, shortened to one line: exceptions of torch can list every name of a model."""
     return textwrap.shorten(message.get("reason", ""), _REASON_LETTERS, placeholder=" ...")
 
 
@@ -141,12 +142,12 @@ def _listen(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 def _answer(process: subprocess.Popen[str]) -> None:
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died while we looked; the next line read from it says so
+    with contextlib.suppress(BrokenPipeError):  # the process died; the next read reports it
         os.write(process.stdin.fileno(), b"\n")
 
 
 def _last_words(returncode: int, complaints: IO[bytes]) -> str:
-    """Say why a process ended: its signal, or the last line that it wrote."""
+    """Return why a process ended: its signal, or the last line of its standard error."""
     if returncode == -signal.SIGKILL:
         return "killed by the system: out of memory"
     if returncode < 0:

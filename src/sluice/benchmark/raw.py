@@ -1,4 +1,4 @@
-"""Raw reads of a file: the time that no loader can beat, since every loader has to bring in the same bytes."""
+"""Raw reads of a file: the lower bound of every loader's time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _BLOCK_BYTES = 4096
 
 
 def read_file(path: str, *, direct: bool, threads: int) -> mmap.mmap:
-    """Read a whole file into fresh huge-page anonymous memory and return that memory.
+    """Read a whole file into fresh anonymous huge-page memory and return it.
 
     Args:
         path: The file.
         direct: Bypass the page cache with O_DIRECT.
-        threads: Readers; each has one read of ``READ_BYTES`` in flight.
+        threads: Number of threads; each has one read of ``READ_BYTES`` in flight.
 
     Raises:
-        OSError: The file system refuses, for example direct I/O on tmpfs.
+        OSError: The file system refuses the read, for example direct I/O on tmpfs.
         EOFError: The file ended early.
     """
     size = os.stat(path).st_size
@@ -36,7 +36,7 @@ def read_file(path: str, *, direct: bool, threads: int) -> mmap.mmap:
     def read(start: int) -> None:
         position, end = start, min(start + READ_BYTES, size)
         while position < end:
-            # Direct reads ask for whole blocks; at the end of the file the kernel returns what there is.
+            # Direct reads request whole blocks; at the end of the file the kernel returns the remaining bytes.
             wanted = -(-(end - position) // _BLOCK_BYTES) * _BLOCK_BYTES
             count = os.preadv(descriptor, [view[position : position + wanted]], position)
             if count == 0:

@@ -1,4 +1,4 @@
-"""The frozen records that the parts of the benchmarks exchange, and what a method is."""
+"""Frozen records of the benchmarks: methods, jobs, scenarios and outcomes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ __all__ = [
     "Verdict",
 ]
 
-#: The method whose verdict is the truth, where a scenario names no other.
+#: Default method whose verdict is the reference.
 REFERENCE = "reference"
 
-#: What a checkpoint is to the methods that read it: the ending of a file, or what a directory holds.
+#: Kind of a checkpoint, which decides which methods read it: the suffix of a file, or the layout of a directory.
 Kind = str
 
 PTH: Kind = ".pth"
@@ -47,45 +47,45 @@ SAFETENSORS: Kind = ".safetensors"
 TENSORS: Kind = ".tensors"
 #: A directory with a ``torch.save`` file for each parameter.
 PARAMETERS: Kind = ""
-#: A directory with parts of one state dict, as Hugging Face writes them.
+#: A directory with shards of one state dict, as Hugging Face writes them.
 SHARDS: Kind = "shards"
-#: What only sluice reads.
+#: A checkpoint that only sluice reads.
 OTHER: Kind = "other"
 
-#: ``cold``: nothing of the checkpoint is in the page cache. ``warm``: all of it is.
-#: ``first``, ``second``, ``third``: loads of the same file one after another, the first of them cold.
+#: State of the page cache. ``cold``: the checkpoint is not cached. ``warm``: all of it is cached.
+#: ``first``, ``second``, ``third``: successive loads of the same file, the first of them cold.
 State = Literal["cold", "warm", "first", "second", "third"]
 
 #: Dtype of a finished model.
 Precision = Literal["float32", "bfloat16", "float16"]
 
-#: What tables call them.
+#: Names of the dtypes in tables.
 SHORT_DTYPES: dict[Precision, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-#: ``killed``: a signal ended the process, as the kernel does when memory runs out. ``failed``: an exception did.
-#: ``absent``: the package that does the work is not installed.
+#: ``killed``: a signal ended the process, for example because memory ran out. ``failed``: an exception did.
+#: ``absent``: the package of the method is not installed.
 Status = Literal["ok", "killed", "failed", "timeout", "absent"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodJob:
-    """What one fresh process is asked to do."""
+    """The work of one benchmark process."""
 
     #: Name of the method in the registry.
     method: str
-    #: Name of a built-in model, for ``gpt2.build``, or ``package.module:name`` of what builds one.
+    #: Name of a built-in model, for ``gpt2.build``, or ``package.module:name`` of a callable that builds a model.
     model: str
-    #: Arguments of what builds the model, as JSON: an object by name, an array in order.
+    #: Arguments of that callable as JSON: an object of keyword arguments or an array of positional ones.
     model_args: str = "{}"
-    #: The checkpoint: a file, or for ``per-parameter`` a directory.
+    #: The checkpoint file or directory.
     checkpoint: str
-    #: Dotted path of the weights in the checkpoint; None where it holds nothing else.
+    #: Dotted path of the weights in the checkpoint; None if it contains nothing else.
     key: str | None = None
     #: Dtype of the floating-point tensors of the finished model.
     dtype: Precision
     #: Device of the finished model: ``"cpu"`` or ``"cuda"``.
     device: str
-    #: What torch's allocator may take of the device, in bytes; None for all of it.
+    #: Limit of torch's allocator on the device, in bytes; None for none.
     device_limit_bytes: int | None = None
     #: Whether to compute the digests of the finished model, after the measurement.
     verify: bool
@@ -97,10 +97,10 @@ class MethodJob:
         return dtype
 
 
-#: What a method leaves behind: a model, or the memory that a raw read filled.
+#: Result of a method: a model, or the memory that a raw read filled.
 Loaded = nn.Module | mmap.mmap
 
-#: Does what is not timed, such as building the model on the meta device, and returns the rest.
+#: Does the untimed work, such as building the model on the meta device, and returns the timed work.
 Start = Callable[[MethodJob], Callable[[], Loaded]]
 
 
@@ -110,35 +110,35 @@ class Method:
 
     #: Name in the registry, in tables and on the command line.
     name: str
-    #: What the child process calls.
+    #: Called by the child process.
     start: Start
-    #: What to import before the clock starts: ``"package.module"`` or ``"package.module:name"``.
+    #: Imports before the clock starts: ``"package.module"`` or ``"package.module:name"``.
     imports: tuple[str, ...] = ()
-    #: The checkpoints that it reads, the one that suits it best first.
+    #: Kinds of checkpoints that it reads, the preferred one first.
     reads: tuple[Kind, ...]
-    #: One line on what it does; empty where no page shows it.
+    #: One-line description; empty if no page shows it.
     summary: str = ""
-    #: Name on PyPI of what has to be installed for it; empty for nothing.
+    #: Name on PyPI of the package that it needs; empty for none.
     package: str = ""
-    #: Whether it can take weights from below a key of a larger object.
+    #: Whether it can load weights at a key of a larger object.
     takes_key: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a finished model is, in a form that two processes can compare."""
+    """Digest of a finished model, for comparison between processes."""
 
     #: SHA-256 over name, dtype, shape and the sum of all elements' bit patterns of every tensor.
     weights: str
-    #: Every n-th of the logits on a fixed input, about 500 of them; of a model that is not built in, none.
+    #: Every n-th logit on a fixed input, about 500; empty for a model that is not built in.
     logits: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Memory of one process while it loaded, as growth in bytes; all columns have one length."""
+    """Growth of the memory of one process over time, in bytes; all columns have the same length."""
 
-    #: Since the load began, in seconds.
+    #: Time since the load began, in seconds.
     seconds: tuple[float, ...]
     #: Private anonymous memory.
     anon: tuple[int, ...]
@@ -146,23 +146,23 @@ class Trace:
     file: tuple[int, ...]
     #: Shared memory.
     shmem: tuple[int, ...]
-    #: What all processes use of the accelerator; empty without one.
+    #: Accelerator memory used by all processes; empty without an accelerator.
     device: tuple[int, ...] = ()
 
     def total(self) -> tuple[int, ...]:
-        """Return the resident memory of each moment: all kinds together."""
+        """Return the total resident memory at each moment."""
         return tuple(map(sum, zip(self.anon, self.file, self.shmem, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of one process. Memory is growth over the moment when imports and context were done, in bytes."""
+    """Result of one process. Memory is growth since imports and context creation were done, in bytes."""
 
     #: How it ended.
     status: Status
-    #: Why it did not end well; empty when it did.
+    #: Reason of a failure; empty for ``ok``.
     reason: str = ""
-    #: From the call until every weight was touched, in seconds.
+    #: Time from the call until every weight was touched, in seconds.
     seconds: float = 0.0
     #: Peak of private anonymous memory.
     anon_bytes: int = 0
@@ -170,21 +170,21 @@ class Outcome:
     file_bytes: int = 0
     #: Peak of shared memory.
     shmem_bytes: int = 0
-    #: Peak of the three together.
+    #: Peak of their sum.
     total_bytes: int = 0
-    #: Peak of memory allocated on the accelerator; 0 without one.
+    #: Peak of allocated accelerator memory; 0 without an accelerator.
     device_allocated_bytes: int = 0
-    #: Peak of memory that the allocator reserved on the accelerator; 0 without one.
+    #: Peak of reserved accelerator memory; 0 without an accelerator.
     device_reserved_bytes: int = 0
-    #: The finished model, where the job asked for it.
+    #: Digest of the finished model; None unless the job requested it.
     verdict: Verdict | None = None
-    #: Memory over time; None where the process never came to load.
+    #: Memory over time; None if the load did not begin.
     trace: Trace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Methods that do the same work on the same bytes, and so share one table."""
+    """Methods that do the same work on the same bytes: one table."""
 
     #: Heading of its table.
     title: str
@@ -192,35 +192,35 @@ class Scenario:
     model: str
     #: As in ``MethodJob``.
     model_args: str = "{}"
-    #: As in ``MethodJob``; it is that of ``truth``, copies made for a method hold nothing but weights.
+    #: As in ``MethodJob``, for ``truth``; copies for other methods contain weights only.
     key: str | None = None
     #: Dtype of the finished model.
     dtype: Precision
     #: Device of the finished model.
     device: str
-    #: The columns of seconds.
+    #: States of the page cache, a column each.
     states: tuple[State, ...]
-    #: Which checkpoint each method reads, in the order of the table.
+    #: Checkpoint of each method, in the order of the table.
     checkpoints: dict[str, Path]
     #: F: bytes of the finished tensors.
     final_bytes: int
-    #: The method whose verdict is the truth.
+    #: Method whose verdict is the reference.
     reference: str = REFERENCE
-    #: What the truth is read from; None where it is computed, as that of built-in models is.
+    #: Checkpoint that the reference is read from; None if it is computed, as for built-in models.
     truth: Path | None = None
-    #: Host memory that each process may use, interpreter included, in bytes; None without a limit.
+    #: Limit of each process's host memory, interpreter included, in bytes; None for none.
     host_limit_bytes: int | None = None
     #: As in ``MethodJob``.
     device_limit_bytes: int | None = None
 
     @property
     def short_dtype(self) -> str:
-        """``dtype`` as tables write it."""
+        """Name of ``dtype`` in tables."""
         return SHORT_DTYPES[self.dtype]
 
     @property
     def builtin(self) -> bool:
-        """Whether the model is one of ``gpt2``, whose logits can be compared."""
+        """Whether the model is built in, so that logits can be compared."""
         return ":" not in self.model
 
 
@@ -234,7 +234,7 @@ class Run:
     method: str
     #: State of the page cache.
     state: State
-    #: Counts from 0.
+    #: Number of the repetition, from 0.
     repetition: int
-    #: What became of it.
+    #: Its result.
     outcome: Outcome

@@ -1,6 +1,6 @@
-"""``report.html``: one page with the chart, the tables, the machine and the command, which needs no network.
+"""``report.html``: a self-contained page with the chart, the tables, the machine and the command.
 
-The chart is drawn by uPlot (MIT licence, beside this file), of 50 kB; the page holds it, its style and all data.
+The page embeds its data, its style and uPlot (50 kB, MIT licence in ``assets``), which draws the chart.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def write_report(
 
     Args:
         path: The file.
-        title: What was loaded.
-        machine: What ``_machine.describe`` says.
-        command: The command that makes the page again.
-        scenarios: What was run.
-        runs: What came of it.
+        title: Title of the page.
+        machine: The result of ``machine.describe``.
+        command: The command that reproduces the page.
+        scenarios: The scenarios.
+        runs: Their runs.
 
     Raises:
         ImportError: jinja2 is not installed; torch brings it.
@@ -91,7 +91,7 @@ def _summaries(scenarios: Sequence[Scenario]) -> Iterator[tuple[str, str]]:
 
 
 def _charts(scenario: Scenario, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    """Yield what is drawn of a scenario for each of its states; nothing where no process came to load."""
+    """Yield the chart of each state of a scenario in which a load began."""
     limit = "" if scenario.host_limit_bytes is None else f", {format_bytes(scenario.host_limit_bytes)}"
     shown = [run for run in typical_runs(scenario, runs) if run.outcome.trace is not None]
     for state in scenario.states:

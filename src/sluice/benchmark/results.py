@@ -1,4 +1,4 @@
-"""What came of a comparison, as JSON and as Markdown. Both show the rows that the terminal shows."""
+"""Results of a comparison as JSON and Markdown, with the rows that the terminal shows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["as_document", "show_document", "typical_runs", "write_document", "wr
 def as_document(
     *, machine: dict[str, str], command: str, scenarios: Sequence[Scenario], runs: Sequence[Run]
 ) -> dict[str, Any]:
-    """Return everything that was found as plain values that ``json.dumps`` takes.
+    """Return all results as plain values for ``json.dumps``.
 
     Args:
-        machine: What ``_machine.describe`` says.
-        command: The command that makes these tables again.
-        scenarios: What was run.
-        runs: What came of it.
+        machine: The result of ``machine.describe``.
+        command: The command that reproduces the tables.
+        scenarios: The scenarios.
+        runs: Their runs.
     """
     return {
         "command": command,
@@ -36,9 +36,9 @@ def as_document(
 
 
 def typical_runs(scenario: Scenario, runs: Sequence[Run]) -> Iterator[Run]:
-    """Yield for each method and state of a scenario the run that stands for all of its repetitions.
+    """Yield for each method and state of a scenario the run that represents its repetitions.
 
-    That is the one in the middle by seconds among those that ended well; where none did, the last.
+    That is the median by seconds of the successful runs; if none succeeded, the last run.
     """
     for state in scenario.states:
         for method in scenario.checkpoints:
@@ -57,15 +57,15 @@ def write_results(
     scenarios: Sequence[Scenario],
     runs: Sequence[Run],
 ) -> dict[str, Any]:
-    """Write ``NAME.json`` with every run and ``NAME.md`` with the tables; return the former.
+    """Write ``NAME.json`` with all runs and ``NAME.md`` with the tables; return the content of the former.
 
     Args:
-        directory: Where to write; it is made.
-        name: Stem of the two files.
+        directory: Directory to write to; created if it does not exist.
+        name: Stem of both files.
         machine: As for ``as_document``.
         command: As for ``as_document``.
-        scenarios: What was run.
-        runs: What came of it.
+        scenarios: The scenarios.
+        runs: Their runs.
     """
     document = as_document(machine=machine, command=command, scenarios=scenarios, runs=runs)
     write_document(directory, name, document, [line for each in scenarios for line in (*_markdown(each, runs), "")])
@@ -73,12 +73,12 @@ def write_results(
 
 
 def write_document(directory: Path, name: str, document: Mapping[str, Any], lines: Iterable[str]) -> None:
-    """Write ``NAME.json``, and ``NAME.md`` with the command and the machine above the tables.
+    """Write ``NAME.json``, and ``NAME.md`` with command, machine and tables.
 
     Args:
-        directory: Where to write; it is made.
-        name: Stem of the two files.
-        document: Plain values; among them ``command`` and ``machine``, as for ``as_document``.
+        directory: Directory to write to; created if it does not exist.
+        name: Stem of both files.
+        document: Plain values with keys ``command`` and ``machine``, as for ``as_document``.
         lines: The tables as Markdown.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -91,15 +91,15 @@ def write_document(directory: Path, name: str, document: Mapping[str, Any], line
 def show_document(
     console: Console, directory: Path, name: str, document: Mapping[str, Any], table: Sequence[str], remark: str = ""
 ) -> None:
-    """Write a document of one table as ``write_document`` does, print the table, and say where it is.
+    """Write a document with one table, print the table and the paths.
 
     Args:
-        console: Where to print.
-        directory: Where to write; it is made.
-        name: Stem of the two files.
+        console: Console to print to.
+        directory: Directory to write to; created if it does not exist.
+        name: Stem of both files.
         document: As for ``write_document``.
-        table: Its lines, in Markdown.
-        remark: Said behind the names of the files.
+        table: Lines of the table, in Markdown.
+        remark: Text printed after the paths.
     """
     write_document(directory, name, document, [*table, ""])
     console.print("\n".join(table), highlight=False, markup=False, soft_wrap=True)
@@ -109,7 +109,7 @@ def show_document(
 
 def _scenario(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
     described = dataclasses.asdict(scenario)
-    # Names, not paths of this machine.
+    # Names instead of local paths.
     described["checkpoints"] = {method: path.name for method, path in scenario.checkpoints.items()}
     described["truth"] = scenario.truth and scenario.truth.name
     return {
@@ -129,9 +129,9 @@ def _scenario(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _outcome(outcome: Outcome) -> dict[str, Any]:
-    # A verdict is hundreds of logits, and the row says whether they were right; timelines are listed apart.
-    left_out = {"verdict", "trace"}
-    names = (field.name for field in dataclasses.fields(outcome) if field.name not in left_out)
+    # A verdict holds hundreds of logits, and the row says whether they are right; timelines are listed separately.
+    omitted = {"verdict", "trace"}
+    names = (field.name for field in dataclasses.fields(outcome) if field.name not in omitted)
     return {name: getattr(outcome, name) for name in names}
 
 

@@ -41,7 +41,7 @@ class _Accelerator(Devices):
     """One device, or none, as torch counts it: NVML's binding need not be installed."""
 
     def __init__(self, look: Callable[[], int] | None) -> None:
-        super().__init__(wanted=False)
+        super().__init__(enabled=False)
         self._look = look
         self.names = ["accelerator"] if look else []
 

@@ -1,6 +1,7 @@
-"""From an open checkpoint to files: what ``sluice.convert`` takes, which files it writes, and the stream between.
+"""Conversions: checkpoint files to files of another format, dtype or naming, through a fixed amount of memory.
 
-In: an open checkpoint and a ``Conversion``. Out: files in the requested form.
+In: an open checkpoint and a ``Conversion``. Out: files that are complete or absent, and a ``Written`` record.
 
-Start with ``tensor_files`` or ``torch_files``.
+Entry functions: ``tensor_files.convert_to_safetensors`` and ``convert_to_directory``, ``torch_files.convert_to_torch``
+and ``convert_to_parameters``.
 """

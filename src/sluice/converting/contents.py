@@ -1,4 +1,4 @@
-"""What a conversion takes from a checkpoint: its whole tree, or the flat state dict that a format holds. No torch."""
+"""Select the content of a conversion: the whole tree of a checkpoint, or a flat state dict. No torch."""
 
 from __future__ import annotations
 
@@ -18,75 +18,78 @@ from sluice.rules._apply import Rule, apply_rules
 
 __all__ = ["ConvertedContents", "flat_contents", "refuse_repeats", "stored_once", "whole_contents"]
 
-#: Names that a note lists.
+#: Number of names that a note lists.
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedContents:
-    """What is converted."""
+    """The converted part of a checkpoint."""
 
-    #: The object: a nested one, or a flat dict of entries.
+    #: A nested object, or a flat dict of entries.
     tree: object
-    #: Where it lies in the checkpoint; empty for the whole.
+    #: Its key in the checkpoint; empty for the whole.
     key: str
-    #: What was left out, a sentence each.
+    #: Sentences about omitted content.
     notes: tuple[str, ...]
 
 
 def whole_contents(
     checkpoint: OpenCheckpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]
 ) -> ConvertedContents:
-    """Return the whole object, or the part at ``key``; with new names or rules the state dict in it, flat.
+    """Return the whole object or the part at ``key``; with ``rename`` or ``rules`` the state dict in it, flat.
 
     Raises:
-        MismatchError: There is nothing at ``key``, no single state dict to rename, or the rules do not apply.
-        UnsafeContentError: It holds an object that only running code could build.
-        UnsupportedError: It holds a tensor of a kind that sluice does not read.
+        MismatchError: ``key`` does not exist, there is no unique state dict to rename, or the rules do not apply.
+        UnsafeContentError: It contains an object that only running code could build.
+        UnsupportedError: It contains a kind of tensor that sluice does not read.
     """
     tree = _with_ties(checkpoint)
     if rename is None and not rules:
         chosen = subtree(tree, key or "")
         _tree.refuse_opaques(chosen, checkpoint.path)
         return ConvertedContents(tree=chosen, key=key or "", notes=tuple(_left_out(tree, chosen, key or "")))
-    chosen, found = _state_dict(checkpoint, tree, key)
-    made: dict[str, object] = {**_entries(checkpoint, chosen, rename, rules)}
+    chosen, path = _state_dict(checkpoint, tree, key)
+    renamed: dict[str, object] = {**_entries(checkpoint, chosen, rename, rules)}
     values = {name: value for name, value in _tree.leaves(chosen) if not isinstance(value, Entry)}
     for name, value in rename_entries(values, rename).items():
-        if name in made:
-            raise MismatchError("a tensor gets the name of another value", file=checkpoint.path, tensor=name)
-        made[name] = value
-    state_dict = OrderedDict(made)
+        if name in renamed:
+            raise MismatchError(
+                "rename maps a tensor and another value to the same name", file=checkpoint.path, tensor=name
+            )
+        renamed[name] = value
+    state_dict = OrderedDict(renamed)
     state_dict.__dict__.update(getattr(chosen, "__dict__", {}))
-    return ConvertedContents(tree=state_dict, key=found, notes=tuple(_left_out(tree, chosen, found)))
+    return ConvertedContents(tree=state_dict, key=path, notes=tuple(_left_out(tree, chosen, path)))
 
 
 def flat_contents(
     checkpoint: OpenCheckpoint, *, key: str | None, rename: Rename | None, rules: Sequence[Rule]
 ) -> ConvertedContents:
-    """Return the tensors of the state dict at ``key``, or of the only one, by name.
+    """Return the tensors of the state dict at ``key``, or of the only state dict, by name.
 
     Raises:
-        MismatchError: There is nothing at ``key``, no single state dict, a name is no text, or the rules do not apply.
-        UnsafeContentError: It holds an object that only running code could build.
-        UnsupportedError: It holds a tensor of a kind that sluice does not read.
+        MismatchError: ``key`` does not exist, there is no unique state dict, a name is not a string, or the rules do
+            not apply.
+        UnsafeContentError: It contains an object that only running code could build.
+        UnsupportedError: It contains a kind of tensor that sluice does not read.
     """
     tree = _with_ties(checkpoint)
-    chosen, found = _state_dict(checkpoint, tree, key)
-    notes = list(_left_out(tree, chosen, found))
+    chosen, path = _state_dict(checkpoint, tree, key)
+    notes = list(_left_out(tree, chosen, path))
     values = [name for name, value in _tree.leaves(chosen) if not isinstance(value, Entry)]
     if values:
-        notes.append(f"{len(values)} values that are no tensors were left out: {_some(values)}")
+        notes.append(f"{len(values)} values that are not tensors were left out: {_some(values)}")
     flags = sum(entry.parameter for entry in _tree.every_entry(chosen))
     if flags:
         notes.append(f"{flags} parameters became plain tensors: the format has no requires_grad")
-    return ConvertedContents(tree=_entries(checkpoint, chosen, rename, rules), key=found, notes=tuple(notes))
+    return ConvertedContents(tree=_entries(checkpoint, chosen, rename, rules), key=path, notes=tuple(notes))
 
 
 def stored_once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the entries without further names of the same tensor, and those names with the one that stays.
+    """Return each distinct tensor under one name, and the other names mapped to it.
 
-    The name that stays is the first in alphabetical order, as ``save`` has it.
+    The first name in alphabetical order is kept, as in ``sluice.save``.
     """
     firsts: dict[Entry, str] = {}
     aliases: dict[str, str] = {}
@@ -101,24 +104,23 @@ def stored_once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[st
 
 
 def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> None:
-    """Refuse to write far more bytes than the source holds: expanded tensors, and views that overlap.
+    """Refuse to write many more bytes than the source holds: expanded tensors, and overlapping views.
 
     Raises:
-        LimitError: They are more than ``limits.repeated_bytes``.
+        LimitError: The additional bytes exceed ``limits.repeated_bytes``.
     """
-    written: Counter[int] = Counter()
+    written_bytes: Counter[int] = Counter()
     for entry in entries.values():
         for piece in entry.pieces:
             if piece.constant is None:
-                written[piece.storage] += piece.nbytes
+                written_bytes[piece.storage] += piece.nbytes
     storages = checkpoint.index.storages
-    repeated = {number: nbytes - storages[number].nbytes for number, nbytes in written.items()}
+    repeated = {number: nbytes - storages[number].nbytes for number, nbytes in written_bytes.items()}
     total = sum(nbytes for nbytes in repeated.values() if nbytes > 0)
     if total > checkpoint.limits.repeated_bytes:
         worst = max(entries, key=lambda name: entries[name].nbytes)
         raise LimitError(
-            "tensors repeat bytes that the checkpoint holds once, and each would be written in full; "
-            "format='torch' keeps them as views",
+            "views of shared bytes would be written in full; format='torch' keeps them as views",
             file=checkpoint.path,
             tensor=worst,
             expected=f"at most {checkpoint.limits.repeated_bytes} bytes more (repeated_bytes)",
@@ -127,26 +129,26 @@ def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> 
 
 
 def _state_dict(checkpoint: OpenCheckpoint, tree: object, key: str | None) -> tuple[Mapping[str, object], str]:
-    found = only_state_dict(tree, checkpoint.path) if key is None else key
-    chosen = subtree(tree, found)
+    path = only_state_dict(tree, checkpoint.path) if key is None else key
+    chosen = subtree(tree, path)
     if not isinstance(chosen, Mapping):
         problem = "this part of the checkpoint is not a state dict"
-        raise MismatchError(problem, file=checkpoint.path, tensor=found, found=type(chosen).__name__)
+        raise MismatchError(problem, file=checkpoint.path, tensor=path, found=type(chosen).__name__)
     _tree.refuse_opaques(chosen, checkpoint.path)
-    return chosen, found
+    return chosen, path
 
 
 def _entries(
     checkpoint: OpenCheckpoint, chosen: Mapping[str, object], rename: Rename | None, rules: Sequence[Rule]
 ) -> dict[str, Entry]:
     for key in _tree.odd_keys(chosen):
-        problem = f"names of tensors are texts, not {type(key).__name__}"
+        problem = f"tensor names must be strings, not {type(key).__name__}"
         raise MismatchError(problem, file=checkpoint.path, tensor=repr(key)[:80])
     return apply_rules(rename_entries(_tree.flatten(chosen, checkpoint.limits), rename), rules)
 
 
 def _with_ties(checkpoint: OpenCheckpoint) -> object:
-    """Return the tree with the names that a safetensors file keeps in its metadata for tensors stored under others."""
+    """Return the tree with the tied names that a safetensors file keeps in its metadata only."""
     tree = checkpoint.index.tree
     ties = checkpoint.stored_names
     if not ties or not isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""What one conversion is asked for, and what it makes."""
+"""Records of a conversion: its source, destination and options, and the files that it wrote."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ __all__ = ["Conversion", "Written", "existing"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """One conversion, and what was asked for."""
+    """Source, destination and options of a conversion."""
 
-    #: Where the bytes come from.
+    #: The source.
     checkpoint: OpenCheckpoint
-    #: The file or directory.
+    #: The file or directory to write.
     destination: Path
-    #: Dtype that real floating-point tensors are cast to; None for none.
+    #: Dtype to which real floating-point tensors are cast; None keeps theirs.
     dtype: str | None
-    #: Bytes of tensors in one shard; None for one file.
+    #: Largest size of the tensors in one shard, in bytes; None for a single file.
     limit_bytes: int | None
-    #: Whether what exists may be replaced.
+    #: Whether existing files may be replaced.
     overwrite: bool
-    #: Who hears of it.
+    #: Whether to draw a progress bar, or the function that receives its events.
     progress: Progress
-    #: How much memory may grow; None for the defaults.
+    #: Limits of memory growth; None for the defaults.
     memory: MemoryLimits | None
-    #: How the source is read.
+    #: Use of the page cache when the source is read.
     page_cache: PageCache
-    #: Gets a hash of each tensor; None for none.
+    #: Receives a hash of each tensor; None for none.
     manifest: ManifestWriter | None
-    #: Whether nothing is written.
+    #: Whether to plan only and write nothing.
     dry_run: bool
 
     def finished(self, entry: Entry) -> str:
-        """Return the dtype that an entry has in the file."""
-        wanted = self.dtype if self.dtype is not None and is_castable(entry.dtype) else entry.dtype
-        return entry.cast or wanted
+        """Return the dtype of an entry in the file."""
+        default = self.dtype if self.dtype is not None and is_castable(entry.dtype) else entry.dtype
+        return entry.cast or default
 
     def casts(self, entries: Iterable[Entry]) -> Counter[str]:
-        """Return how many entries have another dtype in the file, by both dtypes."""
+        """Return the number of cast entries by pair of dtypes: ``{"float32 -> bfloat16": 148}``."""
         pairs = ((entry.dtype, self.finished(entry)) for entry in entries)
         return Counter(f"{own} -> {finished}" for own, finished in pairs if own != finished)
 
     def outlines(self, entries: Mapping[str, Entry]) -> dict[str, TensorOutline]:
-        """Return what the file says of each entry."""
+        """Return dtype and shape in the file of each entry."""
         return {name: TensorOutline(self.finished(entry), entry.shape) for name, entry in entries.items()}
 
     def offsets(self, entries: Sequence[Entry]) -> Mapping[int, int]:
-        """Check the headers that belong to the data, before anything is made, and return where it begins."""
+        """Check the headers of all data before anything is written; return the offset of each storage, in bytes."""
         return self.checkpoint.locate({number for entry in entries if entry.numel for number in entry.storages})
 
     @contextmanager
     def stream(self, tensors: int, nbytes: int) -> Iterator[Stream]:
-        """Yield what moves ``tensors`` tensors of ``nbytes`` bytes, and reports it."""
+        """Lend a stream for ``tensors`` tensors of ``nbytes`` bytes in total, with progress."""
         with byte_progress(self.progress, str(self.destination), nbytes) as report:
             stream = Stream(
                 self.checkpoint, tensors=tensors, memory=self.memory, page_cache=self.page_cache, progress=report
@@ -77,22 +77,22 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a conversion made, or would make."""
+    """Files that a conversion wrote, or would write."""
 
-    #: Bytes of each file.
+    #: Size of each file, in bytes.
     files: Mapping[Path, int]
-    #: Files that existed.
+    #: Files that existed before.
     replaced: tuple[str, ...]
-    #: Tensors in the files.
+    #: Number of tensors in the files.
     tensors: int
-    #: Bytes of tensor data.
+    #: Size of the tensor data, in bytes.
     nbytes: int
-    #: Tensors that are cast, by both dtypes.
+    #: Number of cast tensors by pair of dtypes.
     casts: Mapping[str, int]
-    #: Names that are not stored, with the one that is.
+    #: Names of tied tensors that are not stored, mapped to the stored name.
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def existing(paths: Iterable[Path]) -> tuple[str, ...]:
-    """Return those of the paths at which there is something."""
+    """Return the paths that exist."""
     return tuple(str(path) for path in paths if os.path.lexists(path))

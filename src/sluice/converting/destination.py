@@ -1,4 +1,4 @@
-"""Whether a conversion may write where it is asked to: never over what it still has to read. No torch."""
+"""Check that a conversion does not write over files that it still has to read. No torch."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__ = ["check_destination"]
 
 
 def check_destination(checkpoint: OpenCheckpoint, destination: Path, chosen: str) -> None:
-    """Refuse a destination whose writing would damage the source, or change what its directory means.
+    """Refuse a destination that would damage the source, or change the content of its directory.
 
-    A file may replace the one file that it is made of, because it takes its name when all is read. So may a model
-    directory in the Hugging Face layout replace itself: new shards have names of their own until the last moment.
+    A file may replace the only file of the source, because it is renamed after everything is read. A model directory in
+    the Hugging Face layout may replace itself, because new shards have names of their own until the last step.
 
     Args:
-        checkpoint: What is converted.
+        checkpoint: The source.
         destination: The file or directory.
-        chosen: The format that is written.
+        chosen: The format to write.
 
     Raises:
-        SaveError: It is one of several files of the source, inside of the source's directory, or that directory in
-            another format.
+        SaveError: The destination is one of several files of the source, or its directory in a different format, or
+            inside that directory.
     """
     final = os.path.realpath(destination)
     sources = {os.path.realpath(path) for path in checkpoint.files if os.path.exists(path)}
     if chosen in {"torch", "safetensors"}:
         if len(sources) > 1 and final in sources:
-            raise SaveError("this is one of the files that are converted", file=str(destination))
+            raise SaveError("the destination is one of the source files", file=str(destination))
     elif chosen == "per-parameter" and any(_inside(path, final) for path in sources):
-        problem = "files that are converted lie in this directory, where each new file would replace one at once"
+        problem = "the destination directory contains source files that are still to be read"
         raise SaveError(problem, file=str(destination))
     if not os.path.isdir(checkpoint.path):
         return
@@ -41,7 +41,7 @@ def check_destination(checkpoint: OpenCheckpoint, destination: Path, chosen: str
     if same and (chosen, checkpoint.format) == ("huggingface", "huggingface-safetensors"):
         return
     if same or _inside(final, directory):
-        problem = "the destination lies in the directory that is converted, and would change what it holds"
+        problem = "the destination is inside the source directory and would change its content"
         raise SaveError(problem, file=str(destination), found=f"source {checkpoint.path}")
 
 

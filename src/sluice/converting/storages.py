@@ -1,8 +1,8 @@
-"""The storages of a torch file that is converted to: where each tensor ends, and what fills them, batch by batch.
+"""Storages of a torch file that a conversion writes: the place of each tensor, and the targets, batch by batch.
 
-The records of all targets of 100,000 tensors would take more than their index. So they are laid out twice: once for the
-places of the tensors, which are columns of numbers, and again batch by batch to be filled. Tensors that share bytes are
-in one batch.
+The records of all targets of 100,000 tensors would take more memory than their index. Targets are therefore laid out
+twice: first for the places of the tensors, which are kept in columns of numbers, and again batch by batch when they are
+filled. Tensors that share bytes are in the same batch.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ __all__ = ["Storages", "descriptions", "stored_bytes"]
 
 
 class Storages:
-    """Numbered storages in which views of the same bytes of the source share one."""
+    """Numbered storages; views of the same bytes of the source share one."""
 
     def __init__(
         self, conversion: Conversion, entries: Sequence[Entry], dense: Sequence[Entry], names: Sequence[str]
     ) -> None:
-        """Decide where each tensor lies.
+        """Assign each tensor a place.
 
         Args:
             conversion: The conversion.
             entries: The tensors.
-            dense: The ``components`` of all, one after the other.
-            names: What messages call each of these.
+            dense: The ``components`` of all entries, in order.
+            names: Name of each component, for messages.
         """
         self._conversion = conversion
         self._dense = dense
         self._names = names
-        # They are never cast, and the same integers may be a tensor of their own: one storage has one dtype.
+        # Never cast. The same integers may also be a separate tensor, and a storage has one dtype.
         self._quantized = {id(part) for entry in entries if _is_quantized(entry) for part in entry.components}
         self._offsets = conversion.offsets(dense)
         self._order = _neighbours(dense)
-        #: Bytes of each storage.
+        #: Size of each storage, in bytes.
         self.sizes = array("Q")
         self._storage, self._start = array("Q", bytes(8 * len(dense))), array("Q", bytes(8 * len(dense)))
-        #: Steps of those tensors that have others than in the source, by position.
+        #: Strides that differ from those in the source, by position.
         self._stride: dict[int, tuple[int, ...]] = {}
         for positions in self._batches():
             self._note(positions, *self._lay_out(positions))
@@ -62,12 +62,12 @@ class Storages:
                 self._stride[position] = view.stride
 
     def targets(self) -> Iterator[Target]:
-        """Yield what fills each storage; few are held at once."""
+        """Yield the target of each storage, laid out batch by batch."""
         for positions in self._batches():
             yield from self._lay_out(positions)[0]
 
     def geometry(self, position: int) -> Geometry:
-        """Return what the pickle says of a tensor."""
+        """Return the description of a tensor for the pickle."""
         entry = self._dense[position]
         storage, dtype = self._storage[position], self._dtype(position)
         return Geometry(
@@ -98,7 +98,7 @@ class Storages:
         return shared_targets(requests, self._conversion.checkpoint.index, self._offsets)
 
     def _batches(self) -> Iterator[list[int]]:
-        """Yield positions in groups; tensors that may share bytes of the source are in the same."""
+        """Yield groups of positions; tensors that may share bytes of the source are in the same group."""
         batch: list[int] = []
         fills, last, end = 0, None, 0
         for position in map(int, self._order):
@@ -118,9 +118,9 @@ class Storages:
 
 
 def _neighbours(dense: Sequence[Entry]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return positions such that the tensors of one source follow each other, by their first bytes.
+    """Return the positions grouped by storage and sorted by first byte.
 
-    The sources come in the order in which they are met.
+    Storages are in order of first occurrence.
     """
     sources = (entry.storage if entry.storage != NO_STORAGE else hash(entry.parts) for entry in dense)
     _, first, group = np.unique(
@@ -131,7 +131,7 @@ def _neighbours(dense: Sequence[Entry]) -> np.ndarray[tuple[int], np.dtype[np.in
 
 
 def stored_bytes(conversion: Conversion, entry: Entry) -> int:
-    """Return the bytes that an entry takes in a file of its own, of a tensor that is not expanded."""
+    """Return the size of an entry in a file of its own, in bytes, if it is not expanded."""
     dtypes = (part.dtype if _is_quantized(entry) else conversion.finished(part) for part in entry.components)
     return sum(part.numel * ITEM_BYTES[dtype] for part, dtype in zip(entry.components, dtypes, strict=True))
 
@@ -141,19 +141,19 @@ def _is_quantized(entry: Entry) -> bool:
 
 
 def descriptions(entries: Iterable[Entry], storages: Storages) -> Iterator[Described]:
-    """Yield what the pickle says of each entry, all of those that the storages were made for."""
+    """Yield the description of each entry for the pickle; ``entries`` are all entries of the storages."""
     positions = count()
     for entry in entries:
         parts = [storages.geometry(next(positions)) for _ in entry.components]
         yield Described(
-            made_of=_made_of(entry, parts),
+            content=_describe(entry, parts),
             requires_grad=entry.requires_grad,
             parameter=entry.parameter,
             attributes=entry.attributes,
         )
 
 
-def _made_of(entry: Entry, parts: Sequence[Geometry]) -> Geometry | SparseParts | QuantizedParts:
+def _describe(entry: Entry, parts: Sequence[Geometry]) -> Geometry | SparseParts | QuantizedParts:
     composite = entry.composite
     if composite is None:
         return parts[0]

@@ -1,4 +1,4 @@
-"""Conversions to files of tensors by name: one safetensors file, or a model directory."""
+"""Conversions to safetensors: a single file, or a Hugging Face model directory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def convert_to_directory(conversion: Conversion, tree: object) -> Written:
 
 
 def _once(conversion: Conversion, tree: object) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return what a safetensors file holds: each tensor under one name, and its other names."""
+    """Return each tensor under one name, and its other names; check sizes and headers."""
     assert isinstance(tree, dict)
     entries, aliases = stored_once(tree)
     refuse_repeats(entries, conversion.checkpoint)
@@ -82,18 +82,18 @@ def _once(conversion: Conversion, tree: object) -> tuple[dict[str, Entry], dict[
 
 
 def _metadata(conversion: Conversion, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return the text of the header: what a safetensors source says of itself, and the names that are not stored."""
+    """Return ``__metadata__`` of the file: the metadata of a safetensors source, and the names that are not stored."""
     own = conversion.checkpoint.metadata if "safetensors" in conversion.checkpoint.format else {}
     stored = conversion.checkpoint.entries
-    kept = {name: text for name, text in own.items() if text not in stored}  # the others were names of tied tensors
+    kept = {name: text for name, text in own.items() if text not in stored}  # the rest are tied names
     return {"format": "pt", **kept, **aliases}
 
 
 def _fill_safetensors(
     conversion: Conversion, entries: Mapping[str, Entry], stream: Stream, layout: SafetensorsLayout, out: Replacement
 ) -> None:
-    """Write a file, without committing it."""
-    # Hashes look pieces up again that came before their turn, in the page cache.
+    """Write a file without committing it."""
+    # Hashing reads early pieces back through the page cache, so direct writes are off.
     out.reserve(layout.nbytes, None if conversion.manifest else stream.writing)
     out.write_at(0, layout.header)
     offsets = conversion.offsets(())
@@ -131,7 +131,7 @@ def _write_tensor(
     at: int,
     piece: memoryview,
 ) -> None:
-    """Write a piece of a tensor of a safetensors file, and hash it."""
+    """Write a piece of a tensor and hash it."""
     start = starts[position]
     out.write_at(start + at, piece)
     if manifest:

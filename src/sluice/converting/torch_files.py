@@ -1,4 +1,4 @@
-"""Conversions to torch zip files: one with the whole object, or one for each tensor."""
+"""Conversions to torch zip files: a single file with the whole object, or one file per tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sluice.writing.torch_zip import TorchZipWriter
 
 __all__ = ["convert_to_parameters", "convert_to_torch"]
 
-#: Files of single parameters that are written together: each takes a descriptor.
+#: Number of single-tensor files that are written together: each takes a descriptor.
 _FILES_AT_ONCE = 32
 
 
@@ -41,53 +41,53 @@ def convert_to_torch(conversion: Conversion, tree: object) -> Written:
     """Write the whole object to one ``torch.save`` file."""
     names = flatten(tree, conversion.checkpoint.limits) if conversion.manifest else {}
     laid_out = _lay_out(conversion, tree, names)
-    made = laid_out.made
+    writer = laid_out.writer
     out = Replacement(conversion.destination, overwrite=conversion.overwrite or conversion.dry_run)
     replaced = existing([conversion.destination])
     if not conversion.dry_run:
-        with conversion.stream(laid_out.tensors, made.nbytes) as stream, out:
+        with conversion.stream(laid_out.tensors, writer.nbytes) as stream, out:
             _fill_torch_files(conversion, stream, [(laid_out, out)])
-            out.commit(nbytes=made.finish(out))
+            out.commit(nbytes=writer.finish(out))
         _hash_written(conversion, conversion.destination, laid_out.apart)
     return Written(
-        files={conversion.destination: made.file_bytes},
+        files={conversion.destination: writer.file_bytes},
         replaced=replaced,
         tensors=laid_out.tensors,
-        nbytes=made.nbytes,
+        nbytes=writer.nbytes,
         casts=laid_out.casts,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TorchFile:
-    """A decided torch file and what its storages are made of."""
+    """Layout of a torch file and the sources of its storages."""
 
-    made: TorchZipWriter
+    writer: TorchZipWriter
     storages: Storages
-    #: Tensor objects in it.
+    #: Number of tensor objects in it.
     tensors: int
-    #: Tensors that are cast, by both dtypes.
+    #: Number of cast tensors by pair of dtypes.
     casts: Mapping[str, int]
-    #: What the manifest says of its tensors, by their names there.
+    #: Dtype and shape of its tensors, by their names in the manifest.
     hashed: Mapping[str, TensorOutline]
-    #: Names for the manifest of tensors that lie in row-major order in a storage: storage and first byte.
+    #: Storage and first byte of tensors in row-major order in a storage, by their names in the manifest.
     together: Mapping[str, tuple[int, int]]
-    #: Names for the manifest of the others, and what they are called in the file.
+    #: Names in the file of the other tensors, by their names in the manifest.
     apart: Mapping[str, str]
 
 
 def _lay_out(conversion: Conversion, tree: object, hashed: Mapping[str, Entry]) -> _TorchFile:
-    """Decide a torch file: views of the same bytes share a storage, as in the source.
+    """Lay out a torch file; views of the same bytes share a storage, as in the source.
 
     Args:
         conversion: The conversion.
-        tree: What the file holds.
+        tree: The object to save.
         hashed: The tensors of the manifest, by their names in it.
     """
-    walked = walk_object(tree, _look)
+    walked = walk_object(tree, _attributes)
     dense = [part for entry in walked.tensors for part in entry.components]
     storages = Storages(conversion, walked.tensors, dense, _names(tree, walked.tensors))
-    made = TorchZipWriter(pickle_object(tree, walked, descriptions(walked.tensors, storages)), storages.sizes)
+    writer = TorchZipWriter(pickle_object(tree, walked, descriptions(walked.tensors, storages)), storages.sizes)
     positions = {id(entry): position for position, entry in enumerate(dense)} if hashed else {}
     together: dict[str, tuple[int, int]] = {}
     for name, entry in hashed.items():
@@ -96,7 +96,7 @@ def _lay_out(conversion: Conversion, tree: object, hashed: Mapping[str, Entry]) 
             together[name] = (view.storage, view.start * ITEM_BYTES[view.dtype])
     own = {id(entry): name for name, entry in walk(tree)} if len(together) < len(hashed) else {}
     return _TorchFile(
-        made=made,
+        writer=writer,
         storages=storages,
         tensors=len(walked.tensors),
         casts=conversion.casts(walked.tensors),
@@ -106,7 +106,7 @@ def _lay_out(conversion: Conversion, tree: object, hashed: Mapping[str, Entry]) 
     )
 
 
-def _look(value: object) -> Mapping[str, object] | None:
+def _attributes(value: object) -> Mapping[str, object] | None:
     if isinstance(value, Entry):
         return value.attributes or {}
     if is_plain(value):
@@ -115,7 +115,7 @@ def _look(value: object) -> Mapping[str, object] | None:
 
 
 def _names(tree: object, entries: Iterable[Entry]) -> list[str]:
-    """Return what messages call the dense tensors that the entries are made of."""
+    """Return a name for messages for each component of the entries."""
     names = {id(entry): name for name, entry in walk(tree)}
     return [names.get(id(entry), "_metadata") for entry in entries for _ in entry.components]
 
@@ -123,23 +123,23 @@ def _names(tree: object, entries: Iterable[Entry]) -> list[str]:
 class _Place(NamedTuple):
     """A storage of a file under construction."""
 
-    made: TorchZipWriter
+    writer: TorchZipWriter
     out: NewFile
     storage: int
     target: Target
 
 
 def _fill_torch_files(conversion: Conversion, stream: Stream, files: Sequence[tuple[_TorchFile, NewFile]]) -> None:
-    """Write the storages of files, all together in the order of the source; the caller finishes and commits each."""
+    """Write the storages of all files in the order of the source; the caller finishes and commits each file."""
     first = 0
     for laid_out, out in files:
-        # Hashes look pieces up again that came before their turn, in the page cache.
-        out.reserve(laid_out.made.records_bytes, None if conversion.manifest else stream.writing)
+        # Hashing reads early pieces back through the page cache, so direct writes are off.
+        out.reserve(laid_out.writer.records_bytes, None if conversion.manifest else stream.writing)
         if conversion.manifest:
             _expect(conversion.manifest, laid_out, first)
         first += len(laid_out.storages.sizes)
     places = (
-        _Place(laid_out.made, out, storage, target)
+        _Place(laid_out.writer, out, storage, target)
         for laid_out, out in files
         for storage, target in enumerate(laid_out.storages.targets())
     )
@@ -150,28 +150,28 @@ def _fill_torch_files(conversion: Conversion, stream: Stream, files: Sequence[tu
 
 
 def _fill(manifest: ManifestWriter | None, stream: Stream, places: Sequence[_Place], first: int) -> None:
-    """Write some of the storages, of which the manifest knows the first by the number ``first``."""
+    """Write a batch of storages; ``first`` is the number of the first one in the manifest."""
     targets = [place.target for place in places]
-    # A CRC is put together from long pieces; of what comes in short ones it is taken when all of it is there.
+    # The CRC of a storage that arrives in many short pieces is computed from the file when it is complete.
     scattered = {position for position, target in enumerate(targets) if stream.is_scattered(target)}
 
     def write(position: int, at: int, piece: memoryview) -> None:
-        made, out, storage, _ = places[position]
-        made.write(out, storage, at, piece, account=position not in scattered)
+        writer, out, storage, _ = places[position]
+        writer.write(out, storage, at, piece, account=position not in scattered)
         if manifest:
-            manifest.piece(first + position, at, piece, partial(made.read, out, storage))
+            manifest.piece(first + position, at, piece, partial(writer.read, out, storage))
 
     stream.move(targets, write)
     if manifest:
         for position in range(len(targets)):
             manifest.done(first + position)
     for position in scattered:
-        made, out, storage, _ = places[position]
-        made.account_written(out, storage)
+        writer, out, storage, _ = places[position]
+        writer.account_written(out, storage)
 
 
 def _expect(manifest: ManifestWriter, laid_out: _TorchFile, first: int) -> None:
-    """Announce the tensors that will be hashed on their way; storages are numbered from ``first``."""
+    """Announce the tensors that are hashed while they are written; storages are numbered from ``first``."""
     for name, (storage, start) in laid_out.together.items():
         tensor = laid_out.hashed[name]
         manifest.expect(
@@ -180,7 +180,7 @@ def _expect(manifest: ManifestWriter, laid_out: _TorchFile, first: int) -> None:
 
 
 def _hash_written(conversion: Conversion, path: Path, names: Mapping[str, str]) -> None:
-    """Hash tensors of a finished file whose elements it does not hold in row-major order."""
+    """Hash the tensors of a finished file that are not in row-major order in it."""
     if conversion.manifest is None or not names:
         return
     staging = Staging.make(options.SCRATCH_BYTES)
@@ -200,7 +200,7 @@ def convert_to_parameters(conversion: Conversion, tree: object) -> Written:
     refuse_repeats(tree, conversion.checkpoint)
     conversion.offsets(list(tree.values()))
     paths = {name: conversion.destination / parameter_file(name) for name in tree}
-    replaced = existing(sorted(conversion.destination.glob(parameter_file("*"))))  # all of them, whatever their names
+    replaced = existing(sorted(conversion.destination.glob(parameter_file("*"))))  # all, not only those of tree
     nbytes = sum(stored_bytes(conversion, entry) for entry in tree.values())
     files: dict[Path, int] = {}
     with ExitStack() as stack:
@@ -214,7 +214,7 @@ def convert_to_parameters(conversion: Conversion, tree: object) -> Written:
             laid_out = [
                 _lay_out(conversion, tree[name], {name: tree[name]} if conversion.manifest else {}) for name in names
             ]
-            files |= {paths[name]: one.made.file_bytes for name, one in zip(names, laid_out, strict=True)}
+            files |= {paths[name]: one.writer.file_bytes for name, one in zip(names, laid_out, strict=True)}
             if hidden:
                 places = [hidden / parameter_file(name) for name in names]
                 _write_parameters(stream, list(zip(laid_out, places, strict=True)), conversion)
@@ -229,7 +229,7 @@ def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], 
         laid_out = [one for one, _ in files]
         _fill_torch_files(conversion, stream, list(zip(laid_out, outs, strict=True)))
         for one, out in zip(laid_out, outs, strict=True):
-            out.seal(nbytes=one.made.finish(out))
+            out.seal(nbytes=one.writer.finish(out))
     for one, path in files:
         _hash_written(conversion, path, one.apart)
 

@@ -1,4 +1,10 @@
-"""Memory of the host and of accelerators, measured from outside and limited. Usable without anything else of sluice."""
+"""Measure and limit the memory of a process: host memory by kind, control groups and accelerators.
+
+In: a block of code, a function or a command, and a limit. Out: a ``MemoryReport`` or a ``LimitedRun``. Independent of
+the rest of sluice's API.
+
+Entry functions: ``measure``, ``run_limited`` and ``limited_group``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's allocators hold on accelerators. Asks only a torch that is imported and a device that is in use."""
+"""Memory held by torch's accelerator allocators; read only if torch is imported and the device is initialized."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["DeviceMeter"]
 
-#: Modules of torch whose devices have an allocator with these figures.
+#: Modules of torch whose allocators have these statistics.
 _KINDS = ("cuda", "xpu")
 
 
@@ -19,7 +19,7 @@ class _Held:
 
 
 class DeviceMeter:
-    """Peak and current memory of each accelerator, from the moment it is made."""
+    """Peak and current memory of each accelerator since the construction of the meter."""
 
     def __init__(self) -> None:
         self._start: dict[str, _Held] = {}
@@ -28,28 +28,28 @@ class DeviceMeter:
             self._start[device] = _Held(module.memory_allocated(number), module.memory_reserved(number))
 
     def allocated(self) -> dict[str, int]:
-        """Return the bytes that each allocator has given out now."""
+        """Return the currently allocated bytes of each device."""
         return {device: module.memory_allocated(number) for device, module, number in _devices()}
 
     def uuids(self) -> dict[str, str]:
-        """Return the UUID of each device, as NVML writes it; a device that has none is left out."""
-        found = {device: _uuid(module, number) for device, module, number in _devices()}
-        return {device: uuid for device, uuid in found.items() if uuid}
+        """Return the UUID of each device that has one, as NVML writes it."""
+        uuids = {device: _uuid(module, number) for device, module, number in _devices()}
+        return {device: uuid for device, uuid in uuids.items() if uuid}
 
     def growth(self) -> dict[str, tuple[int, int, int]]:
-        """Return for each device its largest growth of allocated and of reserved bytes, and the growth that remains.
+        """Return for each device the peak growth of allocated and reserved bytes, and the remaining growth.
 
-        A device that was first used after the start has grown from nothing.
+        The growth of a device that was first used after the start is counted from 0.
         """
-        found = {}
+        growth = {}
         for device, module, number in _devices():
             start = self._start.get(device, _Held(0, 0))
-            found[device] = (
+            growth[device] = (
                 module.max_memory_allocated(number) - start.allocated,
                 module.max_memory_reserved(number) - start.reserved,
                 module.memory_allocated(number) - start.allocated,
             )
-        return found
+        return growth
 
 
 def _uuid(module: Any, number: int) -> str:
@@ -58,7 +58,7 @@ def _uuid(module: Any, number: int) -> str:
 
 
 def _devices() -> list[tuple[str, Any, int]]:
-    """Return name, module and number of each accelerator that this process uses already."""
+    """Return name, torch module and number of each initialized accelerator."""
     torch = sys.modules.get("torch")
     modules = [(kind, getattr(torch, kind, None)) for kind in _KINDS]
     return [

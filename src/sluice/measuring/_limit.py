@@ -1,12 +1,12 @@
-"""Runs a program under a hard memory limit: in a control group of its own. Linux; both hierarchies.
+"""Run a program under a hard memory limit, in a control group of its own. Linux, cgroup v1 and v2.
 
-A group counts what its processes take from their start on: private memory, the file pages that they read, kernel
-memory. The kernel takes clean file pages away before it kills. Swap is shut where the kernel counts it, or the limit
-would only make the program slow.
+A group counts the memory of its processes from their start: private memory, file pages that they read, and kernel
+memory. The kernel reclaims clean file pages before it kills a process. Swap is disabled if the kernel accounts for it;
+otherwise the limit would only slow the program down.
 
-Making a group needs the right to write below ``/sys/fs/cgroup``: root has it, also in many virtual machines and
-privileged containers. Under version 2 the group must be made beside that of this process, because a group that holds
-processes may not hand its memory controller to children.
+Creating a group needs write access below ``/sys/fs/cgroup``: root has it, also in many virtual machines and privileged
+containers. Under version 2 the group must be a sibling of the group of this process, because a group with processes
+cannot delegate its memory controller to children.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sluice.machine.cgroups import MemoryGroup, memory_groups
 
 __all__ = ["LimitedGroup", "LimitedRun", "limited_group", "memory_limit_refusal", "run_limited"]
 
-#: The shell joins the group and becomes the program, so that not one page of it goes uncounted.
+#: The shell joins the group and then executes the program, so that every page of the program is counted.
 _JOIN_THEN_BECOME = 'echo $$ > "$0" && exec "$@"'
 
-#: Attempts to remove a group, and seconds between them: a killed process leaves it a moment after its parent knows.
+#: Attempts to remove a group and seconds between them: a killed process leaves its group after its parent was notified.
 _REMOVALS = 100
 _REMOVAL_SECONDS = 0.02
 
@@ -37,17 +37,17 @@ _PAGE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitedGroup:
-    """A control group whose processes together may take no more than its limit."""
+    """A control group with a memory limit for all of its processes together."""
 
-    #: 1 or 2: the hierarchy that it belongs to.
+    #: cgroup version, 1 or 2.
     version: int
     #: Its directory.
     path: Path
-    #: What its processes may take together, in bytes.
+    #: Memory limit of all its processes together, in bytes.
     limit_bytes: int
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """Return the command line that runs ``arguments`` inside; for ``subprocess.Popen`` and its like.
+        """Return the command line that runs ``arguments`` in the group, for ``subprocess``.
 
         Example:
             >>> with limited_group(256 << 20) as group:
@@ -57,14 +57,14 @@ class LimitedGroup:
 
     @property
     def oom_kills(self) -> int:
-        """Processes that the kernel killed in it because the limit left no room."""
+        """Number of its processes that the kernel killed at the limit."""
         name = "memory.events" if self.version == 2 else "memory.oom_control"
         lines = (self.path / name).read_text(encoding="ascii").splitlines()
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that it ever took, in bytes, cached file pages included; None where the kernel does not say."""
+        """Peak memory in bytes, cached file pages included; None if the kernel does not report it."""
         name = "memory.peak" if self.version == 2 else "memory.max_usage_in_bytes"
         try:
             return int((self.path / name).read_text(encoding="ascii"))
@@ -74,30 +74,30 @@ class LimitedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitedRun:
-    """What became of a program under a memory limit."""
+    """Result of a program under a memory limit."""
 
-    #: Its exit status; negative for the signal that ended it.
+    #: Exit status; the negative signal number if a signal ended it.
     returncode: int
-    #: Whether the kernel killed it, or a process that it started, because the limit left no room.
+    #: Whether the kernel killed it, or a process that it started, at the limit.
     oom_killed: bool
-    #: The most that it took, in bytes, cached file pages included; None where the kernel does not say.
+    #: Peak memory in bytes, cached file pages included; None if the kernel does not report it.
     peak_bytes: int | None
-    #: What it wrote to its standard output.
+    #: Its standard output.
     stdout: str
-    #: What it wrote to its standard error.
+    #: Its standard error.
     stderr: str
 
 
 @contextlib.contextmanager
 def limited_group(limit_bytes: int, *, root: Path = Path("/")) -> Iterator[LimitedGroup]:
-    """Make a control group for the block. Whatever still runs in it at the end is killed.
+    """Create a control group for the block. Processes that still run in it at the end are killed.
 
     Args:
-        limit_bytes: What its processes may take together, in bytes; rounded up to whole pages.
-        root: Where ``proc`` and ``sys`` are found.
+        limit_bytes: Memory limit of all its processes together, in bytes; rounded up to whole pages.
+        root: Directory of ``proc`` and ``sys``.
 
     Raises:
-        PermissionError: The system does not let this process make one; the message says what is needed.
+        PermissionError: This process may not create a control group; the message names what is needed.
         ValueError: The limit is not positive.
 
     Example:
@@ -107,7 +107,7 @@ def limited_group(limit_bytes: int, *, root: Path = Path("/")) -> Iterator[Limit
         ...     print(group.oom_kills, group.peak_bytes)
     """
     if limit_bytes <= 0:
-        raise ValueError(f"a memory limit is positive: {limit_bytes}")
+        raise ValueError(f"limit_bytes must be positive, not {limit_bytes}")
     group = _make(-(-limit_bytes // _PAGE_BYTES) * _PAGE_BYTES, root)
     try:
         yield group
@@ -123,18 +123,18 @@ def run_limited(
     cwd: str | os.PathLike[str] | None = None,
     timeout_seconds: float | None = None,
 ) -> LimitedRun:
-    """Run a program in a control group of its own and return what became of it.
+    """Run a program in a control group of its own and return its result.
 
     Args:
         arguments: The program and its arguments.
-        limit_bytes: What it may take, in bytes, with all that it starts; from its first page on.
-        env: Its environment; None for this process's.
-        cwd: Its working directory; None for this process's.
-        timeout_seconds: How long it may take; None for ever.
+        limit_bytes: Memory limit of the program and all processes that it starts, in bytes.
+        env: Its environment; None for that of this process.
+        cwd: Its working directory; None for that of this process.
+        timeout_seconds: Longest run time; None for no limit.
 
     Raises:
-        PermissionError: The system does not let this process make a group; the message says what is needed.
-        subprocess.TimeoutExpired: It took too long, and was killed.
+        PermissionError: This process may not create a control group; the message names what is needed.
+        subprocess.TimeoutExpired: It ran for too long and was killed.
 
     Example:
         >>> run_limited(["python", "-c", "b'x' * (1 << 30)"], 256 << 20).oom_killed
@@ -161,9 +161,9 @@ def run_limited(
 
 
 def memory_limit_refusal() -> str | None:
-    """Return why this process cannot make a control group with a memory limit, and what is needed; None if it can.
+    """Return why this process cannot create a control group with a memory limit, and what is needed; None if it can.
 
-    A group is made and removed to find out.
+    A group is created and removed to find out.
 
     Example:
         >>> if reason := memory_limit_refusal():
@@ -180,8 +180,8 @@ def _make(limit_bytes: int, root: Path) -> LimitedGroup:
     groups = memory_groups(root)
     if not groups:
         raise PermissionError(
-            "a memory limit needs a control group with the memory controller (Linux, /sys/fs/cgroup mounted): "
-            "none is visible to this process"
+            "a memory limit needs a control group with the memory controller (Linux, /sys/fs/cgroup mounted), "
+            "and this process sees none"
         )
     refused = []
     for parent in _parents(groups):
@@ -200,19 +200,19 @@ def _make(limit_bytes: int, root: Path) -> LimitedGroup:
             continue
         return LimitedGroup(version=version, path=path, limit_bytes=limit_bytes)
     raise PermissionError(
-        "a memory limit needs the right to make a control group: run as root (in a container: --privileged), or start "
-        "the whole command under `systemd-run --user --scope -p MemoryMax=SIZE` or `docker run -m SIZE`; "
+        "a memory limit needs permission to create a control group: run as root (in a container: --privileged), or "
+        "start the whole command under `systemd-run --user --scope -p MemoryMax=SIZE` or `docker run -m SIZE`; "
         f"refused below {', '.join(refused) or 'every group of this process'}"
     )
 
 
 def _parents(groups: Sequence[MemoryGroup]) -> Iterator[Path]:
-    """Yield the directories in which a group may be made, the nearest first."""
+    """Yield the directories in which a group can be created, nearest first."""
     for group in groups:
         directory = Path(group.usage_file).parent
         if group.version == 1 or "memory" in _words(directory / "cgroup.subtree_control"):
             yield directory
-    # The top of version 2 has no usage of its own, so it is not among the groups.
+    # The root of version 2 has no usage of its own, so it is not among the groups.
     depths = [(Path(group.usage_file), group.path.rstrip("/").count("/")) for group in groups if group.version == 2]
     top = depths[0][0].parents[depths[0][1]] if depths else None
     if top is not None and "memory" in _words(top / "cgroup.subtree_control"):
@@ -232,18 +232,18 @@ def _limit(path: Path, version: int, limit_bytes: int) -> None:
         2: ("memory.max", "memory.swap.max", 0),
     }[version]
     _set(path / name, limit_bytes)
-    with contextlib.suppress(FileNotFoundError, PermissionError):  # the kernel does not count swap
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # the kernel does not account for swap
         _set(path / swap_name, swap_bytes)
 
 
 def _set(path: Path, value: int) -> None:
-    # Never create: where the kernel has no such file, a plain write would make one on a fake or wrong mount.
+    # Never create the file: if the kernel does not have it, the mount is not a cgroup file system.
     with path.open("r+", encoding="ascii") as stream:
         stream.write(f"{value}\n")
 
 
 def _remove(path: Path) -> None:
-    """Kill what is left in a group and remove it; best effort, because the block's own outcome matters more."""
+    """Kill the remaining processes of a group and remove it; best effort, so as not to hide the block's outcome."""
     for _ in range(_REMOVALS):
         for pid in _words(path / "cgroup.procs"):
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""``sluice.measure``: memory of this process during a block, sampled by another process."""
+"""``sluice.measure``: memory of this process during a block, sampled by a helper process."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["Measurement", "measure"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: The thread that samples where no process can be had looks this often whether the block has ended, in seconds.
+#: Longest sleep of the sampling thread, used if no helper process can be started, in seconds.
 _NOTICE_SECONDS = 0.02
 
-#: Bytes of a 64-bit integer in the helper's answer.
+#: Size of a 64-bit integer in the helper's answer, in bytes.
 _ITEM_BYTES = 8
 
 
@@ -42,14 +42,14 @@ def measure(
 ) -> Measurement:
     """Measure memory during a ``with`` block or a function: host by kind, control group, accelerators.
 
-    The samples are taken by a helper process, so that code which holds the interpreter lock cannot hide a peak. The
-    peak of the total is exact besides: the kernel records it, and the record is restarted when the block begins. What
-    runs inside is not traced or patched; forked children are not counted.
+    A helper process takes the samples, so that code that holds the interpreter lock cannot hide a peak. The peak of the
+    total is exact: the kernel records it, and the record is restarted when the block begins. The code in the block is
+    not traced or patched; forked children are not counted.
 
     Args:
-        interval_seconds: Between two samples.
-        pss: Also read the proportional set size, ten times a second: it walks the page tables, which takes the
-            measured process milliseconds each time.
+        interval_seconds: Time between two samples.
+        pss: Also read the proportional set size, ten times a second: each reading walks the page tables, which stops
+            the measured process for milliseconds.
         on_report: Called with the report when the block ends. A decorated function without it prints its report to
             standard error.
 
@@ -87,13 +87,13 @@ class Measurement:
 
     @property
     def report(self) -> MemoryReport:
-        """What was found.
+        """The report of the last block.
 
         Raises:
-            RuntimeError: The block has not ended yet.
+            RuntimeError: The block has not ended.
         """
         if self._report is None:
-            raise RuntimeError("there is no report before the block has ended")
+            raise RuntimeError("the report is available after the block has ended")
         return self._report
 
     def __enter__(self) -> Self:
@@ -102,7 +102,7 @@ class Measurement:
         self._report = None
         self._devices = DeviceMeter()
         self._group = tightest(memory_groups())
-        # Before, so that the helper's first samples have nothing of earlier times; and after, to leave its start out.
+        # Before, so that the helper's first samples exclude earlier peaks; and after, to exclude the helper's start.
         restart_peak()
         self._helper = _Helper.start(self._interval, pss=self._pss, group=self._group)
         restart_peak()
@@ -111,7 +111,7 @@ class Measurement:
         return self
 
     def mark(self, name: str) -> None:
-        """Note what memory is at this moment under a name."""
+        """Record the current memory under a name."""
         self._marked.append(read_memory())
         self._marks.append(
             Mark(
@@ -141,7 +141,7 @@ class Measurement:
 
         return measured
 
-    def _assemble(self, end: MemorySample, end_ns: int, seen: _Seen) -> MemoryReport:
+    def _assemble(self, end: MemorySample, end_ns: int, seen: _Samples) -> MemoryReport:
         times, *readings = seen.columns
         names = [*_sampler.COLUMNS[1:], *(f"device{n}" for n in range(len(seen.devices)))]
         known = {name: column for name, column in zip(names, readings, strict=True) if max(column, default=-1) >= 0}
@@ -173,26 +173,26 @@ def _growth(now: MemorySample, start: MemorySample) -> Peaks:
     )
 
 
-def _peaks(start: MemorySample, looks: list[MemorySample], columns: dict[str, array[int]], first: int) -> Peaks:
-    """Return the largest growth over the helper's samples and this process's own looks at marks and at the end.
+def _peaks(start: MemorySample, readings: list[MemorySample], columns: dict[str, array[int]], first: int) -> Peaks:
+    """Return the peak growth over the helper's samples and this process's readings at the marks and at the end.
 
     Args:
-        start: The look at the beginning of the block.
-        looks: Those at marks and at the end.
+        start: The reading at the beginning of the block.
+        readings: Readings at the marks and at the end.
         columns: The helper's samples.
-        first: Number of its first sample in the block.
+        first: Number of the first sample in the block.
     """
     within: dict[str, array[int]] = {
         kind: columns[kind][first:] for kind in ("anon", "file", "shmem", "peak") if kind in columns
     }
 
     def highest(kind: str) -> int:
-        seen: list[int] = [getattr(look, f"{kind}_bytes") for look in (start, *looks)]
+        seen: list[int] = [getattr(reading, f"{kind}_bytes") for reading in (start, *readings)]
         return max(*seen, max(within.get(kind, ()), default=0)) - seen[0]
 
     recorded = max(within.pop("peak", ()), default=0)
     sums = map(sum, zip(*within.values(), strict=True))
-    own = max(max(look.total_bytes, look.peak_bytes) for look in looks)
+    own = max(max(reading.total_bytes, reading.peak_bytes) for reading in readings)
     total = max(start.total_bytes, own, recorded, max(sums, default=0))
     return Peaks(
         anon_bytes=highest("anon"),
@@ -215,12 +215,12 @@ def _cgroup(group: MemoryGroup | None, columns: dict[str, array[int]]) -> Cgroup
 
 
 def _device_reports(meter: DeviceMeter, seen: list[str], columns: dict[str, array[int]]) -> list[DeviceReport]:
-    """Set what torch's allocators say beside what NVML says of the same devices.
+    """Combine the figures of torch's allocators with those of NVML for the same devices.
 
     Args:
-        meter: Torch's devices.
-        seen: UUIDs of NVML's devices, in the order of the columns ``device0`` and so on.
-        columns: What was sampled.
+        meter: Meter of torch's allocators.
+        seen: UUIDs of NVML's devices, in the order of the columns ``device0``, ``device1``, ...
+        columns: The helper's samples.
     """
     uuids = meter.uuids()
     reports = []
@@ -245,17 +245,17 @@ def _print_report(name: str, report: MemoryReport) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Seen:
-    """What the helper saw."""
+class _Samples:
+    """Samples of the helper."""
 
-    #: ``_sampler.COLUMNS``, and one column for each device.
+    #: ``_sampler.COLUMNS``, and one column per device.
     columns: list[array[int]]
     #: UUIDs of the devices.
     devices: list[str] = field(default_factory=list)
 
 
 class _Helper:
-    """The process that samples; a thread of this one where no process can be had or memory has no ``/proc``."""
+    """The sampling process; a thread of this process if none can be started or there is no ``/proc``."""
 
     def __init__(self, process: subprocess.Popen[bytes] | None, interval_seconds: float) -> None:
         self.separate = process is not None
@@ -264,16 +264,16 @@ class _Helper:
         self._stopped = False
         self._samples: list[tuple[int, MemorySample]] = []
         self._samplers: list[Worker] = []
-        if process is None:  # where no thread can be had either, start, marks and end still count
+        if process is None:  # if no thread can be started either, the readings at start, marks and end still count
             try:
                 start_threads(self._samplers, 1, self._watch, "sluice-sampler")
-            except BaseException:  # an interrupt: nobody would end the block
+            except BaseException:  # an interrupt: ``stop`` would never be called
                 self._stopped = True
                 raise
 
     @classmethod
     def start(cls, interval_seconds: float, *, pss: bool, group: MemoryGroup | None) -> _Helper:
-        """Return a helper that has taken its first sample."""
+        """Start a helper and wait for its first sample."""
         settings = {
             "pid": os.getpid(),
             "interval_seconds": interval_seconds,
@@ -293,18 +293,18 @@ class _Helper:
                 process = None
         return cls(process, interval_seconds)
 
-    def stop(self) -> _Seen:
-        """End the sampling and return what was seen."""
+    def stop(self) -> _Samples:
+        """Stop sampling and return the samples."""
         if self._process is None:
-            return _Seen(columns=self._stop_thread())
+            return _Samples(columns=self._stop_thread())
         answer, _ = self._process.communicate(b"\n")
         head, _, body = answer.partition(b"\n")
-        if not head:  # the helper was killed: start, end and marks still count
-            return _Seen(columns=[array("q") for _ in _sampler.COLUMNS])
-        found = json.loads(head)
-        length = found["samples"] * _ITEM_BYTES
-        columns = [array("q", body[n * length : (n + 1) * length]) for n in range(found["columns"])]
-        return _Seen(columns=columns, devices=found["devices"])
+        if not head:  # the helper was killed: the readings at start, marks and end still count
+            return _Samples(columns=[array("q") for _ in _sampler.COLUMNS])
+        header = json.loads(head)
+        length = header["samples"] * _ITEM_BYTES
+        columns = [array("q", body[n * length : (n + 1) * length]) for n in range(header["columns"])]
+        return _Samples(columns=columns, devices=header["devices"])
 
     def _watch(self) -> None:
         due = time.monotonic() + self._interval

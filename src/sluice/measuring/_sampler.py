@@ -1,9 +1,9 @@
-"""The helper process of ``sluice.measure``: looks at the memory of another process until it is told to stop.
+"""The helper process of ``sluice.measure``: samples the memory of another process until it is stopped.
 
-It runs as a script of its own, so that no interpreter lock of the measured process can hide a peak from it, and imports
-nothing but the standard library (and NVML's binding where asked), so that it starts in some 20 ms. It speaks over
-pipes: it writes ``ready``, samples until its standard input has a byte or ends, and then writes one line of JSON and
-the columns of all samples as 64-bit integers.
+It runs as a separate script, so that the interpreter lock of the measured process cannot hide a peak, and imports only
+the standard library (and NVML's binding on request), so that it starts in about 20 ms. Protocol, over pipes: it writes
+``ready``, samples until its standard input has a byte or ends, and then writes one line of JSON and the columns of all
+samples as 64-bit integers.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from array import array
 from contextlib import suppress
 from typing import Any
 
-#: Beyond this many samples, neighbours are joined and the interval is doubled: hours take no more than some 15 MB.
+#: Beyond this many samples, neighbors are merged and the interval is doubled: hours take at most about 15 MB.
 MOST_SAMPLES = 200_000
 
-#: smaps_rollup walks all page tables, which takes milliseconds: it is read this rarely, in seconds.
+#: Interval between reads of smaps_rollup, in seconds: each walks all page tables, which takes milliseconds.
 PSS_SECONDS = 0.1
 
-#: Reading of a column that was not taken.
+#: Value of a reading that was not taken.
 ABSENT = -1
 
 _STATUS = re.compile(rb"^(?:RssAnon|RssFile|RssShmem|VmHWM):\s+(\d+) kB$", re.MULTILINE)
 _ORDER = re.compile(rb"^(RssAnon|RssFile|RssShmem|VmHWM):", re.MULTILINE)
 _PSS = re.compile(rb"^Pss:\s+(\d+) kB$", re.MULTILINE)
 
-#: The columns before those of devices. Times are those of ``time.monotonic_ns``, all else is bytes.
+#: Columns before those of the devices. Times are those of ``time.monotonic_ns``; the other units are bytes.
 COLUMNS = ("time_ns", "anon", "file", "shmem", "peak", "pss", "cgroup")
 
 
@@ -39,10 +39,10 @@ class Sampler:
     """Takes samples into columns.
 
     Args:
-        pid: The process to look at.
-        pss: Whether to read its proportional set size too.
-        cgroup: The file with its control group's usage; empty for none.
-        devices: The devices to look at.
+        pid: The process to sample.
+        pss: Whether to read its proportional set size, too.
+        cgroup: The file with the usage of its control group; empty for none.
+        devices: The devices to sample.
     """
 
     def __init__(self, pid: int, *, pss: bool, cgroup: str, devices: Devices) -> None:
@@ -57,7 +57,7 @@ class Sampler:
         self.columns = [array("q") for _ in range(len(COLUMNS) + len(devices.names))]
 
     def take(self) -> None:
-        """Take one sample; raises ``ProcessLookupError`` when the process has ended."""
+        """Take one sample; raise ``ProcessLookupError`` if the process has ended."""
         now = time.monotonic_ns()
         found = _STATUS.findall(os.pread(self._status, 1 << 16, 0))
         if len(found) != len(self._order):
@@ -71,12 +71,12 @@ class Sampler:
             self.thin()
 
     def thin(self) -> None:
-        """Join each two neighbours into one that has the larger of each reading."""
+        """Merge each pair of neighbors into one sample with the larger of each reading."""
         for column in self.columns:
             column[:] = array("q", map(max, column[0::2], column[1::2]))
 
     def close(self) -> None:
-        """Let go of the process."""
+        """Close the status file of the process."""
         os.close(self._status)
 
     def _read_pss(self, now: int) -> int:
@@ -106,26 +106,26 @@ def watch(sampler: Sampler, interval_seconds: float, stop: int) -> None:
             if select.select([stop], [], [], max(0.0, due - time.monotonic()))[0]:
                 sampler.take()
                 return
-    except (OSError, ValueError):  # it has ended: what was seen is the answer
+    except (OSError, ValueError):  # the process has ended: keep the samples
         return
 
 
 class Devices:
-    """NVIDIA devices as NVML counts them; none where it is not wanted, not installed or finds no driver.
+    """NVIDIA devices in NVML's order; none if disabled, or if NVML's binding or the driver is missing.
 
     Args:
-        wanted: Whether to look at all.
+        enabled: Whether to sample devices.
     """
 
-    def __init__(self, *, wanted: bool) -> None:
-        #: UUID of each device. Torch counts devices in another order than NVML where CUDA_VISIBLE_DEVICES says so.
+    def __init__(self, *, enabled: bool) -> None:
+        #: UUID of each device. torch and NVML order devices differently under CUDA_VISIBLE_DEVICES.
         self.names: list[str] = []
         self._handles: list[Any] = []
-        if not wanted:
+        if not enabled:
             return
         try:
             import pynvml  # type: ignore[import-not-found, unused-ignore]  # comes with nvidia-ml-py
-        except ImportError:  # this process looks for modules in fewer places than the one that asked
+        except ImportError:  # isolated mode (-I) has a shorter module search path than the parent
             return
         self._nvml = pynvml
         with suppress(pynvml.NVMLError):  # a machine without a driver, or a container without the devices
@@ -135,7 +135,7 @@ class Devices:
             self._handles = handles
 
     def used(self) -> list[int]:
-        """Return the bytes in use of each device; ``ABSENT`` for one that does not answer."""
+        """Return the used bytes of each device; ``ABSENT`` if NVML fails."""
         return [self._used(handle) for handle in self._handles]
 
     def _used(self, handle: Any) -> int:
@@ -147,7 +147,7 @@ class Devices:
 
 def main(settings: dict[str, object]) -> None:
     """Run the helper process; ``settings`` come as JSON in the first argument."""
-    devices = Devices(wanted=bool(settings["nvml"]))
+    devices = Devices(enabled=bool(settings["nvml"]))
     sampler = Sampler(
         int(str(settings["pid"])), pss=bool(settings["pss"]), cgroup=str(settings["cgroup"]), devices=devices
     )

@@ -1,6 +1,7 @@
-"""The forms of a saved checkpoint, written through a fixed amount of memory.
+"""Writers of checkpoint files, which use a fixed amount of memory.
 
-In: tensors, or a description of them, and a path. Out: files that are complete or absent.
+In: tensors or their descriptions, and a path. Out: files that are complete or absent.
 
-Start with ``torch_zip`` or ``safetensors``; ``durable`` replaces files atomically.
+Entry functions: ``torch_zip.write_torch_zip``, ``safetensors.lay_out_safetensors`` and
+``shards.write_model_directory``. ``durable`` replaces files atomically.
 """

@@ -1,4 +1,4 @@
-"""Tensors as bytes in pieces: in row-major order, in the dtype of the file, through the buffers of one pool."""
+"""Convert tensors to bytes in chunks: row-major, in the dtype of the file, through one pool of buffers."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["Chunk", "Staging", "chunks", "row_major_bytes"]
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The buffers through which everything goes that is not in host memory as the file wants it."""
+    """Buffers for tensors that are cast, copied from an accelerator or made contiguous on the way to the file."""
 
-    #: One for each writer; a block longer than a piece, so that a piece can begin anywhere in a block.
+    #: One buffer per writer; one block longer than a piece, so that a piece can begin anywhere in a block.
     pool: StagingPool
-    #: Bytes of the longest piece.
+    #: Size of the longest piece, in bytes.
     piece_bytes: int
 
     @classmethod
     def make(cls, nbytes: int) -> Staging:
-        """Return buffers of about ``nbytes`` bytes together; only what is used becomes resident."""
+        """Return buffers of about ``nbytes`` bytes in total; only used pages become resident."""
         piece = max(1, nbytes // options.WRITERS)
         buffer = round_up(piece, block_bytes()) + block_bytes()
         return cls(StagingPool(buffer_bytes=buffer, count=options.WRITERS, huge_pages=True), piece)
 
     @contextmanager
     def lent(self) -> Iterator[StagingBuffer]:
-        """Lend a buffer for the length of the block."""
+        """Lend a buffer for the duration of the block."""
         buffer = self.pool.borrow()
         try:
             yield buffer
@@ -47,41 +47,41 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a tensor whose elements follow each other in the file."""
+    """Consecutive row-major elements of a tensor."""
 
-    #: Its bytes there.
+    #: Size in the file, in bytes.
     nbytes: int
-    #: Its bytes, where they are in host memory as the file wants them; the tensor must outlive them.
+    #: The bytes, if host memory holds them in the form of the file; the tensor must outlive them. Otherwise None.
     in_place: memoryview | None
-    #: The elements, where they are not.
+    #: The elements; read only if ``in_place`` is None.
     elements: torch.Tensor
     #: Dtype in the file.
     dtype: torch.dtype
 
     def put_into(self, buffer: StagingBuffer, offset: int = 0) -> memoryview:
-        """Make the bytes in a buffer and return them; from any thread.
+        """Convert the elements in a buffer and return the bytes. Thread-safe.
 
         Args:
-            buffer: From the staging that the chunk was cut for.
-            offset: Where they will lie in the file: direct writes want the same place in a block.
+            buffer: A buffer of the staging that was passed to ``chunks``.
+            offset: Position in the file, in bytes: direct writes need the same position within a block.
         """
         first = offset % block_bytes()
-        made = torch.frombuffer(
+        converted = torch.frombuffer(
             buffer.memory.mapping, dtype=torch.uint8, count=self.nbytes, offset=buffer.start + first
         )
         with torch.inference_mode(mode=False), torch.no_grad():
-            # Formats align tensors to their elements, and so every part of them.
-            copy_in_thread(made.view(self.dtype).view(self.elements.shape), self.elements)
+            # Formats align tensors to their elements, and so every chunk.
+            copy_in_thread(converted.view(self.dtype).view(self.elements.shape), self.elements)
         return buffer.view[first : first + self.nbytes]
 
 
 def chunks(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[Chunk]:
-    """Yield a strided tensor in parts, in row-major order. The bytes of a conjugated or negated view are its values'.
+    """Yield a strided tensor in chunks, in row-major order; conjugate and negative views are resolved.
 
     Args:
-        tensor: On any device; it must outlive the chunks.
+        tensor: A tensor on any device; it must outlive the chunks.
         dtype: The dtype of the bytes.
-        staging: What the parts have to fit.
+        staging: Buffers that each chunk must fit.
     """
     tensor = tensor.detach()
     finished = torch_dtype(dtype)
@@ -99,7 +99,7 @@ def chunks(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[Chunk
 
 
 def row_major_bytes(tensor: torch.Tensor, dtype: str, staging: Staging) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order; each piece is valid until the next one is asked for."""
+    """Yield the bytes of a tensor in row-major order; each piece is valid until the next is requested."""
     for chunk in chunks(tensor, dtype, staging):
         if chunk.in_place is not None:
             yield chunk.in_place
@@ -109,7 +109,7 @@ def row_major_bytes(tensor: torch.Tensor, dtype: str, staging: Staging) -> Itera
 
 
 def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Cut a tensor into parts of at most ``limit`` elements whose row-major elements follow each other."""
+    """Split a tensor into runs of at most ``limit`` consecutive row-major elements."""
     if tensor.numel() <= limit:
         yield tensor
         return
@@ -122,6 +122,6 @@ def _pieces(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous host tensor; whoever holds it must hold the tensor too."""
+    """Return the memory of a contiguous host tensor; the tensor must outlive it."""
     nbytes = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")

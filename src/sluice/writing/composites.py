@@ -1,4 +1,4 @@
-"""Sparse and quantized tensors in memory as the dense ones that they are made of, which share their memory."""
+"""Split sparse and quantized tensors into their dense components, which share memory with them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from sluice.writing.torch_tensors import Geometry, QuantizedParts, SparseParts
 
-__all__ = ["QUANTIZED_DTYPES", "SPARSE_LAYOUTS", "count_parts", "dense_parts", "made_of"]
+__all__ = ["QUANTIZED_DTYPES", "SPARSE_LAYOUTS", "count_parts", "dense_parts", "describe"]
 
-#: How the compressed and the plain indices of each layout are called.
+#: Names of the methods that return the compressed and the plain indices of each layout.
 _INDICES = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_csc: ("ccol_indices", "row_indices"),
@@ -21,15 +21,15 @@ _INDICES = {
 #: Layouts that torch pickles.
 SPARSE_LAYOUTS = frozenset({torch.sparse_coo, *_INDICES})
 
-#: Dtype of the integers of each quantized dtype that torch pickles.
+#: Integer dtype of each quantized dtype that torch pickles.
 QUANTIZED_DTYPES = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 
-# torch has no public names for what an uncoalesced tensor is made of, which coalesce() would change.
+# torch has no public accessors for the components of an uncoalesced tensor; coalesce() would change them.
 # ruff: noqa: SLF001
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the dense tensors that a tensor is made of: itself, where it is dense."""
+    """Return the dense components of a tensor: the tensor itself if it is dense."""
     tensor = tensor.detach() if tensor.layout is not torch.strided or tensor.is_quantized else tensor
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
@@ -46,18 +46,18 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def count_parts(tensor: torch.Tensor) -> int:
-    """Return how many ``dense_parts`` a tensor has."""
+    """Return the number of ``dense_parts`` of a tensor."""
     if tensor.layout is torch.strided:
         return 3 if tensor.is_quantized and tensor.qscheme() is not torch.per_tensor_affine else 1
     return 2 if tensor.layout is torch.sparse_coo else 3
 
 
-def made_of(tensor: torch.Tensor, parts: Sequence[Geometry]) -> Geometry | SparseParts | QuantizedParts:
-    """Return what the pickle says of a tensor.
+def describe(tensor: torch.Tensor, parts: Sequence[Geometry]) -> Geometry | SparseParts | QuantizedParts:
+    """Return the description of a tensor for the pickle.
 
     Args:
         tensor: The tensor.
-        parts: What it says of its ``dense_parts``.
+        parts: Descriptions of its ``dense_parts``.
     """
     if tensor.layout is not torch.strided:
         return SparseParts(

@@ -1,4 +1,4 @@
-"""What a save writes: storages with a name, and the tensors of a state dict over them."""
+"""Storages and tensors of a save: which elements of each storage are written, under which names and dtypes."""
 
 from __future__ import annotations
 
@@ -28,66 +28,66 @@ __all__ = [
 
 @dataclass(slots=True)
 class StorageSpan:
-    """The part of one storage that the saved tensors need."""
+    """Range of one storage that the saved tensors need."""
 
-    #: One of them: device and dtype are those of all.
+    #: One of these tensors; all share its device and dtype.
     tensor: torch.Tensor
-    #: First element needed, in elements from the start of the storage.
+    #: First needed element, in elements from the start of the storage.
     start: int
-    #: First element behind what is needed.
+    #: One past the last needed element.
     end: int
 
     def flat(self) -> torch.Tensor:
-        """Return the needed elements, in one dimension."""
+        """Return the needed elements as a one-dimensional tensor."""
         return self.tensor.as_strided((self.end - self.start,), (1,), self.start)
 
 
 def refuse_unsupported(tensor: torch.Tensor, name: str, *, dense: bool = True) -> None:
-    """Raise ``SaveError`` for a tensor that has no plain bytes.
+    """Raise ``SaveError`` for a tensor that the format cannot store.
 
     Args:
         tensor: The tensor.
         name: Its name, for messages.
-        dense: Whether only dense tensors can be stored, and none that are made of several.
+        dense: Whether the format stores dense tensors only.
     """
     problem = ""
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
-        problem = f"a tensor of class {type(tensor).__qualname__} has no plain bytes to save"
+        problem = f"tensors of class {type(tensor).__qualname__} cannot be saved"
     elif tensor.layout != torch.strided and (dense or tensor.layout not in SPARSE_LAYOUTS):
-        problem = f"a tensor of layout {tensor.layout} has no place in this format"
+        problem = f"this format cannot store tensors of layout {tensor.layout}"
     elif tensor.is_quantized and (dense or tensor.dtype not in QUANTIZED_DTYPES):
-        problem = f"a tensor of dtype {tensor.dtype} has no place in this format"
+        problem = f"this format cannot store tensors of dtype {tensor.dtype}"
     elif tensor.is_meta:
-        problem = "a tensor on the meta device has no values"
+        problem = "tensors on the meta device have no values to save"
     if problem:
         raise SaveError(problem, tensor=name)
 
 
 def finished_dtype(tensor: torch.Tensor, dtype: str | None) -> str:
-    """Return the dtype that a tensor has in the file: real floating point is cast, nothing else."""
+    """Return the dtype of a tensor in the file; only real floating-point tensors are cast."""
     own = dtype_name(tensor.dtype)
     return dtype if dtype is not None and is_castable(own) else own
 
 
 def outlines(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict[str, TensorOutline]:
-    """Return what the file says of each tensor."""
+    """Return dtype and shape in the file of each tensor."""
     return {name: TensorOutline(finished_dtype(tensor, dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def storage_key(tensor: torch.Tensor) -> Hashable:
-    """Return what tells apart what is stored: tensors of one storage, and their conjugates and negatives.
+    """Return a key that is equal for tensors that share stored bytes.
 
-    These are stored as what they stand for, so that they cannot share bytes with what they were made of.
+    Conjugate and negative views are stored resolved, so they do not share bytes with the storage that they view.
     """
-    # torch.save tells storages apart by this number, too.
+    # torch.save identifies storages by this number, too.
     return (tensor.untyped_storage()._cdata, tensor.is_conj(), tensor.is_neg())  # noqa: SLF001
 
 
 def collect_spans(tensors: Iterable[torch.Tensor]) -> dict[Hashable, StorageSpan]:
-    """Return what dense tensors need of each storage, by ``storage_key``.
+    """Return the range of each storage that dense tensors need, by ``storage_key``.
 
     Raises:
-        SaveError: Tensors of different dtypes view one storage.
+        SaveError: Tensors of different dtypes share one storage.
     """
     spans: dict[Hashable, StorageSpan] = {}
     for tensor in tensors:
@@ -108,17 +108,17 @@ def flat_tensors(state: Mapping[str, object], *, dense: bool) -> Iterator[tuple[
 
     Args:
         state: The state dict.
-        dense: Whether only dense tensors can be stored.
+        dense: Whether the format stores dense tensors only.
 
     Raises:
-        SaveError: A name or a value is of another kind.
+        SaveError: A name is not a string, or a value is not a tensor that the format stores.
     """
     for name, value in state.items():
         if not isinstance(name, str):
-            raise SaveError(f"names of tensors are texts, not {type(name).__name__}", tensor=repr(name))
+            raise SaveError(f"tensor names must be strings, not {type(name).__name__}", tensor=repr(name))
         if not isinstance(value, torch.Tensor):
             raise SaveError(
-                "this format holds tensors only; a nested training state goes into a .pt file",
+                "this format stores tensors only; save a nested training state to a .pt file",
                 tensor=name,
                 found=type(value).__name__,
             )
@@ -127,31 +127,30 @@ def flat_tensors(state: Mapping[str, object], *, dense: bool) -> Iterator[tuple[
 
 
 def named_tensors(state: object) -> dict[str, torch.Tensor]:
-    """Return the tensors of a nested object by the dotted names that ``sluice.open`` will show.
+    """Return the tensors of a nested object by the dotted names under which ``sluice.open`` shows them.
 
     Raises:
-        SaveError: Two have the same name, they are nested deeper than ``sluice.open`` reads, or one is made of several.
+        SaveError: Two tensors have the same name, one is sparse or quantized, or the object is nested deeper than
+            ``sluice.open`` reads.
     """
-    found: dict[str, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
     waiting = [("", state, 0)]
     while waiting:
         name, value, depth = waiting.pop()
         if isinstance(value, torch.Tensor):
-            if name in found:
-                raise SaveError(
-                    "two tensors have the same dotted name, which a manifest cannot tell apart", tensor=name
-                )
+            if name in named:
+                raise SaveError("two tensors have the same dotted name; a manifest needs unique names", tensor=name)
             if value.layout != torch.strided or value.is_quantized:
                 raise SaveError(
-                    "a manifest has no hash for sparse and quantized tensors",
+                    "a manifest cannot hold hashes of sparse or quantized tensors",
                     tensor=name,
                     found=value.dtype if value.is_quantized else value.layout,
                 )
-            found[name] = value
+            named[name] = value
         elif isinstance(value, (dict, list, tuple)):
             if depth == Limits().depth:
-                raise SaveError("this is nested deeper than sluice reads", tensor=name, expected=Limits().depth)
+                raise SaveError("the object is nested deeper than sluice reads", tensor=name, expected=Limits().depth)
             prefix = f"{name}." if depth else ""
             children = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(prefix + component(key), child, depth + 1) for key, child in reversed(list(children))]
-    return found
+    return named

@@ -1,13 +1,13 @@
 """The manifest of a save: each tensor is hashed while its bytes pass to the file, so that the source is read once.
 
-A writer says of everything that it stores which tensors lie in it (``expect``) and hands over each piece that it
-writes, in order (``in_order``) or in any order and from any thread (``piece``). What is stored can be one tensor, or a
-storage with views. A tensor whose elements do not follow each other in what is stored is given in pieces of its own
-(``add``). Hashes need their bytes in order: a piece that comes before its turn is looked up in the file under
-construction when its turn has come, which takes no memory, and no disk as it was written a moment ago.
+A writer announces the tensors of each stored item, a tensor or a storage with views (``expect``), and passes on each
+piece that it writes, in order (``in_order``) or in any order and from any thread (``piece``). A tensor whose elements
+are not contiguous in its storage is hashed from pieces of its own (``add``). A hash needs its bytes in order: a piece
+that arrives early is read back from the file under construction when its turn comes. That takes no memory, and no disk
+access, as the page cache still holds it.
 
-The manifest gets its name last, after the data: a crash between the two leaves an older manifest or none, which the
-next check finds to be wrong or missing, but never a wrong one that fits.
+The manifest is renamed last, after the data: a crash between the two leaves an older manifest or none, which the next
+verification reports as wrong or missing.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from sluice.writing.durable.replacement import Replacement
 
 __all__ = ["ManifestWriter", "manifest_writer", "write_manifest"]
 
-#: Bytes that are looked up at once.
+#: Bytes per read of early pieces.
 _READ_BACK_BYTES = 1 << 20
 
-#: Returns bytes of something stored, from an offset in it on.
+#: Returns up to ``nbytes`` bytes of a stored item from ``offset`` on: ``(offset, nbytes) -> bytes``.
 ReadBack = Callable[[int, int], bytes]
 
 
 class _HashedRange:
-    """Bytes of something stored that are the elements of one or more tensors, hashed in order."""
+    """Byte range of a stored item that holds the elements of one or more tensors, hashed in order."""
 
     __slots__ = ("_at", "_early", "_end", "_hasher", "_lock", "names", "start")
 
@@ -46,7 +46,7 @@ class _HashedRange:
         self._lock = threading.Lock()
 
     def take(self, at: int, data: memoryview, read_back: ReadBack | None) -> None:
-        """Hash a piece that begins at byte ``at`` of what is stored, or remember that it came."""
+        """Hash a piece that begins at byte ``at`` of the item, or note that it was written."""
         first, last = max(at, self.start), min(at + len(data), self._end)
         if first >= last:
             return
@@ -60,7 +60,7 @@ class _HashedRange:
                 self._catch_up(heapq.heappop(self._early)[1], read_back)
 
     def _catch_up(self, end: int, read_back: ReadBack | None) -> None:
-        assert read_back is not None  # pieces of ``in_order`` do
+        assert read_back is not None  # pieces of ``in_order`` never arrive early
         while self._at < end:
             data = read_back(self._at, min(_READ_BACK_BYTES, end - self._at))
             self._hasher.update(data)
@@ -72,7 +72,7 @@ class _HashedRange:
 
 
 class ManifestWriter:
-    """A manifest under construction. ``commit`` it after the data; without that, nothing has happened.
+    """A manifest under construction; nothing is written before ``commit``, which follows the commit of the data.
 
     Example:
         >>> manifest = ManifestWriter("model.manifest.json", "sha256", overwrite=True)
@@ -83,23 +83,23 @@ class ManifestWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], algorithm: HashAlgorithm, *, overwrite: bool) -> None:
-        """Look at what is there; nothing is changed.
+        """Check the destination; nothing is changed.
 
         Args:
-            path: The file to make or replace.
+            path: The file to create or replace.
             algorithm: Name of the hash.
-            overwrite: Whether a file that exists may be replaced.
+            overwrite: Whether an existing file may be replaced.
 
         Raises:
-            SaveError: Something is there that may not or can not be replaced.
-            ImportError: The hash needs a library that is not installed.
+            SaveError: The path exists and may not or cannot be replaced, or its directory is read-only.
+            ImportError: The library of the hash is not installed.
         """
         new_hash(algorithm)
         self._algorithm = algorithm
         self._file = Replacement(path, overwrite=overwrite)
         directory = os.path.dirname(os.path.realpath(self._file.path))
-        if os.path.isdir(directory) and not os.access(directory, os.W_OK):  # found now, not after the data
-            raise SaveError("no file can be made in this directory", file=self._file.path)
+        if os.path.isdir(directory) and not os.access(directory, os.W_OK):  # fails now, not after the data is written
+            raise SaveError("the directory is not writable", file=self._file.path)
         self._kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._hashes: dict[str, str] = {}
         self._ranges: defaultdict[Hashable, dict[tuple[int, int], _HashedRange]] = defaultdict(dict)
@@ -107,15 +107,15 @@ class ManifestWriter:
     def expect(
         self, name: str, *, dtype: str, shape: Iterable[int], nbytes: int, stored: Hashable = None, start: int = 0
     ) -> None:
-        """Announce a tensor whose bytes will pass.
+        """Announce a tensor whose bytes will be written.
 
         Args:
             name: Its dotted name in the finished checkpoint.
             dtype: Its dtype there.
-            shape: Its sizes.
-            nbytes: Bytes of its elements.
-            stored: What it lies in; None for something that holds it alone and has its name.
-            start: Its first byte there.
+            shape: Size of each dimension, in elements.
+            nbytes: Size of its elements, in bytes.
+            stored: Key of the item that holds it; None for an item with this tensor only, whose key is its name.
+            start: Its first byte in the item.
         """
         self._kinds[name] = (dtype, tuple(shape))
         ranges = self._ranges[name if stored is None else stored]
@@ -123,7 +123,7 @@ class ManifestWriter:
         ranges.setdefault((start, end), _HashedRange(start, end, new_hash(self._algorithm))).names.append(name)
 
     def in_order(self, stored: Hashable) -> Callable[[memoryview], None]:
-        """Return what takes all bytes of something that is stored, piece by piece in order; then call ``done``."""
+        """Return a consumer of all bytes of an item, in order; call ``done`` after the last."""
         at = 0
 
         def take(piece: memoryview) -> None:
@@ -134,29 +134,29 @@ class ManifestWriter:
         return take
 
     def piece(self, stored: Hashable, at: int, data: memoryview, read_back: ReadBack) -> None:
-        """Take a piece of something that is stored, once it is written; call ``done`` after the last.
+        """Hash a piece of an item after it is written; call ``done`` after the last. Thread-safe.
 
         Args:
-            stored: What it belongs to.
-            at: Its first byte there.
+            stored: Key of the item.
+            at: First byte of the piece in the item.
             data: Its bytes.
-            read_back: Returns bytes of what is stored that were written before.
+            read_back: Reads bytes of the item that were written before.
         """
         self._take(stored, at, data, read_back)
 
     def done(self, stored: Hashable) -> None:
-        """Keep the hashes of what lies in something that is stored, and forget the rest of it."""
-        for found in self._ranges.pop(stored, {}).values():
-            digest = found.hexdigest()
+        """Finish the hashes of an item and release its state."""
+        for hashed in self._ranges.pop(stored, {}).values():
+            digest = hashed.hexdigest()
             if digest is not None:
-                self._hashes.update(dict.fromkeys(found.names, digest))
+                self._hashes.update(dict.fromkeys(hashed.names, digest))
 
     def _take(self, stored: Hashable, at: int, data: memoryview, read_back: ReadBack | None) -> None:
-        for found in self._ranges[stored].values() if stored in self._ranges else ():
-            found.take(at, data, read_back)
+        for hashed in self._ranges[stored].values() if stored in self._ranges else ():
+            hashed.take(at, data, read_back)
 
     def add(self, name: str, *, dtype: str, shape: Iterable[int], pieces: Iterable[memoryview]) -> None:
-        """Hash a tensor whose elements come in pieces, in row-major order."""
+        """Hash a tensor from pieces of its elements in row-major order."""
         hasher = new_hash(self._algorithm)
         for piece in pieces:
             hasher.update(piece)
@@ -164,13 +164,13 @@ class ManifestWriter:
         self._hashes[name] = hasher.hexdigest()
 
     def commit(self) -> None:
-        """Write the manifest and give it its name; the data has its own already.
+        """Write the manifest and rename it into place, after the data.
 
         Raises:
-            SaveError: The bytes of a tensor never passed, or the operating system failed. The data stays.
+            SaveError: Bytes of a tensor were never passed on, or the operating system failed. The data stays.
         """
         for name in self._kinds.keys() - self._hashes.keys():
-            raise SaveError("the manifest has no hash of this tensor", file=self._file.path, tensor=name)
+            raise SaveError("the tensor was not hashed completely", file=self._file.path, tensor=name)
         tensors = {
             name: TensorHash(dtype=dtype, shape=shape, hash=self._hashes[name])
             for name, (dtype, shape) in self._kinds.items()
@@ -185,21 +185,21 @@ def manifest_writer(
     *,
     overwrite: bool,
 ) -> ManifestWriter | None:
-    """Return the manifest that goes with a save to ``destination``, or None where none is wanted.
+    """Return the manifest of a save to ``destination``; None if ``path`` is None.
 
     Raises:
-        ValueError: It would have the name of the checkpoint itself, or the algorithm is unknown.
+        ValueError: The path is that of the checkpoint itself, or the algorithm is unknown.
         SaveError: See ``ManifestWriter``.
     """
     if path is None:
         return None
     if os.path.realpath(path) == os.path.realpath(destination):
-        raise ValueError("the manifest needs a name of its own, not that of the checkpoint")
+        raise ValueError("the manifest and the checkpoint have the same path")
     return ManifestWriter(path, algorithm, overwrite=overwrite)
 
 
 def write_manifest(manifest: Manifest, file: Replacement) -> None:
-    """Write a manifest and give it its name.
+    """Write a manifest file atomically.
 
     Raises:
         SaveError: The operating system failed.
@@ -211,5 +211,5 @@ def write_manifest(manifest: Manifest, file: Replacement) -> None:
             file.commit(nbytes=len(content))
     except SaveError as error:
         raise SaveError(
-            f"the manifest is not written, the checkpoint is intact: {error.problem}", file=file.path
+            f"the manifest was not written, the checkpoint is complete: {error.problem}", file=file.path
         ) from error

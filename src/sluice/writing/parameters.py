@@ -1,7 +1,7 @@
-"""Writes a directory with one ``torch.save`` file for each tensor.
+"""Directories with one ``torch.save`` file per tensor, replaced as a whole.
 
-No single file makes such a directory the model. So all of it is written into a hidden directory beside the old one, and
-the two change places in one step.
+No single file commits such a directory. The files are therefore written to a hidden directory next to the old one, and
+the two are exchanged in one step.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["check_file_names", "parameter_directory", "parameter_file"]
 
 @contextmanager
 def parameter_directory(directory: Path, names: Iterable[str], *, overwrite: bool) -> Iterator[Path]:
-    """Lend a hidden directory for the files of all tensors; it takes its place when the block ends well.
+    """Lend a hidden directory for the files of all tensors, which replaces the destination if the block succeeds.
 
     Args:
-        directory: Made when it does not exist; what else it holds stays.
-        names: Of all tensors, as ``check_file_names`` accepts them.
-        overwrite: Whether parameters that are there may be replaced. All of them are.
+        directory: The destination; created if it does not exist. Other files in it are kept.
+        names: Names of all tensors, checked by ``check_file_names``.
+        overwrite: Whether existing parameters may be replaced; all of them are.
 
     Raises:
         SaveError: Nothing was changed.
@@ -47,10 +47,10 @@ def parameter_file(name: str) -> str:
 
 
 def check_file_names(names: Iterable[str]) -> None:
-    """Raise ``SaveError`` where a tensor's name cannot be that of a file."""
+    """Raise ``SaveError`` if the name of a tensor cannot be a file name."""
     unusable = next((name for name in names if not _is_usable(name)), None)
     if unusable is not None:
-        raise SaveError("no file can have this name", tensor=unusable)
+        raise SaveError("the tensor name cannot be used as a file name", tensor=unusable)
 
 
 def _is_usable(name: str) -> bool:
@@ -65,15 +65,15 @@ def _is_parameter(name: str) -> bool:
 
 
 def _check_old(directory: Path, files: set[str], *, overwrite: bool) -> None:
-    """Check that what will be gone may go: parameters that are there, and nothing else that has such a name."""
+    """Check that only parameters will be removed, and that they may be."""
     with saving(str(directory)):
         old = sorted(filter(_is_parameter, os.listdir(directory))) if directory.is_dir() else []
     if old and not overwrite:
-        problem = "the directory holds parameters already; say overwrite=True to replace them"
+        problem = "the directory already contains parameters; pass overwrite=True to replace them"
         raise SaveError(problem, file=str(directory), found=old[0])
     for file in sorted(set(old) - files):
         if not _is_one_tensor(str(directory / file)):
-            problem = "the directory holds a file that is no parameter and would be gone; move it first"
+            problem = "a file in the directory would be removed and is not a parameter; move it first"
             raise SaveError(problem, file=str(directory), found=file)
 
 
@@ -88,17 +88,17 @@ def _is_one_tensor(path: str) -> bool:
 
 
 def _no_check(directory: str) -> None:
-    """Accept a directory without a parameter, which nobody reads."""
+    """Accept a directory without parameters, which is not a checkpoint."""
 
 
 def _check_new(directory: str) -> None:
-    """Check that readers will take the directory for what it is, whatever else was in the old one."""
+    """Check that readers will recognize the directory, given the other files that are kept."""
     try:
-        found = survey(directory, Limits())
+        surveyed = survey(directory, Limits())
     except SluiceError as error:
         raise SaveError(
-            f"nobody could read the directory: {error.problem}", file=directory, found=error.found
+            f"the directory would not be readable: {error.problem}", file=directory, found=error.found
         ) from error
-    if found.kind != "parameters":
-        problem = "the directory holds a checkpoint of another kind, which readers prefer"
-        raise SaveError(problem, file=directory, found=found.files[0])
+    if surveyed.kind != "parameters":
+        problem = "the directory contains a checkpoint of a different format, which readers prefer"
+        raise SaveError(problem, file=directory, found=surveyed.files[0])

@@ -1,7 +1,7 @@
-"""Opcodes of pickle protocol 2, for the values that ``torch.load(weights_only=True)`` takes. No torch.
+"""Writer of pickle protocol 2 opcodes, for the values that ``torch.load(weights_only=True)`` accepts. No torch.
 
-Python's pickler remembers every object that it writes, and the memory for that outgrows a gate of fixed size. Here
-the caller says what is worth remembering: names of functions, and what stands at several places.
+Python's pickler memoizes every object, which takes memory in proportion to their number. Here the caller decides what
+to memoize: names of functions, and objects that occur more than once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST_TEXT_BYTES = (1 << 32) - 1
 
 
 class PickleOpcodes:
-    """A pickle that grows. The methods append one value each, unless they say otherwise."""
+    """A pickle under construction. Each method appends one value unless documented otherwise."""
 
     MARK = b"("
     APPENDS = b"e"
@@ -42,12 +42,12 @@ class PickleOpcodes:
         self._memo: dict[Hashable, int] = {}
 
     def finish(self) -> bytearray:
-        """End the pickle, and return it."""
+        """End the pickle and return it."""
         self.out += _STOP
         return self.out
 
     def recall(self, key: Hashable) -> bool:
-        """Append the value that was remembered under a key, and return whether there is one."""
+        """Append the value memoized under a key; return whether there is one."""
         number = self._memo.get(key)
         if number is None:
             return False
@@ -55,12 +55,12 @@ class PickleOpcodes:
         return True
 
     def remember(self, key: Hashable) -> None:
-        """Remember the last value under a key."""
+        """Memoize the last value under a key."""
         number = self._memo[key] = len(self._memo)
         self.out += b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number)
 
     def named(self, module: str, name: str) -> None:
-        """Append what a module has under a name; remembered."""
+        """Append a global of a module; memoized."""
         if not self.recall((module, name)):
             self.out += f"c{module}\n{name}\n".encode()
             self.remember((module, name))
@@ -81,7 +81,7 @@ class PickleOpcodes:
         else:
             encoded = pickle.encode_long(value)
             if len(encoded) > _LONGEST_INTEGER_BYTES:
-                problem = "an integer that torch.load does not read"
+                problem = "the integer is too large for torch.load"
                 raise SaveError(problem, expected=f"at most {_LONGEST_INTEGER_BYTES} bytes", found=len(encoded))
             self.out += b"\x8a%c" % len(encoded) + encoded
 
@@ -97,18 +97,18 @@ class PickleOpcodes:
     def text(self, value: str) -> None:
         encoded = value.encode("utf-8", "surrogatepass")
         if len(encoded) > _LONGEST_TEXT_BYTES:
-            raise SaveError("a text that pickle cannot hold", expected=f"at most {_LONGEST_TEXT_BYTES} bytes")
+            raise SaveError("the string is too long for a pickle", expected=f"at most {_LONGEST_TEXT_BYTES} bytes")
         self.out += b"X" + struct.pack("<I", len(encoded))
         self.out += encoded
 
     def constant(self, value: str) -> None:
-        """Append a text; remembered."""
+        """Append a string; memoized."""
         if not self.recall(value):
             self.text(value)
             self.remember(value)
 
     def binary(self, value: bytes | bytearray) -> None:
-        """Append bytes: protocol 2 has no opcode for them, and they become a call."""
+        """Append bytes, as a call: protocol 2 has no opcode for bytes."""
         self.named("_codecs", "encode")
         self.text(value.decode("latin1"))
         self.constant("latin1")
@@ -122,29 +122,29 @@ class PickleOpcodes:
         self.close_tuple(len(values))
 
     def open_tuple(self, length: int) -> None:
-        """Begin a tuple, before its elements; appends no value."""
+        """Begin a tuple, before its elements; append no value."""
         if length >= len(_SHORT_TUPLES):
             self.out += self.MARK
 
     def close_tuple(self, length: int) -> None:
-        """Make a tuple of the last elements."""
+        """Combine the last ``length`` values into a tuple."""
         self.out += _SHORT_TUPLES[length] if length < len(_SHORT_TUPLES) else b"t"
 
     def reduce(self) -> None:
-        """Call the value before the last with the last, a tuple."""
+        """Call the second-last value with the last, a tuple of arguments."""
         self.out += b"R"
 
     def call(self, arguments: int) -> None:
-        """Call the value before the last ``arguments`` values with these; at most three."""
+        """Call the value before the last ``arguments`` values, at most three, with those values."""
         self.close_tuple(arguments)
         self.reduce()
 
     def persistent(self) -> None:
-        """Make of the last value what it is the persistent id of."""
+        """Replace the last value, a persistent id, by its object."""
         self.out += b"Q"
 
     def flags(self, names: Sequence[str]) -> None:
-        """Append a dict in which some names are true."""
+        """Append a dict that maps each name to True."""
         self.out += self.EMPTY_DICT + self.MARK
         for name in names:
             self.constant(name)

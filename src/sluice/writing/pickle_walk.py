@@ -1,6 +1,6 @@
-"""What an object to be pickled holds: its tensors in the order of the pickle, and what stands in it more than once.
+"""Walk an object before it is pickled: collect its tensors in pickle order, and the objects that occur more than once.
 
-What stands for a tensor, a tensor or a record, is up to the caller. No torch.
+The caller decides which values represent tensors: tensors or records. No torch.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ import numpy as np
 
 __all__ = ["WalkedObject", "elements", "walk_object"]
 
-#: Values without an identity that matters, and with nothing inside.
+#: Types whose values contain nothing and are never memoized.
 _SCALARS = frozenset({type(None), bool, int, float, complex})
 
 
 @dataclass(frozen=True, slots=True)
 class WalkedObject:
-    """What is known of an object before it is pickled."""
+    """Tensors and repeated values of an object."""
 
-    #: What stands for tensors, each once, in the order in which the pickle comes to them.
+    #: Values that represent tensors, each once, in pickle order.
     tensors: list[Any]
-    #: Identities of what stands at several places: texts, containers, tensors.
+    #: ids of strings, containers and tensors that occur more than once.
     repeated: frozenset[int]
 
 
-def walk_object(obj: object, look: Callable[[Any], Mapping[str, object] | None]) -> WalkedObject:
-    """Walk an object once, in the order in which it is pickled.
+def walk_object(obj: object, attributes_of: Callable[[Any], Mapping[str, object] | None]) -> WalkedObject:
+    """Walk an object once, in pickle order.
 
     Args:
         obj: The object.
-        look: Called with what is neither a builtin container nor a number or text. It returns the Python attributes of
-            what stands for a tensor, empty where it has none, and None for another value that can be pickled.
+        attributes_of: Called with each value that is not a built-in container, number or string. Returns the Python
+            attributes of a value that represents a tensor, possibly empty, and None for any other picklable value.
 
     Raises:
-        SaveError: From ``look``, for what cannot be pickled.
+        SaveError: Raised by ``attributes_of`` for a value that cannot be pickled.
     """
     texts = array("Q")
     seen: set[int] = set()
@@ -57,7 +57,7 @@ def walk_object(obj: object, look: Callable[[Any], Mapping[str, object] | None])
                 repeated.add(id(value))
             else:
                 seen.add(id(value))
-                inside = _inside(value, look, tensors)
+                inside = _inside(value, attributes_of, tensors)
                 if inside is not None:
                     waiting.append(inside)
                     break
@@ -67,16 +67,16 @@ def walk_object(obj: object, look: Callable[[Any], Mapping[str, object] | None])
 
 
 def elements(value: set[Any]) -> list[Any]:
-    """Return the elements of a set in an order that no hash decides, unless there are tensors among them."""
+    """Return the elements of a set in an order independent of hashes; sets with tensors keep theirs."""
     if any(hasattr(element, "shape") for element in value):
         return list(value)
     return sorted(value, key=lambda element: (type(element).__name__, repr(element)))
 
 
 def _inside(
-    value: Any, look: Callable[[Any], Mapping[str, object] | None], tensors: list[Any]
+    value: Any, attributes_of: Callable[[Any], Mapping[str, object] | None], tensors: list[Any]
 ) -> Iterator[object] | None:
-    """Return what a value holds, or None for nothing; a tensor is noted."""
+    """Return an iterator over the values inside a value, or None; append a tensor to ``tensors``."""
     kind: type = type(value)
     if kind in (dict, Counter):
         return chain.from_iterable(value.items())
@@ -87,7 +87,7 @@ def _inside(
         return children
     if kind is set:
         return iter(elements(value))
-    attributes = look(value)
+    attributes = attributes_of(value)
     if attributes is None:
         return None
     tensors.append(value)
@@ -95,7 +95,7 @@ def _inside(
 
 
 def _twice(addresses: array[int]) -> set[int]:
-    """Return the numbers that stand in an array more than once, with memory for a copy of it and no more."""
+    """Return the numbers that occur more than once in an array, with memory for one copy of it."""
     if not addresses:
         return set()
     ordered = np.sort(np.frombuffer(addresses, dtype=np.uint64))

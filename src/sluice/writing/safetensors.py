@@ -1,8 +1,8 @@
-"""What a safetensors file is: an 8-byte length, a JSON header, and the tensors without gaps, the widest dtypes first.
+"""Layout of a safetensors file: an 8-byte length, a JSON header, and the tensors without gaps, widest dtypes first.
 
 The order is that of the safetensors library (by alignment, then by name), so that every tensor is aligned to its
-elements. A tensor that is there under several names is stored once; the other names stand in ``__metadata__`` with the
-name that is stored, as ``safetensors.torch.save_model`` writes them.
+elements. A tensor with several names is stored once; ``__metadata__`` maps the other names to the stored one, as
+``safetensors.torch.save_model`` writes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sluice.formats.safetensors.header import DTYPES
 
 __all__ = ["SafetensorsLayout", "TensorOutline", "lay_out_safetensors"]
 
-#: Names of the specification for the dtypes of torch: those that are read, the other way round.
+#: safetensors dtype by torch dtype name: the inverse of the reader's table.
 _NAMES = {name: spelled.decode() for spelled, name in DTYPES.items()}
 
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -26,42 +26,42 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 #: The header is padded with spaces to a multiple of this.
 _ALIGNMENT_BYTES = 8
 
-#: Longest header that safetensors reads.
+#: Longest header that safetensors reads, in bytes.
 _HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class TensorOutline:
-    """What a file says of one tensor."""
+    """Dtype and shape of one tensor in a file."""
 
-    #: Name of its dtype in the file.
+    #: Name of the dtype in the file.
     dtype: str
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements in the file."""
+        """Size of its elements in the file, in bytes."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsLayout:
-    """Where everything lies in the file."""
+    """Header of the file and position of each tensor."""
 
-    #: The length and the JSON.
+    #: The length and the JSON header.
     header: bytes
-    #: Name, dtype in the file, and first byte in the file of each tensor, in order.
+    #: Name, dtype and first byte in the file of each tensor, in file order.
     tensors: tuple[tuple[str, str, int], ...]
-    #: Bytes of the whole file.
+    #: Size of the file, in bytes.
     nbytes: int
 
 
 def lay_out_safetensors(tensors: Mapping[str, TensorOutline], metadata: Mapping[str, str]) -> SafetensorsLayout:
-    """Decide the whole file.
+    """Return the layout of the whole file.
 
     Raises:
-        SaveError: A name or a dtype that the format cannot hold.
+        SaveError: The format cannot store a name or a dtype, or the header is too long.
     """
     # Text at once: a dict for each of 100,000 tensors would take five times as much memory.
     parts = [f'"__metadata__":{_JSON.encode(dict(metadata))}'] if metadata else []
@@ -70,11 +70,11 @@ def lay_out_safetensors(tensors: Mapping[str, TensorOutline], metadata: Mapping[
     for name in sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name)):
         tensor = tensors[name]
         if name == "__metadata__":
-            raise SaveError("safetensors has no place for a tensor of this name", tensor=name)
+            raise SaveError("safetensors reserves this name", tensor=name)
         if tensor.dtype not in _NAMES:
-            raise SaveError("safetensors has no such dtype", tensor=name, found=tensor.dtype)
+            raise SaveError("safetensors does not support this dtype", tensor=name, found=tensor.dtype)
         end = at + tensor.nbytes
-        shape = ",".join(map(str, _counted(name, tensor)))
+        shape = ",".join(map(str, _header_shape(name, tensor)))
         parts.append(
             f'{_JSON.encode(name)}:{{"dtype":"{_NAMES[tensor.dtype]}","shape":[{shape}],"data_offsets":[{at},{end}]}}'
         )
@@ -82,7 +82,7 @@ def lay_out_safetensors(tensors: Mapping[str, TensorOutline], metadata: Mapping[
         at = end
     text = _encode(parts)
     if len(text) > _HEADER_BYTES:
-        raise SaveError("the header is longer than safetensors reads", expected=_HEADER_BYTES, found=len(text))
+        raise SaveError("the header is too long for safetensors", expected=_HEADER_BYTES, found=len(text))
     front = len(text).to_bytes(8, "little") + text
     return SafetensorsLayout(
         header=front,
@@ -91,12 +91,12 @@ def lay_out_safetensors(tensors: Mapping[str, TensorOutline], metadata: Mapping[
     )
 
 
-def _counted(name: str, tensor: TensorOutline) -> tuple[int, ...]:
-    """Return the shape as the header counts it: values, of which torch packs two in an element of this dtype."""
+def _header_shape(name: str, tensor: TensorOutline) -> tuple[int, ...]:
+    """Return the shape in values, as the header counts it: torch packs two float4 values into one element."""
     if tensor.dtype != "float4_e2m1fn_x2":
         return tensor.shape
     if not tensor.shape:
-        raise SaveError("safetensors has no place for two values without a dimension", tensor=name, found=tensor.dtype)
+        raise SaveError("safetensors cannot store packed values of a 0-d tensor", tensor=name, found=tensor.dtype)
     return (*tensor.shape[:-1], 2 * tensor.shape[-1])
 
 
@@ -104,5 +104,7 @@ def _encode(parts: Sequence[str]) -> bytes:
     try:
         text = f"{{{','.join(parts)}}}".encode()
     except UnicodeEncodeError as error:
-        raise SaveError("a name holds a lone surrogate, which UTF-8 has not", found=repr(error.object[:80])) from error
+        raise SaveError(
+            "a name contains a lone surrogate, which UTF-8 cannot encode", found=repr(error.object[:80])
+        ) from error
     return text + b" " * (-len(text) % _ALIGNMENT_BYTES)

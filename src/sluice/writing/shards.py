@@ -1,13 +1,16 @@
-"""Writes a model directory as Hugging Face libraries read it: one safetensors file, or shards and their index.
+"""Model directories as Hugging Face libraries read them: one safetensors file, or shards and their index.
 
-A crash at any moment leaves a directory that reads as the old model or as the new one. All files are written under
-hidden names first. Then the shards get names that nothing refers to yet, and one step makes them the model: the index
-is renamed or, where a single file was or becomes the model, that file is replaced or removed, because readers prefer it
-to an index. What only the old model needs goes last. Where old shards have the usual names, new ones get a token in
-theirs.
+A crash at any moment leaves a directory that reads as the old model or as the new one:
 
-The directory is locked meanwhile: hidden files of a set are then known to be leftovers. The hidden index is on the disk
-before the first shard has its name, so that it tells the next save which shards a killed one has named in vain.
+1. All files are written under hidden names.
+2. The shards are renamed. Nothing refers to their new names yet: if old shards have the usual names, the new names
+   contain a token.
+3. One step commits the model: the index is renamed. If the old or the new model is a single file, that file is removed
+   or replaced instead, because readers prefer it to an index.
+4. Files that only the old model needs are removed.
+
+The directory is locked meanwhile, so hidden files of a set are known to be leftovers of killed saves. The hidden index
+is durable before the first shard is renamed: it tells the next save which shards to remove.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ __all__ = ["ModelFiles", "plan_model_directory", "split_shards", "write_model_di
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
-#: Shards under their usual names, and under those that are taken when the usual ones are in use.
+#: Names of shards: the usual ones, and those with a token, used if the usual ones exist.
 _USUAL = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _TOKEN = re.compile(r"model-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 
 
 def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list[str]]:
-    """Return the names of each shard, in order; a tensor above the limit is alone in its shard.
+    """Return the names of the tensors of each shard, in order; a tensor above the limit gets a shard of its own.
 
     Example:
         >>> split_shards({"a": 3, "b": 4, "c": 9}, 7)
@@ -57,18 +60,18 @@ def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFiles:
-    """The decided files of a model; the one that makes them the model is the last."""
+    """Planned files of a model; the last one commits it."""
 
-    #: Name of each file of tensors, and what is in it.
+    #: Name and layout of each file of tensors.
     shards: tuple[tuple[str, SafetensorsLayout], ...]
-    #: The index; empty for a single file.
+    #: Content of the index; empty for a single file.
     index: bytes
-    #: Names of the files of the model that is there, in the order in which they can go.
+    #: Names of the files of the existing model, in the order in which they are removed.
     old: tuple[str, ...]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file by its name."""
+        """Size of each file in bytes, by name."""
         sizes = {name: layout.nbytes for name, layout in self.shards}
         return {**sizes, _INDEX: len(self.index)} if self.index else sizes
 
@@ -76,16 +79,16 @@ class ModelFiles:
 def plan_model_directory(
     directory: Path, tensors: Mapping[str, TensorOutline], *, metadata: Mapping[str, str], limit_bytes: int | None
 ) -> ModelFiles:
-    """Decide the files of a model; nothing is changed.
+    """Plan the files of a model; nothing is changed.
 
     Args:
-        directory: Where they go; it need not exist.
-        tensors: Without further names of the same tensor.
-        metadata: Text for the header of each file.
-        limit_bytes: Bytes of tensors in one shard; None for one file.
+        directory: The destination; it need not exist.
+        tensors: The tensors by name, each once.
+        metadata: ``__metadata__`` of each file.
+        limit_bytes: Largest size of the tensors in one shard, in bytes; None for a single file.
 
     Raises:
-        SaveError: A name or a dtype that the format cannot hold.
+        SaveError: The format cannot store a name or a dtype.
     """
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     shards = split_shards(sizes, limit_bytes)
@@ -109,22 +112,22 @@ def write_model_directory(
     """Write the tensors and return the files of the model.
 
     Args:
-        directory: Made when it does not exist.
-        tensors: Without further names of the same tensor.
-        metadata: Text for the header of each file.
-        limit_bytes: Bytes of tensors in one shard; None for one file.
-        overwrite: Whether a model that is there may be replaced.
-        write: Writes what a file holds, without committing it.
+        directory: The destination; created if it does not exist.
+        tensors: The tensors by name, each once.
+        metadata: ``__metadata__`` of each file.
+        limit_bytes: Largest size of the tensors in one shard, in bytes; None for a single file.
+        overwrite: Whether an existing model may be replaced.
+        write: Writes the content of one file, without committing it.
 
     Raises:
-        SaveError: Nothing was changed that the old model needs.
+        SaveError: The model was not written; an existing model is intact.
     """
-    plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)  # refuses before it is made
+    plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)  # fails before it is created
     with made_directory(str(directory), lambda: locked_directory(str(directory))):
         _remove_leftovers(directory)
         files = plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)
         if files.old and not overwrite:
-            problem = "the directory holds a model already; say overwrite=True to replace it"
+            problem = "the directory already contains a model; pass overwrite=True to replace it"
             raise SaveError(problem, file=str(directory), found=files.old[0])
         with ExitStack() as stack:
             written = []
@@ -144,16 +147,16 @@ def write_model_directory(
 
 
 def _publish(directory: Path, files: Sequence[Replacement], old: Sequence[str]) -> None:
-    """Name the files of the new model; the step that makes it the model comes last."""
+    """Rename the files of the new model, and commit it last."""
     whole = directory / _WHOLE
-    if len(files) > 1 and _WHOLE in old:  # until this goes, readers do not look at the index
+    if len(files) > 1 and _WHOLE in old:  # readers ignore the index until this file is removed
         publish_set(str(directory), files, whole.unlink, lambda: not os.path.lexists(whole))
     else:
         publish_set(str(directory), files[:-1], files[-1].publish, lambda: files[-1].is_published)
 
 
 def _shard_names(count: int, *, taken: Iterable[str]) -> list[str]:
-    """Return the usual names, or others where the old model has some of them."""
+    """Return the usual names, or names with a token if any of them is taken."""
     if count == 1:
         return [_WHOLE]
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -164,15 +167,15 @@ def _shard_names(count: int, *, taken: Iterable[str]) -> list[str]:
 
 
 def _model_files(directory: Path) -> list[str]:
-    """Return the files of the model that is there, the preferred one first."""
-    found = [name for name in (_WHOLE, _INDEX) if os.path.lexists(directory / name)]
-    found += sorted(_shards_of(directory / _INDEX)) if _INDEX in found else []
+    """Return the files of the existing model, the one that readers prefer first."""
+    files = [name for name in (_WHOLE, _INDEX) if os.path.lexists(directory / name)]
+    files += sorted(_shards_of(directory / _INDEX)) if _INDEX in files else []
     usual = (path.name for path in directory.iterdir() if _USUAL.fullmatch(path.name))
-    return [*found, *sorted(set(usual) - set(found))]
+    return [*files, *sorted(set(usual) - set(files))]
 
 
 def _shards_of(index: Path) -> set[str]:
-    """Return the shards that an index names; a damaged one names none."""
+    """Return the shards that an index names; none if it is damaged."""
     with suppress(OSError, ValueError, AttributeError, TypeError, KeyError):
         shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return {name for name in shards if os.path.basename(name) == name}
@@ -180,15 +183,15 @@ def _shards_of(index: Path) -> set[str]:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove what killed saves have left: hidden files, and shards that were named without becoming a model."""
+    """Remove the leftovers of killed saves: hidden files, and renamed shards of a model that was never committed."""
     with saving(str(directory)):
         names = os.listdir(directory)
     hidden = [name for name in names if hidden_stem(name, in_set=True) is not None]
-    in_vain = set[str]().union(*(_shards_of(directory / name) for name in hidden))
+    uncommitted = set[str]().union(*(_shards_of(directory / name) for name in hidden))
     model = {_WHOLE, _INDEX, *_shards_of(directory / _INDEX)}
-    orphans = [name for name in names if name in in_vain or _TOKEN.fullmatch(name)]
+    orphans = [name for name in names if name in uncommitted or _TOKEN.fullmatch(name)]
     _remove(directory, [name for name in orphans if name not in model])
-    _remove(directory, hidden)  # after the shards that only a hidden index tells apart
+    _remove(directory, hidden)  # last: only a hidden index tells which shards are uncommitted
 
 
 def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
@@ -200,7 +203,7 @@ def _index(shards: Mapping[str, Iterable[str]], total_bytes: int) -> bytes:
 
 
 def _remove(directory: Path, names: Sequence[str]) -> None:
-    """Remove what nobody reads, as far as that is possible: the next save tries again what is left."""
+    """Remove files, best effort: the next save retries."""
     if not names:
         return
     with suppress(OSError, SaveError), syncing(str(directory), str(directory)):

@@ -1,8 +1,8 @@
-"""Pickles an object as ``torch.save`` does, with its tensors taken out: each is a geometry over a numbered storage.
+"""Pickle an object as ``torch.save`` does; tensors become views of numbered storages, whose data is stored apart.
 
-The pickle names only what ``torch.load(weights_only=True)`` allows. What stands for a tensor in the object, a tensor or
-a record, is up to the caller, who describes it. Nothing here recurses, and what is remembered while the pickle grows is
-only what stands in the object more than once.
+The pickle names only globals that ``torch.load(weights_only=True)`` allows. Tensors are represented by values that the
+caller chooses and describes: tensors or records. Nothing recurses, and only values that occur more than once are
+memoized.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sluice.writing.torch_tensors import (
 
 __all__ = ["is_plain", "pickle_object", "refusal"]
 
-#: Items that are given to a container by one opcode: what the reader holds beside it meanwhile.
+#: Items added to a container by one opcode; the reader holds that many on its stack.
 _ITEMS_AT_ONCE = 1000
 
 
@@ -39,35 +39,35 @@ def pickle_object(obj: object, walked: WalkedObject, descriptions: Iterable[Desc
 
     Args:
         obj: The object.
-        walked: What it holds.
-        descriptions: What the pickle says of each of ``walked.tensors``, in their order.
+        walked: The result of ``walk_object``.
+        descriptions: The description of each of ``walked.tensors``, in their order.
 
     Raises:
-        SaveError: It holds something that ``torch.load(weights_only=True)`` would refuse.
+        SaveError: It contains something that ``torch.load(weights_only=True)`` would refuse.
     """
     return _Pickler(walked, iter(descriptions)).dump(obj)
 
 
 def is_plain(value: object) -> bool:
-    """Return whether a value that is neither a tensor, a container, a number nor a text can be pickled."""
+    """Return whether a value that is not a tensor, container, number or string can be pickled."""
     return type(value) in _PLAIN
 
 
 def refusal(value: Any) -> SaveError:
-    """Return the error for what cannot be pickled."""
+    """Return the error for a value that cannot be pickled."""
     is_named = isinstance(value, type) or callable(value)
     found = f"{getattr(value, '__qualname__', value)}" if is_named else f"an object of {type(value).__qualname__}"
-    return SaveError("only tensors and plain values are saved", found=found)
+    return SaveError("only tensors and plain values can be saved", found=found)
 
 
 class _Pickler:
-    """Writes values one by one. What a container holds is an iterator, which ends with the container's last opcodes."""
+    """Write values one by one; the iterator over a container's values ends with the container's last opcodes."""
 
     def __init__(self, walked: WalkedObject, descriptions: Iterator[Described]) -> None:
         self._ops = PickleOpcodes()
         self._repeated = walked.repeated
         self._tensors = zip(walked.tensors, descriptions, strict=True)
-        #: Tuples and other values that cannot be remembered before they are whole, by identity.
+        #: ids of unfinished tuples and other values that cannot be memoized before they are complete.
         self._unfinished: set[int] = set()
 
     def dump(self, obj: object) -> bytearray:
@@ -83,7 +83,7 @@ class _Pickler:
         return self._ops.finish()
 
     def _begin(self, value: Any) -> Iterator[Any] | None:
-        """Write a value, or begin one and return what it holds."""
+        """Write a value; of a container write the beginning and return an iterator over its values."""
         kind: type = type(value)
         scalar = _SCALARS.get(kind)
         if scalar:
@@ -93,7 +93,7 @@ class _Pickler:
             if self._ops.recall(id(value)):
                 return None
             if id(value) in self._unfinished:
-                raise SaveError("a tuple or a set that holds itself cannot be saved")
+                raise SaveError("a tuple or set that contains itself cannot be saved")
         write: _Write = _WRITERS.get(kind, _Pickler.write_tensor)
         return write(self, value)
 
@@ -133,7 +133,7 @@ class _Pickler:
     def write_torch_text(self, value: TorchText) -> None:
         if is_torch_name(value):
             self._ops.named("torch", value.removeprefix("torch."))
-        elif value.startswith("torch."):  # whatever it says, it is only an argument
+        elif value.startswith("torch."):  # safe: any text is only an argument of the call
             write_layout(self._ops, str(value))
         else:
             self._write_device(*value.split(":"))
@@ -209,7 +209,7 @@ class _Pickler:
     def write_tensor(self, value: object) -> Iterator[Any] | None:
         walked, tensor = next(self._tensors)
         if walked is not value:
-            raise SaveError("the object changed while it was saved")
+            raise SaveError("the object changed while it was being saved")
         if tensor.attributes:
             return self._with_attributes(value, tensor, tensor.attributes)
         if tensor.parameter:
@@ -230,27 +230,27 @@ class _Pickler:
         else:
             self._ops.named("torch._tensor", "_rebuild_from_type_v2")
             self._ops.open_tuple(4)
-            name_rebuild(self._ops, tensor.made_of)
+            name_rebuild(self._ops, tensor.content)
             self._ops.named("torch", "Tensor")
-            write_arguments(self._ops, tensor.made_of, requires_grad=tensor.requires_grad)
+            write_arguments(self._ops, tensor.content, requires_grad=tensor.requires_grad)
         yield attributes
         self._ops.close_tuple(4)
         self._ops.reduce()
         self._remember(value)
 
     def _parameter(self, tensor: Described) -> None:
-        """Write the first three arguments of what makes a parameter."""
+        """Write the first three arguments of the call that rebuilds a parameter."""
         self._rebuilt(tensor, requires_grad=False)
         self._ops.boolean(tensor.requires_grad)
         write_hooks(self._ops)
 
     def _rebuilt(self, tensor: Described, *, requires_grad: bool) -> None:
-        name_rebuild(self._ops, tensor.made_of)
-        write_arguments(self._ops, tensor.made_of, requires_grad=requires_grad)
+        name_rebuild(self._ops, tensor.content)
+        write_arguments(self._ops, tensor.content, requires_grad=requires_grad)
         self._ops.reduce()
 
 
-#: What writes numbers, which are never remembered.
+#: Writers of None and numbers, which are never memoized.
 _SCALARS: Mapping[type, Callable[[PickleOpcodes, Any], None]] = {
     type(None): lambda ops, _: ops.none(),
     bool: PickleOpcodes.boolean,
@@ -259,10 +259,10 @@ _SCALARS: Mapping[type, Callable[[PickleOpcodes, Any], None]] = {
     complex: PickleOpcodes.complex,
 }
 
-#: Writes a value, or begins one and returns what it holds.
+#: Writes a value; of a container writes the beginning and returns an iterator over its values.
 _Write: TypeAlias = Callable[[_Pickler, Any], Iterator[Any] | None]
 
-#: What writes the other plain values.
+#: Writers of the other plain values.
 _PLAIN: Mapping[type, _Write] = {
     str: _Pickler.write_text,
     bytes: _Pickler.write_bytes,

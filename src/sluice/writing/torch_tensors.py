@@ -1,6 +1,6 @@
-"""How a torch pickle says a tensor: a call that rebuilds it from numbered storages. No torch.
+"""Tensors in a torch pickle: calls that rebuild them from numbered storages. No torch.
 
-- dense: ``_rebuild_tensor_v2``, or ``_v3`` for dtypes without a storage class
+- dense: ``_rebuild_tensor_v2``, or ``_rebuild_tensor_v3`` for dtypes without a storage class
 - sparse: ``_rebuild_sparse_tensor`` of its indices and values
 - quantized: ``_rebuild_qtensor`` of its integers, scales and zero points
 """
@@ -15,7 +15,7 @@ from sluice.writing.pickle_opcodes import PickleOpcodes
 
 __all__ = ["Described", "Geometry", "QuantizedParts", "SparseParts", "name_rebuild", "write_arguments", "write_hooks"]
 
-#: torch's storage class for each dtype that has one; the others are untyped bytes with a dtype beside them.
+#: torch's storage class for each dtype that has one; other storages are untyped bytes plus a dtype.
 _STORAGE_CLASSES = {
     "float64": "DoubleStorage",
     "float32": "FloatStorage",
@@ -41,11 +41,11 @@ class Geometry:
 
     #: Number of its storage.
     storage: int
-    #: Elements of that storage.
+    #: Size of that storage, in elements.
     elements: int
     #: Name of its dtype.
     dtype: str
-    #: Device that it was on, as torch writes it.
+    #: Original device, as torch writes it.
     device: str = "cpu"
     #: First element, in elements from the start of the storage.
     start: int
@@ -53,13 +53,13 @@ class Geometry:
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
-    #: Whether it is the conjugate, the negative or both of what the storage holds.
+    #: Whether it is a conjugate view, a negative view or both.
     math_bits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseParts:
-    """A sparse tensor: what it is made of."""
+    """A sparse tensor: its indices and values."""
 
     #: Its layout: ``"sparse_coo"``.
     layout: str
@@ -67,32 +67,32 @@ class SparseParts:
     parts: tuple[Geometry, ...]
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: COO: whether the indices are sorted and distinct; None where nobody knows.
+    #: COO: whether the indices are sorted and unique; None if unknown.
     coalesced: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedParts:
-    """A quantized tensor: what it is made of."""
+    """A quantized tensor: its integers, scales and zero points."""
 
     #: Its dtype: ``"qint8"``.
     dtype: str
     #: Its integers.
     integers: Geometry
-    #: The scale, or the scale of each channel.
+    #: The scale of the tensor, or of each channel.
     scales: Geometry | tuple[float, ...]
-    #: The zero point, or the zero point of each channel.
+    #: The zero point of the tensor, or of each channel.
     zero_points: Geometry | tuple[float, ...]
-    #: Dimension of the channels; None where one scale is for all.
+    #: Dimension of the channels; None for a single scale.
     axis: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """A tensor as the pickle says it."""
+    """Description of a tensor for the pickle."""
 
-    #: What it is made of.
-    made_of: Geometry | SparseParts | QuantizedParts
+    #: Its view of a storage, or its components.
+    content: Geometry | SparseParts | QuantizedParts
     #: Whether gradients are recorded for it.
     requires_grad: bool = False
     #: Whether it is a ``torch.nn.Parameter``.
@@ -101,35 +101,35 @@ class Described:
     attributes: Mapping[str, object] | None = None
 
 
-def name_rebuild(ops: PickleOpcodes, made_of: Geometry | SparseParts | QuantizedParts) -> None:
+def name_rebuild(ops: PickleOpcodes, content: Geometry | SparseParts | QuantizedParts) -> None:
     """Append the function that rebuilds a tensor."""
-    if isinstance(made_of, Geometry):
-        name = "_rebuild_tensor_v2" if made_of.dtype in _STORAGE_CLASSES else "_rebuild_tensor_v3"
+    if isinstance(content, Geometry):
+        name = "_rebuild_tensor_v2" if content.dtype in _STORAGE_CLASSES else "_rebuild_tensor_v3"
     else:
-        name = "_rebuild_sparse_tensor" if isinstance(made_of, SparseParts) else "_rebuild_qtensor"
+        name = "_rebuild_sparse_tensor" if isinstance(content, SparseParts) else "_rebuild_qtensor"
     ops.named("torch._utils", name)
 
 
 def write_arguments(
-    ops: PickleOpcodes, made_of: Geometry | SparseParts | QuantizedParts, *, requires_grad: bool
+    ops: PickleOpcodes, content: Geometry | SparseParts | QuantizedParts, *, requires_grad: bool
 ) -> None:
-    """Append the tuple of what that function is called with."""
-    if isinstance(made_of, Geometry):
-        _dense(ops, made_of, requires_grad=requires_grad)
-    elif isinstance(made_of, SparseParts):
-        _sparse(ops, made_of)
+    """Append the tuple of arguments of that function."""
+    if isinstance(content, Geometry):
+        _dense(ops, content, requires_grad=requires_grad)
+    elif isinstance(content, SparseParts):
+        _sparse(ops, content)
     else:
-        _quantized(ops, made_of, requires_grad=requires_grad)
+        _quantized(ops, content, requires_grad=requires_grad)
 
 
 def write_hooks(ops: PickleOpcodes) -> None:
-    """Append what torch has in the place of a tensor's hooks, which are never saved."""
+    """Append the empty OrderedDict that torch writes in place of a tensor's hooks, which are never saved."""
     ops.named("collections", "OrderedDict")
     ops.call(0)
 
 
 def _view(ops: PickleOpcodes, view: Geometry) -> None:
-    """Append the storage, as torch's persistent id, and the view of it: four values."""
+    """Append four values: the storage, as torch's persistent id, and offset, shape and stride of the view."""
     typed = view.dtype in _STORAGE_CLASSES
     ops.open_tuple(5)
     ops.constant("storage")
@@ -166,8 +166,7 @@ def _tensor(ops: PickleOpcodes, view: Geometry) -> None:
 
 def _sparse(ops: PickleOpcodes, sparse: SparseParts) -> None:
     write_layout(ops, f"torch.{sparse.layout}")
-    says_coalesced = sparse.coalesced is not None
-    length = len(sparse.parts) + 1 + says_coalesced
+    length = len(sparse.parts) + 1 + (sparse.coalesced is not None)
     ops.open_tuple(length)
     for part in sparse.parts:
         _tensor(ops, part)
@@ -216,7 +215,9 @@ def _quantized(ops: PickleOpcodes, tensor: QuantizedParts, *, requires_grad: boo
 
 def _channel_scheme(tensor: QuantizedParts) -> str:
     points = tensor.zero_points
-    floats = points.dtype == "float32" if isinstance(points, Geometry) else any(type(one) is float for one in points)
+    floats = (
+        points.dtype == "float32" if isinstance(points, Geometry) else any(type(point) is float for point in points)
+    )
     return "per_channel_affine_float_qparams" if floats else "per_channel_affine"
 
 

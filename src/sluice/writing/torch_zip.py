@@ -1,8 +1,8 @@
-"""Writes a ``torch.save`` zip file: ``data.pkl`` with the object, one stored record for each storage.
+"""``torch.save`` zip files: ``data.pkl`` with the object, and one stored record per storage.
 
-Of each storage the file holds what its tensors need and no more. The records are those of torch 2:
-``.format_version``, ``.storage_alignment``, ``byteorder`` and ``version`` beside ``data.pkl`` and ``data/0``,
-``data/1``, ... Everything but the CRCs is decided before the first byte is written.
+The file holds only the range of each storage that its tensors need. The records are those of torch 2: ``data.pkl``,
+``.format_version``, ``.storage_alignment``, ``byteorder``, ``data/0``, ``data/1``, ... and ``version``. Everything but
+the CRCs is known before the first byte is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
 from sluice.writing.chunks import Staging, row_major_bytes
-from sluice.writing.composites import count_parts, dense_parts, made_of
+from sluice.writing.composites import count_parts, dense_parts, describe
 from sluice.writing.durable.replacement import NewFile
 from sluice.writing.items import StorageSpan, collect_spans, finished_dtype, refuse_unsupported, storage_key
 from sluice.writing.manifest import ManifestWriter
@@ -31,26 +31,26 @@ from sluice.writing.zip_archive import Archive
 
 __all__ = ["SavedObject", "TorchZipWriter", "lay_out_torch_zip", "write_torch_zip"]
 
-#: What torch writes beside the object and its data.
+#: Small records that torch writes next to the object and its data.
 _SMALL_RECORDS = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": sys.byteorder.encode()}
 
 _VERSION = b"3\n"
 
-#: Bytes of the central directory that are written at once, and of a storage that are read again at once.
+#: Bytes per write of the central directory, and per read of a storage for its CRC.
 _PIECE_BYTES = 1 << 20
 
 
 class TorchZipWriter:
-    """A decided file. Storages are numbered as the pickle numbers them."""
+    """Writer of a file whose layout is fixed. Storages have the numbers that the pickle gives them."""
 
     def __init__(self, pickled: bytes | bytearray, sizes: Iterable[int]) -> None:
-        """Decide where everything lies.
+        """Lay out the file.
 
         Args:
-            pickled: ``data.pkl``.
-            sizes: Bytes of each storage.
+            pickled: Content of ``data.pkl``.
+            sizes: Size of each storage, in bytes.
         """
-        # torch names the directory like the file, and reads any.
+        # torch names the directory after the file, and reads any name.
         self._archive = Archive("archive")
         self._small = {"data.pkl": pickled, **_SMALL_RECORDS}
         for name, content in self._small.items():
@@ -59,7 +59,7 @@ class TorchZipWriter:
         for number, nbytes in enumerate(sizes):
             self._archive.add(f"data/{number}", nbytes)
         self._version = self._archive.add("version", len(_VERSION))
-        #: Bytes of tensor data.
+        #: Size of the tensor data, in bytes.
         self.nbytes = sum(map(self._archive.nbytes, self._storages()))
 
     def _storages(self) -> range:
@@ -67,12 +67,12 @@ class TorchZipWriter:
 
     @property
     def records_bytes(self) -> int:
-        """Bytes of the file without its central directory."""
+        """Size of the file without its central directory, in bytes."""
         return self._archive.end
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the whole file."""
+        """Size of the whole file, in bytes."""
         return self._archive.end + sum(map(len, self._archive.directory()))
 
     def offset(self, storage: int) -> int:
@@ -80,25 +80,25 @@ class TorchZipWriter:
         return self._archive.data(self._first + storage)
 
     def write(self, file: NewFile, storage: int, at: int, piece: bytes | memoryview, *, account: bool = True) -> None:
-        """Write a piece of a storage, from any thread and in any order, each byte once.
+        """Write a piece of a storage; each byte once, in any order. Thread-safe.
 
         Args:
             file: The file.
-            storage: Its number.
-            at: Where the piece begins in the storage, in bytes.
+            storage: Number of the storage.
+            at: First byte of the piece in the storage.
             piece: The bytes.
-            account: Whether it counts for the CRC now; for many small pieces ``account_written`` takes less time.
+            account: Whether to add the piece to the CRC now; for many small pieces ``account_written`` is faster.
         """
         file.write_at(self.offset(storage) + at, piece)
         if account:
             self._archive.account(self._first + storage, at, piece)
 
     def read(self, file: NewFile, storage: int, at: int, nbytes: int) -> bytes:
-        """Return bytes of a storage that were written before, from ``at`` on."""
+        """Return up to ``nbytes`` written bytes of a storage from ``at`` on."""
         return file.read_at(self.offset(storage) + at, nbytes)
 
     def account_written(self, file: NewFile, storage: int) -> None:
-        """Take the CRC of a storage from the file, where all of it was written without."""
+        """Compute the CRC of a storage from the file, if it was written with ``account=False``."""
         number = self._first + storage
         nbytes = self._archive.nbytes(number)
         at = 0
@@ -108,7 +108,7 @@ class TorchZipWriter:
             at += len(piece)
 
     def finish(self, file: NewFile) -> int:
-        """Write what stands around the storages, once all of them are written; return the bytes of the file."""
+        """Write everything but the storages, after all of them; return the size of the file in bytes."""
         for number, content in enumerate((*self._small.values(), _VERSION)):
             record = number if number < self._first else self._version
             file.write_at(self._archive.data(record), content)
@@ -134,23 +134,24 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedObject:
-    """An object in memory and the file that it becomes."""
+    """An object in memory and the layout of its file."""
 
-    #: The file.
-    made: TorchZipWriter
-    #: What each storage of it holds, and in which dtype.
+    #: Writer of the file.
+    writer: TorchZipWriter
+    #: Range of each stored storage, and its dtype in the file.
     storages: tuple[tuple[StorageSpan, str], ...]
     #: Number of tensor objects in it.
     tensors: int
 
 
 def lay_out_torch_zip(obj: object, dtype: str | None) -> SavedObject:
-    """Pickle an object with its tensors taken out; no tensor data is read.
+    """Pickle an object and lay out its file; no tensor data is read.
 
     Raises:
-        SaveError: It holds something that ``torch.load(weights_only=True)`` would refuse, or that has no plain bytes.
+        SaveError: It contains something that ``torch.load(weights_only=True)`` would refuse, or a tensor that cannot be
+            saved.
     """
-    walked = walk_object(obj, _look)
+    walked = walk_object(obj, _attributes)
     dense = [part for tensor in walked.tensors for part in dense_parts(tensor)]
     spans = collect_spans(dense)
     kept = _quantized_parts(walked.tensors)
@@ -158,10 +159,10 @@ def lay_out_torch_zip(obj: object, dtype: str | None) -> SavedObject:
     pickled = pickle_object(obj, walked, _descriptions(walked.tensors, dense, spans, finished, dtype))
     storages = tuple(zip(spans.values(), finished, strict=True))
     sizes = [(span.end - span.start) * ITEM_BYTES[name] for span, name in storages]
-    return SavedObject(made=TorchZipWriter(pickled, sizes), storages=storages, tensors=len(walked.tensors))
+    return SavedObject(writer=TorchZipWriter(pickled, sizes), storages=storages, tensors=len(walked.tensors))
 
 
-def _look(value: Any) -> Mapping[str, object] | None:
+def _attributes(value: Any) -> Mapping[str, object] | None:
     if isinstance(value, torch.Tensor):
         refuse_unsupported(value, "", dense=False)
         return vars(value)
@@ -171,10 +172,10 @@ def _look(value: Any) -> Mapping[str, object] | None:
 
 
 def _quantized_parts(tensors: Sequence[torch.Tensor]) -> set[Hashable]:
-    """Return the storages of what quantized tensors are made of, which is never cast.
+    """Return the storages of the components of quantized tensors, which are never cast.
 
     Raises:
-        SaveError: The integers of one are a tensor of their own, too.
+        SaveError: The integers of a quantized tensor are also saved as a separate tensor.
     """
     quantized = [dense_parts(tensor) for tensor in tensors if tensor.is_quantized]
     if not quantized:
@@ -187,7 +188,7 @@ def _quantized_parts(tensors: Sequence[torch.Tensor]) -> set[Hashable]:
 
 
 def _check_gradients(tensor: torch.Tensor, dtype: str | None) -> None:
-    """Refuse to write a tensor with gradients in a dtype that has none: torch would not load it."""
+    """Refuse to cast a tensor with ``requires_grad`` to a dtype without gradients: torch would not load it."""
     own = dtype_name(tensor.dtype)
     why = why_no_cast(own, finished_dtype(tensor, dtype), requires_grad=tensor.requires_grad)
     if why:
@@ -201,7 +202,7 @@ def _descriptions(
     finished: Sequence[str],
     dtype: str | None,
 ) -> Iterator[Described]:
-    """Yield what the pickle says of each tensor; ``dense`` are their parts, one after the other."""
+    """Yield the description of each tensor; ``dense`` yields the ``dense_parts`` of all of them in order."""
     numbers = {key: number for number, key in enumerate(spans)}
     waiting = iter(dense)
 
@@ -222,7 +223,7 @@ def _descriptions(
         _check_gradients(tensor, dtype)
         parts = [geometry(part) for part in islice(waiting, count_parts(tensor))]
         yield Described(
-            made_of=made_of(tensor, parts),
+            content=describe(tensor, parts),
             requires_grad=tensor.requires_grad,
             parameter=isinstance(tensor, torch.nn.Parameter),
             attributes=vars(tensor),
@@ -237,36 +238,36 @@ def write_torch_zip(
     manifest: ManifestWriter | None = None,
     names: Mapping[str, torch.Tensor] | None = None,
 ) -> int:
-    """Write what was decided; the caller commits.
+    """Write the file; the caller commits it.
 
     Args:
         saved: From ``lay_out_torch_zip``.
-        file: Where to.
-        staging: For what is cast or on an accelerator.
-        wrote: Called with the bytes of each piece.
-        manifest: Gets a hash of each of ``names``.
-        names: The tensors by the names that they have in the finished checkpoint.
+        file: The destination.
+        staging: Buffers for tensors that are cast or on an accelerator.
+        wrote: Called with the size of each written piece, in bytes.
+        manifest: Receives a hash of each of ``names``.
+        names: The tensors by their names in the finished checkpoint.
 
     Returns:
-        Bytes of the file.
+        Size of the file, in bytes.
     """
     if manifest:
         _expect_tensors(saved, names or {}, manifest, staging)
-    made = saved.made
-    file.reserve(made.records_bytes, staging.pool)
-    with write_queue(made.records_bytes, staging, wrote) as queue:
+    writer = saved.writer
+    file.reserve(writer.records_bytes, staging.pool)
+    with write_queue(writer.records_bytes, staging, wrote) as queue:
         for number, (span, dtype) in enumerate(saved.storages):
-            look = manifest.in_order(storage_key(span.tensor)) if manifest else None
-            queue.write(span.flat(), dtype, made.offset(number), partial(made.write, file, number), look)
+            consumer = manifest.in_order(storage_key(span.tensor)) if manifest else None
+            queue.write(span.flat(), dtype, writer.offset(number), partial(writer.write, file, number), consumer)
             if manifest:
                 manifest.done(storage_key(span.tensor))
-    return made.finish(file)
+    return writer.finish(file)
 
 
 def _expect_tensors(
     saved: SavedObject, tensors: Mapping[str, torch.Tensor], manifest: ManifestWriter, staging: Staging
 ) -> None:
-    """Announce what will be written; what does not lie in row-major order in its storage is hashed now."""
+    """Announce the tensors to the manifest; those not in row-major order in their storage are hashed now."""
     spans = {storage_key(span.tensor): (span, dtype) for span, dtype in saved.storages}
     for name, tensor in tensors.items():
         span, dtype = spans[storage_key(tensor)]

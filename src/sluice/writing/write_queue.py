@@ -1,4 +1,4 @@
-"""Pieces of tensors on their way to a file: several threads make them, compute their CRCs and write them."""
+"""A bounded queue of chunks of tensors that several threads convert, checksum and write to a file."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from sluice.writing.chunks import Chunk, Staging, chunks
 
 __all__ = ["WriteQueue", "write_queue"]
 
-#: Writes some bytes of what is stored, from a position in it on.
+#: Writes bytes of a stored item: ``(first byte in the item, bytes)``.
 Put = Callable[[int, memoryview], None]
 
-#: Looks at some bytes of what is stored; called in order.
-Look = Callable[[memoryview], None]
+#: Receives all bytes of a stored item, in order.
+Consumer = Callable[[memoryview], None]
 
 
 @contextmanager
 def write_queue(nbytes: int, staging: Staging, wrote: Callable[[int], None]) -> Iterator[WriteQueue]:
-    """Lend the threads that write one file; all writes have ended when the block has, however it ends.
+    """Lend a queue of writes to one file; no write outlives the block.
 
     Args:
-        nbytes: Bytes of the file: small ones are written by the caller's thread.
-        staging: For what is not in host memory as the file wants it.
-        wrote: Called in the caller's thread with the bytes of each piece that was written.
+        nbytes: Size of the file, in bytes: the caller's thread writes small files.
+        staging: Buffers for chunks that are not in host memory in the form of the file.
+        wrote: Called in the caller's thread with the size of each written chunk, in bytes.
 
     Raises:
         SaveError: A write failed.
@@ -42,7 +42,7 @@ def write_queue(nbytes: int, staging: Staging, wrote: Callable[[int], None]) -> 
 
 
 class WriteQueue:
-    """Writes that are under way; see ``write_queue``."""
+    """Writes in progress; see ``write_queue``."""
 
     def __init__(self, workers: Workers, staging: Staging, wrote: Callable[[int], None]) -> None:
         self._workers = workers
@@ -50,34 +50,34 @@ class WriteQueue:
         self._wrote = wrote
         self._under_way: deque[tuple[int, Job[None]]] = deque()
 
-    def write(self, tensor: torch.Tensor, dtype: str, first: int, put: Put, look: Look | None = None) -> None:
+    def write(self, tensor: torch.Tensor, dtype: str, first: int, put: Put, consumer: Consumer | None = None) -> None:
         """Write the elements of a tensor in row-major order.
 
         Args:
-            tensor: It must outlive the block.
+            tensor: The tensor; it must outlive the block.
             dtype: The dtype in the file.
-            first: Position in the file of its first element, in bytes.
-            put: Called from any thread, for each byte once.
-            look: Called in this thread with every byte, in order.
+            first: Position of its first element in the file, in bytes.
+            put: Called from any thread, once for each byte.
+            consumer: Called in this thread with every byte, in order.
         """
         at = 0
         for chunk in chunks(tensor, dtype, self._staging):
             while len(self._under_way) >= 2 * options.WRITERS:
                 self._wait()
-            work = partial(self._make_and_put, chunk, first + at, partial(put, at), look)
-            if look is None:
+            work = partial(self._make_and_put, chunk, first + at, partial(put, at), consumer)
+            if consumer is None:
                 self._start(chunk.nbytes, work)
             elif chunk.in_place is not None:
-                look(chunk.in_place)
+                consumer(chunk.in_place)
                 self._start(chunk.nbytes, partial(put, at, chunk.in_place))
             else:
-                # In this thread: waiting for its turn, what is made would hold a buffer that those under way may need.
+                # In this thread: a converted chunk that waits for its turn would hold a buffer that earlier ones need.
                 work()
                 self._wrote(chunk.nbytes)
             at += chunk.nbytes
 
     def drain(self) -> None:
-        """Wait for what is under way."""
+        """Wait for all writes."""
         while self._under_way:
             self._wait()
 
@@ -89,12 +89,14 @@ class WriteQueue:
         job.result()
         self._wrote(nbytes)
 
-    def _make_and_put(self, chunk: Chunk, offset: int, put: Callable[[memoryview], None], look: Look | None) -> None:
+    def _make_and_put(
+        self, chunk: Chunk, offset: int, put: Callable[[memoryview], None], consumer: Consumer | None
+    ) -> None:
         if chunk.in_place is not None:
             put(chunk.in_place)
             return
         with self._staging.lent() as buffer:
-            made = chunk.put_into(buffer, offset)
-            if look is not None:
-                look(made)
-            put(made)
+            converted = chunk.put_into(buffer, offset)
+            if consumer is not None:
+                consumer(converted)
+            put(converted)

@@ -1,7 +1,7 @@
-"""A zip archive of stored records whose sizes are known beforehand, so that their bytes may come in any order.
+"""Zip archives of stored records whose sizes are known in advance, so that their bytes can be written in any order.
 
-Every record begins at a multiple of 64, as direct reads and mappings want it: the extra field of its header is padded.
-CRCs are those of the pieces, moved to their place: CRC-32 is linear, so pieces need not come one after the other.
+The data of each record is aligned to 64 bytes, by padding in the extra field of its header. The CRC-32 of a record is
+the sum of the CRCs of its pieces, each shifted to its position: CRC-32 is linear, so pieces can come in any order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Archive"]
 
 _ALIGNMENT_BYTES = 64
 
-#: Fields of 32 bits hold this where the value is in a zip64 field.
+#: Values of 16-bit and 32-bit fields whose value is in a zip64 field.
 _ESCAPE_16, _ESCAPE_32 = 0xFFFF, 0xFFFFFFFF
 
 # signature, version needed, flags, method, time, date, CRC-32, stored bytes, bytes, name bytes, extra bytes
@@ -32,7 +32,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 # signature, disk, directory's disk, entries on the disk, entries, directory bytes, directory offset, comment bytes
 _END = struct.Struct("<4sHHHHIIH")
 
-#: Zip keeps the time of each record; a constant makes equal content equal files. It is the earliest that zip knows.
+#: Time of each record: the earliest of the format. A constant makes files with equal content equal.
 _TIME, _DATE = 0, 33
 
 #: Version 4.5 of the specification has zip64; names are UTF-8.
@@ -40,7 +40,7 @@ _VERSION, _UTF8 = 45, 0x0800
 
 _ZIP64_KIND = 1
 
-#: The kind of torch's own padding ("FB"), and the bytes before the content of an extra field.
+#: Kind of torch's padding, and bytes before the content of an extra field.
 _PADDING_KIND, _EXTRA_HEADER_BYTES = b"FB", 4
 
 #: The polynomial of CRC-32, bit-reversed.
@@ -48,19 +48,19 @@ _POLYNOMIAL = 0xEDB88320
 
 
 class Archive:
-    """Where the records of an archive lie, and their CRCs as far as their bytes are known. Columns, for 100,000."""
+    """Positions and CRCs of the records of an archive, in columns to hold 100,000 records."""
 
     def __init__(self, directory: str) -> None:
-        """Begin with no records.
+        """Create an archive without records.
 
         Args:
-            directory: The directory that all names are in.
+            directory: Directory of all record names.
         """
         self._directory = directory
         self._names: list[str] = []
         self._headers, self._sizes, self._crcs = array("Q"), array("Q"), array("I")
         self._lock = threading.Lock()
-        #: First byte behind the last record, where the central directory begins.
+        #: End of the last record, where the central directory begins, in bytes.
         self.end = 0
 
     def add(self, name: str, nbytes: int) -> int:
@@ -78,7 +78,7 @@ class Archive:
         return self._headers[number] + len(self.header(number))
 
     def header(self, number: int) -> bytes:
-        """Return the local header of a record, to be written at ``header_offset`` once all of its data is known."""
+        """Return the local header of a record; it is final after ``account`` has had all of the data."""
         name, nbytes = self._name(number), self._sizes[number]
         large = nbytes >= _ESCAPE_32
         extra = struct.pack("<HHQQ", _ZIP64_KIND, 16, nbytes, nbytes) if large else b""
@@ -95,23 +95,23 @@ class Archive:
         return self._headers[number]
 
     def nbytes(self, number: int) -> int:
-        """Return the bytes of a record's data."""
+        """Return the size of a record's data, in bytes."""
         return self._sizes[number]
 
     def account(self, number: int, at: int, piece: bytes | bytearray | memoryview) -> None:
-        """Add a piece of a record's data to its CRC; each byte once, in any order, from any thread.
+        """Add a piece of a record's data to its CRC; each byte once, in any order. Thread-safe.
 
         Args:
-            number: The record.
-            at: Where the piece begins in the data.
-            piece: Its bytes.
+            number: Number of the record.
+            at: First byte of the piece in the data.
+            piece: The bytes.
         """
         crc = _moved(zlib.crc32(piece), self._sizes[number] - at - len(piece))
         with self._lock:
             self._crcs[number] ^= crc
 
     def directory(self) -> Iterator[bytes]:
-        """Yield the central directory and the end records, piece by piece; they follow the last record."""
+        """Yield the central directory and the end records, piece by piece; they are written at ``end``."""
         total = 0
         for number in range(len(self._names)):
             entry = self._entry(number)
@@ -119,7 +119,7 @@ class Archive:
             yield entry
         count = len(self._names)
         after = self.end + total
-        # torch writes the zip64 records always, and so every reader of its files knows them.
+        # torch always writes the zip64 records, so every reader of its files supports them.
         yield _END64.pack(b"PK\6\6", _END64.size - 12, _VERSION, _VERSION, 0, 0, count, count, total, self.end)
         yield _LOCATOR.pack(b"PK\6\7", 0, after, 1)
         few, small, start = min(count, _ESCAPE_16), min(total, _ESCAPE_32), min(self.end, _ESCAPE_32)
@@ -159,7 +159,7 @@ class Archive:
 
 
 def _moved(crc: int, nbytes: int) -> int:
-    """Return what a piece's CRC adds to that of a whole in which ``nbytes`` bytes follow the piece."""
+    """Return the contribution of a piece's CRC to that of its record, if ``nbytes`` bytes follow the piece."""
     return _product(_power(nbytes), crc) if nbytes else crc
 
 
@@ -184,7 +184,7 @@ def _power(nbytes: int) -> int:
 
 
 def _product(a: int, b: int) -> int:
-    """Return the product of two polynomials modulo the polynomial; the highest bit is the lowest power."""
+    """Return the product of two polynomials modulo ``_POLYNOMIAL``; the highest bit is the lowest power."""
     bit, product = 1 << 31, 0
     while a:
         if a & bit:

@@ -1,4 +1,7 @@
-"""Files that are replaced atomically: written under a hidden name, synced, renamed; also locks and direct writes.
+"""Atomic replacement of files and directories: hidden names, syncs, renames, locks and direct writes.
 
-Start with ``replacement``.
+In: bytes and a path. Out: the path refers to the complete new content, or to the unchanged old one.
+
+Entry classes and functions: ``replacement.Replacement``, ``directories.replaced_directory`` and
+``directories.publish_set``.
 """

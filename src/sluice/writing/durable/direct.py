@@ -1,8 +1,8 @@
-"""Large writes that bypass the page cache: the disk takes them at its own speed, and nothing has to be written back.
+"""Large writes that bypass the page cache: they run at the speed of the disk, and nothing is left to write back.
 
-Whole blocks go through aligned staging buffers, from several threads at once. What is smaller than a block, or stands
-before the first and behind the last one, waits in memory and is written through the page cache, many together: while
-such a write holds the file, file systems let no direct one go on. No block is written both ways.
+Whole blocks go through aligned staging buffers, from several threads at once. Smaller writes, and the bytes before the
+first and after the last whole block, are collected in memory and written through the page cache in batches: file
+systems block direct writes while a buffered write holds the file. No block is written both ways.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["DirectWrites", "block_bytes", "direct_writes", "write_all"]
 
 
 def block_bytes() -> int:
-    """Return the alignment of direct writes: pages of the cache must not hold blocks that are written past it."""
+    """Return the alignment of direct writes: no page of the cache may hold a block that is written directly."""
     return max(options.BLOCK_BYTES, mmap.PAGESIZE)
 
 
@@ -38,19 +38,19 @@ def write_all(descriptor: int, offset: int, view: memoryview) -> None:
 
 
 def direct_writes(path: str, descriptor: int, staging: StagingPool) -> DirectWrites | None:
-    """Open a file that is being written a second time, for direct writes; None where there are none.
+    """Open a file that is being written a second time, for direct writes; None if they are not supported.
 
     Args:
-        path: Its present name.
-        descriptor: The one that is open.
-        staging: Buffers of whole blocks, for one writing thread each.
+        path: Its current path.
+        descriptor: Its open descriptor.
+        staging: Buffers of whole blocks, one per writing thread.
     """
     if not hasattr(os, "O_DIRECT") or not takes_direct_io(path):
         return None
     try:
         direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return None  # what matters is written through the page cache as well, or fails there
+        return None  # buffered writes work as well, or report the error
     try:
         if os.path.samestat(os.fstat(descriptor), os.fstat(direct)):
             return DirectWrites(descriptor, direct, staging)
@@ -61,7 +61,7 @@ def direct_writes(path: str, descriptor: int, staging: StagingPool) -> DirectWri
 
 
 class DirectWrites:
-    """The writes of one file. ``settle`` it after the last."""
+    """Writes to one file; call ``settle`` after the last."""
 
     def __init__(self, descriptor: int, direct: int, staging: StagingPool) -> None:
         self._descriptor = descriptor
@@ -74,7 +74,7 @@ class DirectWrites:
         self._small_bytes = 0
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write all of ``view`` at ``offset``; from any thread, each byte of the file once."""
+        """Write all of ``view`` at ``offset``; each byte of the file once. Thread-safe."""
         end = offset + len(view)
         first, last = round_up(offset, block_bytes()), round_down(end, block_bytes())
         if last - first < options.DIRECT_WRITE_BYTES:
@@ -86,13 +86,13 @@ class DirectWrites:
         self._keep(last, view[last - offset :])
 
     def settle(self, first: int = 0, end: int | None = None) -> None:
-        """Hand to the system what waits, if any of it lies between two positions in the file."""
+        """Write all collected bytes if any of them lie between two positions in the file."""
         with self._lock:
             if any(at + len(data) > first and (end is None or at < end) for at, data in self._small):
                 self._write_small()
 
     def close(self) -> None:
-        """Close the second descriptor; what waits is lost."""
+        """Close the second descriptor; collected bytes are discarded."""
         close(self._direct)
 
     def _keep(self, offset: int, view: memoryview) -> None:
@@ -105,7 +105,7 @@ class DirectWrites:
                 self._write_small()
 
     def _write_small(self) -> None:
-        """Write what waits, neighbours together."""
+        """Write all collected bytes, adjacent ones together."""
         waiting, self._small, self._small_bytes = sorted(self._small), [], 0
         joined = bytearray()
         start = 0
@@ -117,7 +117,7 @@ class DirectWrites:
         write_all(self._descriptor, start, memoryview(joined))
 
     def _write_blocks(self, offset: int, view: memoryview) -> int:
-        """Write whole blocks and return how many bytes were; fewer where the file system refuses."""
+        """Write whole blocks; return the number of bytes written, fewer if the file system refuses direct writes."""
         done = 0
         while done < len(view) and not self._refused:
             if view.obj is self._own and _address(view) % block_bytes() == 0:
@@ -133,7 +133,7 @@ class DirectWrites:
         buffer = self._staging.borrow()
         try:
             piece = buffer.view[: min(len(view), round_down(len(buffer.view), block_bytes()))]
-            # Not a slice assignment, which would keep all other threads from running.
+            # Not a slice assignment, which holds the interpreter lock.
             np.copyto(np.frombuffer(piece, np.uint8), np.frombuffer(view, np.uint8, len(piece)))
             return self._write_once(piece, offset)
         finally:

@@ -1,4 +1,4 @@
-"""Directories of a save: made durably, held by one writer, filled with sets of files, or replaced as a whole."""
+"""Directories of a save: durable creation, locks, atomic sets of files, and replacement as a whole."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = ["locked_directory", "made_directory", "publish_set", "replaced_direct
 
 _Inside = TypeVar("_Inside")
 
-#: Arguments of Linux's ``renameat2``: paths are relative to the working directory; both names change their content.
+#: Arguments of Linux's ``renameat2``: paths relative to the working directory; exchange the two names.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 @contextmanager
 def made_directory(path: str, enter: Callable[[], AbstractContextManager[_Inside]]) -> Iterator[_Inside]:
-    """Make a directory and those above it durably; when the block fails, remove those that it made and nobody uses.
+    """Create a directory and its parents durably; if the block fails, remove those created that are empty and unlocked.
 
     Args:
         path: The directory.
-        enter: Makes a context inside it, of which the value is lent. It is made again where a save that failed has
-            removed the directory meanwhile.
+        enter: Returns a context manager inside the directory, whose value is lent. Called again if a failed save has
+            removed the directory in the meantime.
 
     Raises:
-        SaveError: The operating system refused, or something else has the name.
+        SaveError: The operating system refused, or the path exists and is not a directory.
     """
     made: list[str] = []
     try:
@@ -92,24 +92,24 @@ def _make(directory: str, saved: str, made: list[str]) -> None:
             try:
                 os.mkdir(each)
             except FileExistsError:
-                continue  # somebody was faster, and it is a directory or the next step fails
+                continue  # another process created it; if it is not a directory, the next step fails
             made.append(each)
 
 
 def _check_directory(path: str, saved: str) -> None:
-    """Raise ``SaveError`` where something else than a directory has the name."""
+    """Raise ``SaveError`` if the path exists and is not a directory."""
     with saving(saved):
         try:
             found = os.lstat(path)
         except FileNotFoundError:
             return
     if not stat.S_ISDIR(found.st_mode):
-        raise SaveError("this is no directory", file=saved, found=kind_of_file(found.st_mode))
+        raise SaveError("not a directory", file=saved, found=kind_of_file(found.st_mode))
 
 
 @contextmanager
 def locked_directory(path: str) -> Iterator[None]:
-    """Hold a directory's lock during the block, so that what another save left there is known to be dead.
+    """Hold the lock of a directory during the block: hidden files in it are then leftovers of killed saves.
 
     Raises:
         SaveError: Another save holds it.
@@ -124,7 +124,7 @@ def locked_directory(path: str) -> Iterator[None]:
             raise SaveError("another save is writing to this directory", file=path)
         with saving(path):
             if not os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                raise FileNotFoundError(errno.ENOENT, "another save removed the directory before it was locked")
+                raise FileNotFoundError(errno.ENOENT, "another save removed the directory before it could be locked")
         yield
     finally:
         close(descriptor)
@@ -133,19 +133,19 @@ def locked_directory(path: str) -> Iterator[None]:
 def publish_set(
     directory: str, files: Sequence[Replacement], last: Callable[[], None], is_done: Callable[[], bool]
 ) -> None:
-    """Name sealed files and then take the step that makes them count; without it, none of them keeps its name.
+    """Rename sealed files into place, then run the step that commits them; if it fails, remove them again.
 
     Args:
-        directory: The one that all are in.
-        files: What nothing refers to before the last step.
+        directory: The directory of all files.
+        files: Files to which nothing refers before the last step.
         last: The last step.
-        is_done: Whether it has happened.
+        is_done: Returns whether the last step has taken effect.
 
     Raises:
         SaveError: The operating system refused.
     """
     with syncing(directory, directory):
-        pass  # the hidden names, one of which tells a later save what was to be published
+        pass  # sync the hidden names: a hidden index tells a later save which files were to be published
     named: list[Replacement] = []
     try:
         with syncing(directory, directory):
@@ -163,17 +163,17 @@ def publish_set(
 
 @contextmanager
 def replaced_directory(path: str, *, belongs: Callable[[str], bool], check: Callable[[str], None]) -> Iterator[str]:
-    """Lend a hidden directory that takes the place of another, or of nothing, when the block ends well.
+    """Lend a hidden directory that replaces or creates the directory at ``path`` if the block succeeds.
 
-    Files of the old directory that do not belong to what is replaced are taken over by hard links.
+    Files of the old directory that do not belong to the replaced content are kept, as hard links.
 
     Args:
-        path: The directory to make or replace; symbolic links are followed.
-        belongs: Whether a file of this name belongs to what is replaced.
-        check: Called with the finished hidden directory before it takes its place.
+        path: The directory to create or replace; symbolic links are followed.
+        belongs: Returns whether a file of this name belongs to the replaced content.
+        check: Called with the finished hidden directory before it is renamed.
 
     Raises:
-        SaveError: The operating system refused, or the old directory holds what cannot be taken over.
+        SaveError: The operating system refused, or the old directory contains something that cannot be kept.
     """
     final = os.path.realpath(path)
     parent, name = os.path.split(final)
@@ -197,7 +197,7 @@ def replaced_directory(path: str, *, belongs: Callable[[str], bool], check: Call
 
 @contextmanager
 def _hidden_directory(parent: str, name: str, path: str, belongs: Callable[[str], bool]) -> Iterator[str]:
-    """Make and lock a hidden directory, and remove it or what has taken its place after the block."""
+    """Create and lock a hidden directory; after the block remove whatever has its name: it or the old directory."""
     with saving(path):
         remove_leftovers(parent, name, lambda leftover: _remove(leftover, belongs))
     for _ in range(ATTEMPTS):
@@ -209,10 +209,10 @@ def _hidden_directory(parent: str, name: str, path: str, belongs: Callable[[str]
                 descriptor = os.open(hidden, os.O_RDONLY)
                 stack.callback(close, descriptor)
                 if try_lock(descriptor) is False or not os.path.lexists(hidden):
-                    continue  # another writer took it for a leftover before it was locked
+                    continue  # another writer removed it as a leftover before it was locked
             yield hidden
             return
-    raise SaveError("hidden directories of this save are removed as fast as they are made", file=path)
+    raise SaveError("other processes keep removing the hidden directory of this save", file=path)
 
 
 def _name(hidden: str, final: str, path: str) -> None:
@@ -221,11 +221,11 @@ def _name(hidden: str, final: str, path: str) -> None:
     except OSError as error:
         if error.errno not in {errno.ENOTEMPTY, errno.EEXIST}:
             raise
-        raise SaveError("the directory was made by somebody else meanwhile", file=path) from error
+        raise SaveError("another process created the directory in the meantime", file=path) from error
 
 
 def _others(final: str, path: str, belongs: Callable[[str], bool]) -> list[str] | None:
-    """Return the names in the old directory that stay; None when there is no directory."""
+    """Return the names in the old directory that are kept; None if there is no directory."""
     with saving(path):
         try:
             with os.scandir(final) as entries:
@@ -234,25 +234,25 @@ def _others(final: str, path: str, belongs: Callable[[str], bool]) -> list[str] 
             return None
         for entry in found:
             if entry.is_dir(follow_symlinks=False):
-                problem = "a directory that holds others cannot be replaced as a whole; save into a new one"
+                problem = "a directory with subdirectories cannot be replaced; save into a new one"
                 raise SaveError(problem, file=path, found=entry.name)
     return [entry.name for entry in found]
 
 
-def exchange(one: str, other: str) -> None:
-    """Let two paths change their content in one step."""
+def exchange(first: str, second: str) -> None:
+    """Exchange two paths atomically."""
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if os.name == "posix" else None
     if swap is None:
-        raise SaveError("this system cannot exchange two directories; save into a new one", file=other)
-    if swap(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        raise SaveError("this system cannot exchange two directories; save into a new one", file=second)
+    if swap(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE):
         number = ctypes.get_errno()
         raise OSError(number, f"{os.strerror(number)} (exchanging two directories; save into a new one)")
 
 
 def _remove(hidden: str, belongs: Callable[[str], bool]) -> None:
-    """Remove a hidden directory: an unfinished one, or the old one after the exchange.
+    """Remove a hidden directory: an unfinished one, or after the exchange the old one.
 
-    What somebody has put into it since stays, with the directory.
+    Files that were added to it in the meantime are kept, and so is the directory then.
     """
     with suppress(OSError):
         for path in _expendable(hidden, belongs):

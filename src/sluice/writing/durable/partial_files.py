@@ -1,8 +1,9 @@
-"""Hidden names of what is being written, the locks that say who is alive, and what dead writers have left.
+"""Partial files: their hidden names, the locks of live writers, and removal of the leftovers of dead ones.
 
-A hidden name is ``.NAME.TOKEN.sluice-partial``. Whoever writes to it holds its lock, which the system lets go when the
-process dies: what can be locked belongs to nobody and is removed. Members of a set end in ``.sluice-set-partial``: the
-lock of their directory stands for theirs. On file systems without locks leftovers stay, as nobody can tell.
+A hidden name is ``.NAME.TOKEN.sluice-partial``. Its writer holds its lock, which the system releases when the process
+dies: a file that can be locked is a leftover and is removed. Members of a set end in ``.sluice-set-partial`` and are
+protected by the lock of their directory. On file systems without locks leftovers are kept, as they cannot be told from
+live files.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from sluice._errors import SaveError
 
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock
-except ImportError:  # Windows refuses to delete files that are open, which protects a live one as well
+except ImportError:  # Windows refuses to delete open files, which protects live ones as well
     flock = None  # type: ignore[assignment]
 
 __all__ = ["ATTEMPTS", "close", "hidden_path", "hidden_stem", "remove_leftovers", "saving", "syncing", "try_lock"]
@@ -29,18 +30,18 @@ _HIDDEN = re.compile(r"\.(?P<stem>.*)\.[0-9a-f]{16}(?P<suffix>\.sluice-partial|\
 #: Longest name of most file systems, in bytes.
 _NAME_BYTES = 255
 
-#: Attempts to make something hidden that nobody removed before it was locked; each failure takes another's help.
+#: Attempts to create a hidden path and lock it before another process removes it as a leftover.
 ATTEMPTS = 16
 
 _REFUSED = "the operating system refused"
 
-#: Some file systems have no way to sync a directory; their answers.
+#: Errors of file systems that cannot sync a directory.
 _NO_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 @contextmanager
 def saving(path: str) -> Iterator[None]:
-    """Turn the operating system's errors inside the block into ``SaveError``."""
+    """Convert ``OSError`` inside the block to ``SaveError``."""
     try:
         yield
     except OSError as error:
@@ -48,13 +49,13 @@ def saving(path: str) -> Iterator[None]:
 
 
 def close(descriptor: int) -> None:
-    """Close a file of which everything that matters has been synced: nothing more can be lost."""
+    """Close a descriptor and ignore errors: everything that matters has been synced."""
     with suppress(OSError):
         os.close(descriptor)
 
 
 def hidden_path(directory: str, name: str, *, in_set: bool = False) -> str:
-    """Return a new hidden path for what will have the name; of long names it has as much as fits."""
+    """Return a new hidden path for ``name``, which is shortened if it is too long."""
     token = f".{secrets.token_hex(8)}{_SET_SUFFIX if in_set else _SUFFIX}"
     return os.path.join(directory, f".{_cut(name)}{token}")
 
@@ -65,23 +66,23 @@ def _cut(name: str) -> str:
 
 
 def hidden_stem(name: str, *, in_set: bool) -> str | None:
-    """Return the name that a hidden file was to have, or None for another file."""
+    """Return the final name of a hidden file, or None for any other file."""
     match = _HIDDEN.fullmatch(name)
     return match["stem"] if match and (match["suffix"] == _SET_SUFFIX) == in_set else None
 
 
 def remove_leftovers(directory: str, name: str, remove: Callable[[str], None] = os.unlink) -> None:
-    """Remove what dead writers of this name have left.
+    """Remove the leftovers of dead writers of a name.
 
     Args:
-        directory: Where to look.
-        name: The name that they were writing.
-        remove: What removes a path, which is locked meanwhile.
+        directory: The directory to clean.
+        name: The final name.
+        remove: Removes a path; called while its lock is held.
     """
     with os.scandir(directory) as entries:
         hidden = [entry.path for entry in entries if hidden_stem(entry.name, in_set=False) == _cut(name)]
     for path in hidden:
-        with suppress(OSError):  # not ours to remove: the save itself will say what it cannot do
+        with suppress(OSError):  # a leftover that cannot be removed must not fail the save
             kind = os.O_RDONLY if os.path.isdir(path) else os.O_RDWR
             descriptor = os.open(path, kind | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
             try:
@@ -92,7 +93,7 @@ def remove_leftovers(directory: str, name: str, remove: Callable[[str], None] = 
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Return whether this process now holds the lock of an open file; None where there are no locks."""
+    """Return whether this process now holds the lock of an open file; None if locks are not supported."""
     if flock is None:
         return None
     try:
@@ -106,15 +107,15 @@ def try_lock(descriptor: int) -> bool | None:
 
 @contextmanager
 def syncing(path: str, saved: str, *, commits: bool = False) -> Iterator[None]:
-    """Make the names durable that the block gives or takes in a directory; a no-op where directories do not open.
+    """Sync a directory after the block, which creates, renames or removes names in it. No-op on Windows.
 
     Args:
-        path: The directory. It is opened before the block, so that this cannot fail after it.
-        saved: What is being saved; for messages.
-        commits: The block is the last step of the save: afterwards the old checkpoint is no more.
+        path: The directory; opened before the block, so that opening cannot fail after it.
+        saved: Path that is being saved, for messages.
+        commits: Whether the block commits the save, after which the old checkpoint no longer exists.
 
     Raises:
-        SaveError: The operating system refused. After a last step the new checkpoint is in place nevertheless.
+        SaveError: The operating system refused. With ``commits`` the new checkpoint may be in place nevertheless.
     """
     if not hasattr(os, "O_DIRECTORY"):
         yield

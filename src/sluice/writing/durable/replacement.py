@@ -1,8 +1,8 @@
-"""One file written so that its name always means a whole file: the old one until the new one is on the disk.
+"""Atomic replacement of one file: its name refers to the old content until the new content is durable.
 
-The new file is written beside the old one under a hidden name, synced, given its name by a rename, and the directory
-is synced after. A crash at any moment leaves the old file or the new one, and perhaps a hidden file, which the next
-save of the same name removes (``_hidden``).
+The new file is written next to the old one under a hidden name, synced and renamed, and then the directory is synced.
+A crash at any moment leaves the old file or the new one, and perhaps a hidden file, which the next save of the same
+name removes (``partial_files``).
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from sluice.writing.durable.partial_files import (
 
 __all__ = ["NewFile", "Replacement", "kind_of_file", "saving"]
 
-#: Answers of file systems that cannot reserve space, and of those that have no hard links.
+#: Errors of file systems that cannot reserve space, and of those without hard links.
 _NO_RESERVE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 class NewFile:
-    """A file that is being filled: made in a ``with`` block, where nothing may have its name, and closed after it."""
+    """A new file: created when its ``with`` block begins, closed after it. The path must not exist."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Nothing is made yet.
+        """Store the path; nothing is created yet.
 
         Args:
-            path: Its name.
+            path: Path of the file.
         """
         self.path = os.fsdecode(path)
         self._descriptor = -1
@@ -73,11 +73,11 @@ class NewFile:
             close(descriptor)
 
     def reserve(self, nbytes: int, staging: StagingPool | None = None) -> None:
-        """Take the space for ``nbytes`` bytes now, so that a full disk is an error before the work, not after it.
+        """Allocate disk space for ``nbytes`` bytes, so that a full disk is an error before the work starts.
 
         Args:
-            nbytes: Bytes that will be written, or most of them.
-            staging: Buffers through which large files are written around the page cache; None writes through it.
+            nbytes: Expected size of the file.
+            staging: Buffers for direct writes of large files; None writes through the page cache.
         """
         if not nbytes:
             return
@@ -92,7 +92,7 @@ class NewFile:
             self._direct = direct_writes(self._made, self._descriptor, staging)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Write all of ``data`` at a position in the file, in bytes; from any thread, each byte of the file once."""
+        """Write all of ``data`` at byte ``offset``; each byte of the file once. Thread-safe."""
         view = memoryview(data).cast("B")
         with saving(self.path):
             if self._direct is not None:
@@ -101,21 +101,21 @@ class NewFile:
                 write_all(self._descriptor, offset, view)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Return bytes that were written before."""
+        """Return up to ``nbytes`` bytes that were written before."""
         with saving(self.path):
             if self._direct is not None:
                 self._direct.settle(offset, offset + nbytes)
             data = os.pread(self._descriptor, nbytes, offset)
             if not data:
-                raise OSError(errno.EIO, "bytes that were written are not there")
+                raise OSError(errno.EIO, "written bytes could not be read back")
             return data
 
     def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
-        """Make what is written durable, under the name that it has now.
+        """Make the content durable, under the current name.
 
         Args:
-            nbytes: Size of the file; None leaves it at what was written or reserved.
-            mode: Permissions; None leaves those that new files get.
+            nbytes: Final size of the file in bytes; None keeps the written or reserved size.
+            mode: Permissions; None keeps those of a new file.
 
         Raises:
             SaveError: The operating system failed.
@@ -131,7 +131,7 @@ class NewFile:
 
 
 class Replacement(NewFile):
-    """A file under construction. Use it in a ``with`` block and ``commit`` it; without that, nothing has happened.
+    """A file that replaces or creates a path when ``commit`` is called inside its ``with`` block, and not before.
 
     Example:
         >>> with Replacement("model.bin", overwrite=True) as file:
@@ -140,16 +140,16 @@ class Replacement(NewFile):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool, in_set: bool = False) -> None:
-        """Look at what is there; nothing is changed.
+        """Check the destination; nothing is changed.
 
         Args:
-            path: The file to make or replace. Symbolic links are followed: what they point to is replaced.
-            overwrite: Whether a file that exists may be replaced.
-            in_set: It belongs to a set of files whose directory the caller has locked. It is sealed and named with
-                the others; a symbolic link in its place is replaced itself.
+            path: The file to create or replace. Symbolic links are followed: their target is replaced.
+            overwrite: Whether an existing file may be replaced.
+            in_set: Whether it belongs to a set of files that is published together, in a directory that the caller has
+                locked. A symbolic link at ``path`` is then replaced itself.
 
         Raises:
-            SaveError: Something is there that may not or can not be replaced.
+            SaveError: The path exists and may not or cannot be replaced.
         """
         super().__init__(path)
         self._overwrite = overwrite
@@ -161,7 +161,7 @@ class Replacement(NewFile):
         self._hidden = ""
 
     def _existing(self) -> os.stat_result | None:
-        """Return what the system says of the file that is there, or None for none."""
+        """Return the status of the existing file; None if there is none."""
         try:
             found = os.lstat(self._final)
         except FileNotFoundError:
@@ -171,7 +171,7 @@ class Replacement(NewFile):
         if not stat.S_ISREG(found.st_mode):
             raise SaveError("only a regular file can be replaced", file=self.path, found=kind_of_file(found.st_mode))
         if not self._overwrite:
-            raise SaveError("the file exists already; say overwrite=True to replace it", file=self.path)
+            raise SaveError("the file already exists; pass overwrite=True to replace it", file=self.path)
         if not os.access(self._final, os.W_OK):
             raise SaveError("the file is read-only", file=self.path)
         return found
@@ -193,8 +193,8 @@ class Replacement(NewFile):
             self._make(self._hidden)
             if self._in_set or (try_lock(self._descriptor) is not False and os.fstat(self._descriptor).st_nlink):
                 return
-            self._close()  # another writer took it for a leftover before it was locked
-        raise SaveError("hidden files of this save are removed as fast as they are made", file=self.path)
+            self._close()  # another writer removed it as a leftover before it was locked
+        raise SaveError("other processes keep removing the hidden file of this save", file=self.path)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -203,41 +203,41 @@ class Replacement(NewFile):
 
     def _abandon(self) -> None:
         if self._hidden:
-            with suppress(OSError):  # it has its name already, or cannot be removed: the next save tries again
+            with suppress(OSError):  # it was renamed, or cannot be removed: the next save retries
                 os.unlink(self._hidden)
         self._close()
 
     def seal(self, *, nbytes: int | None = None, mode: int | None = None) -> None:
-        """Make what is written durable, with the owner and permissions of the file that it replaces."""
+        """Make the content durable, with the owner and permissions of the replaced file."""
         if self._old is not None:
             mode = stat.S_IMODE(self._old.st_mode) if mode is None else mode
             self._keep_owner(self._old)
         super().seal(nbytes=nbytes, mode=mode)
         if self._in_set:
-            self._close()  # there can be more of them than descriptors
+            self._close()  # a set can have more files than a process has descriptors
 
     def _keep_owner(self, old: os.stat_result) -> None:
-        with suppress(OSError):  # only root may give files away
+        with suppress(OSError):  # only root may change the owner
             new = os.fstat(self._descriptor)
             if hasattr(os, "fchown") and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
                 os.fchown(self._descriptor, old.st_uid, old.st_gid)
 
     def commit(self, *, nbytes: int | None = None) -> None:
-        """Give the file its name, once all of it is on the disk.
+        """Make the file durable and rename it into place.
 
         Args:
-            nbytes: Its size; None leaves it at what was written or reserved.
+            nbytes: Final size of the file in bytes; None keeps the written or reserved size.
 
         Raises:
-            SaveError: It could not be made durable or named. What was there before is still there, except when
-                only the last step failed, the sync of the directory: then the new file has the name, whole.
+            SaveError: The operating system refused. The old file is intact, unless only the last step failed, the sync
+                of the directory: then the complete new file is in place.
         """
         self.seal(nbytes=nbytes)
         with syncing(self._directory, self.path, commits=True):
             self.publish()
 
     def publish(self) -> None:
-        """Give the sealed file its name; the caller syncs the directory."""
+        """Rename the sealed file into place; the caller syncs the directory."""
         with saving(self.path):
             if self._overwrite:
                 os.replace(self._hidden, self._final)
@@ -246,33 +246,33 @@ class Replacement(NewFile):
 
     def _link(self) -> None:
         try:
-            os.link(self._hidden, self._final)  # unlike a rename, it refuses when somebody was faster
+            os.link(self._hidden, self._final)  # unlike a rename, fails if another process created the file
         except OSError as error:
             if error.errno in _NO_LINKS and not os.path.lexists(self._final):
                 os.replace(self._hidden, self._final)
                 return
             if isinstance(error, FileExistsError) or error.errno in _NO_LINKS:
-                raise SaveError("the file was made by somebody else meanwhile", file=self.path) from error
+                raise SaveError("another process created the file in the meantime", file=self.path) from error
             raise
 
     @property
     def is_published(self) -> bool:
-        """Whether a file that was sealed has its final name: what was renamed is no longer hidden."""
+        """Whether the sealed file has its final name."""
         return not os.path.lexists(self._hidden)
 
     def withdraw(self) -> None:
-        """Remove a published file, as far as that is possible."""
+        """Remove a published file, best effort."""
         with suppress(OSError):
             os.unlink(self._final)
 
 
 def kind_of_file(mode: int) -> str:
-    """Return what a path is that is no regular file, from its mode; for messages."""
+    """Return the kind of a file from its mode, for messages."""
     for test, name in (
         (stat.S_ISDIR, "a directory"),
         (stat.S_ISFIFO, "a FIFO"),
         (stat.S_ISSOCK, "a socket"),
-        (stat.S_ISLNK, "a symbolic link that leads in a circle"),
+        (stat.S_ISLNK, "a circular symbolic link"),
         (stat.S_ISREG, "a file"),
     ):
         if test(mode):
