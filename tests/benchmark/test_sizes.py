@@ -77,8 +77,8 @@ def test_more_runs_leave_time_for_less() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({}, "it is the largest there is"),
-        ({"memory_bytes": 8 << 30}, "there is too little memory or disk for GPT-2 large"),
+        ({}, "it is the largest size"),
+        ({"memory_bytes": 8 << 30}, "memory or disk space is too small for GPT-2 large"),
         ({"seconds_per_process": 4.0, "seconds_per_byte": 3e-9}, "GPT-2 medium would take about 157 s"),
     ],
 )

@@ -153,7 +153,7 @@ def test_a_missing_head_is_named_or_initialised_by_the_library(transformers: Any
 
 def test_a_body_out_of_a_checkpoint_with_a_head(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path, "RobertaForSequenceClassification")
-    with pytest.raises(sluice.MismatchError, match=r"'classifier\.dense\.weight' has no place in RobertaModel"):
+    with pytest.raises(sluice.MismatchError, match=r"'classifier\.dense\.weight' is unexpected: RobertaModel has no"):
         sluice.hf.from_pretrained(tmp_path, transformers.RobertaModel)
     reports: list[sluice.LoadReport] = []
     ours = sluice.hf.from_pretrained(tmp_path, transformers.RobertaModel, strict=False, report=reports.append)
@@ -228,11 +228,11 @@ def test_code_of_the_directory_is_never_imported(transformers: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("architectures", "message"),
     [
-        (["AutoModel"], "no model class of this name"),
-        (["os.system"], "no model class of this name"),
-        (["NoSuchModel"], "no model class of this name"),
-        ([], "no single architecture"),
-        (["GPT2Model", "GPT2LMHeadModel"], "no single architecture"),
+        (["AutoModel"], "no model class with this name"),
+        (["os.system"], "no model class with this name"),
+        (["NoSuchModel"], "no model class with this name"),
+        ([], "not name exactly one architecture"),
+        (["GPT2Model", "GPT2LMHeadModel"], "not name exactly one architecture"),
     ],
 )
 def test_the_architecture_must_be_one_of_transformers(
@@ -325,7 +325,7 @@ def test_with_transformers_that_were_not_checked(
     transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accepted: Any
 ) -> None:
     monkeypatch.setattr(sluice.hf._library, "VERSIONS", accepted)
-    with pytest.raises(ImportError, match=r"was not checked with transformers .*pip install 'sluice\[hf\]'"):
+    with pytest.raises(ImportError, match=r"does not support transformers .*pip install 'sluice\[hf\]'"):
         sluice.hf.from_pretrained(tmp_path)
 
 

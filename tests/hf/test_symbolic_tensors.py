@@ -97,7 +97,7 @@ def test_chains_of_operations(tmp_path: Path, chain: list[Operation], shape: lis
     [torch.neg, torch.exp, lambda t: t + 1, lambda t: t.to(torch.float64), lambda t: t.sum(), lambda t: t.flip(0)],
 )
 def test_what_computes_is_refused(operation: Operation) -> None:
-    with pytest.raises(CannotFollow, match=r"torch\.\w+ computes, or is not known here"):
+    with pytest.raises(CannotFollow, match=r"torch\.\w+ computes elements, or is not supported"):
         operation(SymbolicTensor(entry_of(_grid(4), 0)))
 
 

@@ -312,7 +312,7 @@ def failed(
     make_source: Callable[[], Source], change: Callable[[], object] | None = None, *, fail: bool = False
 ) -> list[str]:
     """Return the names of the checks that fail."""
-    with pytest.raises(AssertionError, match="does not keep the protocol") as caught:
+    with pytest.raises(AssertionError, match="violates the protocol") as caught:
         check_source(make_source, CONTENT, change=change, failing=failing_reads if fail else None)
     return [line.removeprefix("- ").partition(":")[0] for line in str(caught.value).splitlines()[1:]]
 

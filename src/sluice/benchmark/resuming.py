@@ -1,4 +1,4 @@
-"""Ways to resume a training run: the model and its AdamW out of one file, each in a process of its own."""
+"""Methods that resume a training run: they load a model and its AdamW optimizer from one file."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["RESUMING", "RESUMING_REFERENCE", "Training", "make_run", "resumed_by
 
 _READS = (".run.pt",)
 
-#: What every optimizer of torch imports when it is first made: no method is charged for it.
+#: Imported by torch when the first optimizer is created; imported before the clock starts.
 _OPTIMIZER_IMPORTS = ("torch._dynamo",)
 
-#: Steps that the run has behind it.
+#: Number of finished steps of the run.
 _STEPS = 1000.0
 
 
 class Training(nn.Module):
-    """A model and the state of its optimizer, whose tensors are buffers: all of it is touched and compared."""
+    """A model with the tensors of its optimizer state as buffers, so that all of them are touched and compared."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
@@ -38,23 +38,23 @@ class Training(nn.Module):
                 self.register_buffer(f"{name}.{key}".replace(".", "_"), tensor)
 
     def forward(self, token_ids: torch.Tensor) -> Any:
-        """Return what the model makes of tokens."""
+        """Return the output of the model."""
         return self.model(token_ids)
 
 
 def resumed_bytes(size: str) -> int:
-    """Return F of a run: the bytes of the model in fp32, two moments and a step for each parameter."""
+    """Return F of a run in bytes: the model in fp32, and two moments and a step per parameter."""
     with torch.device("meta"):
         parameters = list(build(size).parameters())
     return final_bytes(size, torch.float32) + sum(2 * parameter.nbytes + 4 for parameter in parameters)
 
 
 def make_run(path: Path, size: str) -> None:
-    """Write a training checkpoint of random weights and moments; holds all of it in memory while it does."""
+    """Write a training checkpoint of random weights and moments, all of which is in memory meanwhile."""
     with torch.device("meta"):
         model = build(size)
         optimizer = torch.optim.AdamW(model.parameters())
-    # Filling runs outside Python's lock, one tensor to a thread.
+    # torch fills tensors without the interpreter lock: one tensor per thread.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = model.state_dict()
         made = pool.map(lambda name: random_weight(name, weights[name].shape), weights)
@@ -83,7 +83,7 @@ def _optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 
 def _generate(job: MethodJob) -> Loaded:
-    """Make the run of the random numbers that the file was made of: the truth, never read from it."""
+    """Return the reference: the run with the random numbers of the checkpoint, generated and not read."""
     model = build(job.model)
     with torch.no_grad():
         for name, weight in model.state_dict().items():
@@ -94,7 +94,7 @@ def _generate(job: MethodJob) -> Loaded:
 
 
 def _with_torch(job: MethodJob, model: nn.Module, *, mmap: bool) -> Loaded:
-    """Resume as torch's own tutorial does."""
+    """Resume as torch's tutorial does."""
     optimizer = _optimizer(model)
     run = torch.load(job.checkpoint, map_location="cpu", mmap=mmap)
     model.load_state_dict(run["model"])
@@ -103,7 +103,7 @@ def _with_torch(job: MethodJob, model: nn.Module, *, mmap: bool) -> Loaded:
 
 
 def _with_torch_assign(job: MethodJob, model: nn.Module) -> Loaded:
-    """Resume with what torch has against copies: an empty model, mapped pages, assigned tensors."""
+    """Resume with torch's means against copies: a meta model, mapped pages, assigned tensors."""
     run: Mapping[str, Any] = torch.load(job.checkpoint, map_location="cpu", mmap=True)
     model.load_state_dict(run["model"], assign=True)
     optimizer = _optimizer(model)
@@ -149,7 +149,7 @@ def _resuming(
     return Method(name=name, start=start, imports=(*_OPTIMIZER_IMPORTS, *imports), reads=_READS)
 
 
-#: Makes the truth; not a loader, so no table shows it.
+#: Generates the reference; not a loader, so no table shows it.
 RESUMING_REFERENCE = Method(
     name="resuming-reference", start=lambda job: partial(_generate, job), imports=_OPTIMIZER_IMPORTS, reads=_READS
 )

@@ -1,4 +1,4 @@
-"""Runs scenarios: every method in its own process, the methods interleaved, the page cache prepared before each."""
+"""Run scenarios: each method in its own process, methods interleaved, the page cache prepared before each run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sluice.benchmark.records import REFERENCE, MethodJob, Outcome, Run, Scenari
 
 __all__ = ["REFERENCE", "run_with_progress", "seconds_left"]
 
-#: What to do to a checkpoint before a load; nothing before the second load in a row.
+#: Preparation of the checkpoint for each state; none before the second and third load in a row.
 _PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "first": make_cold, "warm": make_warm}
 
 
@@ -28,14 +28,14 @@ class _Step:
     scenario: Scenario
     method: str
     state: State
-    #: Counts from 0.
+    #: Number of the repetition, from 0.
     repetition: int = 0
 
 
 def _order(scenario: Scenario, repetition: int) -> list[tuple[str, State]]:
-    """Return what one repetition runs; loads in a row belong together, other states are worked off one by one.
+    """Return the runs of one repetition: loads in a row follow each other, other states run one after the other.
 
-    Each repetition begins with another method: what a method leaves behind should not always meet the same one.
+    Each repetition starts with a different method, so that after-effects do not always hit the same method.
     """
     methods = list(scenario.checkpoints)
     begin = repetition % max(1, len(methods))
@@ -46,7 +46,7 @@ def _order(scenario: Scenario, repetition: int) -> list[tuple[str, State]]:
 
 
 def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> list[_Step]:
-    """Return everything to run: each reference once, then repetitions that go through all scenarios."""
+    """Return all steps: each reference once, then the repetitions of all scenarios."""
     references = [_Step(scenario=each, method=each.reference, state=each.states[0]) for each in scenarios]
     return references + [
         _Step(scenario=scenario, method=method, state=state, repetition=repetition)
@@ -57,11 +57,11 @@ def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> list[_Step]:
 
 
 def seconds_left(took: Mapping[str, float], ahead: Sequence[str]) -> float:
-    """Return how long the runs ahead will take, about: what their method took last, else what methods took on average.
+    """Estimate the time of the remaining runs from the last run of each method, or else from the average.
 
     Args:
         took: Seconds of the last run of each method that has run; not empty.
-        ahead: Method of each run that is still to come.
+        ahead: Method of each remaining run.
     """
     usual = sum(took.values()) / len(took)
     return sum(took.get(method, usual) for method in ahead)
@@ -70,14 +70,14 @@ def seconds_left(took: Mapping[str, float], ahead: Sequence[str]) -> float:
 def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> Run:
     scenario, method, state = step.scenario, step.method, step.state
     if method == scenario.reference:
-        # Under no limit: it is no contestant, and without it nobody knows who is right.
+        # Without limits: it does not compete, and the verdicts need it.
         outcome = run_job(_job(scenario, method, scenario.truth, verify=True))
     elif reason := absence(method):
         outcome = Outcome(status="absent", reason=reason)
     elif (prepare := _PREPARATIONS.get(state)) and not prepare(scenario.checkpoints[method]):
         outcome = Outcome(status="failed", reason=f"the page cache could not be made {state}")
     else:
-        # The digests take longer than a load, and a method that is right once is right the next time.
+        # Digests take longer than a load, so only the first repetition is verified.
         job = _job(scenario, method, scenario.checkpoints[method], verify=step.repetition == 0)
         time.sleep(settle_seconds)
         outcome = run_job(job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes)
@@ -106,15 +106,15 @@ def run_with_progress(
     timeout_seconds: float = TIMEOUT_SECONDS,
     settle_seconds: float = 0.0,
 ) -> list[Run]:
-    """Run everything behind a progress line; where there is no terminal, print a line for each run instead.
+    """Run all scenarios with a progress line, or without a terminal a line per run.
 
     Args:
-        console: Where the progress goes.
-        scenarios: What to run.
-        repetitions: How often.
-        timeout_seconds: When to stop one load.
-        settle_seconds: How long to wait before each load, after the process before it has ended and the page cache is
-            as it should be; see ``settling_seconds``.
+        console: Console for the progress.
+        scenarios: The scenarios.
+        repetitions: Number of repetitions.
+        timeout_seconds: Time limit of a run.
+        settle_seconds: Pause before each load, after the previous process has ended and the page cache is prepared; see
+            ``settling_seconds``.
 
     Returns:
         Every run, in order.

@@ -1,4 +1,4 @@
-"""What to compare on this machine when nobody says: the size of GPT-2, and whether cold loads fit the time too."""
+"""Choose a default comparison for this machine: the size of GPT-2, and the states of the page cache."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from sluice.benchmark.runner import REFERENCE
 
 __all__ = ["Choice", "Conditions", "choose", "choose_here"]
 
-#: Sizes to choose from: the tiny one only tries the benchmark itself.
+#: Sizes to choose from; the tiny one is for tests of the benchmark.
 _CHOICE = SIZES[1:]
 
-#: A comparison should be over in about two minutes, its checkpoints included.
+#: Time limit of a comparison, including the creation of its checkpoints.
 _BUDGET_SECONDS = 120.0
 
-#: How often a process together with its preparation handles the bytes of the checkpoint, about. Measured over the
-#: tutorial's methods in two precisions: from 0.8 to 2.3, the more the busier the machine. With 1.0 a quiet one took
-#: 104 s where 108 s were foretold.
+#: How often a process, with its preparation, handles the bytes of the checkpoint. Measured over the tutorial's methods
+#: in two precisions: 0.8 to 2.3, more on busier machines. With 1.0 a comparison on an idle machine took 104 s, with an
+#: estimate of 108 s.
 _HANDLINGS_PER_PROCESS = 1.0
 
-#: The same for making the two checkpoints.
+#: The same for creating the two checkpoints.
 _HANDLINGS_AT_FIRST = 1.75
 
-#: The hungriest strategy holds 2 F (fp32), and the cached rows need the file in the page cache beside it.
+#: Needed memory: the largest strategy holds 2 F (fp32), and warm runs need the file in the page cache as well.
 _MEMORY_IN_FINALS = 3.2
 _MEMORY_BESIDE_BYTES = 1 << 30
 
-#: One checkpoint in one file, one in a file for every parameter.
+#: Needed disk space in F: a checkpoint in one file, and one with a file per parameter.
 _DISK_IN_FINALS = 2.1
 
-#: Bytes of the probe file: long enough for a disk to reach its speed.
+#: Size of the probe file in bytes: large enough for a disk to reach its speed.
 _PROBE_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What a machine has room and time for."""
+    """Memory, disk space and speed of a machine."""
 
-    #: Free host memory.
+    #: Free host memory, in bytes.
     memory_bytes: int
-    #: Free disk space.
+    #: Free disk space, in bytes.
     disk_bytes: int
-    #: Free memory of the accelerator; None without one.
+    #: Free memory of the accelerator, in bytes; None without one.
     device_bytes: int | None = None
-    #: What a process costs beside its load, from a probe.
+    #: Overhead of a process in addition to its load, from a probe.
     seconds_per_process: float
-    #: What initialising, writing and reading a byte takes, from a probe.
+    #: Time to initialize, write and read a byte, from a probe.
     seconds_per_byte: float
 
     def has_room(self, final: int) -> bool:
-        """Return whether memory and disk suffice for a model of this many bytes in fp32."""
+        """Return whether memory and disk suffice for a model of ``final`` bytes in fp32."""
         return (
             _MEMORY_IN_FINALS * final + _MEMORY_BESIDE_BYTES <= self.memory_bytes
             and _DISK_IN_FINALS * final <= self.disk_bytes
@@ -68,33 +68,33 @@ class Conditions:
         )
 
     def seconds(self, final: int, processes: int) -> float:
-        """Return what making the checkpoints and running so many processes will take, about."""
+        """Estimate the time to create the checkpoints and run ``processes`` processes."""
         handled = self.seconds_per_byte * final
         return _HANDLINGS_AT_FIRST * handled + processes * (self.seconds_per_process + _HANDLINGS_PER_PROCESS * handled)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What will be compared."""
+    """A chosen comparison."""
 
     #: One of ``gpt2.SIZES``.
     size: str
     #: States of the page cache.
     states: tuple[State, ...]
-    #: What that will take, about.
+    #: Estimated time, in seconds.
     seconds: float
-    #: Why nothing larger, for people.
+    #: Why no larger size was chosen, for messages.
     reason: str
 
 
 def choose(finals: Mapping[str, int], processes: Mapping[tuple[State, ...], int], conditions: Conditions) -> Choice:
-    """Return the largest size that memory, disk and two minutes allow, and as many states as still fit then.
+    """Return the largest size that fits memory, disk and two minutes, with as many states as fit then.
 
-    The smallest size, with the fewest states, is chosen where even that takes too long or has too little room.
+    If nothing fits, return the smallest size with the fewest states.
 
     Args:
-        finals: F of each size in fp32, the smallest first.
-        processes: How many will be run for each choice of states, the most first.
+        finals: F of each size in fp32, in bytes, smallest first.
+        processes: Number of processes for each choice of states, the most first.
         conditions: The machine.
     """
     fewest = min(processes.values())
@@ -109,18 +109,18 @@ def choose(finals: Mapping[str, int], processes: Mapping[tuple[State, ...], int]
 
 def _reason(larger: str | None, roomy: Mapping[str, float]) -> str:
     if larger is None:
-        return "it is the largest there is"
+        return "it is the largest size"
     if larger not in roomy:
-        return f"there is too little memory or disk for GPT-2 {larger}"
+        return f"memory or disk space is too small for GPT-2 {larger}"
     return f"GPT-2 {larger} would take about {roomy[larger]:.0f} s"
 
 
 def choose_here(directory: Path, device: str, processes: Mapping[tuple[State, ...], int]) -> Choice:
-    """Return what can be compared here in about two minutes, from two short probes.
+    """Choose a comparison of about two minutes for this machine, from two short probes.
 
     Args:
-        directory: Where the checkpoints will be.
-        device: Where the finished models will be.
+        directory: Directory of the checkpoints.
+        device: Device of the finished models.
         processes: As for ``choose``.
     """
     conditions = Conditions(
@@ -134,7 +134,7 @@ def choose_here(directory: Path, device: str, processes: Mapping[tuple[State, ..
 
 
 def _probe_seconds_per_byte(directory: Path) -> float:
-    """Return what it takes to initialise, write out and read back one byte in this directory."""
+    """Measure the time to initialize, write and read back one byte in this directory."""
     begin = time.perf_counter()
     probe = directory / "probe"
     numbers = torch.empty(_PROBE_BYTES // 4).uniform_()
@@ -146,7 +146,7 @@ def _probe_seconds_per_byte(directory: Path) -> float:
 
 
 def _probe_seconds_per_process(device: str) -> float:
-    """Return what a process takes that hardly loads anything: torch's import, a context and the digests."""
+    """Measure the time of a process that loads almost nothing: torch's import, a context and the digests."""
     begin = time.perf_counter()
     run_job(MethodJob(method=REFERENCE, model="tiny", checkpoint="", dtype="float32", device=device, verify=True))
     return time.perf_counter() - begin

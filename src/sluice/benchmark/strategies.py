@@ -1,12 +1,12 @@
-"""The tutorial's loading methods as named strategies, and sluice's, each in full and in half precision.
+"""The tutorial's loading methods, and sluice's, as named strategies in full and half precision.
 
-Every strategy starts from the fp32 checkpoint and is timed from the construction of the model on, as in the tutorial's
-cells. The tutorial has no half-precision cells: each variant says ``.to(torch.bfloat16)`` at the place where that
-method's reader would.
+Every strategy starts from the fp32 checkpoint and is timed from the construction of the model, as in the tutorial's
+cells. The tutorial has no half-precision cells: each variant calls ``.to(torch.bfloat16)`` where a user of that method
+would.
 
-One thing differs from the tutorial. Where a model comes from ``to_empty``, its cells fill ``named_parameters()`` only,
-and the causal masks, which are buffers, stay uninitialised: such a model computes wrong logits. Here the loops go over
-``state_dict()``, which costs no more memory and is right.
+One difference from the tutorial: after ``to_empty`` its cells fill ``named_parameters()`` only, so the causal masks,
+which are buffers, stay uninitialized and the logits are wrong. Here the loops run over ``state_dict()``, which takes no
+more memory.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ def sequential(job: MethodJob) -> nn.Module:
 
 
 def meta_sequential(job: MethodJob) -> nn.Module:
-    """Allocate the model without initialising it, load the state dict onto the device, copy one by one."""
+    """Allocate the model without initializing it, load the state dict onto the device, copy one by one."""
     model = _empty_model(job)
     _copy_one_by_one(model, read_state_dict(Path(job.checkpoint), job.key, device=job.device), job.device)
     return model
 
 
 def mapped(job: MethodJob) -> nn.Module:
-    """Map the file and hand its tensors to a meta model: the tutorial's best practice."""
+    """Map the file and assign its tensors to a meta model: the tutorial's best practice."""
     with torch.device("meta"):
         model = build(job)
     state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=True)
     model.load_state_dict(state_dict, assign=True)
-    del state_dict  # the tutorial passes it on without a name; holding it would keep the fp32 weights alive
+    del state_dict  # as in the tutorial, which does not name it: a reference would keep the fp32 weights alive
     return model.to(job.torch_dtype)
 
 
 def per_parameter(job: MethodJob) -> nn.Module:
-    """Allocate the model without initialising it, load one small file after the other."""
+    """Allocate the model without initializing it, load one small file after the other."""
     model = _empty_model(job)
     with torch.no_grad():
         for name, weight in model.state_dict().items():
@@ -78,7 +78,7 @@ def per_parameter(job: MethodJob) -> nn.Module:
 
 
 def with_sluice(job: MethodJob) -> nn.Module:
-    """Build the model without memory and let sluice fill it from the ordinary file."""
+    """Build the model without memory and fill it with sluice from the ordinary file."""
     import sluice
 
     with sluice.empty_init():

@@ -1,6 +1,6 @@
-"""What is loaded: a built-in GPT-2 or the user's own model, and the state dict of its checkpoint by ordinary means.
+"""Models and state dicts of a comparison: a built-in GPT-2 or a user's model.
 
-The means are those of torch and safetensors, so that sluice is judged by what other code says of the same file.
+State dicts are read with torch and safetensors, so that sluice is compared with independent code.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = [
 
 
 def is_builtin(model: str) -> bool:
-    """Return whether this is the name of a built-in model; others are ``package.module:name``."""
+    """Return whether ``model`` is a built-in name and not ``package.module:name``."""
     return ":" not in model
 
 
 def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and named arguments out of JSON: an array or an object.
+    """Parse positional or keyword arguments from a JSON array or object.
 
     Raises:
-        ValueError: It is no JSON, or neither of the two.
+        ValueError: The text is not JSON, or neither an array nor an object.
     """
     value = json.loads(text)
     if isinstance(value, list):
@@ -53,7 +53,7 @@ def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def build_model(model: str, model_args: str) -> nn.Module:
-    """Return a model as its constructor makes it."""
+    """Build a model from its name and arguments."""
     if is_builtin(model):
         return gpt2.build(model)
     arguments, named = parse_arguments(model_args)
@@ -62,12 +62,12 @@ def build_model(model: str, model_args: str) -> nn.Module:
 
 
 def build(job: MethodJob) -> nn.Module:
-    """Return the model of a job as its constructor makes it."""
+    """Build the model of a job."""
     return build_model(job.model, job.model_args)
 
 
 def final_bytes(model: str, model_args: str, dtype: torch.dtype) -> int:
-    """Return F of a model: the bytes of its parameters and persistent buffers, floating-point ones in this dtype."""
+    """Return F of a model in bytes: parameters and persistent buffers, floating-point ones in this dtype."""
     with sluice.empty_init():
         built = build_model(model, model_args)
     tensors = {id(tensor): tensor for tensor in built.state_dict(keep_vars=True).values()}
@@ -77,10 +77,10 @@ def final_bytes(model: str, model_args: str, dtype: torch.dtype) -> int:
 
 
 def kind_of(path: Path) -> Kind:
-    """Return what a checkpoint is to the methods, by its first bytes; ``OTHER`` is what only sluice reads.
+    """Return the kind of a checkpoint.
 
     Raises:
-        CheckpointError: It is none that sluice reads.
+        CheckpointError: sluice does not recognize the checkpoint.
     """
     with sluice.open(path) as checkpoint:
         files, name = checkpoint.files, checkpoint.format
@@ -93,7 +93,7 @@ def kind_of(path: Path) -> Kind:
 
 
 def main_dtype(path: Path) -> str:
-    """Return the name of the floating-point dtype that most bytes of a checkpoint have; float32 where it has none."""
+    """Return the floating-point dtype with the most bytes in a checkpoint; float32 if it has none."""
     nbytes: Counter[str] = Counter()
     with sluice.open(path) as checkpoint:
         for entry in checkpoint.entries.values():
@@ -106,9 +106,9 @@ def read_state_dict(checkpoint: Path, key: str | None, *, device: str, mapped: b
 
     Args:
         checkpoint: A file or a directory.
-        key: Dotted path of the weights; None where there is nothing else.
-        device: Where its tensors go.
-        mapped: Map files instead of reading them; safetensors does so in any case.
+        key: Dotted path of the weights; None for the whole checkpoint.
+        device: Device of the tensors.
+        mapped: Whether to map files instead of reading them; safetensors always does.
     """
     found: dict[str, Any] = {}
     for file in _files(checkpoint):
@@ -120,7 +120,7 @@ def read_state_dict(checkpoint: Path, key: str | None, *, device: str, mapped: b
 
 
 def _files(checkpoint: Path) -> Iterator[Path]:
-    """Yield the files that hold a state dict: the file itself, or those that sluice found in a directory."""
+    """Yield the files of a state dict: the file itself, or those that sluice finds in a directory."""
     if not checkpoint.is_dir():
         yield checkpoint
         return
@@ -138,7 +138,7 @@ def _read_file(file: Path, *, device: str, mapped: bool) -> Mapping[str, Any] | 
 
 
 def truth(job: MethodJob, model: nn.Module) -> nn.Module:
-    """Fill a meta model name by name with what torch or safetensors reads; the other name of a tie serves for both."""
+    """Fill a meta model name by name with the values that torch or safetensors reads; one name of a tie is enough."""
     named = model.state_dict(keep_vars=True)
     names_by_tensor: dict[int, list[str]] = {}
     for name, tensor in named.items():

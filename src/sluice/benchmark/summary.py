@@ -1,4 +1,4 @@
-"""Medians: from runs to the rows of a table."""
+"""Summarize runs: medians over repetitions, a row per method."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from sluice.benchmark.records import Outcome, Precision, Run, Scenario, State, S
 
 __all__ = ["Row", "raw_seconds", "summarise"]
 
-#: How far logits may be apart, as a share of the largest: other alignments of the weights in memory may change the
-#: order in which a matrix product is added up. The weights themselves are compared bit by bit.
+#: Largest difference of logits, as a fraction of the largest logit: the alignment of weights in memory can change the
+#: summation order of a matrix product. The weights themselves are compared bit by bit.
 _TOLERANCES: dict[Precision, float] = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One method of one scenario: medians over the repetitions, and for memory the larger of the states' medians."""
+    """One method of one scenario: medians over the repetitions, and for memory the largest median of the states."""
 
     #: Name of the method.
     method: str
-    #: Why runs did not end well, each reason once.
+    #: Distinct reasons of failed runs.
     reasons: tuple[str, ...]
-    #: From the call until every weight was touched, for each state that worked.
+    #: Seconds from the call until every weight was touched, by state with a successful run.
     seconds: dict[State, float]
-    #: How the last run ended, for each state in which none worked.
+    #: Status of the last run, by state without a successful run.
     failures: dict[State, Status]
-    #: ``seconds`` over those of the fastest raw read of the same state; empty where there was none.
+    #: ``seconds`` divided by those of the fastest raw read of the same state; empty without raw reads.
     over_raw: dict[State, float]
-    #: Peak growth of host memory by kind, in bytes; of a method that died, how far it had come.
+    #: Peak growth of host memory by kind, in bytes; for a failed method, until its failure.
     anon_bytes: int
     file_bytes: int
     shmem_bytes: int
     total_bytes: int
-    #: Peak of the accelerator's memory, in bytes; 0 without one.
+    #: Peak of accelerator memory, in bytes; 0 without an accelerator.
     device_allocated_bytes: int
     device_reserved_bytes: int
-    #: ``total_bytes`` over F on the host; over an accelerator ``device_reserved_bytes`` over F; None for a raw read.
+    #: ``total_bytes`` divided by F, or for an accelerator ``device_reserved_bytes`` divided by F; None for a raw read.
     over_final: float | None
     #: Whether the finished model has the right weights and logits; None when nobody looked.
     right: bool | None
@@ -95,7 +95,7 @@ def _seconds(runs: Sequence[Run], method: str, state: State) -> float | None:
 
 
 def _peak(runs: Sequence[Run], kind: Callable[[Outcome], int]) -> int:
-    """Return the largest of the states' medians of one kind of memory; failed runs count where none was good."""
+    """Return the largest median of the states of one kind of memory; failed runs count only if none succeeded."""
     measured = [run for run in runs if run.outcome.status == "ok"] or runs
     states = {run.state for run in measured}
     return int(max(median(kind(run.outcome) for run in measured if run.state == state) for state in states))

@@ -1,4 +1,4 @@
-"""The rows of a scenario as texts, and as a table on the terminal."""
+"""Render the rows of a scenario: as texts, and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ __all__ = ["ALARMING", "cells_of", "console_for_tables", "headings_of", "notes_o
 
 _GIB = 1 << 30
 
-#: Width of the bar of the method that needs the most, in characters.
+#: Width of the longest bar, in characters.
 _BAR = 18
 
-#: A shorter one says nothing.
+#: Smallest useful width of the longest bar, in characters.
 _NARROWEST_BAR = 8
 
-#: Columns of the terminal that the table needs beside the bar.
+#: Columns of the terminal that the table needs in addition to the bar.
 _COLUMNS_BESIDE_BAR = 82
 
-#: Width where the output is no terminal.
+#: Width if the output is not a terminal.
 _UNBOUNDED_COLUMNS = 160
 
-#: Heading of the column that the colours judge.
+#: Heading of the colored column.
 _RATIO = "peak\n/ F"
 
-#: Texts of cells that say that something went wrong.
+#: Texts of cells that report a failure.
 ALARMING = ("NO", "killed", "failed", "timeout")
 
-#: What stands for a figure that was not measured.
+#: Text of a figure that was not measured.
 _NOTHING = "-"
 
-#: Shares of F up to which a peak is drawn green and yellow.
+#: Largest ratio of peak to F that is drawn green, and yellow.
 _LEAN, _FAIR = 1.1, 1.6
 
 
 def headings_of(scenario: Scenario) -> list[str]:
-    """Return the column headings, without that of the method: name and unit, each a line."""
+    """Return the column headings except that of the method: name and unit on a line each."""
     peaks = ["host\nGiB", "anon\nGiB", "file\nGiB"]
     if scenario.device == "cuda":
         peaks += ["GPU\nalloc", "GPU\nresv"]
@@ -61,7 +61,7 @@ def _has_raw(scenario: Scenario) -> bool:
 
 
 def cells_of(scenario: Scenario, row: Row) -> list[str]:
-    """Return the texts below ``headings_of``; what was not measured is a dash."""
+    """Return the texts of the cells, in the order of ``headings_of``; a dash means not measured."""
     peaks = [row.total_bytes, row.anon_bytes, row.file_bytes]
     if scenario.device == "cuda":
         peaks += [row.device_allocated_bytes, row.device_reserved_bytes]
@@ -77,26 +77,26 @@ def cells_of(scenario: Scenario, row: Row) -> list[str]:
 
 
 def notes_of(scenario: Scenario, rows: Sequence[Row], runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the lines below a table: what F is, which limit holds, and why some cells are empty."""
+    """Yield the notes below a table: the value of F, the memory limit and the reasons of failures."""
     yield f"F = {format_bytes(scenario.final_bytes)}: the finished tensors"
     if scenario.host_limit_bytes is not None:
-        yield f"each process had {format_bytes(scenario.host_limit_bytes)} of host memory, its interpreter included"
+        yield f"host memory limit of each process, interpreter included: {format_bytes(scenario.host_limit_bytes)}"
     truth = next((run for run in runs if (run.scenario, run.method) == (scenario.title, scenario.reference)), None)
     if truth is not None and truth.outcome.status != "ok":
-        yield f"nothing to compare with: {truth.outcome.reason}"
+        yield f"no reference to compare with: {truth.outcome.reason}"
     for row in rows:
         for reason in row.reasons:
             yield f"{row.method}: {reason}"
 
 
 def console_for_tables(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal; where there is none, wide enough for every table."""
+    """Return a console as wide as the terminal, or wide enough for every table if there is none."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(width=None if terminal else _UNBOUNDED_COLUMNS, stderr=stderr)
 
 
 def print_tables(console: Console, scenarios: Sequence[Scenario], runs: Sequence[Run]) -> None:
-    """Print a table for each scenario."""
+    """Print a table per scenario."""
     for scenario in scenarios:
         rows = summarise(scenario, runs)
         console.print(_rich_table(scenario, rows, bar=min(_BAR, console.width - _COLUMNS_BESIDE_BAR)))
@@ -106,8 +106,8 @@ def print_tables(console: Console, scenarios: Sequence[Scenario], runs: Sequence
 
 
 def _rich_table(scenario: Scenario, rows: Sequence[Row], *, bar: int) -> Table:
-    """Return the table, with a bar of this many characters for the largest peak if that is enough to see anything."""
-    title = Text(scenario.title, "bold")  # no markup: names of files and models are in it
+    """Return the table; ``bar`` is the width of the bar of the largest peak, which is omitted if too narrow."""
+    title = Text(scenario.title, "bold")  # no markup: it contains names of files and models
     table = Table(title=title, title_justify="left", box=ROUNDED, header_style="bold")
     table.add_column("method", no_wrap=True)
     drawn = bar >= _NARROWEST_BAR
@@ -146,7 +146,7 @@ def _colour(row: Row) -> str:
 
 
 def _bar(row: Row, scale: float) -> Text:
-    """Return the peak as a bar: anonymous memory solid, file pages shaded. ``scale`` is characters for a byte."""
+    """Return the peak as a bar: anonymous memory solid, file pages shaded. ``scale`` is in characters per byte."""
     length = round(row.total_bytes * scale)
     shaded = min(length, round(row.file_bytes * scale))
     return Text("█" * (length - shaded) + "░" * shaded, _colour(row))

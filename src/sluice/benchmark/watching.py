@@ -1,4 +1,4 @@
-"""Watches the memory of another process while it loads: peaks by kind, and what the chart draws."""
+"""Sample the memory of another process during a load: peaks by kind, and a trace for the chart."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sluice.measuring._sampler import Devices, Sampler
 
 __all__ = ["ObservedPeaks", "Watcher", "thin"]
 
-#: Between two looks at the memory of a process.
+#: Interval between two samples, in seconds.
 _SAMPLE_SECONDS = 0.002
 
-#: Moments of a trace: as many as a wide screen has columns for a chart.
+#: Number of moments of a trace: the columns of a chart on a wide screen.
 _MOMENTS = 400
 
 _KINDS = ("anon", "file", "shmem")
@@ -25,7 +25,7 @@ _KINDS = ("anon", "file", "shmem")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedPeaks:
-    """Largest growth over the first look, in bytes."""
+    """Peak growth since the first sample, in bytes."""
 
     #: Private anonymous memory.
     anon: int
@@ -33,28 +33,28 @@ class ObservedPeaks:
     file: int
     #: Shared memory.
     shmem: int
-    #: The three together.
+    #: Their sum.
     total: int
 
 
 class _Accelerator(Devices):
-    """One device, or none, as torch counts it: NVML's binding need not be installed."""
+    """One device or none, measured with torch: NVML's binding is not needed."""
 
-    def __init__(self, look: Callable[[], int] | None) -> None:
+    def __init__(self, read_used: Callable[[], int] | None) -> None:
         super().__init__(enabled=False)
-        self._look = look
-        self.names = ["accelerator"] if look else []
+        self._read_used = read_used
+        self.names = ["accelerator"] if read_used else []
 
     def used(self) -> list[int]:
-        return [self._look()] if self._look else []
+        return [self._read_used()] if self._read_used else []
 
 
 class Watcher:
-    """Looks at a process from a thread of this one until it is stopped.
+    """Samples a process from a thread of this process until stopped.
 
     Args:
-        pid: The process; it has to be alive.
-        device_used: Returns the bytes in use of the accelerator; None without one.
+        pid: The process; it must be alive.
+        device_used: Returns the used bytes of the accelerator; None without one.
     """
 
     def __init__(self, pid: int, *, device_used: Callable[[], int] | None = None) -> None:
@@ -67,7 +67,7 @@ class Watcher:
         self._thread.start()
 
     def stop(self, *, exact_peak: bool) -> tuple[ObservedPeaks, Trace]:
-        """Stop and return what was seen; with ``exact_peak`` the kernel's own high-water mark counts too."""
+        """Stop and return peaks and trace; with ``exact_peak`` the kernel's high-water mark is included."""
         os.write(self._stop, b"\n")
         self._thread.join()
         os.close(self._stop)
@@ -78,7 +78,7 @@ class Watcher:
         totals = list(map(sum, zip(*grown.values(), strict=True)))
         if exact_peak:
             before = sum(named[kind][0] for kind in _KINDS)
-            # The first look was taken before anything moved; the mark's own counter may lag behind it.
+            # Relative to the first sample, which precedes the load; the mark's own counter may lag.
             totals.append(max(named["peak"]) - before)
         peaks = ObservedPeaks(**{kind: max(values) for kind, values in grown.items()}, total=max(totals))
         return peaks, thin(self._trace(named["time_ns"], grown))
@@ -93,9 +93,9 @@ class Watcher:
 
 
 def thin(trace: Trace, *, moments: int = _MOMENTS) -> Trace:
-    """Return a trace of not many more moments than asked for: neighbours are represented by the one that holds most.
+    """Thin a trace to about ``moments`` moments: groups of neighbors are represented by their maxima.
 
-    The first and the last moment stay, and so does every peak of host and device.
+    The first and last moments and the peaks of host and device are kept.
     """
     count = len(trace.seconds)
     step = -(-count // moments)

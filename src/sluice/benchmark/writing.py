@@ -1,4 +1,4 @@
-"""Writes state dicts in the forms that methods read."""
+"""Write state dicts in the formats that the methods read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 __all__ = ["CheckpointFormat", "write_checkpoint"]
 
 #: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``tensorizer``: one file of its own format.
-#: ``per-parameter``: a directory with a file ``NAME.pt`` for every entry of the state dict.
+#: ``per-parameter``: a directory with a file ``NAME.pt`` per entry of the state dict.
 CheckpointFormat = Literal["torch", "safetensors", "tensorizer", "per-parameter"]
 
 
@@ -25,9 +25,9 @@ def write_checkpoint(
     """Write a flat state dict of contiguous tensors that share no memory.
 
     Args:
-        state_dict: What to write.
-        path: The file to write; for ``per-parameter`` the directory.
-        format: What to write.
+        state_dict: The tensors by name.
+        path: The file to write, or for ``per-parameter`` the directory.
+        format: Format of the checkpoint.
     """
     if format == "safetensors":
         save_file(dict(state_dict), path)

@@ -1,4 +1,4 @@
-"""Which class, which configuration and which dtype: ``config.json`` and nothing else of the directory decides."""
+"""Model class, configuration and dtype of a model directory, from ``config.json`` only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sluice.records import Entry
 
 __all__ = ["class_and_config", "settle_dtype"]
 
-#: Settings of a configuration that change what loading means and that sluice does not follow.
+#: Settings of a configuration that change how weights are loaded and that sluice does not support.
 _REFUSED_SETTINGS = {
     "quantization_config": "a quantized model",
     "compression_config": "a compressed model",
@@ -29,7 +29,7 @@ _REFUSED_SETTINGS = {
 def class_and_config(
     library: Any, path: str, model_class: Any, config: Any, *, limits: Limits | None
 ) -> tuple[Any, Any]:
-    """Return the model class and a configuration of its own."""
+    """Return the model class and a copy of the configuration."""
     _check_directory(path, limits or Limits())
     is_auto = model_class is not None and not issubclass(model_class, library.PreTrainedModel)
     if config is None:
@@ -39,14 +39,14 @@ def class_and_config(
     config = copy.deepcopy(config)
     for setting, meaning in _REFUSED_SETTINGS.items():
         if getattr(config, setting, None):
-            raise UnsupportedError(f"{setting} asks for {meaning}, which sluice does not load", file=path)
+            raise UnsupportedError(f"{setting} describes {meaning}, which sluice does not load", file=path)
     if model_class is None:
         model_class = _named_class(library, config, path)
     elif is_auto:
         model_class = _class_of_auto(library, model_class, config, path)
     extra = [name for name in getattr(type(config), "extra_files", ()) if os.path.exists(os.path.join(path, name))]
     if extra:
-        problem = f"{model_class.__name__} keeps weights in further files"
+        problem = f"{model_class.__name__} stores weights in additional files"
         raise UnsupportedError(problem, file=path, found=", ".join(extra))
     config.name_or_path = path
     return model_class, config
@@ -56,35 +56,35 @@ def _read(config_class: Any, path: str) -> Any:
     """Return the configuration of the directory.
 
     Raises:
-        UnsupportedError: transformers does not understand it, or it names code that is not part of transformers.
+        UnsupportedError: transformers cannot read it, or it names code that is not part of transformers.
     """
     try:
         config = config_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # it validates what the file says with code of each architecture
+    except Exception as error:  # validation code of each architecture may raise anything
         raise UnsupportedError(f"transformers cannot read the configuration: {error}", file=path) from error
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         for setting in ("_attn_implementation", "_experts_implementation"):
             named = getattr(part, setting, None)
             if "/" in str(named):
-                problem = f"{setting} names code of another repository, and sluice runs none that a file names"
+                problem = f"{setting} names code of a different repository; sluice does not run code named in files"
                 raise UnsupportedError(problem, file=path, found=str(named)[:200])
     return config
 
 
 def _check_directory(path: str, limits: Limits) -> None:
-    """Refuse what is no model directory.
+    """Check that the path is a model directory.
 
     Raises:
-        ReadError: It is no directory with a configuration.
+        ReadError: It is not a directory with a configuration.
         FormatError: The configuration is not a JSON object.
-        LimitError: It is larger than any header may be.
-        UnsupportedError: It is an adapter.
+        LimitError: The configuration exceeds ``limits.header_bytes``.
+        UnsupportedError: The directory holds an adapter.
     """
     name = os.path.join(path, "config.json")
-    if not os.path.isfile(name):  # not a FIFO either, which would never be read to its end
+    if not os.path.isfile(name):  # excludes FIFOs, whose read would block
         if os.path.exists(os.path.join(path, "adapter_config.json")):
-            raise UnsupportedError("it holds an adapter, not a model", file=path)
-        raise ReadError("there is no local directory with a config.json", file=path)
+            raise UnsupportedError("the directory holds an adapter, not a model", file=path)
+        raise ReadError("not a local directory with a config.json", file=path)
     try:
         if (nbytes := os.stat(name).st_size) > limits.header_bytes:
             raise LimitError("config.json is too large", file=path, expected=limits.header_bytes, found=nbytes)
@@ -101,46 +101,50 @@ def _check_directory(path: str, limits: Limits) -> None:
 
 
 def _named_class(library: Any, config: Any, path: str) -> type:
-    """Return the class that ``config.json`` names, out of those of transformers."""
+    """Return the class of transformers that ``config.json`` names."""
     names = config.architectures or []
     if len(names) != 1:
         found = ", ".join(map(str, names)) or "none"
-        raise UnsupportedError("config.json names no single architecture: pass model_class", file=path, found=found)
+        raise UnsupportedError(
+            "config.json does not name exactly one architecture: pass model_class", file=path, found=found
+        )
     named: Any = getattr(library.transformers, names[0], None) if str(names[0]).isidentifier() else None
     if not (isinstance(named, type) and issubclass(named, library.PreTrainedModel)):
-        raise UnsupportedError("transformers has no model class of this name", file=path, found=names[0])
+        raise UnsupportedError("transformers has no model class with this name", file=path, found=names[0])
     return named
 
 
 def _class_of_auto(library: Any, auto: Any, config: Any, path: str) -> type:
-    """Return the class that an ``AutoModel...`` class stands for."""
+    """Return the model class that an ``AutoModel...`` class selects."""
     mapping = getattr(auto, "_model_mapping", {})
     try:
-        found = mapping[type(config)]
+        mapped = mapping[type(config)]
     except KeyError:
-        found = ()
-    choices = found if isinstance(found, (list, tuple)) else (found,)
+        mapped = ()
+    choices = mapped if isinstance(mapped, (list, tuple)) else (mapped,)
     named = [choice for choice in choices if choice.__name__ in (config.architectures or [])]
     for choice in (*named, *choices):
         if issubclass(choice, library.PreTrainedModel):
             chosen: type = choice
             return chosen
-    problem = f"{getattr(auto, '__name__', auto)} is no model class and has none for {type(config).__name__}"
+    problem = f"{getattr(auto, '__name__', auto)} is not a model class and has none for {type(config).__name__}"
     raise UnsupportedError(problem, file=path)
 
 
 def settle_dtype(config: Any, dtype: torch.dtype | str, entries: Mapping[str, Entry], path: str) -> torch.dtype:
-    """Return the dtype of the model, and note it in the configuration and its parts, as the library does."""
-    wanted: Any = config.dtype if dtype == "auto" else dtype
-    if wanted is None:
+    """Return the dtype of the model, and set it in the configuration and its parts, as the library does."""
+    requested: Any = config.dtype if dtype == "auto" else dtype
+    if requested is None:
         floating = (torch_dtype(entry.dtype) for entry in entries.values())
-        usable = (found for found in floating if found.is_floating_point and found.itemsize > 1)
-        wanted = next(usable, torch.float32)
-    chosen = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
+        usable = (each for each in floating if each.is_floating_point and each.itemsize > 1)
+        requested = next(usable, torch.float32)
+    chosen = getattr(torch, requested, None) if isinstance(requested, str) else requested
     if not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
         if dtype == "auto":
-            raise UnsupportedError("config.json names no floating-point dtype", file=path, found=repr(wanted))
-        raise ValueError(f"dtype must be 'auto' or a floating-point dtype, not {wanted!r}")
+            raise UnsupportedError(
+                "the dtype in config.json is not a floating-point dtype", file=path, found=repr(requested)
+            )
+        raise ValueError(f"dtype must be 'auto' or a floating-point dtype, not {requested!r}")
     config.dtype = chosen
     for name in config.sub_configs:
         if (part := getattr(config, name)) is not None:

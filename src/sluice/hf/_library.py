@@ -1,4 +1,4 @@
-"""What is used of transformers beyond its public interface: all of it, and only here."""
+"""Imports of transformers, public and private; the only module that imports it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 __all__ = ["VERSIONS", "find_library"]
 
-#: First release of transformers that this module was checked with, and the first that it does not accept.
+#: Supported releases of transformers: the first, and the first unsupported one.
 VERSIONS = ((5, 20), (5, 24))
 
 
 def find_library() -> Any:
-    """Return transformers and what is used of its private parts.
+    """Import transformers and the private functions that sluice uses.
 
     Raises:
-        ImportError: It is missing, or of a version that was not checked.
+        ImportError: It is not installed, or its version is not supported.
     """
     (*_, first), (*_, end) = VERSIONS
     advice = f"pip install 'sluice[hf]' installs transformers 5.{first} or later, below 5.{end}"
@@ -25,7 +25,7 @@ def find_library() -> Any:
         raise ImportError(f"sluice.hf needs transformers: {advice}") from error
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not VERSIONS[0] <= version < VERSIONS[1]:
-        raise ImportError(f"sluice.hf was not checked with transformers {transformers.__version__}: {advice}")
+        raise ImportError(f"sluice.hf does not support transformers {transformers.__version__}: {advice}")
     try:
         from transformers import initialization, modeling_utils
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -37,7 +37,9 @@ def find_library() -> Any:
         )
         from transformers.monkey_patching import apply_patches, patch_output_recorders
     except ImportError as error:
-        raise ImportError(f"transformers {transformers.__version__} lacks what sluice.hf uses: {advice}") from error
+        raise ImportError(
+            f"transformers {transformers.__version__} lacks a function that sluice.hf uses: {advice}"
+        ) from error
     return SimpleNamespace(
         transformers=transformers,
         PreTrainedModel=modeling_utils.PreTrainedModel,

@@ -1,16 +1,16 @@
-"""Hugging Face models from local directories; what ``from_pretrained`` does, in its order.
+"""``from_pretrained``: load Hugging Face models from local directories.
 
-``from_pretrained`` does what the method of that name does in transformers, in the same order, with sluice reading:
+It follows the steps of transformers' ``from_pretrained``, with sluice reading the weights:
 
-1. The configuration comes from ``config.json``, the class from its ``architectures``; both from transformers' own
-   registry, so that no code that a file names is ever imported.
-2. The model is built under ``empty_init`` in the wanted dtype, without initialisation and without ties.
-3. The library's key conversions run on the names, and on symbolic tensors where they merge, split or reorder weights;
-   what comes out are entries that the planner reads straight into place. A conversion that computes is refused by name.
-4. The library ties what the checkpoint has once, sluice fills the model as ``load_into`` does, and the library computes
-   the buffers that no checkpoint holds and, without ``strict``, weights that are missing.
+1. The configuration comes from ``config.json``, the class from its ``architectures``. Both are looked up in the
+   registry of transformers, so that no code named in a file is imported.
+2. The model is built under ``empty_init`` in the requested dtype, without initialization and without ties.
+3. The library's key conversions run on the names, and on symbolic tensors if they merge, split or reorder weights. The
+   results are entries that are read directly into place. A conversion that computes is refused.
+4. The library ties weights that the checkpoint has once, sluice fills the model as in ``load_into``, and the library
+   computes the buffers that no checkpoint holds and, without ``strict``, missing weights.
 
-What is used beyond the public interface of transformers is imported in ``_library``, in one place.
+Private functions of transformers are imported in ``_library`` only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from sluice.reports.load import LoadReport
 
 __all__ = ["from_pretrained"]
 
-# ruff: noqa: SLF001  the library keeps what its own loader needs private; the pinned range is what makes it safe
+# ruff: noqa: SLF001  the functions of the library's loader are private; the supported versions are pinned
 
 
 def from_pretrained(
@@ -60,24 +60,24 @@ def from_pretrained(
     page_cache: PageCache = "auto",
     report: Callable[[LoadReport], object] | None = None,
 ) -> Any:
-    """Load a Hugging Face model: what transformers' ``from_pretrained`` gives, bit for bit, with sluice reading.
+    """Load a Hugging Face model, bit-identical to the result of transformers' ``from_pretrained``.
 
     Args:
         directory: A local directory with ``config.json`` and weights, as ``save_pretrained`` writes it.
         model_class: A model class of transformers, an ``AutoModel...`` class, or None for the one that ``config.json``
             names.
         config: A configuration to use instead of the one in the directory; it is copied.
-        device: Where the tensors go; see ``sluice.load_into``. None is the CPU.
-        dtype: ``"auto"`` takes the one in ``config.json``, and without one that of the first floating-point tensor; or
-            a dtype or its name. Modules that the library keeps in float32 stay so.
+        device: Device of the tensors, as in ``sluice.load_into``; None is the CPU.
+        dtype: A dtype or its name, or ``"auto"`` for the dtype in ``config.json`` or, if it names none, that of the
+            first floating-point tensor. Modules that the library keeps in float32 keep it.
         attn_implementation: Passed to the library: ``"eager"``, ``"sdpa"``, ...
         experts_implementation: Passed to the library.
-        strict: Whether weights that are missing, or have no place in the model, are errors. If not, missing ones are
-            initialised by the library, and what has no place is left out.
+        strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
+            unexpected ones are ignored.
         place: As in ``sluice.load_into``.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
-        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+        progress: True draws a progress bar; a function is called with each ``ProgressEvent``.
         page_cache: As in ``sluice.load_into``.
         report: Called with the ``LoadReport``.
 
@@ -85,9 +85,9 @@ def from_pretrained(
         The model, in evaluation mode.
 
     Raises:
-        ImportError: transformers is not installed, or is of a version that was not checked.
-        UnsupportedError: The architecture, or something that it needs, cannot be loaded; the message names it.
-        MismatchError: OpenCheckpoint and model disagree; every reason is listed.
+        ImportError: transformers is not installed, or its version is not supported.
+        UnsupportedError: The architecture or a required feature is not supported; the message names it.
+        MismatchError: Checkpoint and model disagree; every reason is listed.
         CheckpointError: A file is damaged or unsafe.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ReadError: The directory or a file cannot be read.
@@ -105,7 +105,7 @@ def from_pretrained(
         config._experts_implementation = experts_implementation
     with open_checkpoint(path, limits=limits) as checkpoint:
         for name, leaf in _tree.opaques(checkpoint.index.tree).items():
-            if isinstance(leaf, UnsupportedValue):  # its conversions decide what is needed: it may be
+            if isinstance(leaf, UnsupportedValue):  # the conversions may need it
                 raise _tree.refusal(leaf, name, path)
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
         model = _build(library, model_class, config, chosen)
@@ -133,7 +133,7 @@ def from_pretrained(
 
 
 def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Build the model without weights, ties and initial values.
+    """Build the model without weights, ties or initial values.
 
     Raises:
         UnsupportedError: Its constructor fails.
@@ -146,7 +146,7 @@ def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype) -> A
         stack.enter_context(empty_init())
         try:
             model = model_class(config)
-        except Exception as error:  # a constructor fails in its own way on a configuration that it does not expect
+        except Exception as error:  # constructors may raise anything for an unexpected configuration
             problem = f"{model_class.__name__} cannot be built from the configuration: {error}"
             raise UnsupportedError(problem, file=config.name_or_path) from error
         library.patch_output_recorders(model)
@@ -155,7 +155,7 @@ def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype) -> A
 
 @contextmanager
 def _no_initial_values(base: Any) -> Iterator[None]:
-    """Skip what models do at the end of their construction: the library itself does so on the meta device."""
+    """Skip initialization at the end of construction, as the library does on the meta device."""
     original = base.init_weights
     base.init_weights = lambda self: None  # noqa: ARG005
     try:
@@ -165,11 +165,11 @@ def _no_initial_values(base: Any) -> Iterator[None]:
 
 
 def _finish(model: Any, names: MatchedWeights, path: str) -> None:
-    """Do what the library does once the weights are there."""
-    for parameter in model.parameters():  # also those that a constructor froze: the library makes them anew
+    """Do the library's work after the weights are loaded."""
+    for parameter in model.parameters():  # also those frozen by a constructor: the library recreates them
         parameter.requires_grad_(parameter.is_floating_point())
     for name in names.entries:
-        vars(tensor_of(model, name))["_is_hf_initialized"] = True  # the library leaves it alone
+        vars(tensor_of(model, name))["_is_hf_initialized"] = True  # excludes it from the library's initialization
     model.initialize_weights()
     model._weight_conversions = names.used
     model.eval()

@@ -1,4 +1,4 @@
-"""From the names and weights of a file to those of a model: the library's conversions, ties and lists of exceptions."""
+"""Match the weights of a checkpoint to a model: the library's key conversions, ties and exceptions."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from sluice.records import Entry, Request
 
 __all__ = ["MatchedWeights", "apply_dtype_plan", "check", "make_real", "tensor_of", "tie"]
 
-# ruff: noqa: SLF001  the library keeps what its own loader needs private; the pinned range is what makes it safe
+# ruff: noqa: SLF001  the functions of the library's loader are private; the supported versions are pinned
 
 
 @dataclass(slots=True, kw_only=True)
 class MatchedWeights:
-    """The weights of a directory under the names of the model, as they become fewer until each has its place."""
+    """The weights of a checkpoint under the names of the model."""
 
-    #: What fills each parameter and persistent buffer.
+    #: Entry that fills each parameter and persistent buffer.
     entries: dict[str, Entry]
-    #: Names of the checkpoint, converted, that the model does not have.
+    #: Converted names of the checkpoint that the model does not have.
     unexpected: list[str]
-    #: Names of the model that nothing fills.
+    #: Names of the model that no entry fills.
     missing: set[str]
-    #: The library's conversions that were used; ``save_pretrained`` reverts them.
+    #: Conversions of the library that were used; ``save_pretrained`` reverts them.
     used: list[Any] = field(default_factory=list)
 
     @classmethod
@@ -43,9 +43,9 @@ class MatchedWeights:
         """Run the library's conversions on the names of a checkpoint."""
         own = model.state_dict()
         transforms = library.get_model_conversion_mapping(model)
-        renamings = [one for one in transforms if isinstance(one, library.WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, library.WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [each for each in transforms if isinstance(each, library.WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, library.WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         plain: dict[str, Entry] = {}
         converted: dict[str, Any] = {}
         unexpected: list[str] = []
@@ -70,24 +70,24 @@ class MatchedWeights:
             entries=known,
             unexpected=list(dict.fromkeys(unexpected)),
             missing=set(own) - set(known),
-            used=[one for one in transforms if one.was_used()],
+            used=[transform for transform in transforms if transform.was_used()],
         )
 
 
 def _convert(converter: Any, name: str, model: Any, path: str) -> dict[str, Entry]:
-    """Return what one conversion makes of the entries that it collected."""
+    """Run one conversion on the entries that it collected and return the resulting entries by name."""
     try:
-        made = converter.convert(name, model=model, config=model.config)
-        tensors = {new: one[0] if isinstance(one, list) else one for new, one in made.items()}
+        converted = converter.convert(name, model=model, config=model.config)
+        tensors = {new: value[0] if isinstance(value, list) else value for new, value in converted.items()}
         return {new: tensor.entry for new, tensor in tensors.items()}
     except Exception as error:  # the library's code may raise anything
         steps = ", ".join(type(step).__name__ for step in converter.operations)
-        problem = f"{type(model).__name__} needs a conversion of weights ({steps}) that sluice cannot follow: {error}"
+        problem = f"{type(model).__name__} needs a weight conversion ({steps}) that sluice does not support: {error}"
         raise UnsupportedError(problem, file=path, tensor=name) from error
 
 
 def apply_dtype_plan(model: Any, dtype: torch.dtype, names: Mapping[str, Entry]) -> None:
-    """Give the tensors that the library keeps in float32 their dtype."""
+    """Set the dtype of tensors that the library keeps in float32."""
     for glob, kept in model._get_dtype_plan(dtype).items():
         pattern = re.compile(glob.replace("*", ".*"))  # as the library compiles it
         for name in names:
@@ -96,10 +96,10 @@ def apply_dtype_plan(model: Any, dtype: torch.dtype, names: Mapping[str, Entry])
 
 
 def tie(model: Any, names: MatchedWeights, checkpoint: OpenCheckpoint) -> list[str]:
-    """Tie what the library ties; of tensors that the checkpoint has twice, only those that are equal in it.
+    """Tie the weights that the library ties; two tensors of the checkpoint are tied only if they are equal.
 
     Returns:
-        A sentence for each pair that is not.
+        A sentence for each pair that was not tied.
     """
     model.tie_weights(missing_keys=names.missing, recompute_mapping=False)
     notes = []
@@ -119,7 +119,7 @@ def tie(model: Any, names: MatchedWeights, checkpoint: OpenCheckpoint) -> list[s
     return notes
 
 
-#: Bytes of two tied tensors that are compared at a time.
+#: Bytes of two tied tensors that are compared at once.
 _COMPARED_BYTES = 16 << 20
 
 
@@ -128,10 +128,10 @@ def _request(entry: Entry, name: str, like: torch.Tensor) -> Request:
 
 
 def check(model: Any, names: MatchedWeights, *, strict: bool) -> None:
-    """List what is missing and what has no place, without what the library says is neither.
+    """Update missing and unexpected names by the library's exceptions, and check them.
 
     Raises:
-        MismatchError: There is some, and ``strict``.
+        MismatchError: ``strict``, and there are any.
     """
     info = SimpleNamespace(missing_keys=set(names.missing), unexpected_keys=set(names.unexpected))
     model._adjust_missing_and_unexpected_keys(info)
@@ -139,14 +139,14 @@ def check(model: Any, names: MatchedWeights, *, strict: bool) -> None:
     if strict:
         Findings(
             missing=[((name,), tuple(tensor_of(model, name).shape)) for name in sorted(info.missing_keys)],
-            others=[f"{name!r} has no place in {type(model).__name__}" for name in names.unexpected],
+            others=[f"{name!r} is unexpected: {type(model).__name__} has no such tensor" for name in names.unexpected],
         ).raise_if_any()
 
 
 def make_real(model: Any, missing: set[str]) -> None:
-    """Give missing tensors memory; ``load_into`` moves it to their device, and the library fills it afterwards.
+    """Allocate missing tensors; ``load_into`` moves them to their device, and the library fills them afterwards.
 
-    The same for buffers that no state dict has, where a constructor makes them on the device of one that it has.
+    The same for non-persistent buffers that a constructor created on the device of a meta tensor.
     """
     for name in (*missing, *(name for name, _ in model.named_non_persistent_buffers())):
         old = tensor_of(model, name)
@@ -161,7 +161,7 @@ def tensor_of(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def _put(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in the place of one; a parameter stays a parameter."""
+    """Replace a tensor of the model; a parameter stays a parameter."""
     owner, _, own = name.rpartition(".")
     module = model.get_submodule(owner)
     old = getattr(module, own)

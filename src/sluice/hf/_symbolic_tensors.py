@@ -1,7 +1,7 @@
-"""Tensors without data that know where their elements lie: other libraries' conversions run on them.
+"""Tensors without data that represent entries, so that other libraries' conversions can run on them.
 
-A conversion that only moves elements (``cat``, ``stack``, ``chunk``, ``transpose``, ``reshape``, ...) turns symbolic
-tensors into symbolic tensors, whose entries the planner can read. Whatever computes raises ``CannotFollow``.
+A conversion that only moves elements (``cat``, ``stack``, ``chunk``, ``transpose``, ``reshape``, ...) maps symbolic
+tensors to symbolic tensors, whose entries the planner can read. An operation that computes raises ``CannotFollow``.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from sluice.records import Entry
 __all__ = ["CannotFollow", "SymbolicTensor"]
 
 
-class CannotFollow(Exception):  # noqa: N818  not an error of the file: the caller says what it means
-    """An operation computes elements, or is not known here."""
+class CannotFollow(Exception):  # noqa: N818  not an error of the file: the caller maps it to one
+    """An operation computes elements, or is not supported."""
 
 
 class SymbolicTensor(torch.Tensor):
-    """Stands for the tensor that an entry describes."""
+    """Represents the tensor of an entry."""
 
     entry: Entry
 
     @staticmethod
     def __new__(cls: type[Self], entry: Entry) -> Self:
-        """Return a tensor of the entry's shape and dtype. It looks contiguous, so that nothing asks for a copy."""
+        """Return a tensor with the entry's shape and dtype. It looks contiguous, so that no code requests a copy."""
         tensor: Self = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  torch's documented way
             cls,
             entry.shape,
@@ -49,18 +49,18 @@ class SymbolicTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch types the version that is switched off
         cls, func: Any, types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Follow one operation of torch.
+        """Apply one operation of torch to entries.
 
         Raises:
-            CannotFollow: It is not one of those that move elements.
+            CannotFollow: The operation does not only move elements.
         """
         name = func.overloadpacket.__name__
         follow = _OPERATIONS.get(name)
-        wanted = (kwargs or {}).get("dtype")
-        if follow is None or not (wanted is None or wanted is args[0].dtype):
-            raise CannotFollow(f"torch.{name} computes, or is not known here")
-        found = follow(*args)
-        return [cls(entry) for entry in found] if isinstance(found, list) else cls(found)
+        dtype = (kwargs or {}).get("dtype")
+        if follow is None or not (dtype is None or dtype is args[0].dtype):
+            raise CannotFollow(f"torch.{name} computes elements, or is not supported")
+        result = follow(*args)
+        return [cls(entry) for entry in result] if isinstance(result, list) else cls(result)
 
 
 def _same(tensor: SymbolicTensor, *_: object) -> Entry:
@@ -99,9 +99,9 @@ def _split(tensor: SymbolicTensor, size: int | Sequence[int], dim: int = 0) -> l
     return [_slice(tensor, dim, end - length, end) for end, length in zip(ends, size, strict=True)]
 
 
-def _transpose(tensor: SymbolicTensor, one: int, other: int) -> Entry:
+def _transpose(tensor: SymbolicTensor, first: int, second: int) -> Entry:
     dims = list(range(tensor.dim()))
-    dims[one], dims[other] = dims[other], dims[one]
+    dims[first], dims[second] = dims[second], dims[first]
     return permute(tensor.entry, dims)
 
 

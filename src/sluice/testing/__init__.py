@@ -1,8 +1,8 @@
-"""Helpers for tests of what is built on sluice.
+"""Helpers for tests of code that builds on sluice.
 
-Sources that lie in memory, record their reads or fail them, the conformance suite of sources, an accelerator that needs
-no hardware, a memory assertion, and programs under a hard memory limit. Names are resolved on first use: only those
-that hold tensors import torch.
+Sources that are in memory, record their reads or fail, the conformance suite of sources, a fake accelerator, a memory
+assertion, and programs under a hard memory limit. Names are imported on first use, so that only those that hold tensors
+import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An accelerator for tests on machines without one: it does everything that an asynchronous device may do, and tells.
+"""A fake accelerator for tests on machines without one, with the worst behavior of an asynchronous device.
 
-Its memory is host memory. Copies run on a thread of its own, late and in any order. A copy whose source changed since
-it was started, a byte that arrives twice or never, and a wait that never comes are failures.
+Its memory is host memory. Copies run on a separate thread, late and in random order. It reports copies whose source
+changed after they were started, and elements that arrive twice or never.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sluice.engine.host_copies import StridedBytes
 
 __all__ = ["FakeAccelerator"]
 
-#: What uninitialised memory holds.
+#: Byte that fills uninitialised memory.
 _UNTOUCHED = 0xA5
 
-#: What is left in staging once nobody may read it any more.
+#: Byte that fills a staging buffer after its copies are done.
 _POISON = 0xDB
 
 
 @dataclass(eq=False)
 class _PendingCopy:
-    """A copy that was started."""
+    """A started copy."""
 
     target: torch.Tensor
     source: StridedBytes
@@ -37,16 +37,16 @@ class _PendingCopy:
 
 
 class FakeAccelerator:
-    """See the module docstring; ``finish`` raises ``AssertionError`` with what went wrong.
+    """A fake accelerator; ``finish`` raises ``AssertionError`` with the problems that it found.
 
     Args:
-        capacity_bytes: Memory that it has; None for as much as the host.
-        seed: Of the order and the delays of copies.
+        capacity_bytes: Size of its memory, in bytes; None for that of the host.
+        seed: Seed of the order and the delays of copies.
 
     Attributes:
-        reserved_bytes: Sizes given to ``reserve``.
-        allocated_bytes: Bytes that were allocated.
-        released: Whether what was cached has been given back.
+        reserved_bytes: Sizes passed to ``reserve``.
+        allocated_bytes: Size of all allocations, in bytes.
+        released: Whether cached memory was released.
 
     Example:
         >>> device = FakeAccelerator(capacity_bytes=16)
@@ -114,12 +114,12 @@ class FakeAccelerator:
         """Fail unless every element that was allocated arrived exactly once.
 
         Raises:
-            AssertionError: Some did not arrive, or arrived again.
+            AssertionError: Elements did not arrive, or arrived more than once.
         """
         for counts in self._arrived.values():
             if not bool((counts == 1).all()):
                 raise AssertionError(
-                    f"{int((counts == 0).sum())} elements never arrived, {int((counts > 1).sum())} again"
+                    f"{int((counts == 0).sum())} elements never arrived, {int((counts > 1).sum())} more than once"
                 )
 
     def _work(self) -> None:
@@ -138,7 +138,7 @@ class FakeAccelerator:
 
     def _run(self, pending: _PendingCopy) -> None:
         if _checksum(pending.source) != pending.checksum:
-            self._problems.append("staging was written before the copy that reads it was done")
+            self._problems.append("a staging buffer was overwritten before the copy from it was done")
         target = pending.target
         source = pending.source
         source.function(target, source.on_host(), source.first_row)

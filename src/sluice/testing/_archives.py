@@ -1,7 +1,7 @@
-"""Builders of odd and hostile ``torch.save`` files: an assembler of pickles and a writer of zip archives.
+"""Builders of unusual and hostile ``torch.save`` files: a pickle assembler and a zip writer.
 
-Both write what they are told, true or not. ``encode`` gives the opcodes of a value, of calls of any global and of
-persistent ids; ``build_archive`` writes records whose headers may lie; ``torch_archive`` puts both together.
+Both write their arguments unchecked. ``encode`` returns the opcodes of values, calls of any global and persistent ids;
+``build_archive`` writes records whose headers may be wrong; ``torch_archive`` combines both.
 
 Example:
     >>> tensor = tensor_call(storage("0", 4), shape=(2, 2))
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A global, imported by whoever believes the pickle."""
+    """A global: GLOBAL."""
 
     #: Its module.
     module: str
@@ -46,11 +46,11 @@ class Global:
 class Call:
     """A call: REDUCE."""
 
-    #: What is called.
+    #: The callable.
     function: object
-    #: Its arguments, one after the other.
+    #: Its arguments.
     arguments: tuple[object, ...] = ()
-    #: State that it is given afterwards: BUILD.
+    #: State that is set on the result: BUILD.
     state: object = None
 
 
@@ -64,17 +64,17 @@ class Persistent:
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """Opcodes as they are."""
+    """Verbatim opcodes."""
 
     #: The opcodes.
     opcodes: bytes
 
 
 def encode(value: object) -> bytes:
-    """Return the opcodes that push ``value``, in protocol 2, nothing memoized.
+    """Return the opcodes that push ``value``, in protocol 2, without memoization.
 
     Raises:
-        TypeError: It is of a type that the assembler does not know.
+        TypeError: The type of the value is not supported.
     """
     match value:
         case Raw(opcodes):
@@ -116,7 +116,7 @@ def _encode_plain(value: object) -> bytes:
 
 
 def pickled(value: object) -> bytes:
-    """Return a whole pickle of ``value``."""
+    """Return a complete pickle of ``value``."""
     return b"\x80\x02" + encode(value) + b"."
 
 
@@ -136,7 +136,7 @@ def tensor_call(
     extra: tuple[object, ...] = (),
     function: str = "_rebuild_tensor_v2",
 ) -> Call:
-    """Return the call that rebuilds a tensor; ``stride`` None is that of a contiguous one."""
+    """Return the call that rebuilds a tensor; ``stride`` None means contiguous."""
     if hooks is None:
         hooks = Call(Global("collections", "OrderedDict"))
     if stride is None:
@@ -157,11 +157,11 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveRecord:
-    """One record of an archive. Whatever is None is what an honest writer puts there."""
+    """One record of an archive. None stands for the correct value."""
 
     #: Full name in the central directory.
     name: bytes
-    #: The bytes as they are stored.
+    #: The stored bytes.
     data: bytes = b""
     #: Compression method in both headers.
     method: int = 0
@@ -191,8 +191,8 @@ class ArchiveRecord:
     local_nbytes: int | None = None
 
 
-def _or(value: int | None, honest: int) -> int:
-    return honest if value is None else value
+def _or(value: int | None, correct: int) -> int:
+    return correct if value is None else value
 
 
 def _local_header(record: ArchiveRecord) -> bytes:
@@ -237,13 +237,13 @@ def build_archive(
     """Return a zip archive.
 
     Args:
-        records: Its records, in order.
-        prefix: Bytes before the first record; the offsets count from the start of the file, as an honest writer's do.
+        records: The records, in order.
+        prefix: Bytes before the first record; offsets are correct, from the start of the file.
         comment: Comment after the end record.
-        entries: Number of entries that the end record declares; None is the truth.
-        directory_offset: Offset of the central directory that the end record declares; None is the truth.
-        directory_bytes: Size of the central directory that the end record declares; None is the truth.
-        zip64: Whether a zip64 end record and its locator come first; they tell the truth.
+        entries: Number of entries in the end record; None for the correct value.
+        directory_offset: Offset of the central directory in the end record; None for the correct value.
+        directory_bytes: Size of the central directory in the end record; None for the correct value.
+        zip64: Whether to write a zip64 end record and its locator, with correct values.
     """
     body, directory, count = bytearray(prefix), bytearray(), 0
     for record in records:
@@ -272,9 +272,9 @@ def torch_archive(
     """Return a ``torch.save`` file of ``value``.
 
     Args:
-        value: What ``encode`` takes, or a whole pickle as bytes.
+        value: A value for ``encode``, or a complete pickle as bytes.
         storages: Bytes of each storage, by its key.
-        records: Records to add or to replace, by name below the directory; None leaves one out.
+        records: Records to add or replace, by name in the directory; None omits a record.
         archive: Name of the directory.
     """
     contents: dict[str, bytes | None] = {

@@ -1,6 +1,6 @@
-"""The conformance suite of the ``Source`` protocol: what every kind of source must do, as checks without a test runner.
+"""The conformance suite of the ``Source`` protocol, independent of a test runner.
 
-Each check opens sources of its own and closes them. One that fails does not stop the others.
+Each check opens and closes its own sources. A failing check does not stop the others.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ __all__ = ["check_source"]
 
 MakeSource: TypeAlias = Callable[[], Source]
 
-#: Content must span more than two blocks, or reads at their borders could not be told apart.
+#: Content must span more than two blocks, to test reads at block boundaries.
 _SMALLEST_BYTES = 2 * BLOCK_BYTES + 1
 
-#: Far beyond every source: the largest offset that a system takes, and larger ones.
+#: Offsets beyond every source: the largest that a system supports, and larger ones.
 _FAR_OFFSETS = (1 << 40, (1 << 63) - 1, 1 << 63, 1 << 70)
 
 _THREADS = 8
 _READS_PER_THREAD = 25
 
-#: Byte that a buffer holds before a read, where the content holds another one.
+#: Byte that fills buffers before a read.
 _UNTOUCHED = 0xA5
 
 
@@ -43,19 +43,19 @@ def check_source(
     change: Callable[[], object] | None = None,
     failing: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> None:
-    """Check that a kind of source keeps the ``Source`` protocol.
+    """Check that a source implements the ``Source`` protocol.
 
     Args:
-        make_source: Opens the source anew; called many times.
-        content: What it holds: more than 8192 bytes, best random ones.
-        change: Makes what lies behind the source another object, as a rewritten file is; called once, at the end. None
-            for sources whose bytes cannot change.
-        failing: Returns a context in which the system or the server fails every read. None for sources that cannot
+        make_source: Opens a new source on the same content; called many times.
+        content: The content: more than 8192 bytes, preferably random.
+        change: Replaces the underlying object, as when a file is rewritten; called once, at the end. None for sources
+            whose bytes cannot change.
+        failing: Returns a context in which every read fails in the system or the server. None for sources that cannot
             fail.
 
     Raises:
-        AssertionError: Checks failed; the message lists all of them and says what was expected.
-        ValueError: ``content`` is too short to tell.
+        AssertionError: Checks failed; the message lists all of them with the expected behavior.
+        ValueError: ``content`` is too short.
 
     Example:
         >>> check_source(lambda: LocalFile("f.bin"), Path("f.bin").read_bytes())
@@ -71,12 +71,12 @@ def check_source(
     if change:
         _run(_changes.__name__, problems, _changes, case, change)
     if problems:
-        raise AssertionError("the source does not keep the protocol:\n" + "\n".join(problems))
+        raise AssertionError("the source violates the protocol:\n" + "\n".join(problems))
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What one source is checked against."""
+    """A source and its expected content."""
 
     make_source: MakeSource
     content: bytes
@@ -87,12 +87,12 @@ class _Case:
 
     @contextmanager
     def opened(self) -> Iterator[Source]:
-        """Open the source for the length of the block."""
+        """Open the source for the duration of the block."""
         with closing(self.make_source()) as source:
             yield source
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return offset and size of reads inside of the content, those at its borders among them."""
+        """Return offset and size of reads inside the content, including reads at its boundaries."""
         end = self.end
         at_borders = [(0, 1), (0, end), (end - 1, 1), (1, end - 2), (BLOCK_BYTES - 1, 2), (BLOCK_BYTES, BLOCK_BYTES)]
         return at_borders + _random_ranges(end, 20, seed=0)
@@ -105,12 +105,12 @@ def _random_ranges(end: int, count: int, *, seed: int) -> list[tuple[int, int]]:
 
 
 def _run(name: str, problems: list[str], check: Callable[..., None], *arguments: object) -> None:
-    """Run one check; add a line where it fails, by whatever exception."""
+    """Run one check; append a line to ``problems`` if it raises any exception."""
     try:
         check(*arguments)
     except AssertionError as error:
         problems.append(f"- {name.strip('_')}: {error}")
-    except Exception as error:  # noqa: BLE001  (the source is a stranger's: whatever it raises is a finding)
+    except Exception as error:  # noqa: BLE001  (any exception of the source under test is a finding)
         problems.append(f"- {name.strip('_')}: unexpected {type(error).__name__}: {error}")
 
 
@@ -120,7 +120,7 @@ def _require(fulfilled: object, expected: str) -> None:
 
 
 def _must_raise(error: type[Exception], what: str, call: Callable[[], object]) -> Exception:
-    """Return the exception of the call, which must be of type ``error``."""
+    """Return the exception that the call raises, which must be of type ``error``."""
     try:
         result = call()
     except error as raised:
@@ -131,18 +131,18 @@ def _must_raise(error: type[Exception], what: str, call: Callable[[], object]) -
 
 
 def _read_into(source: Source, offset: int, nbytes: int) -> tuple[int, bytes]:
-    """Return how many bytes a read found, and the buffer, which held other bytes before."""
+    """Return the number of bytes read, and the buffer, which held other bytes before."""
     data = bytearray([_UNTOUCHED]) * nbytes
     return source.read_into(offset, memoryview(data)), bytes(data)
 
 
-# The checks, in the order in which they run
+# Checks, in the order in which they run
 
 
 def _path(case: _Case) -> None:
     with case.opened() as source:
         address = urlsplit(source.path)
-        _require(source.path and isinstance(source.path, str), "path must be a text that is not empty")
+        _require(source.path and isinstance(source.path, str), "path must be a non-empty string")
         _require(not address.scheme or "@" not in address.netloc, "path must not show a user or a password")
         _require("://" not in source.path or not address.query, "path must not show a query: it can hold a signature")
 
@@ -153,7 +153,7 @@ def _identity(case: _Case) -> None:
         _require(first.nbytes == case.end, f"identity.nbytes must be {case.end}, not {first.nbytes}")
         _require(other.identity == first, "two sources of the same object must have the same identity")
         one.read_at(0, 1)
-        _require(one.identity == first, "the identity must stay that of the first look")
+        _require(one.identity == first, "the identity must not change after a read")
 
 
 def _access(case: _Case) -> None:
@@ -185,7 +185,7 @@ def _read_at_outside(case: _Case) -> None:
             what = f"read_at({offset}, {nbytes}) of {case.end} bytes"
             error = _must_raise(TruncatedError, what, partial(source.read_at, offset, nbytes))
             named = isinstance(error, TruncatedError) and error.file == source.path and error.offset == offset
-            _require(named, f"the error of {what} must name the path and the offset")
+            _require(named, f"the error of {what} must have the path and the offset")
 
 
 def _read_into_buffer(case: _Case) -> None:
@@ -193,7 +193,7 @@ def _read_into_buffer(case: _Case) -> None:
         for offset, nbytes in case.ranges():
             found, data = _read_into(source, offset, nbytes)
             what = f"read_into({offset}, {nbytes} bytes) must"
-            _require(found == nbytes, f"{what} return {nbytes}, not {found}: only the end makes a read short")
+            _require(found == nbytes, f"{what} return {nbytes}, not {found}: reads are short only at the end")
             _require(data == case.content[offset : offset + nbytes], f"{what} fill the buffer with exactly those bytes")
 
 
@@ -201,20 +201,20 @@ def _read_into_part_of_a_buffer(case: _Case) -> None:
     with case.opened() as source:
         data = bytearray([_UNTOUCHED]) * 300
         source.read_into(7, memoryview(data)[100:200])
-        _require(data[100:200] == case.content[7:107], "read_into must fill the part of memory that it was given")
+        _require(data[100:200] == case.content[7:107], "read_into must fill the buffer that it was passed")
         around = data[:100] + data[200:]
-        _require(around == bytes([_UNTOUCHED]) * 200, "read_into must leave memory around its buffer alone")
+        _require(around == bytes([_UNTOUCHED]) * 200, "read_into must not write outside its buffer")
 
 
 def _read_into_at_the_end(case: _Case) -> None:
     with case.opened() as source:
         for inside in (1, 100, BLOCK_BYTES):
             found, data = _read_into(source, case.end - inside, inside + 50)
-            _require(found == inside, f"a read over the end must return the {inside} bytes before it, not {found}")
-            _require(data[:inside] == case.content[-inside:], "a read over the end must fill the bytes before it")
+            _require(found == inside, f"a read across the end must return the {inside} bytes before it, not {found}")
+            _require(data[:inside] == case.content[-inside:], "a read across the end must fill the bytes before it")
         for offset in (case.end, case.end + 1, *_FAR_OFFSETS):
             found, _ = _read_into(source, offset, 10)
-            _require(found == 0, f"read_into from {offset}, behind the end, must return 0, not {found}")
+            _require(found == 0, f"read_into from {offset}, past the end, must return 0, not {found}")
         _must_raise(TruncatedError, "read_into from a negative offset", lambda: _read_into(source, -5, 3))
 
 
@@ -233,13 +233,13 @@ def _buffer_is_not_kept(case: _Case) -> None:
         source.read_into(0, view)
         try:
             view.release()
-            data.clear()  # fails while anybody else holds the memory
+            data.clear()  # fails while an export of the memory exists
         except BufferError as error:
             raise AssertionError("the buffer must not be kept after read_into returns") from error
 
 
 def _direct(case: _Case) -> None:
-    """Direct reads are optional; where a source has them they must be right, also in the last block."""
+    """Check direct reads, which are optional, also of the last block."""
     last = case.end // BLOCK_BYTES * BLOCK_BYTES
     with case.opened() as source:
         for offset, nbytes in [(0, BLOCK_BYTES), (BLOCK_BYTES, 4 * BLOCK_BYTES), (last, BLOCK_BYTES)]:
@@ -251,11 +251,11 @@ def _direct(case: _Case) -> None:
                     return
                 expected = case.content[offset : offset + nbytes]
                 _require(found == len(expected), f"a direct read must return {len(expected)} bytes, not {found}")
-                _require(view[:found] == expected, "a direct read must find the same bytes as a buffered one")
+                _require(view[:found] == expected, "a direct read must return the same bytes as a buffered one")
 
 
 def _threads(case: _Case) -> None:
-    """All threads read other ranges of one source at the same time, in both ways."""
+    """Read different ranges of one source from several threads at the same time, with both methods."""
     wrong: list[str] = []
     begin = threading.Barrier(_THREADS)
 
@@ -268,8 +268,8 @@ def _threads(case: _Case) -> None:
                     nbytes,
                     expected,
                 ):
-                    wrong.append(f"{_THREADS} threads that read at the same time must each find their own bytes")
-        except Exception as error:  # noqa: BLE001  (told in the caller's thread)
+                    wrong.append(f"{_THREADS} threads that read at the same time must each get their own bytes")
+        except Exception as error:  # noqa: BLE001  (reported in the caller's thread)
             wrong.append(f"reading from {_THREADS} threads raised {type(error).__name__}: {error}")
 
     with case.opened() as source:
@@ -285,7 +285,7 @@ def _forget(case: _Case) -> None:
     with case.opened() as source:
         for offset, nbytes in [(0, case.end), (5, 10), (0, 0), (case.end, 10)]:
             source.forget(offset, nbytes)
-            _require(source.read_at(0, case.end) == case.content, "forget must change nothing that is read")
+            _require(source.read_at(0, case.end) == case.content, "forget must not change the content")
 
 
 def _unchanged(case: _Case) -> None:
@@ -298,26 +298,26 @@ def _unchanged(case: _Case) -> None:
 
 
 def _close(case: _Case) -> None:
-    case.make_source().close()  # also of a source that was never read
+    case.make_source().close()  # a source that was never read
     with case.opened() as source:
         source.read_at(0, 1)
         source.close()
         source.close()
-        _require(source.read_at(3, 5) == case.content[3:8], "a closed source must open again where it is read")
+        _require(source.read_at(3, 5) == case.content[3:8], "a closed source must reopen when it is read")
 
 
 def _failures(case: _Case, failing: Callable[[], AbstractContextManager[object]]) -> None:
     with case.opened() as source:
         with failing():
             for what, call in (
-                ("read_at that the system fails", lambda: source.read_at(11, 4)),
-                ("read_into that the system fails", lambda: _read_into(source, 11, 4)),
+                ("a failing read_at", lambda: source.read_at(11, 4)),
+                ("a failing read_into", lambda: _read_into(source, 11, 4)),
             ):
                 error = _must_raise(ReadError, what, call)
                 named = isinstance(error, ReadError) and error.file == source.path
-                _require(named, f"the error of {what} must name the path")
-                _require(error.__cause__ is not None, f"the error of {what} must be raised from what the system said")
-        _require(source.read_at(11, 4) == case.content[11:15], "reads must work again after one that failed")
+                _require(named, f"the error of {what} must have the path")
+                _require(error.__cause__ is not None, f"the error of {what} must be raised from the system's error")
+        _require(source.read_at(11, 4) == case.content[11:15], "reads must work after a failed read")
 
 
 def _changes(case: _Case, change: Callable[[], object]) -> None:
@@ -327,7 +327,7 @@ def _changes(case: _Case, change: Callable[[], object]) -> None:
         closed.close()
         change()
         _must_raise(SourceChangedError, "check_unchanged after a change", kept.check_unchanged)
-        what = "reading again after close, when the object has changed,"
+        what = "a read after close and a change"
         _must_raise(SourceChangedError, what, lambda: closed.read_at(0, 1))
 
 

@@ -1,4 +1,4 @@
-"""A builder of odd and hostile torch.distributed.checkpoint directories. It writes what it is told, true or not.
+"""A builder of unusual and hostile torch.distributed.checkpoint directories; it writes its arguments unchecked.
 
 Example:
     >>> item = torch_archive(tensor_call(storage("0", 4), shape=(2, 2)), {"0": bytes(16)})
@@ -35,7 +35,7 @@ _FIRST_FILE = "__0_0.distcp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
-    """A box of a tensor, stored as an item of its own."""
+    """A chunk of a tensor, stored as an item of its own."""
 
     #: First element in each dimension.
     start: tuple[int, ...]
@@ -43,7 +43,7 @@ class StoredChunk:
     shape: tuple[int, ...]
     #: The bytes of the item, a ``torch.save`` file.
     item: bytes
-    #: The file that it is written to.
+    #: Name of its file.
     file: str = _FIRST_FILE
 
 
@@ -60,7 +60,7 @@ class StoredTensor:
 
 
 def _object(module: str, name: str, state: object) -> Raw:
-    """Return an object as a dataclass is pickled: NEWOBJ, then BUILD."""
+    """Return an object pickled like a dataclass: NEWOBJ, then BUILD."""
     return Raw(encode(Global(module, name)) + b")\x81" + encode(state) + b"b")
 
 
@@ -69,14 +69,14 @@ def _size(sizes: tuple[object, ...]) -> Call:
 
 
 def chunk_metadata(start: tuple[object, ...], shape: tuple[object, ...]) -> Raw:
-    """Return what describes a chunk."""
+    """Return the metadata of a chunk."""
     return _object(_METADATA, "ChunkStorageMetadata", {"offsets": _size(start), "sizes": _size(shape)})
 
 
 def tensor_metadata(
     shape: tuple[object, ...], chunks: object, *, dtype: object = "float32", layout: str = "torch.strided"
 ) -> Raw:
-    """Return what describes a tensor; ``dtype`` is the name of one, or any other value."""
+    """Return the metadata of a tensor; ``dtype`` is a dtype name or any other value."""
     named = Global("torch", dtype) if isinstance(dtype, str) else dtype
     layout_call = Call(Global("torch.serialization", "_get_layout"), (layout,))
     contiguous = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
@@ -87,7 +87,7 @@ def tensor_metadata(
 
 
 def value_metadata() -> Raw:
-    """Return what describes an item that is no tensor."""
+    """Return the metadata of an item that is not a tensor."""
     return _object(_METADATA, "BytesStorageMetadata", {})
 
 
@@ -98,7 +98,7 @@ def index_key(name: object, start: tuple[object, ...] | None = None) -> Raw:
 
 
 def place(file: object, offset: object, length: object, *, transforms: object = None) -> Raw:
-    """Return where an item is stored."""
+    """Return the storage location of an item."""
     state = {"relative_path": file, "offset": offset, "length": length}
     return _object(
         _FILESYSTEM, "_StorageInfo", state | ({} if transforms is None else {"transform_descriptors": transforms})
@@ -109,9 +109,9 @@ def distributed_metadata(items: object, stored: object, *, paths: object = None)
     """Return a ``.metadata`` file.
 
     Args:
-        items: What describes each item, by name.
-        stored: The place of each item, by ``index_key``.
-        paths: The path of each item in the object that was saved, by name.
+        items: Metadata of each item, by name.
+        stored: Location of each item, by ``index_key``.
+        paths: Path of each item in the saved object, by name.
     """
     state = {
         "state_dict_metadata": items,
@@ -135,10 +135,10 @@ def write_distributed(
     """Write a directory.
 
     Args:
-        directory: Where it goes; it is made when it is not there.
+        directory: The directory; created if it does not exist.
         tensors: The tensors, by name.
-        values: The item of each value that is no tensor, by name; all go to the first file.
-        paths: The path of each item in the object that was saved, by name.
+        values: Items of values that are not tensors, by name; all are written to the first file.
+        paths: Path of each item in the saved object, by name.
     """
     os.makedirs(directory, exist_ok=True)
     files: defaultdict[str, bytearray] = defaultdict(bytearray)

@@ -1,4 +1,4 @@
-"""A builder of odd and hostile legacy ``torch.save`` files. It writes what it is told, true or not.
+"""A builder of unusual and hostile legacy ``torch.save`` files; it writes its arguments unchecked.
 
 Example:
     >>> weight = tensor_call(legacy_storage("7", 4), shape=(2, 2))
@@ -14,7 +14,7 @@ from sluice.testing._archives import Global, Persistent, pickled
 
 __all__ = ["legacy_file", "legacy_storage"]
 
-#: What torch writes of itself.
+#: System information that torch writes.
 _SYSTEM = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"short": 2, "int": 4, "long": 4}}
 
 
@@ -38,12 +38,12 @@ def legacy_file(
     """Return a legacy file of ``value``.
 
     Args:
-        value: What ``encode`` takes, or a whole pickle as bytes.
-        storages: By key, the number of elements that is written before the data, and the data.
+        value: A value for ``encode``, or a complete pickle as bytes.
+        storages: Number of elements, written before the data, and the data, by key.
         magic: The magic number.
         version: The version of the protocol.
         system: The system information.
-        keys: The list of keys; None is that of ``storages``.
+        keys: The list of keys; None for those of ``storages``.
         trailing: Bytes after the last storage.
     """
     storages = storages or {}

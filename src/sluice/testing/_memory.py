@@ -1,4 +1,4 @@
-"""A source of bytes in memory, for tests that open thousands of small files."""
+"""A source in memory, for tests that open thousands of small files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MemorySource:
 
     Args:
         content: The bytes.
-        path: What messages call it.
+        path: Path in messages.
 
     Example:
         >>> MemorySource(b"0123").read_at(1, 2)
@@ -42,10 +42,10 @@ class MemorySource:
         return len(found)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Nothing is cached."""
+        """Do nothing: bytes are not cached."""
 
     def check_unchanged(self) -> None:
-        """Bytes do not change."""
+        """Do nothing: bytes do not change."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no descriptor."""

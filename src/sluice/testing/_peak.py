@@ -1,4 +1,4 @@
-"""A check that a block keeps its memory promise."""
+"""An assertion on the memory growth of a block."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["assert_peak"]
 
 @contextmanager
 def assert_peak(limit_bytes: int) -> Iterator[PeakMeter]:
-    """Fail when this process's resident memory, all kinds together, grows by more than ``limit_bytes`` in the block.
+    """Fail if the resident memory of this process, all kinds together, grows by more than ``limit_bytes`` in the block.
 
-    The peak is the kernel's own record (``VmHWM``), so no short peak is missed. Memory that other threads take counts.
+    The peak is the kernel's own record (``VmHWM``), so that no short peak is missed. Memory of other threads counts.
 
     Raises:
-        AssertionError: It grew by more.
+        AssertionError: Memory grew by more.
 
     Example:
         >>> with assert_peak(64 << 20):

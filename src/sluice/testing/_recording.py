@@ -1,4 +1,4 @@
-"""Sources for tests: one that records what is read, one that fails on purpose. Both wrap any other source."""
+"""Wrappers of sources for tests: one records reads, one fails a read."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ __all__ = ["FaultySource", "RecordedRead", "RecordingSource", "record_reads"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRead:
-    """One read that was asked of a source."""
+    """One requested read of a source."""
 
     #: First byte.
     offset: int
-    #: Bytes asked for.
+    #: Requested bytes.
     nbytes: int
-    #: Whether it was to bypass the page cache.
+    #: Whether direct I/O was requested.
     direct: bool = False
 
 
 class _WrappedSource:
-    """Passes on to another source whatever is not a read."""
+    """Base class that delegates everything but reads to another source."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -64,10 +64,10 @@ class _WrappedSource:
 
 
 class RecordingSource(_WrappedSource):
-    """A source that keeps a list of its reads, in the order in which they began.
+    """A source that records its reads, in the order in which they begin.
 
     Attributes:
-        reads: What was read so far; safe to look at while other threads read.
+        reads: The reads so far. Thread-safe.
 
     Example:
         >>> with closing(RecordingSource(LocalFile("model.safetensors"))) as source:
@@ -82,7 +82,7 @@ class RecordingSource(_WrappedSource):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes asked for so far."""
+        """Requested bytes so far."""
         return sum(read.nbytes for read in self.reads)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
@@ -95,11 +95,11 @@ class RecordingSource(_WrappedSource):
 
 
 def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
-    """Record what is read of an open checkpoint from now on.
+    """Record the reads of an open checkpoint from now on.
 
     Returns:
-        A recording source for each of ``checkpoint.files``. The machine is not asked about them, so that every read is
-        a buffered one of exactly the bytes that were planned.
+        A recording source for each of ``checkpoint.files``. No machine facts are collected for them, so that every read
+        is buffered and has exactly the planned range.
 
     Example:
         >>> with sluice.open("model.safetensors") as checkpoint:
@@ -117,17 +117,17 @@ def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
 
 
 class FaultySource(_WrappedSource):
-    """A source whose ``at``-th read goes wrong, counted from 1 over all threads.
+    """A source whose ``at``-th read fails, counted from 1 over all threads.
 
     Args:
-        source: The source that is read otherwise.
-        at: Which read goes wrong.
-        error: Number of the operating system's error, as ``errno.EIO``; it becomes a ``ReadError``.
-            None: the read ends early instead, as if the file had been cut.
-        found_bytes: Without ``error``: bytes that the read still gets.
+        source: The source of all other reads.
+        at: Number of the failing read.
+        error: Error number of the operating system, such as ``errno.EIO``, which is raised as ``ReadError``. None: the
+            read is short instead, as if the file had been truncated.
+        found_bytes: Without ``error``: bytes that the short read returns.
 
     Attributes:
-        failed: Whether it has gone wrong already; a test that never sees True has tested nothing.
+        failed: Whether the read has failed; tests should assert that it is True at the end.
 
     Example:
         >>> source = FaultySource(LocalFile("model.safetensors"), at=2, error=errno.EIO)
@@ -160,7 +160,7 @@ class FaultySource(_WrappedSource):
         return min(found, self._found_bytes)
 
     def _is_due(self, offset: int) -> bool:
-        """Count a read; return whether it ends early, or raise the error that it meets."""
+        """Count a read; return whether it is to be short, or raise the error."""
         with self._lock:
             self._count += 1
             if self._count != self._at:
