@@ -1,6 +1,6 @@
-"""What needs a process of its own and is no loading method: ``python -m bench._gpu_child TASK``.
+"""Tasks of ``bench.gpu`` that run in a separate process: ``python -m bench._gpu_child TASK``.
 
-Its last line on the standard output is the result as JSON.
+The last line of standard output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["run_task"]
 
 _ROOT = Path(__file__).resolve().parents[1]
 
-#: One copy: what sluice's staging holds.
+#: Size of one copy: sluice's default staging.
 _COPY_BYTES = 64 << 20
 
-#: The best of them counts: it is a limit.
+#: Number of copies; the fastest is the limit.
 _COPIES = 4
 
 
 def run_task(task: Mapping[str, object], *, timeout_seconds: float) -> dict[str, Any]:
-    """Run a task in a fresh process and return its result; where it failed, ``{"reason": ...}``."""
+    """Run a task in a fresh process and return its result; ``{"reason": ...}`` if it failed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, sys.path)])}
     try:
         done = subprocess.run(
@@ -51,7 +51,7 @@ def run_task(task: Mapping[str, object], *, timeout_seconds: float) -> dict[str,
 
 
 def _pinned_copy(nbytes: int) -> dict[str, Any]:
-    """Copy so many bytes from page-locked memory to the device, and return the seconds of the best of some tries."""
+    """Copy ``nbytes`` bytes from page-locked memory to the device; return the seconds of the fastest attempt."""
     staging = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     tries = []
@@ -66,7 +66,7 @@ def _pinned_copy(nbytes: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do one task and print what came of it."""
+    """Run one task and print its result."""
     task = json.loads(sys.argv[1])
     if task["task"] == "pinned-copy":
         result = _pinned_copy(task["bytes"])

@@ -1,4 +1,4 @@
-"""What sluice is meant to reach on a GPU, judged beside the figures. Pure."""
+"""Goals of sluice on a GPU, compared with measured figures. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Figures", "Goal", "judge"]
 
 MIB = 1 << 20
 
-#: What may be reserved of the device beside the weights, and what the host may grow by.
+#: Bounds: reserved device memory in addition to the weights, and growth of host memory.
 _RESERVED_BESIDE_BYTES = 40 * MIB
 _HOST_GROWTH_BYTES = 150 * MIB
 
-#: Shares of the raw speeds that are to be reached.
+#: Fractions of the raw speeds to reach.
 _OF_PINNED_COPY, _OF_RAW_READ = 0.8, 0.9
 
 
@@ -26,19 +26,19 @@ _OF_PINNED_COPY, _OF_RAW_READ = 0.8, 0.9
 class Goal:
     """One goal and whether it was reached."""
 
-    #: What it is about.
+    #: Its name.
     name: str
     #: The bound.
     wanted: str
     #: The figure.
     found: str
-    #: Whether the figure keeps the bound; None when one of them was not measured.
+    #: Whether the figure is within the bound; None if either was not measured.
     reached: bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What was measured in one scenario."""
+    """Figures of one scenario."""
 
     #: Its title.
     title: str
@@ -46,7 +46,7 @@ class Figures:
     final_bytes: int
     #: Its rows.
     rows: Sequence[Row]
-    #: Largest growth of the whole device's memory for each method, contexts included, in bytes.
+    #: Peak growth of the whole device's memory by method, contexts included, in bytes.
     device_growth_bytes: Mapping[str, int]
 
 
@@ -57,13 +57,13 @@ def judge(
     raw_read_seconds: float | None,
     puzzle: Mapping[str, Any] | None,
 ) -> list[Goal]:
-    """Return every goal.
+    """Return all goals.
 
     Args:
-        figures: What was measured, all from files of the same size.
-        pinned_copy_seconds: A copy of the file's bytes from page-locked memory to the device.
-        raw_read_seconds: The fastest cold read of the file into host memory.
-        puzzle: What the puzzle gave, with ``final_bytes``; None when it was not tried.
+        figures: Figures of each scenario, all from files of the same size.
+        pinned_copy_seconds: Time of a copy of the file's bytes from page-locked memory to the device.
+        raw_read_seconds: Time of the fastest cold read of the file into host memory.
+        puzzle: Result of the puzzle, with ``final_bytes``; None if it was not tried.
     """
     goals: list[Goal] = []
     for one in figures:
@@ -114,7 +114,7 @@ def _speed_goal(figures: Figures, ours: Row, state: State, raw: float | None, sh
 
 
 def _peer_goals(figures: Figures, ours: Row) -> Iterator[Goal]:
-    """Yield a goal for each method that finished: less time in every state, and no more memory, host and device."""
+    """Yield a goal for each other method that finished: less time in every state, and at most as much memory."""
     for row in figures.rows:
         if row.method == ours.method or row.over_final is None or not row.seconds:
             continue

@@ -1,4 +1,4 @@
-"""Further tables for the results of ``bench.gpu``: on the terminal, in the Markdown and in the JSON."""
+"""Additional tables of ``bench.gpu``: for the terminal, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Section:
     title: str
     #: The headings of its columns.
     headings: tuple[str, ...]
-    #: Its cells; the first of each row is its name.
+    #: Its cells; the first cell of each row is its name.
     rows: tuple[tuple[str, ...], ...]
     #: Sentences below it.
     notes: tuple[str, ...] = ()
 
 
 def limits_section(file_bytes: int, pinned: Mapping[str, Any], runs: Sequence[Run]) -> Section:
-    """Return what the machine can do at best with the bytes of the file."""
+    """Return the raw limits of the machine for the bytes of the file."""
     rows = [_limit("copy from page-locked memory", file_bytes, pinned.get("seconds"), pinned.get("reason", ""))]
     for run in runs:
         if run.method.startswith("raw-"):
@@ -60,7 +60,7 @@ def _limit(name: str, nbytes: int, seconds: float | None, reason: str) -> tuple[
 
 
 def device_section(traces: Sequence[Trace]) -> Section:
-    """Return how far the memory of the whole device grew, which loaders with allocators of their own cannot hide."""
+    """Return the growth of the whole device's memory, which includes allocators other than torch's."""
     return Section(
         title="Growth of the whole device's memory, the process's CUDA context included",
         headings=("load", "peak", "over F"),
@@ -72,12 +72,12 @@ def device_section(traces: Sequence[Trace]) -> Section:
             )
             for trace in traces
         ),
-        notes=("looked at every 10 ms: shorter peaks can be missed",),
+        notes=("sampled every 10 ms: shorter peaks can be missed",),
     )
 
 
 def puzzle_section(puzzle: Puzzle | None, found: Mapping[str, Any]) -> Section:
-    """Return what became of the puzzle; ``found`` has ``reason`` where it was not solved."""
+    """Return the result of the puzzle; ``found`` has a ``reason`` if it was not solved."""
     size = (
         ()
         if puzzle is None
@@ -105,7 +105,7 @@ def puzzle_section(puzzle: Puzzle | None, found: Mapping[str, Any]) -> Section:
 
 
 def goals_section(goals: Sequence[Goal]) -> Section:
-    """Return the goals beside what was found."""
+    """Return a table of goals and figures."""
     words = {True: "reached", False: "missed", None: "not measured"}
     return Section(
         title="Goals",
@@ -115,7 +115,7 @@ def goals_section(goals: Sequence[Goal]) -> Section:
 
 
 def print_sections(console: Console, sections: Sequence[Section]) -> None:
-    """Print a table for each section."""
+    """Print a table per section."""
     for section in sections:
         table = Table(title=section.title, title_style="bold", title_justify="left", box=ROUNDED, header_style="bold")
         for position, heading in enumerate(section.headings):
@@ -129,7 +129,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
 
 
 def append(directory: Path, name: str, sections: Sequence[Section], *, notes: Sequence[str] = ()) -> None:
-    """Add sections to the ``NAME.md`` and ``NAME.json`` that ``write_results`` made.
+    """Append sections to the ``NAME.md`` and ``NAME.json`` that ``write_results`` wrote.
 
     Args:
         directory: Where they are.

@@ -1,4 +1,4 @@
-"""Runs scenarios on a device against the clock: what does not fit into the time is a row that says so."""
+"""Run scenarios on a device until a deadline; runs that do not fit get a row with the reason."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sluice.benchmark.runner import REFERENCE
 
 __all__ = ["run_within"]
 
-#: No process is started with less time than this: torch's import and a context take most of it.
+#: Least remaining seconds to start a process: the import of torch and a context take most of it.
 _LEAST_SECONDS = 20.0
 
 _PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "warm": make_warm}
 
-#: Calls what it is given and returns its outcome: the place to watch a process.
+#: Calls a function and returns its outcome; used to watch a process.
 Watch = Callable[[Scenario, str, State, Callable[[], Outcome]], Outcome]
 
 
 def run_within(scenarios: Sequence[Scenario], *, deadline: float, watch: Watch) -> Iterator[Run]:
-    """Run every method once in each state and yield the runs, in order; none is under way after the deadline.
+    """Run every method once in each state and yield the runs, in order; all end by the deadline.
 
     The truth is made once for each dtype, from random numbers, and serves all scenarios of that dtype.
 
@@ -50,7 +50,7 @@ def _run(scenario: Scenario, method: str, state: State, *, deadline: float, watc
         return Outcome(status="absent", reason=absent)
     if _seconds_left(deadline) >= _LEAST_SECONDS and not _PREPARATIONS[state](scenario.checkpoints[method]):
         return Outcome(status="failed", reason=f"the page cache could not be made {state}")
-    # The digests take longer than a load, and a method that is right once is right the next time.
+    # Digests take longer than a load, so each method is verified once.
     verify = state == scenario.states[0]
     return watch(scenario, method, state, lambda: _run_job(scenario, method, state, verify=verify, deadline=deadline))
 

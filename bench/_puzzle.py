@@ -1,4 +1,4 @@
-"""The puzzle of pytorch issue 75242: a half-precision model that fits the device, in a file that fits nowhere.
+"""The puzzle of pytorch issue 75242: a half-precision model that fits the device, from a file that fits no memory.
 
 Its author has a GPU of 24 GB, 32 GB of host memory and a checkpoint of 40 GB in fp32. Here the file is written without
 ever holding it, the device is capped by torch's own allocator, and every weight is compared after the load.
@@ -23,25 +23,25 @@ from sluice.benchmark.gpt2 import random_weight
 
 __all__ = ["FULL", "Puzzle", "build", "choose", "load", "make_file"]
 
-#: Length of a local header of a zip file before its name, and where the lengths of its name and extra field are.
+#: Size of a local zip header before its name, and position of the lengths of its name and extra field, in bytes.
 _LOCAL_HEADER, _NAME_AND_EXTRA = 30, struct.Struct("<26xHH")
 
-#: Seconds that the puzzle takes beside moving the file's bytes: a process, its context, the comparison.
+#: Seconds of the puzzle in addition to moving the file's bytes: a process, its context, the comparison.
 _SECONDS_BESIDE = 40.0
 
-#: How often all bytes of the file move at about the speed of the disk: written, flushed, read, and some patience.
+#: How often all bytes of the file move at about the speed of the disk: written, flushed, read, and a margin.
 _HANDLINGS = 3
 
-#: A smaller share of the full puzzle says nothing.
+#: Smallest meaningful fraction of the full puzzle.
 _SMALLEST_SHARE = 1 / 32
 
-#: Shares of the free disk and of the free device that the puzzle may take.
+#: Fractions of free disk space and free device memory that the puzzle may take.
 _SHARE_OF_FREE = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Puzzle:
-    """One size of it."""
+    """A size of the puzzle."""
 
     #: Number of square matrices.
     layers: int
@@ -60,21 +60,21 @@ class Puzzle:
 
     @property
     def device_limit_bytes(self) -> int:
-        """What torch's allocator may take: 24 GiB at full scale, and the same share of that at others."""
+        """Limit of torch's allocator, in bytes: 24 GiB at full scale, and in proportion at others."""
         return int((24 << 30) * self.file_bytes / FULL.file_bytes)
 
     @property
     def host_limit_bytes(self) -> int:
-        """What the process may take of the host, interpreter included: 32 GB at full scale."""
+        """Limit of the process's host memory, interpreter included, in bytes: 32 GB at full scale."""
         return int(32e9 * self.share)
 
     @property
     def share(self) -> float:
-        """The part of the full puzzle that this is, from 0 to 1."""
+        """Fraction of the full puzzle, from 0 to 1."""
         return self.file_bytes / FULL.file_bytes
 
     def build(self) -> nn.Sequential:
-        """Return the model as its constructor makes it."""
+        """Build the model."""
         matrices = (nn.Linear(self.width, self.width, bias=False) for _ in range(self.layers))
         return nn.Sequential(*(module for matrix in matrices for module in (matrix, nn.Tanh())))
 
@@ -84,12 +84,12 @@ FULL = Puzzle(layers=149)
 
 
 def build(layers: int, width: int) -> nn.Sequential:
-    """Return the model of a puzzle: what ``bench._puzzle:build`` means to a process that loads it."""
+    """Build the model of a puzzle; referenced as ``bench._puzzle:build``."""
     return Puzzle(layers=layers, width=width).build()
 
 
 def choose(*, disk_bytes: int, device_bytes: int, seconds: float, bytes_per_second: float) -> Puzzle | None:
-    """Return the largest puzzle that disk, device and time allow, or None when that says nothing.
+    """Return the largest puzzle that fits disk, device and time; None if it is too small to be meaningful.
 
     Args:
         disk_bytes: Free disk space.
@@ -107,7 +107,7 @@ def choose(*, disk_bytes: int, device_bytes: int, seconds: float, bytes_per_seco
 
 
 def make_file(path: Path, puzzle: Puzzle, *, threads: int) -> None:
-    """Write the checkpoint, as ``torch.save`` lays it out, with no more than one matrix for each thread in memory."""
+    """Write the checkpoint in the layout of ``torch.save``, with at most one matrix per thread in memory."""
     with FakeTensorMode():
         model = puzzle.build()
     with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -132,7 +132,7 @@ def make_file(path: Path, puzzle: Puzzle, *, threads: int) -> None:
 
 
 def _storage_offsets(path: Path) -> list[int]:
-    """Return where the bytes of each storage begin, in the order in which their tensors were saved."""
+    """Return the offset of each storage in bytes, in the order of their tensors."""
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         records = {
             int(Path(info.filename).name): info
@@ -149,7 +149,7 @@ def _storage_offsets(path: Path) -> list[int]:
 
 
 def load(path: str, puzzle: Puzzle, device: str) -> dict[str, Any]:
-    """Load the file into a model on the device with sluice, under the cap, and return what that took.
+    """Load the file into a model on the device with sluice, under the limit, and return time and memory.
 
     Returns:
         Seconds, peaks in bytes, the number of wrong matrices, and whether the model computes.
@@ -158,7 +158,7 @@ def load(path: str, puzzle: Puzzle, device: str) -> dict[str, Any]:
     from sluice.machine.peaks import PeakMeter
 
     if device == "cuda":
-        torch.ones(1, device=device).to(torch.bfloat16)  # the context, which is not the load's
+        torch.ones(1, device=device).to(torch.bfloat16)  # creates the context, which does not belong to the load
         torch.cuda.empty_cache()
         total = torch.cuda.mem_get_info()[1]
         torch.cuda.set_per_process_memory_fraction(min(1.0, puzzle.device_limit_bytes / total))
@@ -191,7 +191,7 @@ def _device_peaks(device: str) -> tuple[int, int]:
 
 
 def _wrong_matrices(model: nn.Module) -> int:
-    """Compare every matrix with the random numbers that the file was made of, and count those that differ."""
+    """Compare every matrix with the random numbers of the file; return the number of different matrices."""
 
     def is_wrong(item: tuple[str, torch.Tensor]) -> bool:
         name, weight = item

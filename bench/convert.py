@@ -1,4 +1,4 @@
-"""``python -m bench.convert``: how fast ``sluice.convert`` is beside ``cp`` and ``sync`` of the same file, cold."""
+"""``python -m bench.convert``: time of ``sluice.convert`` compared with ``cp`` and ``sync`` of the same file, cold."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from sluice.benchmark.table import console_for_tables
 
 __all__ = ["CASES", "main"]
 
-#: What every ratio is against.
+#: Reference of all ratios.
 _COPY = "cp"
 
-#: The goal: the speed of the copy, times this.
+#: Speed to reach, as a fraction of the copy's speed.
 _GOAL = 0.8
 
 
@@ -40,13 +40,13 @@ _GOAL = 0.8
 class Case:
     """One conversion."""
 
-    #: Ending of the source.
+    #: Suffix of the source.
     source: str
-    #: Name of what is written.
+    #: Name of the destination.
     destination: str
-    #: Dtype of what is written; None for the source's.
+    #: Dtype of the destination; None for that of the source.
     dtype: torch.dtype | None = None
-    #: Bytes of one shard.
+    #: Largest size of a shard.
     shard: str | None = None
 
 
@@ -74,10 +74,10 @@ def _remove(path: Path) -> None:
 
 
 def _seconds(source: Path, made: Path, work: Callable[[], None]) -> float:
-    """Return how long the work takes with nothing of the source cached and nothing left to write."""
+    """Return the time of the work with the source uncached and no dirty pages."""
     os.sync()
     if not make_cold(source):
-        raise click.ClickException(f"{source} stays cached: there is no disk behind it")
+        raise click.ClickException(f"{source} stays cached: its file system has no disk")
     started = time.perf_counter()
     work()
     seconds = time.perf_counter() - started
@@ -88,7 +88,7 @@ def _seconds(source: Path, made: Path, work: Callable[[], None]) -> float:
 def measure(
     cases: Mapping[str, Case], sources: Mapping[str, Path], runs: int, console: Console
 ) -> dict[str, list[float]]:
-    """Return the seconds of each run of each case, and of the copies of its source, in turn."""
+    """Return the seconds of each run of each case and of the copies of its source, interleaved."""
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for _ in track(range(runs), "rounds", console=console):
         for suffix in sorted({case.source for case in cases.values()}):

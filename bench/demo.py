@@ -1,4 +1,4 @@
-"""``python -m bench.demo``: what ``make demo`` runs, ``sluice bench`` with its results in ``demo-out/``."""
+"""``python -m bench.demo``, run by ``make demo``: ``sluice bench`` with results in ``demo-out/``."""
 
 from __future__ import annotations
 

@@ -56,39 +56,39 @@ _OURS = "sluice-load-into"
 
 _PUZZLE_TITLE = "the puzzle, bf16"
 
-#: Share of the time that is kept for the puzzle, which comes last because it needs the disk.
+#: Fraction of the time reserved for the puzzle, which runs last because it needs the disk.
 _SHARE_OF_PUZZLE = 0.35
 
-#: Seconds that are kept for tables and the picture.
+#: Seconds reserved for tables and the picture.
 _LAST_SECONDS = 10.0
 
-#: Three checkpoints of the same weights, and some room.
+#: Needed disk space in files: three checkpoints of the same weights, and a margin.
 _DISK_IN_FILES = 3.1
 
-#: Matrices that are made at once for the puzzle's file, each 256 MiB.
+#: Number of matrices of the puzzle, 256 MiB each, that are generated at once.
 _PUZZLE_THREADS = 8
 
 
 @dataclass(slots=True)
 class Results:
-    """What was measured so far."""
+    """Results so far."""
 
     #: Every run of every scenario.
     runs: list[Run] = field(default_factory=list)
-    #: The looks at each load.
+    #: Memory over time of each load.
     traces: list[Trace] = field(default_factory=list)
     #: Largest growth of the device's memory, by title of the scenario and method.
     device_growth_bytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    #: What the copy from page-locked memory gave.
+    #: Result of the copy from page-locked memory.
     pinned: dict[str, Any] = field(default_factory=dict)
-    #: How large the puzzle was; None when it was not tried.
+    #: Size of the puzzle; None if it was not tried.
     puzzle: Puzzle | None = None
-    #: What the puzzle gave, or ``reason``.
+    #: Result of the puzzle, or ``reason``.
     solved: dict[str, Any] = field(default_factory=dict)
 
 
 def scenarios_for(size: str, directory: Path) -> list[Scenario]:
-    """Return what is run of GPT-2 in this size, the most important first."""
+    """Return the scenarios of GPT-2 in this size, most important first."""
     pth, safetensors, folder = directory / "model.pth", directory / "model.safetensors", directory / "parameters"
     tutorial = {method.name: pth if ".pth" in method.reads else folder for method in STRATEGIES}
     torchs_and_ours = dict.fromkeys(("torch-load", "torch-mmap", _OURS), pth)
@@ -120,7 +120,7 @@ def _device_used() -> int:
 
 
 def _make_checkpoints(console: Console, size: str, folder: Path) -> float:
-    """Write the three checkpoints and return how fast the first was made and written out, in bytes a second."""
+    """Write the three checkpoints; return the speed of generating and writing the first, in bytes per second."""
     nbytes = final_bytes(size, torch.float32)
     if shutil.disk_usage(folder).free < _DISK_IN_FILES * nbytes:
         raise click.ClickException(
@@ -142,7 +142,7 @@ def _trace_title(scenario: str, method: str, state: State) -> str:
 
 
 def _run_all(console: Console, scenarios: Sequence[Scenario], results: Results, *, deadline: float) -> None:
-    """Run the scenarios, a line for each load, and keep what was seen of the device."""
+    """Run the scenarios, print a line per load, and store the traces of the device."""
 
     def watch(scenario: Scenario, method: str, state: State, load: Callable[[], Outcome]) -> Outcome:
         watcher = Watcher(_device_used)
@@ -166,13 +166,13 @@ def _run_all(console: Console, scenarios: Sequence[Scenario], results: Results, 
             title = _trace_title(run.scenario, run.method, run.state)
             console.print(f"{loads:>4}/{total}  {title}: {found}", highlight=False, soft_wrap=True)
         elif run.outcome.status != "ok":
-            console.print(f"nothing to compare with: {run.outcome.reason}", style="red", highlight=False)
+            console.print(f"no reference to compare with: {run.outcome.reason}", style="red", highlight=False)
 
 
 def _solve_puzzle(
     console: Console, folder: Path, results: Results, *, deadline: float, bytes_per_second: float
 ) -> None:
-    """Make the puzzle's file as large as disk, device and time allow, and load it."""
+    """Write the largest puzzle that fits disk, device and time, and load it."""
     left = deadline - time.monotonic()
     size = puzzles.choose(
         disk_bytes=shutil.disk_usage(folder).free,
@@ -188,7 +188,7 @@ def _solve_puzzle(
     with console.status(f"making the puzzle, {format_bytes(size.file_bytes)}"):
         puzzles.make_file(path, size, threads=min(_PUZZLE_THREADS, len(os.sched_getaffinity(0))))
         if not make_cold(path):
-            results.solved = {"reason": "the page cache could not be emptied"}
+            results.solved = {"reason": "the file could not be dropped from the page cache"}
             return
     task = {"task": "puzzle", "path": str(path), "layers": size.layers, "width": size.width, "device": _DEVICE}
     watcher = Watcher(_device_used)
@@ -211,7 +211,7 @@ def _figures(scenarios: Sequence[Scenario], results: Results) -> list[Figures]:
 
 
 def _panels(scenarios: Sequence[Scenario], traces: Sequence[Trace]) -> list[Trace]:
-    """Return what is worth a panel: the tutorial's methods from the page cache, and the puzzle."""
+    """Return the panels of the picture: the tutorial's methods from the page cache, and the puzzle."""
     tutorial = next(scenario for scenario in scenarios if "sluice" in scenario.checkpoints)
     titles = {
         _trace_title(tutorial.title, method, "warm"): f"{method}, {tutorial.model}" for method in tutorial.checkpoints
@@ -228,7 +228,7 @@ def _panels(scenarios: Sequence[Scenario], traces: Sequence[Trace]) -> list[Trac
 )
 @click.option("--out", type=click.Path(path_type=Path), default=Path("gpu-out"), show_default=True, help="Results.")
 def main(size: str, minutes: float, directory: Path | None, out: Path) -> None:
-    """Compare loaders on a CUDA device: memory of device and host, seconds cold and cached, goals beside them."""
+    """Compare loaders on a CUDA device: memory of device and host, seconds cold and cached, and goals."""
     if not torch.cuda.is_available():
         click.echo(f"bench.gpu needs a CUDA device, and torch {torch.__version__} finds none here.", err=True)
         raise SystemExit(2)
@@ -260,7 +260,7 @@ def main(size: str, minutes: float, directory: Path | None, out: Path) -> None:
 
 
 def _sections(scenarios: Sequence[Scenario], results: Results) -> list[Section]:
-    """Return the tables beside those of the scenarios."""
+    """Return the tables other than those of the scenarios."""
     of_pth = [run for run in results.runs if run.scenario == scenarios[0].title]
     size = results.puzzle
     goals = judge(

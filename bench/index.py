@@ -1,4 +1,4 @@
-"""``python -m bench.index``: what it takes to open checkpoints of many tensors, beside the libraries themselves.
+"""``python -m bench.index``: time and memory to open checkpoints of many tensors, compared with torch and safetensors.
 
 Each figure is of a fresh process. Seconds are processor time where one process works by itself, so that a busy machine
 changes little, and wall time where threads or the start of a process count. The command fails where a goal is missed.
@@ -24,7 +24,7 @@ from sluice.benchmark.table import console_for_tables
 
 __all__ = ["main"]
 
-#: Opens a file in a fresh process; prints processor and wall seconds, and the growth of its peak memory in bytes.
+#: Opens a file in a fresh process; prints CPU and wall seconds, and the growth of peak memory in bytes.
 _OPEN = """
 import sys, time
 import sluice
@@ -34,7 +34,7 @@ def peak():
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 index = sluice.open
-with index(sys.argv[2]):  # imports what it needs
+with index(sys.argv[2]):  # imports the modules that it needs
     pass
 before = peak()
 wall, processor = time.perf_counter(), time.process_time()
@@ -67,22 +67,22 @@ print([time.process_time() - start])
 class Row:
     """One line of the table."""
 
-    #: What was opened.
+    #: Name of the case.
     what: str
-    #: Seconds that sluice took.
+    #: Seconds of sluice.
     ours: float
-    #: Seconds that the library took, or the seconds of the goal.
+    #: Seconds of the library, or of the goal.
     theirs: float
-    #: What ``theirs`` is.
+    #: Description of ``theirs``.
     beside: str
-    #: Largest permitted ratio of the two.
+    #: Largest permitted ratio of ``ours`` to ``theirs``.
     goal: float
-    #: Growth of sluice's peak memory, bytes for each tensor; None where it was not measured.
+    #: Growth of sluice's peak memory, in bytes per tensor; None if not measured.
     tensor_bytes: float | None = None
 
     @property
     def kept(self) -> bool:
-        """Whether the goal was kept, and that of memory: 1 KiB for each tensor."""
+        """Whether the goal was reached, and that of memory: 1 KiB per tensor."""
         return self.ours <= self.goal * self.theirs and (self.tensor_bytes or 0) <= 1024
 
 
@@ -117,7 +117,7 @@ def _files(folder: Path, tensors: int, shards: int) -> Mapping[str, Path]:
 
 
 def _started(*command: str) -> list[float]:
-    """Return the processor seconds of a command, its start included."""
+    """Return the CPU seconds of a command, its start included."""
     import resource
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -149,9 +149,9 @@ def _rows(paths: Mapping[str, Path], tensors: int, shards: int, runs: int) -> li
 @click.command()
 @click.option("--tensors", default=100_000, show_default=True, help="Tensors of a file.")
 @click.option("--shards", default=1000, show_default=True, help="Files of a directory.")
-@click.option("--runs", default=3, show_default=True, help="Fresh processes for each figure; the median counts.")
+@click.option("--runs", default=3, show_default=True, help="Fresh processes per figure; the table shows the median.")
 def main(*, tensors: int, shards: int, runs: int) -> None:
-    """Measure how fast checkpoints of many tensors open, and what memory their index takes."""
+    """Measure time and memory to open checkpoints of many tensors."""
     with temporary_folder() as folder:
         rows = _rows(_files(Path(folder), tensors, shards), tensors, shards, runs)
     table = Table("file", "sluice, s", "beside, s", "which is", "ratio", "goal", "bytes a tensor", "kept")

@@ -1,4 +1,4 @@
-"""``python -m bench.load``: how fast and how lean sluice and its peers load GPT-2, beside raw reads of the file."""
+"""``python -m bench.load``: time and memory of sluice and its peers when they load GPT-2, with raw reads to compare."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _IN_A_ROW: tuple[State, ...] = ("first", "second", "third")
 class Case:
     """One table."""
 
-    #: Ending of the checkpoint.
+    #: Suffix of the checkpoint.
     suffix: str
     #: Dtype of the finished model; the checkpoint is fp32.
     dtype: Precision
-    #: The columns of seconds.
+    #: States of the page cache, a column each.
     states: tuple[State, ...] = _COLD_AND_WARM
     #: A model other than the chosen size of GPT-2.
     model: str | None = None
@@ -79,9 +79,9 @@ def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> 
 
 
 def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
-    """Write every file that the scenarios read, and that is not there yet."""
-    wanted = {path: scenario.model for scenario in scenarios for path in scenario.checkpoints.values()}
-    for path, model in wanted.items():
+    """Write the missing checkpoints of the scenarios."""
+    models = {path: scenario.model for scenario in scenarios for path in scenario.checkpoints.values()}
+    for path, model in models.items():
         if not path.exists():
             with console.status(f"making {path.name}"):
                 make_checkpoint(path, model, torch.float32, _FORMATS[path.suffix])

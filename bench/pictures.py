@@ -1,4 +1,4 @@
-"""The memory pictures of the documentation: each of the tutorial's methods in a process of its own, over time."""
+"""The memory pictures of the documentation: each of the tutorial's methods over time, in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["draw", "measure_method"]
 _GIB = 1 << 30
 _COLUMNS = 3
 
-#: Colours of a picture; a page has several of them, and all readers wait for them.
+#: Number of colors of a picture, to keep the files small.
 _PALETTE = 64
 
 
 def measure_method(job: MethodJob) -> sluice.MemoryReport:
-    """Load as one method does, in this process, until every weight was touched, and report memory."""
+    """Load with one method in this process, touch every weight, and return the memory report."""
     method = METHODS[job.method]
     for name in method.imports:
         module, _, attribute = name.partition(":")
@@ -47,7 +47,7 @@ def measure_method(job: MethodJob) -> sluice.MemoryReport:
 
 
 def draw(path: Path, title: str, reports: Mapping[str, sluice.MemoryReport], final: int) -> None:
-    """Draw a panel for each method into one picture, all to one scale.
+    """Draw a panel per method into one picture, all with the same scale.
 
     Args:
         path: The PNG file.
@@ -77,7 +77,7 @@ def draw(path: Path, title: str, reports: Mapping[str, sluice.MemoryReport], fin
 
 
 def _shrink(path: Path) -> None:
-    """Store a picture with a palette: a third of the size."""
+    """Save a picture with a palette, which takes a third of the space."""
     from PIL import Image
 
     with Image.open(path) as image:
@@ -86,7 +86,7 @@ def _shrink(path: Path) -> None:
 
 
 def _measure_all(jobs: Sequence[MethodJob]) -> dict[str, sluice.MemoryReport]:
-    """Measure each job in a fresh process, its file dropped from the page cache before."""
+    """Measure each job in a fresh process, with its file dropped from the page cache."""
     reports = {}
     for job in jobs:
         _cache.make_cold(Path(job.checkpoint))

@@ -1,4 +1,4 @@
-"""``python -m bench.predict``: the peaks that ``sluice.plan`` predicts for every way to load, beside measured ones."""
+"""``python -m bench.predict``: predicted peaks of ``sluice.plan`` for every method, compared with measured ones."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ _PACKAGES = ("torch", "sluice")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One method: what was predicted, and what a fresh process took."""
+    """One method: its predicted and measured memory."""
 
     #: Name of the method.
     method: str
     #: Dtype of the finished model; the checkpoint is fp32.
     dtype: Precision
-    #: Predicted peak of the host's memory, all kinds together.
+    #: Predicted peak of host memory, all kinds together, in bytes.
     predicted_bytes: int
-    #: What became of the process.
+    #: Outcome of the process.
     outcome: Outcome
 
     @property
     def error_bytes(self) -> int:
-        """Predicted less measured."""
+        """Predicted minus measured, in bytes."""
         return self.predicted_bytes - self.outcome.total_bytes
 
     @property
     def allowed_bytes(self) -> int:
-        """The error that is promised: 5 % or 32 MiB for sluice, 10 % or 64 MiB for the others, whichever is more."""
+        """Largest permitted error, in bytes: 5 % or 32 MiB for sluice, else 10 % or 64 MiB, whichever is more."""
         part, least = (0.05, 32 * MIB) if self.method == "sluice" else (0.10, 64 * MIB)
         return max(int(part * self.outcome.total_bytes), least)
 
     @property
     def holds(self) -> bool:
-        """Whether the method ran, and the prediction was as good as promised."""
+        """Whether the method ran and the error is permitted."""
         return self.outcome.status == "ok" and abs(self.error_bytes) <= self.allowed_bytes
 
 
 def make_files(size: str, folder: Path) -> dict[str, Path]:
-    """Write what the methods read, where it is not there yet, and return it by method."""
+    """Write the missing checkpoints and return the checkpoint of each method."""
     file, parts = folder / f"{size}.pth", folder / f"{size}-parts"
     if not file.exists():
         make_checkpoint(file, size, torch.float32, "torch")
@@ -74,7 +74,7 @@ def make_files(size: str, folder: Path) -> dict[str, Path]:
 def compare(
     size: str, files: dict[str, Path], dtypes: Sequence[Precision] = DTYPES, methods: Sequence[str] = ()
 ) -> Iterator[Comparison]:
-    """Predict each method in this process, run it in a fresh one, and yield both.
+    """Predict each method in this process, run it in a fresh process, and yield both results.
 
     Args:
         size: Which GPT-2.
@@ -86,7 +86,7 @@ def compare(
         for method in methods or files:
             with sluice.empty_init():
                 model = build(size)
-            # One after the other: what a load left in the page cache changes how sluice would read.
+            # Interleaved: pages that a load leaves in the page cache change how sluice would read.
             planned = sluice.plan(model, files[method], dtype=getattr(torch, dtype))
             predicted = next(each for each in planned.methods if each.method == method)
             job = MethodJob(
@@ -126,7 +126,7 @@ def main(size: str, directory: Path | None) -> None:
     console.print(table)
     console.print("\n".join(f"{name}: {value}" for name, value in machine.items()), highlight=False)
     if wrong:
-        raise click.ClickException(f"worse than promised: {', '.join(wrong)}")
+        raise click.ClickException(f"the error is too large: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``python -m bench.puzzle --scale 0.1``: the puzzle of pytorch issue 75242, with every way to load it.
+"""``python -m bench.puzzle --scale 0.1``: the puzzle of pytorch issue 75242, loaded with every method.
 
 A checkpoint in fp32 of twice the half-precision model's size, on a machine whose memory holds the model but not the
 checkpoint beside it: 24 GB of device, 32 GB of host, 40 GB of file at full scale. Every method runs twice: without a
@@ -37,23 +37,23 @@ __all__ = ["goal_bytes", "main", "outcome_section"]
 
 _PACKAGES = ("torch", "sluice", "accelerate")
 
-#: The tutorial's methods and accelerate, the one peer that reads such a file.
+#: The tutorial's methods and accelerate, the only peer that reads such a file.
 _METHODS = (*(method.name for method in STRATEGIES if method.name != "sluice"), "accelerate", "sluice")
 
-#: What sluice may take beside the finished model and its staging, in bytes.
+#: Permitted memory of sluice in addition to the finished model and staging, in bytes.
 _BESIDE_BYTES = 64 << 20
 
-#: One file, the same once more as a file for each parameter, and some room.
+#: Needed disk space in files: one file, the same as a file per parameter, and a margin.
 _DISK_IN_FILES = 2.1
 
 
 def goal_bytes(final_bytes: int) -> int:
-    """Return the growth that sluice is allowed: F + staging + 64 MiB."""
+    """Return the permitted growth of sluice in bytes: F + staging + 64 MiB."""
     return final_bytes + parse_bytes(MemoryLimits().staging) + _BESIDE_BYTES
 
 
 def outcome_section(size: Puzzle, free: Scenario, limited: Scenario | None, runs: Sequence[Run]) -> Section:
-    """Return one table of both runs: what each method needs, and what became of it under the limit."""
+    """Return one table of both runs: the memory of each method, and its outcome under the limit."""
     needed = {row.method: row for row in summarise(free, runs)}
     survived = {row.method: row for row in summarise(limited, runs)} if limited else {}
     rows = [(method, *_needs(row), _fate(survived.get(method))) for method, row in needed.items()]
@@ -112,7 +112,7 @@ def _scenarios(size: Puzzle, path: Path, folder: Path, device: str, *, limited: 
 @click.option("--directory", type=click.Path(path_type=Path), help="Where to put the file; else the temp folder.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("puzzle-out"), show_default=True, help="Results.")
 def main(scale: float, directory: Path | None, out: Path) -> None:
-    """Load a checkpoint of twice the model's size under a limit that it does not fit into."""
+    """Load a checkpoint of twice the model's size under a memory limit that it exceeds."""
     console = console_for_tables()
     size = Puzzle(layers=round(scale * FULL.layers))
     device = _machine.device()
@@ -156,7 +156,7 @@ def _write(
 
 
 def _judge(console: Console, scenarios: Sequence[Scenario], runs: Sequence[Run]) -> None:
-    """Say whether sluice kept within its bound in every run, and fail where it did not."""
+    """Print whether sluice kept its bound in every run; fail if it did not."""
     for each in scenarios:
         (row,) = (row for row in summarise(each, runs) if row.method == "sluice")
         if "cold" not in row.seconds or row.right is not True:

@@ -1,4 +1,4 @@
-"""``python -m bench.resume``: resuming a training run, a GPT-2 and its AdamW, with sluice and with torch."""
+"""``python -m bench.resume``: resume a training run, a GPT-2 and its AdamW, with sluice and torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sluice.benchmark.table import console_for_tables, print_tables
 
 __all__ = ["ALLOWED_BYTES", "main"]
 
-#: What sluice may take beside the finished model and state.
+#: Permitted memory of sluice in addition to the finished model and state, in bytes.
 ALLOWED_BYTES = 100 << 20
 
 _RAW = "raw-direct"
@@ -35,7 +35,7 @@ _RAW = "raw-direct"
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoint here and use the one there is.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
 def main(size: str, methods: tuple[str, ...], runs: int, directory: Path | None, out: Path) -> None:
-    """Resume a training run out of one file, model and two moments of each parameter: seconds and peak memory."""
+    """Resume a training run from one file, with model and optimizer state: seconds and peak memory."""
     console = console_for_tables()
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)

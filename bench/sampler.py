@@ -1,4 +1,4 @@
-"""What ``sluice.measure`` costs: workloads with and without it, in turn, and the processor time of its helper."""
+"""Overhead of ``sluice.measure``: workloads with and without it, interleaved, and the CPU time of its helper."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from sluice.benchmark.gpt2 import SIZES, build, make_checkpoint
 
 __all__ = ["Cost", "compare"]
 
-#: Additions of the loop, and products of square matrices of a thousand rows: about a second each.
+#: Number of additions of the loop, and of products of square matrices of a thousand rows: about a second each.
 _ADDITIONS, _PRODUCTS, _ROWS = 20_000_000, 40, 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What measuring one workload costs; medians over the runs."""
+    """Overhead of measuring one workload; medians over the runs."""
 
-    #: What ran.
+    #: Name of the workload.
     workload: str
-    #: The workload by itself.
+    #: Time of the workload alone.
     alone_seconds: float
-    #: The workload, inside of the block.
+    #: Time of the workload inside the block.
     measured_seconds: float
-    #: Begin and end of the block together: the helper starts, and hands over its samples.
+    #: Time of entering and leaving the block: the helper starts, and returns its samples.
     ends_seconds: float
-    #: Processor time of the helper, its start included, over the length of the block; 1 is one core.
+    #: CPU time of the helper, its start included, divided by the duration of the block; 1 is one core.
     helper_share: float
-    #: Samples taken in a second.
+    #: Samples per second.
     samples_per_second: float
 
     @property
     def slowdown(self) -> float:
-        """By how much the workload took longer; noise can make it negative."""
+        """Relative increase of the workload's time; noise can make it negative."""
         return self.measured_seconds / self.alone_seconds - 1
 
     def row(self) -> str:
@@ -61,7 +61,7 @@ _HEADER = (
 
 
 def compare(name: str, work: Callable[[], object], *, runs: int, interval_seconds: float, pss: bool = False) -> Cost:
-    """Run a workload with and without the meter in turn, so that what else the machine does meets both alike.
+    """Run a workload alternately with and without the meter, so that other load on the machine affects both.
 
     Args:
         name: What to call it.
@@ -99,7 +99,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _children_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # those that have ended
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)  # ended children only
     return used.ru_utime + used.ru_stime
 
 
@@ -131,7 +131,7 @@ def _loader(path: Path, size: str) -> Callable[[], object]:
 @click.option("--interval-ms", type=float, default=1.0, show_default=True, help="Between two samples.")
 @click.option("--directory", type=click.Path(path_type=Path), help="For the checkpoint; else the temp folder.")
 def main(size: str, runs: int, interval_ms: float, directory: Path | None) -> None:
-    """Measure what sluice.measure costs a loop in Python, products on all cores, and a load."""
+    """Measure the overhead of sluice.measure for a Python loop, matrix products on all cores, and a load."""
     interval_seconds = interval_ms / 1e3
     with temporary_folder(directory) as folder:
         make_checkpoint(folder / "model.pth", size, torch.float32, "torch")

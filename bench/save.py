@@ -1,4 +1,4 @@
-"""``python -m bench.save``: how fast and how lean sluice saves GPT-2, beside torch.save, safetensors and a raw write.
+"""``python -m bench.save``: time and memory to save GPT-2 with sluice, torch.save, safetensors and a raw write.
 
 Every save has a process of its own and writes a new file of the same weights. The clock stops when the file and its
 name are on the disk: what does not sync by itself is synced by the bench, and that is timed as well.
@@ -41,7 +41,7 @@ _State = dict[str, torch.Tensor]
 
 
 def _synced(path: Path) -> None:
-    """Put a file and its name on the disk, as a save that lasts has to."""
+    """Sync a file and its directory, as a durable save must."""
     for each in (path, path.parent):
         descriptor = os.open(each, os.O_RDONLY)
         os.fsync(descriptor)
@@ -89,17 +89,17 @@ def _safetensors_contiguous(state: _State, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One way to save."""
+    """One method of saving."""
 
-    #: Saves a state dict, until it is on the disk.
+    #: Saves a state dict durably.
     save: Callable[[_State, Path], None]
-    #: Ending of the file.
+    #: Suffix of the file.
     suffix: str
     #: Whether the weights in memory are transposed.
     transposed: bool = False
 
 
-#: What is compared, by its name in the table.
+#: Methods by their names in the table.
 METHODS = {
     "raw write": Method(save=_raw, suffix=".raw"),
     "torch.save": Method(save=_torch, suffix=".pth"),
@@ -121,7 +121,7 @@ def _child(method: Method, size: str, path: Path) -> None:
     if method.transposed:
         state = {name: tensor.mT if tensor.dim() > 1 else tensor for name, tensor in state.items()}
     small = path.with_name(f"small{method.suffix}")
-    method.save({"w": torch.ones(3)}, small)  # imports, and what is made on first use
+    method.save({"w": torch.ones(3)}, small)  # imports and work on first use
     small.unlink()
     os.sync()
     with PeakMeter() as meter:
@@ -165,7 +165,7 @@ def _table(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
 @click.option("--child", hidden=True, type=click.Choice(list(METHODS)))
 def main(size: str, methods: tuple[str, ...], runs: int, directory: Path | None, out: Path, child: str | None) -> None:
-    """Compare saves: seconds until the file is on the disk, and peak memory; each in a fresh process, interleaved."""
+    """Compare saves: seconds until the file is durable, and peak memory; each in a fresh process, interleaved."""
     if child is not None:
         assert directory is not None
         _child(METHODS[child], size, directory / f"model{METHODS[child].suffix}")

@@ -1,4 +1,4 @@
-"""What processes hold over time, on the host and on the device, and a picture of it."""
+"""Memory of processes over time, on host and device, and a picture of it."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ __all__ = ["Sample", "Trace", "Watcher", "draw"]
 
 _GIB = 1 << 30
 
-#: A look takes tens of microseconds; the shortest load takes tenths of a second.
+#: Interval of samples: a sample takes tens of microseconds, and the shortest load tenths of a second.
 _INTERVAL_SECONDS = 0.01
 
-#: Growth of the device's memory that says that a process has begun to use it: a context takes hundreds of MiB.
+#: Growth of the device's memory that indicates its first use by a process: a context takes hundreds of MiB.
 _CONTEXT_BYTES = 64 << 20
 
 _COLUMNS = 4
 
-#: Height of a panel over its highest line: room for the figures.
+#: Height of a panel relative to its highest line, with space for the figures.
 _HEADROOM = 1.25
 
-#: Blue and orange are told apart by everybody.
+#: Blue and orange are distinguishable with color vision deficiency.
 _DEVICE_COLOUR, _HOST_COLOUR, _FINAL_COLOUR = "#2a6fb0", "#d95f02", "#888888"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One look."""
+    """One sample."""
 
-    #: Since the watcher began, in seconds.
+    #: Time since the start of the watcher, in seconds.
     seconds: float
     #: Resident memory of all children of this process, in bytes.
     host_bytes: int
-    #: What all processes together use of the device, in bytes.
+    #: Device memory used by all processes, in bytes.
     device_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """The looks at one process."""
+    """Samples of one process."""
 
-    #: What it did.
+    #: Title of its panel.
     title: str
     #: F: bytes of the finished tensors.
     final_bytes: int
-    #: In order of time; the first was taken before the process began.
+    #: Samples in order; the first precedes the start of the process.
     samples: tuple[Sample, ...]
 
     @property
     def device_growth_bytes(self) -> int:
-        """The largest growth of the device's memory over the first look; the process's context is part of it."""
+        """Peak growth of the device's memory since the first sample, the process's context included, in bytes."""
         used = [sample.device_bytes for sample in self.samples]
         return max(used) - used[0] if used else 0
 
     def lines(self) -> tuple[list[float], list[float], list[float]]:
-        """Return seconds, GiB of growth on the device and GiB on the host, from the first use of the device on."""
+        """Return seconds, growth on the device and memory on the host in GiB, from the first use of the device on."""
         if not self.samples:
             return [], [], []
         base = self.samples[0].device_bytes
@@ -78,7 +78,7 @@ class Trace:
 
 
 class Watcher:
-    """Looks at the device and at the children of this process until it is stopped.
+    """Samples the device and the children of this process until stopped.
 
     Args:
         device_used: Returns the bytes in use of the device.
@@ -102,13 +102,13 @@ class Watcher:
     def _look(self) -> None:
         host = 0
         for child in psutil.Process().children():
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended between the two looks
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended after the list was read
                 host += child.memory_info().rss
         seconds = time.perf_counter() - self._begin
         self._samples.append(Sample(seconds=seconds, host_bytes=host, device_bytes=self._device_used()))
 
     def stop(self, title: str, final_bytes: int) -> Trace:
-        """Stop and return what was seen."""
+        """Stop and return the samples."""
         self._stopped.set()
         self._thread.join()
         return Trace(title=title, final_bytes=final_bytes, samples=tuple(self._samples))

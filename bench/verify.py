@@ -1,4 +1,4 @@
-"""``python -m bench.verify``: how fast ``sluice.verify`` and ``sluice.diff`` are beside raw reads of the same files."""
+"""``python -m bench.verify``: time of ``sluice.verify`` and ``sluice.diff``, compared with raw reads of the files."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ def _diff(paths: Sequence[Path], _: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Something that reads checkpoints from end to end."""
+    """A function that reads whole checkpoints."""
 
-    #: Reads them, cold or warm.
+    #: Reads the files, cold or warm.
     run: Callable[[Sequence[Path], str], None]
-    #: Endings of what it reads.
+    #: Suffixes of the files.
     files: tuple[str, ...]
 
 
-#: Every case by its name in the table; ``raw`` ones are what the others are compared with.
+#: Cases by their names in the table; the others are compared with the ``raw`` ones.
 CASES = {
     "raw .pth": Case(run=_raw, files=(_PTH,)),
     "verify .pth: CRC-32": Case(run=_verify, files=(_PTH,)),
@@ -128,7 +128,7 @@ def table(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> list[str]:
     "--state", "states", type=click.Choice(["cold", "warm"]), multiple=True, help="Only this one.", show_default=True
 )
 def main(size: str, runs: int, directory: Path | None, out: Path, child: str | None, states: tuple[str, ...]) -> None:
-    """Check and compare checkpoints from end to end, and read them raw, in turn, each in a fresh process."""
+    """Verify and compare checkpoints, and read them raw, interleaved, each in a fresh process."""
     if child is not None:
         assert directory is not None
         _child(child, states[0], {suffix: directory / f"{size}{suffix}" for suffix in _FORMATS})

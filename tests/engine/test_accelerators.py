@@ -122,7 +122,7 @@ def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monk
         return borrow(self)
 
     monkeypatch.setattr(StagingPool, "borrow", forgetful)
-    with pytest.raises(AssertionError, match="staging was written before"):
+    with pytest.raises(AssertionError, match="staging buffer was overwritten before"):
         load(tmp_path / "f", tensors, places)
 
 
