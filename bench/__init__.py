@@ -1,1 +1,1 @@
-"""Comparisons of sluice with every other way to load weights, each way in its own fresh process."""
+"""Comparisons of sluice with other methods of loading weights, each in a fresh process."""

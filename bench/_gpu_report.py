@@ -132,10 +132,10 @@ def append(directory: Path, name: str, sections: Sequence[Section], *, notes: Se
     """Append sections to the ``NAME.md`` and ``NAME.json`` that ``write_results`` wrote.
 
     Args:
-        directory: Where they are.
-        name: Stem of the two files.
-        sections: What to add.
-        notes: Sentences for the end.
+        directory: Directory of both files.
+        name: Stem of both files.
+        sections: Sections to append.
+        notes: Sentences at the end.
     """
     lines: list[str] = []
     for section in sections:

@@ -26,12 +26,12 @@ Watch = Callable[[Scenario, str, State, Callable[[], Outcome]], Outcome]
 def run_within(scenarios: Sequence[Scenario], *, deadline: float, watch: Watch) -> Iterator[Run]:
     """Run every method once in each state and yield the runs, in order; all end by the deadline.
 
-    The truth is made once for each dtype, from random numbers, and serves all scenarios of that dtype.
+    The reference is generated once per dtype, from random numbers, for all scenarios of that dtype.
 
     Args:
-        scenarios: All of the same model.
-        deadline: When to end, on the clock of ``time.monotonic``.
-        watch: Runs a load.
+        scenarios: Scenarios of one model.
+        deadline: Time to end, on the clock of ``time.monotonic``.
+        watch: Calls a load and returns its outcome.
     """
     truths: dict[Precision, Outcome] = {}
     for scenario in scenarios:

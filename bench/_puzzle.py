@@ -94,8 +94,8 @@ def choose(*, disk_bytes: int, device_bytes: int, seconds: float, bytes_per_seco
     Args:
         disk_bytes: Free disk space.
         device_bytes: Free memory of the device.
-        seconds: Time left.
-        bytes_per_second: How fast a checkpoint is written out.
+        seconds: Remaining time.
+        bytes_per_second: Speed of writing a checkpoint.
     """
     share = min(
         1.0,

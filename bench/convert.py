@@ -119,7 +119,7 @@ def table(cases: Mapping[str, Case], seconds: Mapping[str, Sequence[float]]) -> 
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoints here and use those there are.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
 def main(size: str, names: tuple[str, ...], runs: int, directory: Path | None, out: Path) -> None:
-    """Convert a checkpoint and copy it, in turn, with nothing cached, each until it is on the disk."""
+    """Convert and copy a checkpoint alternately, uncached, each until the result is durable."""
     console = console_for_tables()
     cases = {name: CASES[name] for name in names or CASES}
     if directory is not None:

@@ -1,6 +1,6 @@
-"""``python3 -m bench.gpu``: the tutorial's table, sluice and its peers on a CUDA device, against raw limits and goals.
+"""``python3 -m bench.gpu``: the tutorial's methods, sluice and its peers on a CUDA device, with raw limits and goals.
 
-One command, bounded in time: what comes first matters most, and what does not fit becomes a row that says so.
+The command is bounded in time: the most important runs come first, and runs that do not fit get a row with the reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``python -m bench.index``: time and memory to open checkpoints of many tensors, compared with torch and safetensors.
 
-Each figure is of a fresh process. Seconds are processor time where one process works by itself, so that a busy machine
-changes little, and wall time where threads or the start of a process count. The command fails where a goal is missed.
+Each figure comes from a fresh process. Seconds are CPU time for work of a single thread, so that a busy machine changes
+little, and wall time if threads or the start of a process count. The command fails if a goal is missed.
 """
 
 from __future__ import annotations

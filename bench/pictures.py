@@ -51,8 +51,8 @@ def draw(path: Path, title: str, reports: Mapping[str, sluice.MemoryReport], fin
 
     Args:
         path: The PNG file.
-        title: Above all panels.
-        reports: What each method did.
+        title: Title of the picture.
+        reports: Memory report of each method.
         final: F, the bytes of the finished tensors: a dashed line.
     """
     from matplotlib.figure import Figure

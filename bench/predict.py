@@ -77,10 +77,10 @@ def compare(
     """Predict each method in this process, run it in a fresh process, and yield both results.
 
     Args:
-        size: Which GPT-2.
-        files: What each method reads.
-        dtypes: Of the finished model.
-        methods: Their names; all of them where empty.
+        size: Size of GPT-2.
+        files: Checkpoint of each method.
+        dtypes: Dtypes of the finished model.
+        methods: Names of the methods; empty for all.
     """
     for dtype in dtypes:
         for method in methods or files:

@@ -1,9 +1,9 @@
 """``python -m bench.puzzle --scale 0.1``: the puzzle of pytorch issue 75242, loaded with every method.
 
-A checkpoint in fp32 of twice the half-precision model's size, on a machine whose memory holds the model but not the
-checkpoint beside it: 24 GB of device, 32 GB of host, 40 GB of file at full scale. Every method runs twice: without a
-limit, which shows what it needs, and in a memory control group of the host's size, which shows whether it survives.
-The interpreter with torch does not scale: below a scale of about 0.05 it leaves no room for the model.
+An fp32 checkpoint of twice the size of the half-precision model, on a machine whose memory holds the model but not the
+checkpoint as well: 24 GB of device memory, 32 GB of host memory, a 40 GB file at full scale. Every method runs twice:
+without a limit, to measure its memory, and in a memory control group of the host's size, to test whether it survives.
+The interpreter with torch does not scale: below a scale of about 0.05 it leaves no memory for the model.
 """
 
 from __future__ import annotations

@@ -64,11 +64,11 @@ def compare(name: str, work: Callable[[], object], *, runs: int, interval_second
     """Run a workload alternately with and without the meter, so that other load on the machine affects both.
 
     Args:
-        name: What to call it.
-        work: Does the same each time.
-        runs: How often each way; one more before is not counted.
-        interval_seconds: The meter's.
-        pss: The meter's.
+        name: Name of the workload.
+        work: The workload, equal on every call.
+        runs: Number of runs with and without the meter, after one warm-up run.
+        interval_seconds: As in ``sluice.measure``.
+        pss: As in ``sluice.measure``.
     """
     work()
     alone, measured, ends, shares, rates = [], [], [], [], []

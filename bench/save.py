@@ -1,7 +1,7 @@
 """``python -m bench.save``: time and memory to save GPT-2 with sluice, torch.save, safetensors and a raw write.
 
-Every save has a process of its own and writes a new file of the same weights. The clock stops when the file and its
-name are on the disk: what does not sync by itself is synced by the bench, and that is timed as well.
+Every save runs in a process of its own and writes a new file of the same weights. The clock stops when the file and its
+name are durable: methods that do not sync are followed by a sync, which is timed as well.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class Watcher:
     """Samples the device and the children of this process until stopped.
 
     Args:
-        device_used: Returns the bytes in use of the device.
-        interval_seconds: Between two looks.
+        device_used: Returns the used bytes of the device.
+        interval_seconds: Time between two samples.
     """
 
     def __init__(self, device_used: Callable[[], int], *, interval_seconds: float = _INTERVAL_SECONDS) -> None:
@@ -118,11 +118,11 @@ def draw(path: Path, traces: Sequence[Trace]) -> str:
     """Draw each trace into a panel of one picture.
 
     Args:
-        path: The picture to write; its ending says in which format.
-        traces: What to draw.
+        path: The picture to write; its suffix selects the format.
+        traces: The traces, a panel each.
 
     Returns:
-        Why there is no picture; empty when there is one.
+        Reason if no picture was drawn, else empty.
     """
     try:
         plots = import_module("matplotlib.figure")

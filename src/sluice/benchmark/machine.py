@@ -62,8 +62,8 @@ def describe(directory: Path, packages: Iterable[str]) -> dict[str, str]:
 
 
 def _processor() -> str:
-    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else platform.machine()
+    matched = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return matched[1] if matched else platform.machine()
 
 
 def _filesystem(directory: Path) -> str:

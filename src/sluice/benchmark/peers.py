@@ -169,7 +169,7 @@ def generate(job: MethodJob, model: nn.Module) -> nn.Module:
         with torch.no_grad():
             weight.copy_(random_weight(name, weight.shape))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # filling runs outside Python's lock, one tensor to a thread
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # torch fills without the interpreter lock
         list(pool.map(fill, model.state_dict().items()))
     return model
 

@@ -20,7 +20,7 @@ def read_file(path: str, *, direct: bool, threads: int) -> mmap.mmap:
 
     Args:
         path: The file.
-        direct: Bypass the page cache with O_DIRECT.
+        direct: Whether to bypass the page cache with O_DIRECT.
         threads: Number of threads; each has one read of ``READ_BYTES`` in flight.
 
     Raises:

@@ -57,10 +57,10 @@ def make_run(path: Path, size: str) -> None:
     # torch fills tensors without the interpreter lock: one tensor per thread.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         weights = model.state_dict()
-        made = pool.map(lambda name: random_weight(name, weights[name].shape), weights)
+        filled = pool.map(lambda name: random_weight(name, weights[name].shape), weights)
         state = pool.map(lambda item: _moments(*item), model.named_parameters())
         run = {
-            "model": dict(zip(weights, made, strict=True)),
+            "model": dict(zip(weights, filled, strict=True)),
             "optimizer": {
                 "state": dict(enumerate(state)),
                 "param_groups": optimizer.state_dict()["param_groups"],

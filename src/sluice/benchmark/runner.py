@@ -56,15 +56,15 @@ def _schedule(scenarios: Sequence[Scenario], repetitions: int) -> list[_Step]:
     ]
 
 
-def seconds_left(took: Mapping[str, float], ahead: Sequence[str]) -> float:
+def seconds_left(last_seconds: Mapping[str, float], ahead: Sequence[str]) -> float:
     """Estimate the time of the remaining runs from the last run of each method, or else from the average.
 
     Args:
-        took: Seconds of the last run of each method that has run; not empty.
+        last_seconds: Seconds of the last run of each method that has run; not empty.
         ahead: Method of each remaining run.
     """
-    usual = sum(took.values()) / len(took)
-    return sum(took.get(method, usual) for method in ahead)
+    usual = sum(last_seconds.values()) / len(last_seconds)
+    return sum(last_seconds.get(method, usual) for method in ahead)
 
 
 def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> Run:
@@ -133,15 +133,15 @@ def run_with_progress(
         disable=not console.is_terminal,
     )
     runs: list[Run] = []
-    took: dict[str, float] = {}
+    last_seconds: dict[str, float] = {}
     with bar:
         task = bar.add_task("starting", total=len(schedule), left="", last="")
         for number, step in enumerate(schedule, start=1):
             bar.update(task, description=f"[bold]{step.method}[/] {step.scenario.dtype} {step.state}")
             begin = time.perf_counter()
             runs.append(_run(step, timeout_seconds=timeout_seconds, settle_seconds=settle_seconds))
-            took[step.method] = time.perf_counter() - begin
-            left = f"about {seconds_left(took, [ahead.method for ahead in schedule[number:]]):.0f} s left"
+            last_seconds[step.method] = time.perf_counter() - begin
+            left = f"about {seconds_left(last_seconds, [ahead.method for ahead in schedule[number:]]):.0f} s left"
             last = _one_line(runs[-1])
             bar.update(task, advance=1, left=left, last=last)
             if not console.is_terminal:

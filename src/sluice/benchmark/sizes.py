@@ -101,10 +101,10 @@ def choose(finals: Mapping[str, int], processes: Mapping[tuple[State, ...], int]
     roomy = {size: conditions.seconds(final, fewest) for size, final in finals.items() if conditions.has_room(final)}
     quick = [size for size, seconds in roomy.items() if seconds <= _BUDGET_SECONDS]
     size = quick[-1] if quick else next(iter(finals))
-    took = {states: conditions.seconds(finals[size], count) for states, count in processes.items()}
-    states = next((states for states, seconds in took.items() if seconds <= _BUDGET_SECONDS), list(took)[-1])
+    estimates = {states: conditions.seconds(finals[size], count) for states, count in processes.items()}
+    states = next((states for states, seconds in estimates.items() if seconds <= _BUDGET_SECONDS), list(estimates)[-1])
     larger = next((other for other in finals if finals[other] > finals[size]), None)
-    return Choice(size=size, states=states, seconds=took[states], reason=_reason(larger, roomy))
+    return Choice(size=size, states=states, seconds=estimates[states], reason=_reason(larger, roomy))
 
 
 def _reason(larger: str | None, roomy: Mapping[str, float]) -> str:

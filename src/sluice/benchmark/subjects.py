@@ -110,13 +110,13 @@ def read_state_dict(checkpoint: Path, key: str | None, *, device: str, mapped: b
         device: Device of the tensors.
         mapped: Whether to map files instead of reading them; safetensors always does.
     """
-    found: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
     for file in _files(checkpoint):
         content = _read_file(file, device=device, mapped=mapped)
-        found.update({file.stem: content} if isinstance(content, torch.Tensor) else content)
+        state_dict.update({file.stem: content} if isinstance(content, torch.Tensor) else content)
     for part in filter(None, (key or "").split(".")):
-        found = found[part]
-    return found
+        state_dict = state_dict[part]
+    return state_dict
 
 
 def _files(checkpoint: Path) -> Iterator[Path]:
@@ -133,8 +133,8 @@ def _read_file(file: Path, *, device: str, mapped: bool) -> Mapping[str, Any] | 
         from safetensors.torch import load_file
 
         return load_file(file, device=device)
-    found: Mapping[str, Any] | torch.Tensor = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
-    return found
+    content: Mapping[str, Any] | torch.Tensor = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+    return content
 
 
 def truth(job: MethodJob, model: nn.Module) -> nn.Module:
@@ -145,8 +145,8 @@ def truth(job: MethodJob, model: nn.Module) -> nn.Module:
         names_by_tensor.setdefault(id(tensor), []).append(name)
     partners = {name: names_by_tensor[id(tensor)] for name, tensor in named.items()}
     model = model.to(job.torch_dtype).to_empty(device="cpu")
-    found = read_state_dict(Path(job.checkpoint), job.key, device="cpu", mapped=True)
+    state_dict = read_state_dict(Path(job.checkpoint), job.key, device="cpu", mapped=True)
     with torch.no_grad():
         for name, weight in model.state_dict().items():
-            weight.copy_(next(found[partner] for partner in partners[name] if partner in found))
+            weight.copy_(next(state_dict[partner] for partner in partners[name] if partner in state_dict))
     return model

@@ -39,7 +39,7 @@ class Row:
     device_reserved_bytes: int
     #: ``total_bytes`` divided by F, or for an accelerator ``device_reserved_bytes`` divided by F; None for a raw read.
     over_final: float | None
-    #: Whether the finished model has the right weights and logits; None when nobody looked.
+    #: Whether the finished model has the right weights and logits; None if not verified.
     right: bool | None
 
 
@@ -81,7 +81,7 @@ def _row(
         device_allocated_bytes=_peak(own, lambda outcome: outcome.device_allocated_bytes),
         device_reserved_bytes=reserved,
         over_final=None if _is_raw(method) else judged / scenario.final_bytes,
-        right=all(_same(found, truth, scenario.dtype) for found in verdicts) if verdicts and truth else None,
+        right=all(_same(verdict, truth, scenario.dtype) for verdict in verdicts) if verdicts and truth else None,
     )
 
 
@@ -101,8 +101,8 @@ def _peak(runs: Sequence[Run], kind: Callable[[Outcome], int]) -> int:
     return int(max(median(kind(run.outcome) for run in measured if run.state == state) for state in states))
 
 
-def _same(found: Verdict, truth: Verdict, dtype: Precision) -> bool:
-    if found.weights != truth.weights or len(found.logits) != len(truth.logits):
+def _same(verdict: Verdict, truth: Verdict, dtype: Precision) -> bool:
+    if verdict.weights != truth.weights or len(verdict.logits) != len(truth.logits):
         return False
     bound = _TOLERANCES[dtype] * max(map(abs, truth.logits), default=0.0)
-    return all(abs(ours - right) <= bound for ours, right in zip(found.logits, truth.logits, strict=True))
+    return all(abs(ours - right) <= bound for ours, right in zip(verdict.logits, truth.logits, strict=True))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from sluice import _options as options
 from sluice._geometry import contiguous_stride
@@ -12,6 +13,7 @@ from sluice.converting.conversion import Conversion, Written, existing
 from sluice.converting.stream import Stream
 from sluice.planning.memory_layout import single_targets
 from sluice.records import Entry, Request
+from sluice.writing.batches import batched
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.safetensors import SafetensorsLayout, lay_out_safetensors
@@ -31,14 +33,8 @@ def convert_to_safetensors(conversion: Conversion, tree: object) -> Written:
         with conversion.stream(len(entries), nbytes) as stream, out:
             _fill_safetensors(conversion, entries, stream, layout, out)
             out.commit(nbytes=layout.nbytes)
-    return Written(
-        files={conversion.destination: layout.nbytes},
-        replaced=replaced,
-        tensors=len(entries),
-        nbytes=nbytes,
-        casts=conversion.casts(entries.values()),
-        tied=aliases,
-    )
+    files = {conversion.destination: layout.nbytes}
+    return _written(conversion, entries, aliases, files=files, replaced=replaced, nbytes=nbytes)
 
 
 def convert_to_directory(conversion: Conversion, tree: object) -> Written:
@@ -62,6 +58,18 @@ def convert_to_directory(conversion: Conversion, tree: object) -> Written:
             )
         files = dict(zip(paths, files.values(), strict=True))
     replaced = tuple(str(conversion.destination / name) for name in planned.old)
+    return _written(conversion, entries, aliases, files=files, replaced=replaced, nbytes=nbytes)
+
+
+def _written(
+    conversion: Conversion,
+    entries: Mapping[str, Entry],
+    aliases: Mapping[str, str],
+    *,
+    files: Mapping[Path, int],
+    replaced: tuple[str, ...],
+    nbytes: int,
+) -> Written:
     return Written(
         files=files,
         replaced=replaced,
@@ -97,7 +105,7 @@ def _fill_safetensors(
     out.reserve(layout.nbytes, None if conversion.manifest else stream.writing)
     out.write_at(0, layout.header)
     offsets = conversion.offsets(())
-    for batch in _batches(layout.tensors):
+    for batch in batched(layout.tensors, options.STREAM_FILLS):
         requests = [
             Request(
                 name=name,
@@ -136,8 +144,3 @@ def _write_tensor(
     out.write_at(start + at, piece)
     if manifest:
         manifest.piece(names[position], at, piece, lambda first, nbytes: out.read_at(start + first, nbytes))
-
-
-def _batches(tensors: Sequence[tuple[str, str, int]]) -> Iterator[Sequence[tuple[str, str, int]]]:
-    count = options.STREAM_FILLS
-    return (tensors[first : first + count] for first in range(0, len(tensors), count))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten, walk
 from sluice.reading.tensor import read_tensor
 from sluice.records import Entry, Target
+from sluice.writing.batches import batched
 from sluice.writing.chunks import Staging, row_major_bytes
 from sluice.writing.durable.replacement import NewFile, Replacement
 from sluice.writing.manifest import ManifestWriter
@@ -144,7 +144,7 @@ def _fill_torch_files(conversion: Conversion, stream: Stream, files: Sequence[tu
         for storage, target in enumerate(laid_out.storages.targets())
     )
     first = 0
-    while batch := list(islice(places, options.STREAM_FILLS)):
+    for batch in batched(places, options.STREAM_FILLS):
         _fill(conversion.manifest, stream, batch, first)
         first += len(batch)
 
@@ -210,11 +210,13 @@ def convert_to_parameters(conversion: Conversion, tree: object) -> Written:
             hidden = stack.enter_context(
                 parameter_directory(conversion.destination, tree, overwrite=conversion.overwrite)
             )
-        for names in _batches(tree):
+        for names in batched(tree, _FILES_AT_ONCE):
             laid_out = [
                 _lay_out(conversion, tree[name], {name: tree[name]} if conversion.manifest else {}) for name in names
             ]
-            files |= {paths[name]: one.writer.file_bytes for name, one in zip(names, laid_out, strict=True)}
+            files |= {
+                paths[name]: torch_file.writer.file_bytes for name, torch_file in zip(names, laid_out, strict=True)
+            }
             if hidden:
                 places = [hidden / parameter_file(name) for name in names]
                 _write_parameters(stream, list(zip(laid_out, places, strict=True)), conversion)
@@ -226,15 +228,9 @@ def convert_to_parameters(conversion: Conversion, tree: object) -> Written:
 def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], conversion: Conversion) -> None:
     with ExitStack() as stack:
         outs = [stack.enter_context(NewFile(path)) for _, path in files]
-        laid_out = [one for one, _ in files]
+        laid_out = [torch_file for torch_file, _ in files]
         _fill_torch_files(conversion, stream, list(zip(laid_out, outs, strict=True)))
-        for one, out in zip(laid_out, outs, strict=True):
-            out.seal(nbytes=one.writer.finish(out))
-    for one, path in files:
-        _hash_written(conversion, path, one.apart)
-
-
-def _batches(names: Iterable[str]) -> Iterator[list[str]]:
-    left = iter(names)
-    while batch := list(islice(left, _FILES_AT_ONCE)):
-        yield batch
+        for torch_file, out in zip(laid_out, outs, strict=True):
+            out.seal(nbytes=torch_file.writer.finish(out))
+    for torch_file, path in files:
+        _hash_written(conversion, path, torch_file.apart)

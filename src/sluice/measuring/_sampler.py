@@ -59,10 +59,10 @@ class Sampler:
     def take(self) -> None:
         """Take one sample; raise ``ProcessLookupError`` if the process has ended."""
         now = time.monotonic_ns()
-        found = _STATUS.findall(os.pread(self._status, 1 << 16, 0))
-        if len(found) != len(self._order):
+        fields = _STATUS.findall(os.pread(self._status, 1 << 16, 0))
+        if len(fields) != len(self._order):
             raise ProcessLookupError("the process has ended")
-        values = [int(found[position]) << 10 for position in self._order]
+        values = [int(fields[position]) << 10 for position in self._order]
         for column, value in zip(
             self.columns, (now, *values, self._read_pss(now), self._read_cgroup(), *self._devices.used()), strict=True
         ):

@@ -37,9 +37,9 @@ class MemorySource:
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:  # noqa: ARG002 - the protocol's
         if offset < 0:
             raise TruncatedError("the file ends too early", file=self.path, offset=offset)
-        found = self._content[offset : offset + len(buffer)]
-        buffer[: len(found)] = found
-        return len(found)
+        data = self._content[offset : offset + len(buffer)]
+        buffer[: len(data)] = data
+        return len(data)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Do nothing: bytes are not cached."""

@@ -156,8 +156,8 @@ class FaultySource(_WrappedSource):
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if not self._is_due(offset):
             return self._source.read_into(offset, buffer, direct=direct)
-        found = self._source.read_into(offset, buffer, direct=direct)
-        return min(found, self._found_bytes)
+        nbytes = self._source.read_into(offset, buffer, direct=direct)
+        return min(nbytes, self._found_bytes)
 
     def _is_due(self, offset: int) -> bool:
         """Count a read; return whether it is to be short, or raise the error."""

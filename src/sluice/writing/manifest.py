@@ -1,4 +1,4 @@
-"""The manifest of a save: each tensor is hashed while its bytes pass to the file, so that the source is read once.
+"""The manifest of a save: each tensor is hashed while it is written, so that the source is read once.
 
 A writer announces the tensors of each stored item, a tensor or a storage with views (``expect``), and passes on each
 piece that it writes, in order (``in_order``) or in any order and from any thread (``piece``). A tensor whose elements
@@ -111,7 +111,7 @@ class ManifestWriter:
 
         Args:
             name: Its dotted name in the finished checkpoint.
-            dtype: Its dtype there.
+            dtype: Its dtype in the file.
             shape: Size of each dimension, in elements.
             nbytes: Size of its elements, in bytes.
             stored: Key of the item that holds it; None for an item with this tensor only, whose key is its name.

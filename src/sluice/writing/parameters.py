@@ -32,7 +32,7 @@ def parameter_directory(directory: Path, names: Iterable[str], *, overwrite: boo
         overwrite: Whether existing parameters may be replaced; all of them are.
 
     Raises:
-        SaveError: Nothing was changed.
+        SaveError: The directory was not written; an existing one is intact.
     """
     files = {parameter_file(name) for name in names}
     _check_old(directory, files, overwrite=overwrite)

@@ -17,10 +17,10 @@ __all__ = ["PickleOpcodes"]
 _PROTOCOL = b"\x80\x02"
 _STOP = b"."
 
-#: Tuples up to this length have an opcode without a mark.
+#: Opcodes of tuples that need no mark, by length.
 _SHORT_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 
-#: torch reads integers of this many bytes.
+#: Longest integer that torch reads, in bytes.
 _LONGEST_INTEGER_BYTES = 255
 
 _LONGEST_TEXT_BYTES = (1 << 32) - 1

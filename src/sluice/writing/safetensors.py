@@ -63,7 +63,7 @@ def lay_out_safetensors(tensors: Mapping[str, TensorOutline], metadata: Mapping[
     Raises:
         SaveError: The format cannot store a name or a dtype, or the header is too long.
     """
-    # Text at once: a dict for each of 100,000 tensors would take five times as much memory.
+    # Text directly: a dict for each of 100,000 tensors would take five times as much memory.
     parts = [f'"__metadata__":{_JSON.encode(dict(metadata))}'] if metadata else []
     at = 0
     starts = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from sluice._errors import SaveError
 from sluice.formats.torch_save.values import is_torch_name
 from sluice.records import TorchSize, TorchText
+from sluice.writing.batches import batched
 from sluice.writing.pickle_opcodes import PickleOpcodes
 from sluice.writing.pickle_walk import WalkedObject, elements
 from sluice.writing.torch_tensors import (
@@ -154,8 +154,7 @@ class _Pickler:
         yield from self._items(value)
 
     def _items(self, value: Mapping[Any, Any]) -> Iterator[Any]:
-        items = iter(value.items())
-        while batch := list(islice(items, _ITEMS_AT_ONCE)):
+        for batch in batched(value.items(), _ITEMS_AT_ONCE):
             self._ops.out += PickleOpcodes.MARK
             for key, child in batch:
                 yield key
@@ -185,8 +184,7 @@ class _Pickler:
         yield from self._appended(value)
 
     def _appended(self, value: list[Any]) -> Iterator[Any]:
-        children = iter(value)
-        while batch := list(islice(children, _ITEMS_AT_ONCE)):
+        for batch in batched(value, _ITEMS_AT_ONCE):
             self._ops.out += PickleOpcodes.MARK
             yield from batch
             self._ops.out += PickleOpcodes.APPENDS

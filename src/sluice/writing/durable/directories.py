@@ -42,25 +42,25 @@ def made_directory(path: str, enter: Callable[[], AbstractContextManager[_Inside
     Raises:
         SaveError: The operating system refused, or the path exists and is not a directory.
     """
-    made: list[str] = []
+    created: list[str] = []
     try:
         with ExitStack() as stack:
-            yield _enter(path, enter, made, stack)
+            yield _enter(path, enter, created, stack)
     except BaseException:
-        for each in reversed(made):
+        for each in reversed(created):
             _remove_unused(each)
         raise
 
 
 def _enter(
-    path: str, enter: Callable[[], AbstractContextManager[_Inside]], made: list[str], stack: ExitStack
+    path: str, enter: Callable[[], AbstractContextManager[_Inside]], created: list[str], stack: ExitStack
 ) -> _Inside:
     directory = os.path.realpath(path)
     attempts = ATTEMPTS
     while True:
         attempts -= 1
         try:
-            _make(directory, path, made)
+            _make(directory, path, created)
             return stack.enter_context(enter())
         except SaveError as error:
             if not isinstance(error.__cause__, FileNotFoundError) or not attempts:
@@ -81,7 +81,7 @@ def _remove_unused(directory: str) -> None:
             close(descriptor)
 
 
-def _make(directory: str, saved: str, made: list[str]) -> None:
+def _make(directory: str, saved: str, created: list[str]) -> None:
     missing = []
     while not os.path.lexists(directory):
         missing.append(directory)
@@ -93,18 +93,18 @@ def _make(directory: str, saved: str, made: list[str]) -> None:
                 os.mkdir(each)
             except FileExistsError:
                 continue  # another process created it; if it is not a directory, the next step fails
-            made.append(each)
+            created.append(each)
 
 
 def _check_directory(path: str, saved: str) -> None:
     """Raise ``SaveError`` if the path exists and is not a directory."""
     with saving(saved):
         try:
-            found = os.lstat(path)
+            status = os.lstat(path)
         except FileNotFoundError:
             return
-    if not stat.S_ISDIR(found.st_mode):
-        raise SaveError("not a directory", file=saved, found=kind_of_file(found.st_mode))
+    if not stat.S_ISDIR(status.st_mode):
+        raise SaveError("not a directory", file=saved, found=kind_of_file(status.st_mode))
 
 
 @contextmanager
@@ -229,14 +229,14 @@ def _others(final: str, path: str, belongs: Callable[[str], bool]) -> list[str] 
     with saving(path):
         try:
             with os.scandir(final) as entries:
-                found = [entry for entry in entries if not belongs(entry.name)]
+                kept = [entry for entry in entries if not belongs(entry.name)]
         except FileNotFoundError:
             return None
-        for entry in found:
+        for entry in kept:
             if entry.is_dir(follow_symlinks=False):
                 problem = "a directory with subdirectories cannot be replaced; save into a new one"
                 raise SaveError(problem, file=path, found=entry.name)
-    return [entry.name for entry in found]
+    return [entry.name for entry in kept]
 
 
 def exchange(first: str, second: str) -> None:

@@ -163,18 +163,18 @@ class Replacement(NewFile):
     def _existing(self) -> os.stat_result | None:
         """Return the status of the existing file; None if there is none."""
         try:
-            found = os.lstat(self._final)
+            status = os.lstat(self._final)
         except FileNotFoundError:
             return None
-        if self._in_set and stat.S_ISLNK(found.st_mode):
+        if self._in_set and stat.S_ISLNK(status.st_mode):
             return None
-        if not stat.S_ISREG(found.st_mode):
-            raise SaveError("only a regular file can be replaced", file=self.path, found=kind_of_file(found.st_mode))
+        if not stat.S_ISREG(status.st_mode):
+            raise SaveError("only a regular file can be replaced", file=self.path, found=kind_of_file(status.st_mode))
         if not self._overwrite:
             raise SaveError("the file already exists; pass overwrite=True to replace it", file=self.path)
         if not os.access(self._final, os.W_OK):
             raise SaveError("the file is read-only", file=self.path)
-        return found
+        return status
 
     def __enter__(self) -> Self:
         try:
