@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sluice.machine.peaks import PeakMeter, read_memory
+from sluice.machine.peaks import PeakMeter, read_memory, restart_peak
 from support.waiting import wait_until
 
 MIB = 1 << 20
@@ -62,3 +62,12 @@ def test_another_process_can_be_read_until_it_ends() -> None:
         child.communicate(b"\n")
     with pytest.raises(ProcessLookupError):
         read_memory(child.pid)
+
+
+@linux_only
+def test_the_record_of_the_peak_restarts_at_the_present_size() -> None:
+    memory = bytearray(b"x" * (64 * MIB))
+    del memory
+    assert restart_peak()
+    now = read_memory()
+    assert now.peak_bytes <= now.total_bytes + 16 * MIB
