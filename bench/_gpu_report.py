@@ -17,7 +17,7 @@ from bench._gpu_goals import Goal
 from bench._puzzle import Puzzle
 from bench.timeline import Trace
 from sluice._units import format_bytes
-from sluice.benchmark.records import Run
+from sluice.benchmark.records import MethodRun
 
 __all__ = ["Section", "append", "device_section", "goals_section", "limits_section", "print_sections", "puzzle_section"]
 
@@ -38,7 +38,7 @@ class Section:
     notes: tuple[str, ...] = ()
 
 
-def limits_section(file_bytes: int, pinned: Mapping[str, Any], runs: Sequence[Run]) -> Section:
+def limits_section(file_bytes: int, pinned: Mapping[str, Any], runs: Sequence[MethodRun]) -> Section:
     """Return the raw limits of the machine for the bytes of the file."""
     rows = [_limit("copy from page-locked memory", file_bytes, pinned.get("seconds"), pinned.get("reason", ""))]
     for run in runs:

@@ -9,7 +9,7 @@ from pathlib import Path
 from sluice.benchmark.cache import make_cold, make_warm
 from sluice.benchmark.methods import absence
 from sluice.benchmark.process import run_job
-from sluice.benchmark.records import MethodJob, Outcome, Precision, Run, Scenario, State
+from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Precision, Scenario, State
 from sluice.benchmark.runner import REFERENCE
 
 __all__ = ["run_within"]
@@ -23,7 +23,7 @@ _PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "warm":
 Watch = Callable[[Scenario, str, State, Callable[[], Outcome]], Outcome]
 
 
-def run_within(scenarios: Sequence[Scenario], *, deadline: float, watch: Watch) -> Iterator[Run]:
+def run_within(scenarios: Sequence[Scenario], *, deadline: float, watch: Watch) -> Iterator[MethodRun]:
     """Run every method once in each state and yield the runs, in order; all end by the deadline.
 
     The reference is generated once per dtype, from random numbers, for all scenarios of that dtype.
@@ -74,5 +74,5 @@ def _seconds_left(deadline: float) -> float:
     return deadline - time.monotonic()
 
 
-def _as_run(scenario: Scenario, method: str, state: State, outcome: Outcome) -> Run:
-    return Run(scenario=scenario.title, method=method, state=state, repetition=0, outcome=outcome)
+def _as_run(scenario: Scenario, method: str, state: State, outcome: Outcome) -> MethodRun:
+    return MethodRun(scenario=scenario.title, method=method, state=state, repetition=0, outcome=outcome)

@@ -37,7 +37,7 @@ from sluice.benchmark import machine as _machine
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.gpt2 import SIZES, final_bytes, make_checkpoint
-from sluice.benchmark.records import Outcome, Precision, Run, Scenario, State
+from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, State
 from sluice.benchmark.results import write_results
 from sluice.benchmark.runner import REFERENCE
 from sluice.benchmark.strategies import STRATEGIES
@@ -74,7 +74,7 @@ class Results:
     """Results so far."""
 
     #: Every run of every scenario.
-    runs: list[Run] = field(default_factory=list)
+    runs: list[MethodRun] = field(default_factory=list)
     #: Memory over time of each load.
     traces: list[Trace] = field(default_factory=list)
     #: Largest growth of the device's memory, by title of the scenario and method.

@@ -22,9 +22,9 @@ from bench._puzzle import FULL, Puzzle, make_file
 from sluice._options import MemoryLimits
 from sluice._units import format_bytes, parse_bytes
 from sluice.benchmark import machine as _machine
-from sluice.benchmark.comparison import Checkpoints, Subject, scenario
+from sluice.benchmark.comparison import Checkpoints, ComparedModel, scenario
 from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.records import PTH, Run, Scenario
+from sluice.benchmark.records import PTH, MethodRun, Scenario
 from sluice.benchmark.report import write_report
 from sluice.benchmark.results import write_results
 from sluice.benchmark.runner import run_with_progress
@@ -52,7 +52,7 @@ def goal_bytes(final_bytes: int) -> int:
     return final_bytes + parse_bytes(MemoryLimits().staging) + _BESIDE_BYTES
 
 
-def outcome_section(size: Puzzle, free: Scenario, limited: Scenario | None, runs: Sequence[Run]) -> Section:
+def outcome_section(size: Puzzle, free: Scenario, limited: Scenario | None, runs: Sequence[MethodRun]) -> Section:
     """Return one table of both runs: the memory of each method, and its outcome under the limit."""
     needed = {row.method: row for row in summarise(free, runs)}
     survived = {row.method: row for row in summarise(limited, runs)} if limited else {}
@@ -86,7 +86,7 @@ def _fate(row: Row | None) -> str:
 
 
 def _scenarios(size: Puzzle, path: Path, folder: Path, device: str, *, limited: bool) -> list[Scenario]:
-    subject = Subject(
+    subject = ComparedModel(
         model="bench._puzzle:build",
         model_args=json.dumps({"layers": size.layers, "width": size.width}),
         title=f"{size.file_bytes / 1e9:.1f} GB in fp32",
@@ -144,7 +144,7 @@ def _write(
     out: Path,
     size: Puzzle,
     scenarios: Sequence[Scenario],
-    runs: Sequence[Run],
+    runs: Sequence[MethodRun],
     *,
     machine: dict[str, str],
     command: str,
@@ -155,7 +155,7 @@ def _write(
     write_report(out / "report.html", title=title, machine=machine, command=command, scenarios=scenarios, runs=runs)
 
 
-def _judge(console: Console, scenarios: Sequence[Scenario], runs: Sequence[Run]) -> None:
+def _judge(console: Console, scenarios: Sequence[Scenario], runs: Sequence[MethodRun]) -> None:
     """Print whether sluice kept its bound in every run; fail if it did not."""
     for each in scenarios:
         (row,) = (row for row in summarise(each, runs) if row.method == "sluice")

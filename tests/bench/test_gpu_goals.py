@@ -9,7 +9,7 @@ import pytest
 
 from bench._gpu_goals import Figures, Goal, judge
 from bench._gpu_report import limits_section
-from sluice.benchmark.records import Outcome, Run, State
+from sluice.benchmark.records import MethodRun, Outcome, State
 from sluice.benchmark.summary import Row
 
 MIB = 1 << 20
@@ -93,9 +93,11 @@ def test_peers_that_did_not_finish_and_raw_reads_are_no_goals() -> None:
     assert not any("ahead" in name for name in judged(*rows))
 
 
-def run_of(method: str, state: State, **changes: Any) -> Run:
+def run_of(method: str, state: State, **changes: Any) -> MethodRun:
     outcome = Outcome(status="ok", seconds=2.0)
-    return Run(scenario="T", method=method, state=state, repetition=0, outcome=dataclasses.replace(outcome, **changes))
+    return MethodRun(
+        scenario="T", method=method, state=state, repetition=0, outcome=dataclasses.replace(outcome, **changes)
+    )
 
 
 def test_raw_limits_are_seconds_and_speeds() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from bench import puzzle
 from bench._puzzle import FULL, Puzzle, build
 from sluice.benchmark.comparison import Checkpoints
-from sluice.benchmark.records import Outcome, Run, Scenario
+from sluice.benchmark.records import MethodRun, Outcome, Scenario
 from support.comparisons import TRUTH, good, killed
 
 MIB = 1 << 20
@@ -21,7 +21,7 @@ MIB = 1 << 20
 Solve = Callable[..., Result]
 
 
-def _runs(scenarios: Sequence[Scenario], *, ours: int, survives: bool) -> list[Run]:
+def _runs(scenarios: Sequence[Scenario], *, ours: int, survives: bool) -> list[MethodRun]:
     """Naive needs twice F and dies under a limit; sluice takes so many bytes."""
     runs = []
     for each in scenarios:
@@ -34,7 +34,7 @@ def _runs(scenarios: Sequence[Scenario], *, ours: int, survives: bool) -> list[R
         if limited and not survives:
             outcomes["sluice"] = killed(1.0, ours)
         runs += [
-            Run(scenario=each.title, method=method, state="cold", repetition=0, outcome=outcome)
+            MethodRun(scenario=each.title, method=method, state="cold", repetition=0, outcome=outcome)
             for method, outcome in outcomes.items()
         ]
     return runs
@@ -48,7 +48,7 @@ def solve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Solve:
     monkeypatch.setattr("sluice.benchmark.machine.device", lambda: "cpu")
 
     def run(*, ours: int, survives: bool = True, refusal: str | None = None) -> Result:
-        def runner(_: Console, scenarios: Sequence[Scenario], **__: object) -> list[Run]:
+        def runner(_: Console, scenarios: Sequence[Scenario], **__: object) -> list[MethodRun]:
             return _runs(scenarios, ours=ours, survives=survives)
 
         monkeypatch.setattr(puzzle, "memory_limit_refusal", lambda: refusal)

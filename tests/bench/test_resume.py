@@ -15,7 +15,7 @@ from bench import resume
 from bench.resume import main
 from sluice.benchmark.child import touch, verdict
 from sluice.benchmark.process import run_job
-from sluice.benchmark.records import MethodJob, Outcome, Run, Scenario, Verdict
+from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, Verdict
 from sluice.benchmark.resuming import RESUMING, RESUMING_REFERENCE, Training, make_run, resumed_bytes
 
 TRUTH = Verdict(weights="abc", logits=(1.0,))
@@ -28,12 +28,12 @@ class FakeRunner:
         self.scenarios: Sequence[Scenario] = ()
         self._found = found
 
-    def __call__(self, _console: Console, scenarios: Sequence[Scenario], *, repetitions: int) -> list[Run]:
+    def __call__(self, _console: Console, scenarios: Sequence[Scenario], *, repetitions: int) -> list[MethodRun]:
         self.scenarios = scenarios
         [scenario] = scenarios
         found = {scenario.reference: TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
         return [
-            Run(
+            MethodRun(
                 scenario=scenario.title,
                 method=method,
                 state=state,

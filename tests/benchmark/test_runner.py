@@ -13,7 +13,7 @@ from rich.console import Console
 
 from sluice.benchmark import machine as _machine
 from sluice.benchmark import runner as _runner
-from sluice.benchmark.records import MethodJob, Outcome, Run, Scenario, State, Status, Verdict
+from sluice.benchmark.records import MethodJob, MethodRun, Outcome, Scenario, State, Status, Verdict
 from sluice.benchmark.results import write_results
 from sluice.benchmark.runner import run_with_progress, seconds_left
 from sluice.benchmark.summary import summarise
@@ -43,12 +43,12 @@ def _run(
     total_gib: float = 1.0,
     verdict: Verdict | None = None,
     reason: str = "",
-) -> Run:
+) -> MethodRun:
     total = int(total_gib * (1 << 30))
     outcome = Outcome(
         status=status, seconds=seconds, anon_bytes=total, total_bytes=total, verdict=verdict, reason=reason
     )
-    return Run(scenario="a title", method=method, state=state, repetition=0, outcome=outcome)
+    return MethodRun(scenario="a title", method=method, state=state, repetition=0, outcome=outcome)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def _all_runs(*scenarios: Scenario, repetitions: int = 1) -> list[Run]:
+def _all_runs(*scenarios: Scenario, repetitions: int = 1) -> list[MethodRun]:
     return run_with_progress(Console(file=io.StringIO()), scenarios, repetitions=repetitions)
 
 
@@ -188,7 +188,7 @@ def test_a_failure_does_not_spoil_the_figures_of_good_runs() -> None:
     assert (row.failures, row.seconds, row.total_bytes, row.reasons) == ({}, {"cold": 1}, 1 << 30, ("bad luck",))
 
 
-def _printed(scenario: Scenario, runs: list[Run], *, width: int = 160) -> str:
+def _printed(scenario: Scenario, runs: list[MethodRun], *, width: int = 160) -> str:
     text = io.StringIO()
     print_tables(Console(file=text, width=width), [scenario], runs)
     return text.getvalue()
@@ -222,7 +222,7 @@ def test_on_an_accelerator_its_memory_is_shown_and_judged() -> None:
     outcome = Outcome(
         status="ok", seconds=1, total_bytes=1 << 28, device_allocated_bytes=5 << 29, device_reserved_bytes=3 << 30
     )
-    runs = [Run(scenario="a title", method="naive", state="cold", repetition=0, outcome=outcome)]
+    runs = [MethodRun(scenario="a title", method="naive", state="cold", repetition=0, outcome=outcome)]
     scenario = _scenario("cold", device="cuda", methods=("naive",))
     assert summarise(scenario, runs)[0].over_final == 3
     text = _printed(scenario, runs)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sluice.benchmark.records import Outcome, Precision, Run, Scenario, Trace, Verdict
+from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, Trace, Verdict
 
 MIB = 1 << 20
 
@@ -68,20 +68,20 @@ def killed(seconds: float, peak_bytes: int) -> Outcome:
     )
 
 
-def runs_of(each: Scenario) -> list[Run]:
+def runs_of(each: Scenario) -> list[MethodRun]:
     """The truth, and one run of each method in each state; naive is killed where there is a limit."""
     outcomes = {
         "naive": killed(1.0, 700 * MIB) if each.host_limit_bytes else good("naive", 2.0, 1000 * MIB),
         "mmap": good("mmap", 1.5, FINAL_BYTES, mapped=True),
         "sluice": good("sluice", 1.0, 520 * MIB),
     }
-    truth = Run(
+    truth = MethodRun(
         scenario=each.title, method="reference", state="cold", repetition=0, outcome=Outcome(status="ok", verdict=TRUTH)
     )
     return [
         truth,
         *(
-            Run(scenario=each.title, method=method, state=state, repetition=0, outcome=outcome)
+            MethodRun(scenario=each.title, method=method, state=state, repetition=0, outcome=outcome)
             for state in each.states
             for method, outcome in outcomes.items()
         ),
@@ -96,16 +96,18 @@ class FakeRunner:
         self.files: set[str] = set()
         self._found = found
 
-    def __call__(self, _console: Console, scenarios: Sequence[Scenario], *, repetitions: int, **_: object) -> list[Run]:
+    def __call__(
+        self, _console: Console, scenarios: Sequence[Scenario], *, repetitions: int, **_: object
+    ) -> list[MethodRun]:
         assert repetitions == 1
         self.scenarios = scenarios
         self.files = {path.name for scenario in scenarios for path in scenario.checkpoints.values() if path.exists()}
         return [run for scenario in scenarios for run in self._runs(scenario)]
 
-    def _runs(self, scenario: Scenario) -> list[Run]:
+    def _runs(self, scenario: Scenario) -> list[MethodRun]:
         methods = {"reference": TRUTH} | dict.fromkeys(scenario.checkpoints, self._found)
         return [
-            Run(
+            MethodRun(
                 scenario=scenario.title,
                 method=method,
                 state=state,

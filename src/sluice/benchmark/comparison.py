@@ -20,8 +20,8 @@ from sluice.benchmark.records import (
     SHORT_DTYPES,
     TENSORS,
     Kind,
+    MethodRun,
     Precision,
-    Run,
     Scenario,
     State,
 )
@@ -29,7 +29,7 @@ from sluice.benchmark.strategies import STRATEGIES
 from sluice.benchmark.summary import summarise
 from sluice.benchmark.writing import CheckpointFormat, write_checkpoint
 
-__all__ = ["Checkpoints", "Subject", "builtin_subject", "default_methods", "own_subject", "scenario", "verdicts"]
+__all__ = ["Checkpoints", "ComparedModel", "builtin_subject", "default_methods", "own_subject", "scenario", "verdicts"]
 
 _FORMATS: dict[Kind, CheckpointFormat] = {
     PTH: "torch",
@@ -40,7 +40,7 @@ _FORMATS: dict[Kind, CheckpointFormat] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class ComparedModel:
     """A model and its checkpoint."""
 
     #: As in ``MethodJob``.
@@ -57,18 +57,18 @@ class Subject:
     kind: Kind | None = None
 
 
-def builtin_subject(size: str) -> Subject:
+def builtin_subject(size: str) -> ComparedModel:
     """Return a GPT-2 of a built-in size, whose checkpoints are generated in fp32."""
-    return Subject(model=size, title=f"GPT-2 {size}, fp32 checkpoint")
+    return ComparedModel(model=size, title=f"GPT-2 {size}, fp32 checkpoint")
 
 
-def own_subject(original: Path, model: str, model_args: str, key: str | None) -> Subject:
+def own_subject(original: Path, model: str, model_args: str, key: str | None) -> ComparedModel:
     """Return a user's model and checkpoint.
 
     Raises:
         CheckpointError: sluice does not recognize the checkpoint.
     """
-    return Subject(
+    return ComparedModel(
         model=model,
         model_args=model_args,
         key=key,
@@ -86,7 +86,7 @@ class Checkpoints:
         folder: Directory for the copies.
     """
 
-    def __init__(self, subject: Subject, folder: Path) -> None:
+    def __init__(self, subject: ComparedModel, folder: Path) -> None:
         self._subject = subject
         self._folder = folder
 
@@ -126,13 +126,13 @@ class Checkpoints:
         write_checkpoint(copies, path, _FORMATS[kind])
 
 
-def default_methods(subject: Subject) -> list[str]:
+def default_methods(subject: ComparedModel) -> list[str]:
     """Return the tutorial's methods and sluice; for a user's checkpoint, only those that can read it."""
     return [method.name for method in STRATEGIES if subject.original is None or subject.kind in method.reads]
 
 
 def scenario(
-    subject: Subject,
+    subject: ComparedModel,
     checkpoints: Checkpoints,
     methods: Sequence[str],
     dtype: Precision,
@@ -165,7 +165,7 @@ def scenario(
     )
 
 
-def verdicts(scenarios: Sequence[Scenario], runs: Sequence[Run]) -> Iterator[str]:
+def verdicts(scenarios: Sequence[Scenario], runs: Sequence[MethodRun]) -> Iterator[str]:
     """Yield one sentence per scenario that compares the peaks of sluice and the other methods."""
     for scenario in scenarios:
         rows = summarise(scenario, runs)

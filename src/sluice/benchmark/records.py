@@ -24,9 +24,9 @@ __all__ = [
     "Loaded",
     "Method",
     "MethodJob",
+    "MethodRun",
     "Outcome",
     "Precision",
-    "Run",
     "Scenario",
     "Start",
     "State",
@@ -225,7 +225,7 @@ class Scenario:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class MethodRun:
     """One process of one scenario."""
 
     #: Title of the scenario.

@@ -13,7 +13,7 @@ from typing import Any
 from sluice._units import format_bytes
 from sluice.benchmark.comparison import verdicts
 from sluice.benchmark.methods import METHODS
-from sluice.benchmark.records import Run, Scenario
+from sluice.benchmark.records import MethodRun, Scenario
 from sluice.benchmark.results import typical_runs
 from sluice.benchmark.summary import Row, summarise
 from sluice.benchmark.table import ALARMING, cells_of, headings_of, notes_of
@@ -28,7 +28,7 @@ def write_report(
     machine: dict[str, str],
     command: str,
     scenarios: Sequence[Scenario],
-    runs: Sequence[Run],
+    runs: Sequence[MethodRun],
 ) -> None:
     """Write the page.
 
@@ -69,7 +69,7 @@ def write_report(
     path.write_text(page, encoding="utf-8")
 
 
-def _table(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
+def _table(scenario: Scenario, runs: Sequence[MethodRun]) -> dict[str, Any]:
     rows = summarise(scenario, runs)
     return {
         "title": scenario.title,
@@ -90,7 +90,7 @@ def _summaries(scenarios: Sequence[Scenario]) -> Iterator[tuple[str, str]]:
         yield method, METHODS[method].summary
 
 
-def _charts(scenario: Scenario, runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+def _charts(scenario: Scenario, runs: Sequence[MethodRun]) -> Iterator[dict[str, Any]]:
     """Yield the chart of each state of a scenario in which a load began."""
     limit = "" if scenario.host_limit_bytes is None else f", {format_bytes(scenario.host_limit_bytes)}"
     shown = [run for run in typical_runs(scenario, runs) if run.outcome.trace is not None]
@@ -105,7 +105,7 @@ def _charts(scenario: Scenario, runs: Sequence[Run]) -> Iterator[dict[str, Any]]
             }
 
 
-def _series(run: Run) -> dict[str, Any]:
+def _series(run: MethodRun) -> dict[str, Any]:
     trace = run.outcome.trace
     assert trace is not None
     return {

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sluice.benchmark.records import Outcome, Run, Scenario, Trace
+from sluice.benchmark.records import MethodRun, Outcome, Scenario, Trace
 from sluice.benchmark.summary import summarise
 from sluice.benchmark.table import cells_of, headings_of, notes_of
 
@@ -18,7 +18,7 @@ __all__ = ["as_document", "show_document", "typical_runs", "write_document", "wr
 
 
 def as_document(
-    *, machine: dict[str, str], command: str, scenarios: Sequence[Scenario], runs: Sequence[Run]
+    *, machine: dict[str, str], command: str, scenarios: Sequence[Scenario], runs: Sequence[MethodRun]
 ) -> dict[str, Any]:
     """Return all results as plain values for ``json.dumps``.
 
@@ -35,7 +35,7 @@ def as_document(
     }
 
 
-def typical_runs(scenario: Scenario, runs: Sequence[Run]) -> Iterator[Run]:
+def typical_runs(scenario: Scenario, runs: Sequence[MethodRun]) -> Iterator[MethodRun]:
     """Yield for each method and state of a scenario the run that represents its repetitions.
 
     That is the median by seconds of the successful runs; if none succeeded, the last run.
@@ -55,7 +55,7 @@ def write_results(
     machine: dict[str, str],
     command: str,
     scenarios: Sequence[Scenario],
-    runs: Sequence[Run],
+    runs: Sequence[MethodRun],
 ) -> dict[str, Any]:
     """Write ``NAME.json`` with all runs and ``NAME.md`` with the tables; return the content of the former.
 
@@ -107,7 +107,7 @@ def show_document(
     console.print(written, highlight=False, soft_wrap=True)
 
 
-def _scenario(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
+def _scenario(scenario: Scenario, runs: Sequence[MethodRun]) -> dict[str, Any]:
     described = dataclasses.asdict(scenario)
     # Names instead of local paths.
     described["checkpoints"] = {method: path.name for method, path in scenario.checkpoints.items()}
@@ -145,7 +145,7 @@ def _trace(trace: Trace) -> dict[str, Any]:
     }
 
 
-def _markdown(scenario: Scenario, runs: Sequence[Run]) -> list[str]:
+def _markdown(scenario: Scenario, runs: Sequence[MethodRun]) -> list[str]:
     rows = summarise(scenario, runs)
     headings = ["method", *(heading.replace("\n", " ") for heading in headings_of(scenario))]
     lines = [f"### {scenario.title}", "", f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from sluice.benchmark.cache import make_cold, make_warm
 from sluice.benchmark.methods import absence
 from sluice.benchmark.process import TIMEOUT_SECONDS, run_job
-from sluice.benchmark.records import REFERENCE, MethodJob, Outcome, Run, Scenario, State
+from sluice.benchmark.records import REFERENCE, MethodJob, MethodRun, Outcome, Scenario, State
 
 __all__ = ["REFERENCE", "run_with_progress", "seconds_left"]
 
@@ -67,7 +67,7 @@ def seconds_left(last_seconds: Mapping[str, float], ahead: Sequence[str]) -> flo
     return sum(last_seconds.get(method, usual) for method in ahead)
 
 
-def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> Run:
+def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> MethodRun:
     scenario, method, state = step.scenario, step.method, step.state
     if method == scenario.reference:
         # Without limits: it does not compete, and the verdicts need it.
@@ -81,7 +81,7 @@ def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> Run:
         job = _job(scenario, method, scenario.checkpoints[method], verify=step.repetition == 0)
         time.sleep(settle_seconds)
         outcome = run_job(job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes)
-    return Run(scenario=scenario.title, method=method, state=state, repetition=step.repetition, outcome=outcome)
+    return MethodRun(scenario=scenario.title, method=method, state=state, repetition=step.repetition, outcome=outcome)
 
 
 def _job(scenario: Scenario, method: str, checkpoint: Path | None, *, verify: bool) -> MethodJob:
@@ -105,7 +105,7 @@ def run_with_progress(
     repetitions: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
     settle_seconds: float = 0.0,
-) -> list[Run]:
+) -> list[MethodRun]:
     """Run all scenarios with a progress line, or without a terminal a line per run.
 
     Args:
@@ -132,7 +132,7 @@ def run_with_progress(
         transient=True,
         disable=not console.is_terminal,
     )
-    runs: list[Run] = []
+    runs: list[MethodRun] = []
     last_seconds: dict[str, float] = {}
     with bar:
         task = bar.add_task("starting", total=len(schedule), left="", last="")
@@ -149,7 +149,7 @@ def run_with_progress(
     return runs
 
 
-def _one_line(run: Run) -> str:
+def _one_line(run: MethodRun) -> str:
     outcome = run.outcome
     result = f"{outcome.seconds:.2f} s" if outcome.status == "ok" else outcome.status
     return f"{run.method} {run.state}: {result}"

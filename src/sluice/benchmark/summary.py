@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from sluice.benchmark.records import Outcome, Precision, Run, Scenario, State, Status, Verdict
+from sluice.benchmark.records import MethodRun, Outcome, Precision, Scenario, State, Status, Verdict
 
 __all__ = ["Row", "raw_seconds", "summarise"]
 
@@ -43,14 +43,14 @@ class Row:
     right: bool | None
 
 
-def raw_seconds(runs: Sequence[Run], state: State) -> float | None:
+def raw_seconds(runs: Sequence[MethodRun], state: State) -> float | None:
     """Return the time of the fastest raw read of a state: the lower of the methods' medians."""
     methods = {run.method for run in runs if _is_raw(run.method)}
     medians = [_seconds(runs, method, state) for method in methods]
     return min((seconds for seconds in medians if seconds is not None), default=None)
 
 
-def summarise(scenario: Scenario, runs: Sequence[Run]) -> list[Row]:
+def summarise(scenario: Scenario, runs: Sequence[MethodRun]) -> list[Row]:
     """Return the rows of a scenario, in the order of its methods."""
     own = [run for run in runs if run.scenario == scenario.title]
     truth = next((run.outcome.verdict for run in own if run.method == scenario.reference), None)
@@ -59,7 +59,7 @@ def summarise(scenario: Scenario, runs: Sequence[Run]) -> list[Row]:
 
 
 def _row(
-    scenario: Scenario, method: str, runs: Sequence[Run], truth: Verdict | None, raw: dict[State, float | None]
+    scenario: Scenario, method: str, runs: Sequence[MethodRun], truth: Verdict | None, raw: dict[State, float | None]
 ) -> Row:
     own = [run for run in runs if run.method == method]
     seconds = {state: value for state in scenario.states if (value := _seconds(own, method, state)) is not None}
@@ -89,12 +89,12 @@ def _is_raw(method: str) -> bool:
     return method.startswith("raw-")
 
 
-def _seconds(runs: Sequence[Run], method: str, state: State) -> float | None:
+def _seconds(runs: Sequence[MethodRun], method: str, state: State) -> float | None:
     good = [run.outcome for run in runs if (run.method, run.state, run.outcome.status) == (method, state, "ok")]
     return median(outcome.seconds for outcome in good) if good else None
 
 
-def _peak(runs: Sequence[Run], kind: Callable[[Outcome], int]) -> int:
+def _peak(runs: Sequence[MethodRun], kind: Callable[[Outcome], int]) -> int:
     """Return the largest median of the states of one kind of memory; failed runs count only if none succeeded."""
     measured = [run for run in runs if run.outcome.status == "ok"] or runs
     states = {run.state for run in measured}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sluice._units import format_bytes
-from sluice.benchmark.records import Run, Scenario, State
+from sluice.benchmark.records import MethodRun, Scenario, State
 from sluice.benchmark.summary import Row, summarise
 
 __all__ = ["ALARMING", "cells_of", "console_for_tables", "headings_of", "notes_of", "print_tables"]
@@ -76,7 +76,7 @@ def cells_of(scenario: Scenario, row: Row) -> list[str]:
     return texts
 
 
-def notes_of(scenario: Scenario, rows: Sequence[Row], runs: Sequence[Run]) -> Iterator[str]:
+def notes_of(scenario: Scenario, rows: Sequence[Row], runs: Sequence[MethodRun]) -> Iterator[str]:
     """Yield the notes below a table: the value of F, the memory limit and the reasons of failures."""
     yield f"F = {format_bytes(scenario.final_bytes)}: the finished tensors"
     if scenario.host_limit_bytes is not None:
@@ -95,7 +95,7 @@ def console_for_tables(*, stderr: bool = False) -> Console:
     return Console(width=None if terminal else _UNBOUNDED_COLUMNS, stderr=stderr)
 
 
-def print_tables(console: Console, scenarios: Sequence[Scenario], runs: Sequence[Run]) -> None:
+def print_tables(console: Console, scenarios: Sequence[Scenario], runs: Sequence[MethodRun]) -> None:
     """Print a table per scenario."""
     for scenario in scenarios:
         rows = summarise(scenario, runs)

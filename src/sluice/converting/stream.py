@@ -1,4 +1,4 @@
-"""From a checkpoint to files under construction, through the gate: what a conversion moves."""
+"""Stream targets of a checkpoint to files under construction, through a fixed amount of staging memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from sluice.writing.chunks import Staging
 
 __all__ = ["Stream"]
 
-#: Writes a piece of a target: its position, where the piece begins in it, in bytes, and the bytes.
+#: Writes a piece of a target: ``(position of the target, first byte of the piece in it, bytes)``.
 Write = Callable[[int, int, memoryview], None]
 
 
 class Stream:
-    """Moves targets of one checkpoint into files."""
+    """Moves targets of one checkpoint to files."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class Stream:
         page_cache: PageCache = "auto",
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Ask the machine, and check that the gate fits.
+        """Collect machine facts and check the memory limits.
 
         Args:
-            checkpoint: Where the bytes come from.
-            tensors: How many tensors will be moved.
-            memory: How much memory may grow.
-            page_cache: How the page cache is used.
-            progress: Called with the bytes written so far.
+            checkpoint: The source.
+            tensors: Number of tensors to move.
+            memory: Limits of memory growth; None for the defaults.
+            page_cache: Use of the page cache.
+            progress: Called with the number of bytes written so far.
 
         Raises:
             BudgetError: The limits cannot be kept.
@@ -62,7 +62,7 @@ class Stream:
         self._staging_bytes = parse_bytes(memory.staging)
         self._progress = progress
         self._done = 0
-        #: Bytes of memory in which targets are put together that would be written in short pieces.
+        #: Size of the memory in which targets with short pieces are assembled, in bytes.
         self.window_bytes = self._staging_bytes // 2
         if self.window_bytes < options.SMALLEST_STAGING_BYTES:
             raise BudgetError(
@@ -70,7 +70,7 @@ class Stream:
                 expected=f"at least {format_bytes(2 * options.SMALLEST_STAGING_BYTES)}",
                 found=format_bytes(self._staging_bytes),
             )
-        #: Buffers for writes around the page cache, a share of staging; None where it is too small to be shared.
+        #: Buffers for direct writes, a part of staging; None if staging is too small to be divided.
         self.writing: StagingPool | None = None
         needed = self._staging_bytes + options.OVERHEAD_BYTES + options.OVERHEAD_PER_CONVERTED_TENSOR_BYTES * tensors
         limit, origin = self._facts.host_headroom
@@ -98,20 +98,20 @@ class Stream:
         self._reader.__exit__(kind, error, trace)
 
     def is_scattered(self, target: Target) -> bool:
-        """Return whether a target is written in short pieces, in any order: it does not fit the window."""
+        """Return whether a target is written in short pieces in any order, because it does not fit the window."""
         return not in_long_runs(target) and target.nbytes > self.window_bytes
 
     def move(self, targets: Sequence[Target], write: Write) -> None:
         """Write every byte of ``targets`` once.
 
         Args:
-            targets: What to move; the fills say where from.
+            targets: The targets; their fills name the source.
             write: Called from any thread.
 
         Raises:
-            ReadError: The operating system failed a read.
-            SourceChangedError: A file of the checkpoint changed meanwhile.
-            SaveError: The operating system failed a write.
+            ReadError: A read failed.
+            SourceChangedError: A file of the checkpoint changed.
+            SaveError: A write failed.
         """
         short = [i for i, target in enumerate(targets) if target.nbytes and not in_long_runs(target)]
         gathered = [i for i in short if targets[i].nbytes <= self.window_bytes]
@@ -178,7 +178,7 @@ class Stream:
 
 
 def _batches(targets: Sequence[Target], positions: Sequence[int]) -> Iterator[list[int]]:
-    """Yield positions in groups whose plan takes little memory."""
+    """Yield groups of positions whose plans take little memory."""
     batch: list[int] = []
     fills = 0
     for position in positions:

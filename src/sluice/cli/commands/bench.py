@@ -18,8 +18,8 @@ from sluice.measuring._limit import memory_limit_refusal
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from sluice.benchmark.comparison import Checkpoints, Subject
-    from sluice.benchmark.records import Precision, Run, Scenario, State
+    from sluice.benchmark.comparison import Checkpoints, ComparedModel
+    from sluice.benchmark.records import MethodRun, Precision, Scenario, State
     from sluice.benchmark.sizes import Choice
 
 __all__ = ["bench_command"]
@@ -176,7 +176,7 @@ def _choose(console: Console, folder: Path, device: str, counts: dict[tuple[Stat
     return choice
 
 
-def _choose_methods(subject: Subject, asked: tuple[str, ...], device: str) -> list[str]:
+def _choose_methods(subject: ComparedModel, asked: tuple[str, ...], device: str) -> list[str]:
     """Return the methods to run, each once, in the order of the tables."""
     from sluice.benchmark.comparison import default_methods
     from sluice.benchmark.methods import LOADERS
@@ -197,7 +197,7 @@ def _choose_methods(subject: Subject, asked: tuple[str, ...], device: str) -> li
 
 
 def _scenarios(
-    subject: Subject,
+    subject: ComparedModel,
     checkpoints: Checkpoints,
     methods: list[str],
     dtypes: tuple[str, ...],
@@ -219,7 +219,7 @@ def _scenarios(
     return [ask(dtype) for dtype in chosen]
 
 
-def _command(context: click.Context, subject: Subject, states: tuple[State, ...]) -> str:
+def _command(context: click.Context, subject: ComparedModel, states: tuple[State, ...]) -> str:
     """Return the command line that does the same again, with the size and the states that were chosen."""
     words = ["sluice", "bench"]
     if subject.original is None:
@@ -239,7 +239,7 @@ def _command(context: click.Context, subject: Subject, states: tuple[State, ...]
 
 
 def _write(
-    out: Path, title: str, machine: dict[str, str], command: str, scenarios: list[Scenario], runs: list[Run]
+    out: Path, title: str, machine: dict[str, str], command: str, scenarios: list[Scenario], runs: list[MethodRun]
 ) -> dict[str, Any]:
     """Write the results and the page; return what the JSON file holds."""
     from sluice.benchmark.report import write_report
@@ -259,7 +259,9 @@ def _print_machine(console: Console, machine: dict[str, str]) -> None:
     console.print(Panel.fit(Text(lines), title="this machine"))
 
 
-def _print_end(console: Console, scenarios: list[Scenario], runs: list[Run], out: Path, kept: Path | None) -> None:
+def _print_end(
+    console: Console, scenarios: list[Scenario], runs: list[MethodRun], out: Path, kept: Path | None
+) -> None:
     from sluice.benchmark.comparison import verdicts
 
     lines = [*verdicts(scenarios, runs), ""]
@@ -270,7 +272,7 @@ def _print_end(console: Console, scenarios: list[Scenario], runs: list[Run], out
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _fail_if_wrong(scenarios: list[Scenario], runs: list[Run]) -> None:
+def _fail_if_wrong(scenarios: list[Scenario], runs: list[MethodRun]) -> None:
     """Fail where sluice was wrong, or a method with the built-in model: the table alone says it of other people's."""
     from sluice.benchmark.summary import summarise
 
