@@ -1,37 +1,27 @@
-"""The verbs that move tensors: short bodies, full docstrings. ``open``, which needs no torch, is in ``_checkpoint``."""
+"""Verbs that load tensors: ``load_into``, ``load_optimizer``, ``load_state_dict``."""
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
-from sluice._dtypes import dtype_name
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
-from sluice._progress import Progress, byte_progress
-from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
-from sluice.engine.session import RunResult
-from sluice.engine.targets import Targets
-from sluice.loading import module_fill as _module_load
-from sluice.loading import module_job as _module_plan
-from sluice.loading import optimizer as _optimizers
-from sluice.loading import state_dict as _state_dict
-from sluice.loading.devices import Device, device_name, parse_placement
-from sluice.machine.peaks import PeakMeter
+from sluice._progress import Progress
+from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.loading.devices import Device
+from sluice.loading.job import decide, dtype_argument, load, run
+from sluice.loading.module_job import ModuleRequest
+from sluice.loading.optimizer_job import OptimizerRequest
+from sluice.loading.optimizer_source import optimizer_checkpoint
+from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
-from sluice.reading import transfer as _transfer
-from sluice.reading.composites import with_tensors
-from sluice.records import Entry, LoadPlan, Peaks
 from sluice.reports.load import LoadReport
-from sluice.reports.report_rows import casts, request_rows, tensor_rows
 from sluice.rules._apply import Rule
 
-__all__ = ["load_entries", "load_into", "load_optimizer", "load_state_dict"]
+__all__ = ["load_into", "load_optimizer", "load_state_dict"]
 
 
 def load_into(
@@ -102,48 +92,17 @@ def load_into(
         model.pth (torch-zip): ... tensors, ... on cpu
         ...
     """
-    started = time.perf_counter()
-    with PeakMeter() as meter, borrow(source, limits=limits) as checkpoint:
-        wanted = _module_plan.Wanted(
-            placement=parse_placement(device),
-            dtype=dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype),
-            key=key,
-            rename=rename,
-            rules=rules,
-            strict=strict,
-            options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
-        )
-        job = _module_plan.prepare_module(model, checkpoint, wanted)
-        done = _module_load.fill(job, checkpoint, strict=strict, progress=progress)
-    return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
-
-
-def load_entries(
-    model: torch.nn.Module,
-    checkpoint: OpenCheckpoint,
-    entries: Mapping[str, Entry],
-    *,
-    device: Device,
-    options: TransferOptions,
-    progress: Progress,
-) -> LoadReport:
-    """Fill a module with entries that have its names already, because a library converted them.
-
-    Args:
-        model: The module. What ``entries`` does not name has to be real, and keeps its values.
-        checkpoint: What the entries view.
-        entries: What fills each parameter and persistent buffer.
-        device: As in ``load_into``.
-        options: How the bytes are moved.
-        progress: As in ``load_into``.
-    """
-    started = time.perf_counter()
-    with PeakMeter() as meter:
-        job = _module_plan.prepare_entries(
-            model, checkpoint, entries, placement=parse_placement(device), options=options
-        )
-        done = _module_load.fill(job, checkpoint, strict=False, progress=progress)
-    return _report(job, done, checkpoint, seconds=time.perf_counter() - started, measured=meter.peaks)
+    request = ModuleRequest(
+        model=model,
+        device=device,
+        dtype=dtype_argument(dtype),
+        key=key,
+        rename=rename,
+        rules=rules,
+        strict=strict,
+        options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
+    )
+    return load(request, borrow(source, limits=limits), progress=progress)
 
 
 def load_optimizer(
@@ -198,31 +157,15 @@ def load_optimizer(
         ...     state = sluice.load_optimizer(optimizer, checkpoint)
         ...     scheduler.load_state_dict(checkpoint.tree["scheduler"])
     """
-    started = time.perf_counter()
-    opening = _optimizers.optimizer_checkpoint(optimizer, source, model=model, key=key, rename=rename, limits=limits)
-    with PeakMeter() as meter, opening as checkpoint:
-        job = _optimizers.prepare_optimizer(
-            optimizer,
-            checkpoint,
-            model=model,
-            key=key,
-            rename=rename,
-            device=None if device is None else device_name(device),
-            options=TransferOptions(memory=memory),
-        )
-        outcome, device_memory = _optimizers.fill_optimizer(job, checkpoint, progress=progress)
-    plan, found = job.prepared.plan, job.found
-    seconds = time.perf_counter() - started
-    return replace(
-        _transfer_report(plan, outcome, checkpoint, seconds=seconds, measured=meter.peaks),
-        key=found.key,
-        device_memory=device_memory,
-        missing=found.missing,
-        unexpected=found.unexpected,
-        cast=casts(job.requests),
-        rows=partial(request_rows, job.requests, [view.target for view in job.prepared.views], plan, checkpoint.index),
-        notes=(*checkpoint.index.notes, *found.notes, *plan.reasons),
+    request = OptimizerRequest(
+        optimizer=optimizer,
+        model=model,
+        key=key,
+        rename=rename,
+        device=device,
+        options=TransferOptions(memory=memory),
     )
+    return load(request, optimizer_checkpoint(request, source, limits=limits), progress=progress)
 
 
 def load_state_dict(
@@ -264,64 +207,13 @@ def load_state_dict(
     Example:
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
     """
+    request = StateDictRequest(
+        device=device,
+        dtype=dtype_argument(dtype),
+        key=key,
+        rules=rules,
+        options=TransferOptions(memory=memory, page_cache=page_cache),
+    )
     with borrow(source, limits=limits) as checkpoint:
-        job = _state_dict.prepare_state_dict(
-            checkpoint,
-            _state_dict.Wanted(
-                device=device_name(device),
-                dtype=None if dtype is None else dtype_name(dtype),
-                key=key,
-                rules=rules,
-                options=TransferOptions(memory=memory, page_cache=page_cache),
-            ),
-        )
-        plan = job.prepared.plan
-        with byte_progress(progress, checkpoint.path, plan.read_bytes) as report:
-            tensors, _ = _transfer.run(checkpoint, job.prepared, Targets(plan), progress=report)
-    values = with_tensors(job.chosen, job.entries, tensors, file=checkpoint.path)
-    state_dict = OrderedDict(values)
-    state_dict.__dict__.update(getattr(values, "__dict__", {}))
+        state_dict: OrderedDict[str, Any] = run(decide(request, checkpoint), progress=progress).value
     return state_dict
-
-
-def _report(
-    job: _module_plan.Job, done: _module_load.Done, checkpoint: OpenCheckpoint, *, seconds: float, measured: Peaks
-) -> LoadReport:
-    plan, match = job.prepared.plan, job.match
-    return replace(
-        _transfer_report(plan, done.outcome, checkpoint, seconds=seconds, measured=measured),
-        key=job.selection.key,
-        prefix=job.selection.prefix,
-        placement=job.placement,
-        device_memory=done.device_memory,
-        missing=done.installed.missing,
-        unexpected=done.installed.unexpected,
-        tied=match.tied,
-        cast=casts(match.requests),
-        origins={request.name: request.entry.origin for request in match.requests if request.entry.origin},
-        replaced=done.installed.replaced,
-        initialised=tuple(name for slot in match.initialised for name in job.state.outline.slots[slot].names),
-        rows=partial(tensor_rows, job.decided(checkpoint)),
-        notes=(*checkpoint.index.notes, *job.selection.notes, *done.notes, *plan.reasons),
-    )
-
-
-def _transfer_report(
-    plan: LoadPlan, outcome: RunResult, checkpoint: OpenCheckpoint, *, seconds: float, measured: Peaks
-) -> LoadReport:
-    """Return what is the same for whatever was filled."""
-    return LoadReport(
-        source=checkpoint.path,
-        format=checkpoint.format,
-        files=checkpoint.files,
-        devices=tuple(sorted({target.device for target in plan.targets})),
-        tensors=len(plan.targets),
-        final_bytes=plan.final_bytes,
-        read_bytes=plan.read_bytes,
-        mapped_bytes=plan.mapped_bytes,
-        seconds=seconds,
-        predicted=plan.predicted,
-        measured=measured,
-        reads=outcome.read_bytes,
-        stepped_down=outcome.stepped_down,
-    )

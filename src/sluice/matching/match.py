@@ -111,7 +111,7 @@ def match(
     strict: bool = True,
     versions: Mapping[str, int] | None = None,
     extra_state: Collection[str] = (),
-    forgiven: Collection[str] = (),
+    optional_names: Collection[str] = (),
     problems: Sequence[str] = (),
 ) -> Match:
     """Match entries with the tensors of a module.
@@ -124,7 +124,7 @@ def match(
         strict: Whether missing and unexpected names are problems.
         versions: Version that each module's part of the state dict has, by the module's name, where the file says so.
         extra_state: Names of the extra state that the state dict has.
-        forgiven: Names that are not missed, because their module says so.
+        optional_names: Names that are not required, because a loader of their module accepts that they are missing.
         problems: What was found before, to be reported together with the rest.
 
     Raises:
@@ -132,7 +132,7 @@ def match(
     """
     matcher = _Matcher(entries, placement=placement or {}, dtype=dtype, strict=strict, versions=versions or {})
     for position, slot in enumerate(outline.slots):
-        matcher.add(position, slot, forgiven=any(name in forgiven for name in slot.names))
+        matcher.add(position, slot, optional=any(name in optional_names for name in slot.names))
     matcher.add_extra_state(outline.extra_state, extra_state)
     matcher.add_unexpected(outline)
     matcher.findings.others.extend((*outline.problems, *problems))
@@ -175,11 +175,11 @@ class _Matcher:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
 
-    def add(self, position: int, slot: Slot, *, forgiven: bool = False) -> None:
+    def add(self, position: int, slot: Slot, *, optional: bool = False) -> None:
         """Match one slot."""
         present = [name for name in slot.names if name in self._entries]
         if not present:
-            self._add_absent(position, slot, forgiven=forgiven)
+            self._add_absent(position, slot, optional=optional)
             return
         if slot.lazy:
             shape = self._entries[present[0]].shape
@@ -230,16 +230,16 @@ class _Matcher:
     def _where(self, slot: Slot) -> str:
         return device_of(slot.names[0], self._placement) or ("cpu" if slot.on_meta else slot.device)
 
-    def _add_absent(self, position: int, slot: Slot, *, forgiven: bool) -> None:
-        optional = slot.added_in is not None and self._version_of(slot) < slot.added_in
-        if not optional and not forgiven:
+    def _add_absent(self, position: int, slot: Slot, *, optional: bool) -> None:
+        added_later = slot.added_in is not None and self._version_of(slot) < slot.added_in
+        if not added_later and not optional:
             self._missing.extend(slot.names)
             if self._strict:
                 self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
                 return
         if not slot.on_meta or slot.lazy:
             fate = "kept"
-        elif optional:
+        elif added_later:
             fate = "zeroed"
         elif slot.resettable:
             fate = "initialised"

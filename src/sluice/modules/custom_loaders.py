@@ -50,7 +50,7 @@ class OwnLoading:
     #: The state dict, by the names that the module uses.
     state: dict[str, Any]
     #: Names of the module's tensors that the loader does not miss.
-    forgiven: frozenset[str]
+    optional_names: frozenset[str]
     #: What it complained about.
     errors: tuple[str, ...]
 
@@ -87,11 +87,11 @@ def follow_own_loader(module: nn.Module, state: Mapping[str, Any], prefix: str, 
         raise NotFollowedError(f"fails on tensors without data: {error}") from error
     for problem in (*watch.problems, *copy.changes()):
         raise NotFollowedError(problem)
-    forgiven = _apply(module, prefix, loaded, watch.loaded, copy.tensors, {*missing}, {*unexpected})
+    optional_names = _apply(module, prefix, loaded, watch.loaded, copy.tensors, {*missing}, {*unexpected})
     own = {name for name, _ in copy.tensors.values()} | {prefix + _EXTRA_STATE_KEY_SUFFIX}
     complaints = [error for error in errors if not error.startswith("size mismatch for")]  # matching reports shapes
     complaints += [f"it misses {name!r}" for name in missing if name not in own]
-    return OwnLoading(state=loaded, forgiven=forgiven, errors=tuple(complaints))
+    return OwnLoading(state=loaded, optional_names=optional_names, errors=tuple(complaints))
 
 
 def _apply(
@@ -110,7 +110,7 @@ def _apply(
         expected = first in module._modules if rest else first in held or first == _EXTRA_STATE_KEY_SUFFIX
         if not expected and name not in unexpected:
             del state[name]
-    forgiven = set()
+    optional_names = set()
     for name, tensor in tensors.values():
         if name in loaded:
             state[name] = loaded[name]
@@ -118,8 +118,8 @@ def _apply(
             if name in state and state[name].shape == tensor.shape:
                 del state[name]  # the loader left it out
             if name not in state and name not in missing:
-                forgiven.add(name)
-    return frozenset(forgiven)
+                optional_names.add(name)
+    return frozenset(optional_names)
 
 
 class _Copy:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,19 +26,7 @@ from sluice.modules.collect import Holding, ModuleState, Owner
 from sluice.modules.load_hooks import restore_extra_state, run_post_hooks
 from sluice.modules.swap import swap_data, with_data
 
-__all__ = ["Installed", "finish_loading", "hold", "install", "install_one", "registered"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
-    """What ``install`` and ``finish_loading`` did that the caller cannot see otherwise."""
-
-    #: Names of tensors that became new objects, because torch refused to swap their contents.
-    replaced: tuple[str, ...]
-    #: Names of the module that the checkpoint does not have; post-hooks may have changed the list.
-    missing: tuple[str, ...] = ()
-    #: Names of the checkpoint that the module does not have; post-hooks may have changed the list.
-    unexpected: tuple[str, ...] = ()
+__all__ = ["finish_loading", "hold", "install", "install_one", "registered"]
 
 
 def install(
@@ -49,7 +36,7 @@ def install(
     initial: Mapping[int, torch.Tensor] | None = None,
     *,
     placement: Placement | None = None,
-) -> Installed:
+) -> tuple[str, ...]:
     """Make finished tensors part of the module; nothing of it is on the meta device afterwards.
 
     Args:
@@ -74,7 +61,7 @@ def install(
             _move(state.module, state.holdings(slot), device_of(state.outline.slots[slot].names[0], placement or {}))
         for name, holdings in state.unsaved.items():
             _move(state.module, holdings, device_of(name, placement or {}))
-    return Installed(replaced=tuple(replaced))
+    return tuple(replaced)
 
 
 def finish_loading(

@@ -39,7 +39,7 @@ class Followed:
     #: Its extra state by name: plain values and containers with ``Entry`` leaves.
     extra_state: dict[str, object] = field(default_factory=dict)
     #: Names of tensors that their modules do not miss.
-    forgiven: frozenset[str] = frozenset()
+    optional_names: frozenset[str] = frozenset()
     #: Why it cannot be loaded, a sentence each.
     problems: tuple[str, ...] = ()
 
@@ -100,7 +100,7 @@ class _Run:
         self._entry_of |= {
             id(self._kept[name]): value for name, value in extra_state.items() if isinstance(value, Entry)
         }
-        self._forgiven: set[str] = set()
+        self._optional_names: set[str] = set()
         self._problems: list[str] = []
 
     def follow(self, path: str, part: nn.Module, metadata: dict[str, Any]) -> None:
@@ -123,7 +123,7 @@ class _Run:
         except NotFollowedError as error:
             self._problems.append(f"{described} {error}")
             return below
-        self._forgiven |= found.forgiven
+        self._optional_names |= found.optional_names
         self._problems += [f"{described} rejects the state dict: {error}" for error in found.errors]
         return found.state
 
@@ -159,7 +159,7 @@ class _Run:
         return Followed(
             entries=entries,
             extra_state=extra_state,
-            forgiven=frozenset(self._forgiven),
+            optional_names=frozenset(self._optional_names),
             problems=tuple(self._problems),
         )
 
