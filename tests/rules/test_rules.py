@@ -253,17 +253,20 @@ def test_two_tensors_of_one_name(file: Path) -> None:
     ("rule", "reason"),
     [
         (rules.transpose("ids"), "no dimension 1"),
-        (rules.permute("wte", (0, 0)), "not all of the 2 dimensions"),
+        (rules.permute("wte", (0, 0)), "must name each of the 2 dimensions once"),
         (rules.reshape("wte", (7, -1)), r"40 elements of shape \[10, 4\] do not fit \[7, -1\]"),
         (rules.split("wte", ("a", "b", "c")), "do not split into 3 equal sizes"),
         (rules.split("wte", ("a", "b"), sizes=(3, 8)), r"sizes \[3, 8\]"),
         (rules.concatenate(("wte", "half"), "x"), "shapes|dtypes"),
         (rules.stack(("wte", "h.0.qkv.weight"), "x"), "differ"),
-        (rules.concatenate(("h.*.qkv.weight", "h.*.other"), "h.*.x"), "a tensor is missing: none for 'h.[*].other'"),
+        (
+            rules.concatenate(("h.*.qkv.weight", "h.*.other"), "h.*.x"),
+            "a tensor is missing: no name matches 'h.[*].other'",
+        ),
         (rules.scale("ids", 2), "int64 cannot be multiplied"),
         (rules.resize("ids", 20, fill=0.5), "int64 cannot hold 0.5"),
         (rules.cast("wte", "float4_e2m1fn_x2"), "no cast"),
-        (rules.rename(re.compile("wte"), r"\3"), "does not go with"),
+        (rules.rename(re.compile("wte"), r"\3"), "does not fit"),
     ],
     ids=lambda value: str(value)[:30],
 )

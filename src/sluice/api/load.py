@@ -47,41 +47,41 @@ def load_into(
     parameters stay one object, parameters stay the objects that an optimizer holds, hooks and modes survive.
 
     Args:
-        model: The module. Nothing of it is on the meta device afterwards.
+        model: The module. None of its tensors is on the meta device afterwards.
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
-        device: Where the tensors go; None leaves each where it is, and what is on meta goes to the CPU. A mapping from
+        device: Device of the tensors. None keeps the device of each and puts tensors on meta on the CPU. A mapping from
             prefixes of names to devices places parts: ``{"": "cuda:0", "head": "cuda:1"}``; the longest prefix wins.
             ``"auto"`` fills accelerators in order, up to ``memory.device`` or what they have free, and leaves the rest
-            to the CPU; modules that share a tensor stay together, and ``report.placement`` says what was chosen.
+            to the CPU; modules that share a tensor stay together, and ``report.placement`` has the result.
         dtype: None keeps the module's dtypes, as ``load_state_dict`` does; ``"auto"`` takes the checkpoint's; a dtype
             applies to real floating-point tensors that come from the checkpoint.
         key: Part of the checkpoint: a path into the nested object or a dotted prefix of names
             (``load_into(model.trf_blocks[0], f, key="trf_blocks.0")``). None finds the state dict that fits the module.
         rename: New names for those of the checkpoint: a mapping, ``(regular expression, replacement)`` pairs, or a
             function that returns None to drop a name.
-        rules: What the tensors become before they are matched, by their new names: transposed, split, joined, cast;
+        rules: Changes to the tensors before they are matched, by their new names: transposed, split, joined, cast;
             see ``sluice.rules``.
         strict: Whether missing and unexpected names are errors. If not, live parameters without an entry keep their
             values, and those on meta are initialised by their module's ``reset_parameters``.
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
-            is copied, and the report says why. The file must stay as it is while the model lives.
+            is copied, and the report has the reasons. The file must not change while the model is in use.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
-        page_cache: ``"auto"`` reads around the page cache what is not in it, ``"keep"`` leaves the file cached for
-            the next load, ``"bypass"`` leaves nothing.
+        page_cache: ``"auto"`` bypasses the page cache for data that is not in it, ``"keep"`` leaves the file cached
+            for the next load, ``"bypass"`` leaves nothing in the cache.
 
     Returns:
-        What was read and how, what was missing, tied or cast, and predicted beside measured memory.
+        Reads and their methods, missing, tied and cast tensors, and predicted and measured memory.
 
     Raises:
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
-        MismatchError: OpenCheckpoint and module disagree; every reason is listed and nothing was touched.
+        MismatchError: The checkpoint does not fit the module; every reason is listed and nothing was touched.
         BudgetError: The memory limits cannot be kept; nothing was read.
-        ValueError: A device cannot be used, or a prefix names nothing of the module.
+        ValueError: A device cannot be used, or a prefix names neither a module nor a tensor of the model.
         ReadError: The operating system failed a read.
-        SourceChangedError: The file changed meanwhile.
+        SourceChangedError: The file changed during the load.
         PartialLoadError: One of the above, after live tensors began to change.
 
     Example:
@@ -121,34 +121,34 @@ def load_optimizer(
 
     Each tensor is read straight to its final device and in its final dtype, which are torch's choice: floating-point
     parameters decide for their state, ``step`` keeps its own dtype unless ``fused`` or ``capturable`` says otherwise.
-    The state is swapped in at the end, by ``optimizer.load_state_dict`` itself: until then the optimizer is as it was.
+    ``optimizer.load_state_dict`` itself installs the state at the end: until then the optimizer is unchanged.
 
     Args:
         optimizer: Made of the parameters of the model, in as many groups as in the checkpoint. Load the model first.
-        source: As in ``load_into``. Of a directory with an ``optimizer.pt`` or ``optimizer.bin`` beside the model, that
-            file is read; of several (``optimizer_1.bin``) the only one that fits. An open checkpoint that ``load_into``
-            has read too is indexed once.
-        model: Names the parameters, where the checkpoint has state by name (torch.distributed.checkpoint, FSDP). An
-            optimizer that was made of ``named_parameters()`` does without. Numbered state needs no names.
-        key: Part of the checkpoint, as ``"optimizer"``. None finds the only state that fits.
+        source: As in ``load_into``. In a directory, an ``optimizer.pt`` or ``optimizer.bin`` next to the model is read;
+            of several (``optimizer_1.bin``) the only one that fits. An open checkpoint that was also passed to
+            ``load_into`` is indexed once.
+        model: Names the parameters, if the checkpoint has state by name (torch.distributed.checkpoint, FSDP). An
+            optimizer made of ``named_parameters()`` does not need it, nor does numbered state.
+        key: Part of the checkpoint, such as ``"optimizer"``. None finds the only state that fits.
         rename: New names for the parameters of a state by name, as in ``load_into``; None for a name leaves it out.
-        device: Where the state stays until the first ``step``, which moves it to the parameters. None puts it there
-            at once.
+        device: Device of the state until the first ``step``, which moves it to the parameters. None reads it to the
+            devices of the parameters.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
 
     Returns:
-        What was read and how, under which key, and predicted beside measured memory.
+        Reads and their methods, the key of the state, and predicted and measured memory.
 
     Raises:
-        CheckpointError: The file is damaged, unsafe or of an unknown kind. ``UnsupportedError`` where the state was
-            divided over ranks (DeepSpeed's ZeRO, Megatron, flat parameters of FSDP1); it says what to do.
+        CheckpointError: The file is damaged, unsafe or of an unknown kind. ``UnsupportedError`` if the state was
+            divided over ranks (DeepSpeed's ZeRO, Megatron, flat parameters of FSDP1), with advice.
         MismatchError: No state, or more than one, fits the optimizer; every reason or candidate is listed.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ValueError: The device cannot be used.
         ReadError: The operating system failed a read.
-        SourceChangedError: The file changed meanwhile.
+        SourceChangedError: The file changed during the load.
 
     Example:
         >>> with sluice.open("run.pt") as checkpoint:
@@ -180,7 +180,7 @@ def load_state_dict(
     progress: Progress = False,
     page_cache: PageCache = "auto",
 ) -> OrderedDict[str, Any]:
-    """Load a state dict: what ``torch.load(weights_only=True)`` gives, with peak memory = its tensors + the buffers.
+    """Load a state dict as ``torch.load(weights_only=True)`` does, with peak memory = its tensors + the buffers.
 
     Tensors that share storage in the file share it in the result, Parameters come back as Parameters, sparse and
     quantized tensors as such, Python attributes of tensors and other values are kept, and so is ``_metadata``. Of each
@@ -188,10 +188,11 @@ def load_state_dict(
 
     Args:
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
-        device: Where the tensors go.
+        device: Device of the tensors.
         dtype: Cast real floating-point tensors to this; None keeps the file's dtypes.
-        key: Part of the checkpoint. None takes a flat state dict as it is, else the only candidate inside.
-        rules: What the tensors become, see ``sluice.rules``; the result is flat then, and other values stay.
+        key: Part of the checkpoint. None takes the checkpoint itself if it is a flat state dict, otherwise the only
+            candidate inside.
+        rules: Changes to the tensors, see ``sluice.rules``; the result is flat then, and other values are kept.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
@@ -202,7 +203,7 @@ def load_state_dict(
         MismatchError: There is no state dict, or more than one; the message lists them.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ReadError: The operating system failed a read.
-        SourceChangedError: The file changed meanwhile.
+        SourceChangedError: The file changed during the load.
 
     Example:
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)

@@ -39,14 +39,14 @@ def plan(
     page_cache: PageCache = "auto",
     probe: bool = False,
 ) -> PlanReport:
-    """Plan a load without doing it: what it would take, whether that is there, and what other ways would take.
+    """Plan a load without running it: predict its memory, and compare it with the limits and with other ways to load.
 
-    The plan is made by the code that ``load_into`` runs, so the two cannot disagree. The peaks of the usual ways to
-    load (``torch.load`` and ``load_state_dict``, and its leaner variants) are predicted beside it.
+    ``load_into`` makes the same plan with the same code, so the two cannot disagree. The peaks of the usual ways to
+    load (``torch.load`` and ``load_state_dict``, and its leaner variants) are predicted as well.
 
     Args:
         model: The module to plan for, best built under ``sluice.empty_init()``; None plans ``load_state_dict`` from
-            the checkpoint alone, and takes the tensors of the file for the model's.
+            the checkpoint alone, and takes the tensors of the file for those of a model.
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
         device: As in ``load_into``; without a model one device.
         dtype: As in ``load_into``.
@@ -55,20 +55,20 @@ def plan(
         rules: As in ``load_into``.
         strict: As in ``load_into``.
         place: As in ``load_into``.
-        memory: What memory may grow by, and the size of the staging buffers. Limits that are not given are found: the
-            control group, free memory, ``ulimit -v``, what each accelerator has free.
+        memory: How much memory may grow, and the size of the staging buffers. Limits that are not given are detected:
+            the control group, free memory, ``ulimit -v``, free memory of each accelerator.
         limits: Bounds for hostile files.
         page_cache: As in ``load_into``.
         probe: Read up to 256 MiB to estimate times.
 
     Returns:
-        Predicted peaks, the limits, whether the load fits, what would fit if not, and the comparison. A load that does
-        not fit is no error here.
+        Predicted peaks, the limits, whether the load fits, alternatives if it does not, and the comparison. A load that
+        does not fit is not an error here.
 
     Raises:
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
-        MismatchError: OpenCheckpoint and module disagree; every reason is listed.
-        BudgetError: ``device="auto"`` cannot tell what an accelerator has free, or staging is below 1 MiB.
+        MismatchError: The checkpoint does not fit the module; every reason is listed.
+        BudgetError: ``device="auto"`` with an accelerator whose free memory is unknown, or staging below 1 MiB.
         ValueError: A device cannot be used, or an argument needs a model.
         ReadError: The operating system failed a read.
 

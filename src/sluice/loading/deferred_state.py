@@ -17,7 +17,7 @@ from sluice.records import Entry
 
 __all__ = ["keep_devices", "move_at_first_step"]
 
-# torch documents the hooks of optimizers and keeps their dicts private: there is no public way to ask for them.
+# torch documents the hooks of optimizers, but their dicts are private and have no public accessor.
 # ruff: noqa: SLF001
 
 

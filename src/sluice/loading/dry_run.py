@@ -29,7 +29,7 @@ def plan_report(
     """Decide a load and report the decision instead of running it.
 
     Args:
-        request: What the caller asks for.
+        request: Arguments of the load.
         checkpoint: The checkpoint to plan for.
         probe: Whether to read a little and estimate times.
         notes: Further notes for the report.

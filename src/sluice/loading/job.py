@@ -2,7 +2,7 @@
 
     LoadRequest --decide--> LoadJob --run--> Loaded --load_report--> LoadReport
 
-A request records what the caller asks for. A job records the whole decision: nothing is touched before ``run``, and
+A request records the arguments of the caller. A job records the whole decision: nothing is touched before ``run``, and
 ``sluice.plan`` stops there. A kind of load (a module, a state dict, an optimizer) is one subclass of ``LoadRequest``,
 which makes the job, and one of ``LoadJob``, which puts the tensors in their places. The budget check, the measurements
 and the report are the same for all and are here.
@@ -42,7 +42,7 @@ __all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "dtype_argument", "load
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest(ABC):
-    """What a caller asks for, without the checkpoint."""
+    """Arguments of a load, without the checkpoint."""
 
     #: How the bytes are moved.
     options: TransferOptions
@@ -103,7 +103,7 @@ class LoadJob(ABC):
 
     @property
     def plan(self) -> LoadPlan:
-        """What the engine will do."""
+        """Plan for the engine."""
         return self.prepared.plan
 
     @abstractmethod
@@ -172,7 +172,7 @@ def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], 
     """Open a checkpoint, decide a load, run it and report it.
 
     Args:
-        request: What the caller asks for.
+        request: Arguments of the load.
         opening: Opens the checkpoint, and closes it unless the caller opened it.
         progress: As in ``sluice.load_into``.
 

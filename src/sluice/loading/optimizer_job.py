@@ -1,6 +1,6 @@
 """Decide and run a load into an optimizer: from its parameters to its state.
 
-Each tensor is read to the device and in the dtype that ``Optimizer.load_state_dict`` would give it. That method gets
+Each tensor is read to the device and in the dtype that ``Optimizer.load_state_dict`` would choose. That method gets
 the finished tensors at the end and has nothing left to move or cast: it merges the groups and runs hooks,
 ``__setstate__`` and the overrides of subclasses. Until then the optimizer is untouched.
 """
@@ -33,7 +33,7 @@ from sluice.records import Entry
 
 __all__ = ["OptimizerJob", "OptimizerRequest"]
 
-# torch documents the hooks of optimizers and keeps their dicts private: there is no public way to ask for them.
+# torch documents the hooks of optimizers, but their dicts are private and have no public accessor.
 # ruff: noqa: SLF001
 
 
@@ -85,7 +85,7 @@ class OptimizerRequest(LoadRequest):
         """Return the state of the optimizer in a checkpoint.
 
         Raises:
-            MismatchError: There is no state, more than one that fits, or it does not fit.
+            MismatchError: There is no state, none fits, or more than one fits.
         """
         return find_state(checkpoint.index.tree, outline, key=self.key, file=checkpoint.path, rename=self.rename)
 
@@ -111,7 +111,7 @@ class OptimizerJob(LoadJob):
         """See ``LoadJob.fill``.
 
         Raises:
-            MismatchError: torch refuses the state that a hook of the optimizer made.
+            MismatchError: torch refuses the state after a hook of the optimizer changed it.
         """
         file = self.checkpoint.path
         tensors, outcome = self.read(progress)

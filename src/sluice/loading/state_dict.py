@@ -98,16 +98,16 @@ class StateDictJob(LoadJob):
 
 def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> Mapping[str, object]:
     tree = checkpoint.index.tree
-    found = subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
-    if not isinstance(found, Mapping):
+    part = subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
+    if not isinstance(part, Mapping):
         raise MismatchError(
             "this part of the checkpoint is not a state dict",
             file=checkpoint.path,
             tensor=key or "",
-            found=type(found).__name__,
+            found=type(part).__name__,
         )
-    trees.refuse_opaques(found, checkpoint.path)
-    return found
+    trees.refuse_opaques(part, checkpoint.path)
+    return part
 
 
 def _apply_rules(tree: Mapping[str, object], rules: Sequence[Rule], checkpoint: OpenCheckpoint) -> Mapping[str, object]:

@@ -15,7 +15,7 @@ from sluice.rules._apply import Rule, apply_rules
 
 __all__ = ["Candidate", "CandidateReader", "likely_state_dicts", "state_dict_candidates"]
 
-#: Last component of the name under which a state dict holds what a module's ``get_extra_state`` returned.
+#: Last component of the names of extra state, which ``get_extra_state`` of a module returns.
 _EXTRA_STATE = "_extra_state"
 
 

@@ -114,8 +114,8 @@ def only_state_dict(tree: object, file: str) -> str:
         f"key={key!r}: {len(entries)} tensors, {format_bytes(sum(entry.nbytes for entry in entries))}"
         for key, entries in islice(candidates.items(), SHOWN)
     ]
-    text = f"the checkpoint holds more than one state dict\n{section('choose one', lines, list(candidates))}\nNothing was read"
-    raise MismatchError(text, file=file)
+    choices = section("choose one", lines, list(candidates))
+    raise MismatchError(f"the checkpoint holds more than one state dict\n{choices}\nNothing was read", file=file)
 
 
 def _nested(reader: CandidateReader, outline: Outline) -> list[NameFit]:
@@ -175,7 +175,7 @@ def _ambiguous(problem: str, fits: Sequence[NameFit]) -> MismatchError:
 
 
 def _selection(fit: NameFit, *, keep_unexpected: bool) -> Selection:
-    """Return the entries of a fit; ``keep_unexpected`` includes names of its candidate that the module does not have."""
+    """Return the entries of a fit, with ``keep_unexpected`` also those whose names the module does not have."""
     candidate, own = fit.spelling.candidate, fit.spelling.in_module
     entries = {name: candidate.entries[original] for original, name in fit.names.items()}
     notes = []
