@@ -76,8 +76,8 @@ class RowsRequest(LoadRequest):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsJob(LoadJob):
     def fill(self, progress: Progress) -> Loaded:
-        tensors, outcome = self.read(progress)
-        return Loaded(outcome=outcome, value=tensors[0])
+        tensors, result = self.read(progress)
+        return Loaded(result=result, value=tensors[0])
 
 
 def rows_request(options: TransferOptions) -> LoadRequest:

@@ -163,7 +163,7 @@ def test_with_a_key_nothing_outside_of_it_counts_and_nothing_in_it_is_left_out()
 
 
 def test_a_checkpoint_without_tensors() -> None:
-    with pytest.raises(MismatchError, match="no tensors"):
+    with pytest.raises(MismatchError, match="no named tensors"):
         select({"epoch": 3}, MODULE)
 
 

@@ -203,5 +203,5 @@ def test_a_load_state_dict_of_its_own_is_refused_at_the_top_where_it_would_be_ca
     model = nn.Sequential(Overrides(2, 2))
     torch.save(model.state_dict(), tmp_path / "f.pth")
     sluice.load_into(model, tmp_path / "f.pth")
-    with pytest.raises(sluice.MismatchError, match=r"\(Overrides\) has a load_state_dict of its own"):
+    with pytest.raises(sluice.MismatchError, match=r"\(Overrides\) overrides load_state_dict"):
         sluice.load_into(model[0], tmp_path / "f.pth", key="0")

@@ -314,7 +314,7 @@ def test_what_is_no_rule_and_no_pattern_is_a_type_error(file: Path) -> None:
         sluice.load_state_dict(file, rules=[("a", "b")])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="pattern"):
         rules.drop(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="tuple"):
+    with pytest.raises(TypeError, match="must be a sequence of names"):
         rules.split("a", "bc")
 
 

@@ -153,7 +153,7 @@ class Loaded:
     """The result of running a job."""
 
     #: Methods and times of the reads.
-    outcome: RunResult
+    result: RunResult
     #: The return value of a verb that does not return a report.
     value: Any = None
     #: Names of the model that the checkpoint does not have; hooks of the model may have changed the job's.
@@ -231,8 +231,8 @@ def load_report(job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks
         predicted=plan.predicted,
         measured=measured,
         device_memory=loaded.device_memory,
-        reads=loaded.outcome.read_bytes,
-        stepped_down=loaded.outcome.stepped_down,
+        reads=loaded.result.read_bytes,
+        stepped_down=loaded.result.stepped_down,
         missing=loaded.missing,
         unexpected=loaded.unexpected,
         tied=job.tied,

@@ -55,13 +55,13 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
         finished.add(position)
 
     try:
-        tensors, outcome = job.read(progress, targets, completed=completed)
+        tensors, result = job.read(progress, targets, completed=completed)
     except BaseException as error:
         _report_partial(job, targets, finished, error)
         raise
     replaced = install(job.state, job.match, tensors, initial, placement=job.placement)
     missing, unexpected = finish_loading(job.state, job.match, extra_state, strict=job.strict)
-    return Loaded(outcome=outcome, missing=missing, unexpected=unexpected, replaced=replaced, notes=tuple(notes))
+    return Loaded(result=result, missing=missing, unexpected=unexpected, replaced=replaced, notes=tuple(notes))
 
 
 def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:

@@ -114,7 +114,7 @@ class OptimizerJob(LoadJob):
             MismatchError: torch refuses the state after a hook of the optimizer changed it.
         """
         file = self.checkpoint.path
-        tensors, outcome = self.read(progress)
+        tensors, result = self.read(progress)
         state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file)
         if self.deferred:
             state_dict["state"] = keep_devices(self.state_dict["state"], state_dict["state"], self.deferred)
@@ -126,7 +126,7 @@ class OptimizerJob(LoadJob):
             raise
         if self.deferred:
             move_at_first_step(self.optimizer)
-        return Loaded(outcome=outcome, missing=self.missing, unexpected=self.unexpected)
+        return Loaded(result=result, missing=self.missing, unexpected=self.unexpected)
 
 
 def _unwrapped(optimizer: Optimizer) -> Optimizer:

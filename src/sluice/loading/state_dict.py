@@ -91,9 +91,9 @@ class StateDictJob(LoadJob):
 
     def fill(self, progress: Progress) -> Loaded:
         """See ``LoadJob.fill``; the value is the state dict."""
-        tensors, outcome = self.read(progress)
+        tensors, result = self.read(progress)
         values = with_tensors(self.tree, self.entries, tensors, file=self.checkpoint.path)
-        return Loaded(outcome=outcome, value=_ordered(values, like=values))
+        return Loaded(result=result, value=_ordered(values, like=values))
 
 
 def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> Mapping[str, object]:
