@@ -1,4 +1,4 @@
-"""``sluice.plan``: the decisions of a load without the load, beside those of the usual ways."""
+"""``sluice.plan``: the decisions of a load without the load, compared with the usual ways to load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint lacks, and what it has besides: reported at once, kept, or initialised."""
+"""Missing and unexpected names: reported together, kept, or initialised."""
 
 from __future__ import annotations
 

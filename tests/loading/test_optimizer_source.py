@@ -1,4 +1,4 @@
-"""Resuming from what training loops write: one file for everything, directories of Trainer and accelerate, DCP."""
+"""Resuming from checkpoints of training loops: one file for all, directories of Trainer and accelerate, DCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which state of a checkpoint fits which optimizer, by number and by name, and what is said where none does."""
+"""The state of a checkpoint that fits an optimizer, by number and by name, and the errors if none does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State by name where the checkpoint has other names than the model."""
+"""State by name, with different names in the checkpoint and in the model."""
 
 from __future__ import annotations
 

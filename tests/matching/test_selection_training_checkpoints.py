@@ -1,4 +1,4 @@
-"""Checkpoints as training loops write them: which state dict is found, what is said of it, and how to reach another."""
+"""Checkpoints of training loops: the state dict that is selected, its notes, and how to select another."""
 
 from __future__ import annotations
 

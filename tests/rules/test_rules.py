@@ -1,4 +1,4 @@
-"""Rules on files, one by one: what they make, what they refuse and what the report says."""
+"""Each rule on files: its result, its errors and its text in the report."""
 
 from __future__ import annotations
 

@@ -6,14 +6,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 
+from torch.nn.parameter import is_lazy
+
+from sluice._dtypes import ITEM_BYTES
 from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadJob, LoadRequest
+from sluice.loading.module_job import ModuleJob
 from sluice.loading.read_probe import probe_rates
 from sluice.planning.alternatives import Change, what_would_fit
 from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
-from sluice.planning.other_methods import METHODS, Forecast, Rates, Subject, forecast
+from sluice.planning.other_methods import METHODS, Forecast, Rates, Subject, Weight, forecast
 from sluice.planning.recommendation import COPY, MAP, MethodVerdict, judge, recommend
 from sluice.records import LoadPlan, Peaks
 from sluice.reports.explanation import explain
@@ -82,13 +87,46 @@ def _subject(job: LoadJob) -> Subject:
     checkpoint = job.checkpoint
     devices = Counter(target.device for target in job.plan.targets)
     return Subject(
-        weights=tuple(job.weights()),
+        weights=tuple(_weights(job)),
         storages=tuple(storage.nbytes for storage in checkpoint.index.storages),
         format=checkpoint.format,
         files=len(checkpoint.files),
         device=devices.most_common(1)[0][0] if devices else "cpu",
         several_devices=len(devices) > 1,
     )
+
+
+def _weights(job: LoadJob) -> Iterator[Weight]:
+    """Yield the sizes of the model's tensors; without a module, the tensors of the checkpoint are taken for a model."""
+    if not isinstance(job, ModuleJob):
+        for request in job.requests:
+            nbytes = request.entry.nbytes
+            final_bytes = request.entry.numel * ITEM_BYTES[request.dtype]
+            yield Weight(file_bytes=nbytes, built_bytes=nbytes, final_bytes=final_bytes)
+        return
+    request_of = dict(zip(job.match.slots, job.requests, strict=True))
+    for position, slot in enumerate(job.state.outline.slots):
+        filled_by = request_of.get(position)
+        numel = prod(filled_by.entry.shape if filled_by else slot.shape)  # a lazy parameter has no shape of its own
+        dtype = filled_by.dtype if filled_by else job.match.initial_dtypes.get(position, slot.dtype)
+        yield Weight(
+            file_bytes=filled_by.entry.nbytes if filled_by else 0,
+            built_bytes=numel * ITEM_BYTES[slot.dtype],
+            final_bytes=numel * ITEM_BYTES[dtype],
+        )
+    for held in job.state.unsaved.values():
+        nbytes = held[0].tensor.nbytes
+        yield Weight(file_bytes=0, built_bytes=nbytes, final_bytes=nbytes)
+
+
+def _resident(job: LoadJob) -> dict[str, int]:
+    """Return the bytes of the model that are in memory already, by device; ``"host"`` for the CPU."""
+    nbytes: Counter[str] = Counter()
+    if isinstance(job, ModuleJob):
+        for tensor in (*job.state.tensors, *(held[0].tensor for held in job.state.unsaved.values())):
+            if not tensor.is_meta and not is_lazy(tensor):
+                nbytes[HOST if tensor.device.type == "cpu" else str(tensor.device)] += tensor.nbytes
+    return dict(nbytes)
 
 
 def _plans_by_place(request: LoadRequest, job: LoadJob) -> dict[Place, LoadPlan]:
@@ -111,7 +149,7 @@ def _verdicts(
     rates: Rates | None,
 ) -> Iterator[MethodVerdict]:
     """Yield the verdict on each way to load, the usual ones first."""
-    resident = job.resident()
+    resident = _resident(job)
     for method in METHODS:
         usual = forecast(method, subject, rates)
         devices = {} if subject.device == "cpu" else {subject.device: usual.device_bytes}

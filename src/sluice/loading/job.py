@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sluice._dtypes import ITEM_BYTES, dtype_name
+from sluice._dtypes import dtype_name
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -29,7 +29,6 @@ from sluice.engine.targets import Targets
 from sluice.machine.peaks import PeakMeter
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
-from sluice.planning.other_methods import Weight
 from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, Request
@@ -131,21 +130,6 @@ class LoadJob(ABC):
         """Return a function that makes the rows of the report's table; it keeps records alive, but no tensor."""
         targets = [view.target for view in self.prepared.views]
         return partial(request_rows, self.requests, targets, self.plan, self.checkpoint.index)
-
-    def weights(self) -> list[Weight]:
-        """Return the sizes of the model's tensors; the defaults take those of the checkpoint for a model."""
-        return [
-            Weight(
-                file_bytes=request.entry.nbytes,
-                built_bytes=request.entry.nbytes,
-                final_bytes=request.entry.numel * ITEM_BYTES[request.dtype],
-            )
-            for request in self.requests
-        ]
-
-    def resident(self) -> Mapping[str, int]:
-        """Return the bytes of the model that are in memory already, by device; ``"host"`` for the CPU."""
-        return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,17 +5,15 @@ All that headers can show is settled here, before a byte of tensor data is read:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from sluice._dtypes import ITEM_BYTES, dtype_name
+from sluice._dtypes import dtype_name
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -32,9 +30,7 @@ from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.load_hooks import follow_loading
 from sluice.planning.alternatives import Change
-from sluice.planning.budget import HOST
 from sluice.planning.memory_layout import Computed
-from sluice.planning.other_methods import Weight
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry, UnsupportedValue
 from sluice.reports.report_rows import Decided, tensor_rows
@@ -176,32 +172,6 @@ class ModuleJob(LoadJob):
             computed=tuple(_computed_row(name, held[0].tensor) for name, held in self.state.unsaved.items()),
         )
         return partial(tensor_rows, decided)
-
-    def weights(self) -> list[Weight]:
-        """Return the sizes of the module's tensors, in its order; non-persistent buffers come last."""
-        request_of = dict(zip(self.match.slots, self.requests, strict=True))
-        weights = []
-        for position, slot in enumerate(self.state.outline.slots):
-            request = request_of.get(position)
-            numel = prod(request.entry.shape if request else slot.shape)  # a lazy parameter has no shape of its own
-            dtype = request.dtype if request else self.match.initial_dtypes.get(position, slot.dtype)
-            weights.append(
-                Weight(
-                    file_bytes=request.entry.nbytes if request else 0,
-                    built_bytes=numel * ITEM_BYTES[slot.dtype],
-                    final_bytes=numel * ITEM_BYTES[dtype],
-                )
-            )
-        computed = [held[0].tensor.nbytes for held in self.state.unsaved.values()]
-        return weights + [Weight(file_bytes=0, built_bytes=nbytes, final_bytes=nbytes) for nbytes in computed]
-
-    def resident(self) -> Mapping[str, int]:
-        """See ``LoadJob.resident``."""
-        nbytes: Counter[str] = Counter()
-        for tensor in (*self.state.tensors, *(held[0].tensor for held in self.state.unsaved.values())):
-            if not tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
-                nbytes[HOST if tensor.device.type == "cpu" else str(tensor.device)] += tensor.nbytes
-        return dict(nbytes)
 
 
 def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:
