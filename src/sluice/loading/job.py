@@ -123,7 +123,11 @@ class LoadJob(ABC):
         plan = self.plan
         with byte_progress(progress, self.checkpoint.path, plan.read_bytes) as report:
             return transfer.run(
-                self.checkpoint, self.prepared, targets or Targets(plan), progress=report, completed=completed
+                self.checkpoint,
+                self.prepared,
+                Targets(plan) if targets is None else targets,
+                progress=report,
+                completed=completed,
             )
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:

@@ -49,7 +49,7 @@ class ModuleRequest(LoadRequest):
 
     #: The module to load into.
     model: nn.Module
-    #: Device, devices by prefix of names, ``"auto"``, or None. Looking a device up can create its context, so it waits.
+    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
     device: Device = None
     #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
     dtype: str | None = None
