@@ -331,8 +331,10 @@ def test_a_mismatch_says_what_rules_made_the_tensor_of(file: Path) -> None:
             ],
         )
     text = str(caught.value)
-    assert "'weight' is [5, 4] in the module, [4, 10] in the checkpoint; rules made it of 'wte transposed'" in text
-    assert "'bias' is [5] in the module, [6] in the checkpoint; rules made it of 'h.0.qkv.bias'" in text
+    assert (
+        "'weight' is [5, 4] in the module, [4, 10] in the checkpoint; produced by rules from 'wte transposed'" in text
+    )
+    assert "'bias' is [5] in the module, [6] in the checkpoint; produced by rules from 'h.0.qkv.bias'" in text
 
 
 def test_where_rules_apply_to_no_part_of_the_checkpoint_the_largest_part_says_why(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ class _Matcher:
             self.findings.missing += [((name,), None) for name in missing]
         unexpected = [name for name in saved if name not in own]
         self._unexpected += unexpected
-        self.findings.spare += [(name, None) for name in unexpected]
+        self.findings.unexpected += [(name, None) for name in unexpected]
 
     def add_unexpected(self, outline: Outline) -> None:
         """Note the entries whose names the module does not have."""
@@ -272,8 +272,8 @@ class _Matcher:
         for name, entry in self._entries.items():
             if name not in known:
                 self._unexpected.append(name)
-                self.findings.spare.append((name, entry.shape))
-        self.findings.report_spare = self._strict
+                self.findings.unexpected.append((name, entry.shape))
+        self.findings.report_unexpected = self._strict
 
     def result(self, outline: Outline) -> Match:
         """Return the match."""
