@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from sluice.api.checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
     from sluice.api.convert import convert
     from sluice.api.load import load_into, load_optimizer, load_state_dict
+    from sluice.api.plan import plan
     from sluice.api.save import SaveReport, save
     from sluice.api.verify import verify
     from sluice.checking.diff import diff
-    from sluice.loading.dry_run import plan
     from sluice.measuring import MemoryReport, measure
     from sluice.modules.empty_init import empty_init
     from sluice.records import Opaque, Peaks, UnsupportedValue
@@ -133,7 +133,7 @@ _HOMES = {
     "load_state_dict": "api.load",
     "measure": "measuring",
     "open": "api.checkpoint",
-    "plan": "loading.dry_run",
+    "plan": "api.plan",
     "save": "api.save",
     "verify": "api.verify",
 }

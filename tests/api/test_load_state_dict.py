@@ -137,7 +137,7 @@ def test_objects_that_need_code_are_refused_where_they_are_asked_for(tmp_path: P
 
 def test_a_single_tensor_is_no_state_dict(tmp_path: Path) -> None:
     torch.save(torch.ones(3), tmp_path / "f.pth")
-    with pytest.raises(sluice.MismatchError, match="no state dict of a model"):
+    with pytest.raises(sluice.MismatchError, match="holds no state dict"):
         sluice.load_state_dict(tmp_path / "f.pth")
 
 

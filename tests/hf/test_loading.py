@@ -166,7 +166,7 @@ def test_a_body_out_of_a_checkpoint_with_a_head(transformers: Any, tmp_path: Pat
 def test_weights_of_another_shape(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path)
     _edit_config(tmp_path, vocab_size=100)
-    with pytest.raises(sluice.MismatchError, match="of another shape"):
+    with pytest.raises(sluice.MismatchError, match="of a different shape"):
         sluice.hf.from_pretrained(tmp_path)
 
 

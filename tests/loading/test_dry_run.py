@@ -1,4 +1,4 @@
-"""``sluice.plan``: the decisions of a load without the load, beside those of the usual ways."""
+"""``sluice.plan``: the decisions of a load without the load, compared with the usual ways to load."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_probe_estimates_times_of_every_method(file: Path) -> None:
 def test_accelerators_have_predictions_and_limits_of_their_own(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = {"fake:0": DeviceFacts(device="fake:0", free_bytes=6 * MIB, cached_bytes=0)}
     monkeypatch.setattr("sluice.loading.devices.device_name", str)
-    monkeypatch.setattr("sluice.loading.dry_run.device_name", str)
+    monkeypatch.setattr("sluice.loading.state_dict.device_name", str)
     monkeypatch.setattr("sluice.loading.devices.accelerators", lambda: ("fake:0",))
     for module in ("reading.transfer", "loading.devices"):
         monkeypatch.setattr(f"sluice.{module}.device_facts", free.__getitem__)

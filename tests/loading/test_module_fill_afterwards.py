@@ -1,4 +1,4 @@
-"""A module that was loaded is like any other: copied, saved, moved, compiled, trained, cut to pieces."""
+"""A loaded module can be copied, saved, moved, compiled, trained and taken apart like any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real models: tensors are filled where they are, and failures say what they left."""
+"""Real models: tensors are filled in place, and failures name what they changed."""
 
 from __future__ import annotations
 

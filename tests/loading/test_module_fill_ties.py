@@ -1,4 +1,4 @@
-"""Tied tensors and tensors over one memory stay what they are, whichever of their names a checkpoint has."""
+"""Tied tensors, and tensors that share memory, stay so with any of their names in the checkpoint."""
 
 from __future__ import annotations
 

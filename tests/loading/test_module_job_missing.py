@@ -1,4 +1,4 @@
-"""What a checkpoint lacks, and what it has besides: reported at once, kept, or initialised."""
+"""Missing and unexpected names: reported together, kept, or initialised."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_nothing_can_initialise_is_refused_by_name(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in Model().state_dict().items() if name != "mask"}
     torch.save(state, tmp_path / "f.pth")
     model = empty()
-    with pytest.raises(sluice.MismatchError, match=r"'mask' is not in the checkpoint and on the meta device"):
+    with pytest.raises(sluice.MismatchError, match=r"'mask' is on the meta device and not in the checkpoint"):
         sluice.load_into(model, tmp_path / "f.pth", strict=False)
     assert all(tensor.is_meta for tensor in model.state_dict().values())
 
@@ -161,6 +161,6 @@ def test_a_failing_post_hook_leaves_a_complete_module_and_says_so(tmp_path: Path
     with sluice.empty_init():
         model = nn.Linear(2, 2)
     model.register_load_state_dict_post_hook(fail)  # type: ignore[no-untyped-call]
-    with pytest.raises(sluice.PartialLoadError, match="every tensor was loaded, and then a load_state_dict post-hook"):
+    with pytest.raises(sluice.PartialLoadError, match="every tensor was loaded, but a load_state_dict post-hook"):
         sluice.load_into(model, tmp_path / "f.pth")
     assert torch.equal(model.weight, source.weight)

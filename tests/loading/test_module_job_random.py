@@ -1,4 +1,4 @@
-"""Random modules and random damage to their state dicts: ``load_into`` says and does what ``load_state_dict`` does."""
+"""Random modules and random damage to their state dicts: ``load_into`` behaves as ``load_state_dict``."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_extra_state_is_missing_or_unexpected_like_any_other_name() -> None:
 
 def test_what_a_module_forgives_is_not_missing() -> None:
     outline = Outline(slots=(slot("live", device="cpu", in_place=True), slot("meta", resettable=True)))
-    found = match(outline, {}, forgiven={"live", "meta"})
+    found = match(outline, {}, optional_names={"live", "meta"})
     assert (found.missing, found.kept, found.initialised) == ((), (0,), (1,))
 
 

@@ -1,4 +1,4 @@
-"""Whatever a checkpoint holds where an optimizer's state is looked for: a match or a ``MismatchError``."""
+"""Any contents in place of an optimizer state: a match or a ``MismatchError``."""
 
 from __future__ import annotations
 

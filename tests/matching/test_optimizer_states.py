@@ -1,4 +1,4 @@
-"""Which state of a checkpoint fits which optimizer, by number and by name, and what is said where none does."""
+"""The state of a checkpoint that fits an optimizer, by number and by name, and the errors if none does."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_groups_that_differ_are_refused(tmp_path: Path, run: tuple[Net, torch.op
     assert "2 in the checkpoint, 1 in the optimizer" in refusal(path, KINDS["AdamW"](net()))
     model = net()
     first, *rest = model.parameters()
-    assert "group 0 has another size: 3 in the checkpoint, 1 in the" in refusal(
+    assert "group 0 has a different size: 3 in the checkpoint, 1 in the" in refusal(
         path, torch.optim.AdamW([{"params": [first]}, {"params": rest}])
     )
 
@@ -214,7 +214,7 @@ def test_names_that_are_missing_are_refused_and_extra_ones_reported(
     model, optimizer = run
     path = write(tmp_path / "f.pt", get_optimizer_state_dict(model, optimizer, options=FLAT if flat else None))
     larger = nn.ModuleDict({"up": nn.Linear(6, 10), "new": nn.Linear(2, 2)})
-    with pytest.raises(MismatchError, match=r"it has nothing for 'new\.weight'") as caught:
+    with pytest.raises(MismatchError, match=r"it has no state for 'new\.weight'") as caught:
         sluice.load_optimizer(torch.optim.AdamW(larger.parameters()), path, model=larger)
     assert caught.value.missing == ("'new.weight'", "'new.bias'")
     up = nn.Linear(6, 10)
@@ -265,8 +265,8 @@ def test_one_object_at_two_places_is_one_candidate(tmp_path: Path, run: tuple[Ne
 
 def test_what_is_no_optimizer(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
     path = write(tmp_path / "f.pt", {"model": run[0].state_dict(), "state": {"x": {"y": 1}}})
-    assert "holds no state of an optimizer" in refusal(path, adamw(net()))
-    assert "not the state of an optimizer" in refusal(path, adamw(net()), key="model")
+    assert "holds no optimizer state" in refusal(path, adamw(net()))
+    assert "not an optimizer state" in refusal(path, adamw(net()), key="model")
     with pytest.raises(MismatchError, match="nothing at key"):
         sluice.load_optimizer(adamw(net()), path, key="optimizer")
 

@@ -1,4 +1,4 @@
-"""State by name where the checkpoint has other names than the model."""
+"""State by name, with different names in the checkpoint and in the model."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_param_names_are_renamed_too(tmp_path: Path) -> None:
 
 def test_numbers_have_nothing_to_rename(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
     torch.save(run[1].state_dict(), tmp_path / "f.pt")
-    with pytest.raises(MismatchError, match=re.escape("numbered: there is nothing to rename")):
+    with pytest.raises(MismatchError, match=re.escape("numbered, so rename= does not apply")):
         fill(tmp_path / "f.pt", rename={"a": "b"})
 
 

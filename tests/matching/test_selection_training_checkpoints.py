@@ -1,4 +1,4 @@
-"""Checkpoints as training loops write them: which state dict is found, what is said of it, and how to reach another."""
+"""Checkpoints of training loops: the state dict that is selected, its notes, and how to select another."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def test_an_optimizer_alone_is_no_state_dict_of_a_model(tmp_path: Path) -> None:
     path = write(tmp_path / "optimizer.bin", trained(Net()).state_dict())
     with pytest.raises(sluice.MismatchError, match="no"):
         sluice.load_state_dict(path)
-    with pytest.raises(sluice.MismatchError, match="no tensors that a module could load"):
+    with pytest.raises(sluice.MismatchError, match="no named tensors to load into a module"):
         sluice.load_into(fresh(), path)
 
 

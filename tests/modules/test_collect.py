@@ -1,4 +1,4 @@
-"""Modules: what is found in them, and what is refused."""
+"""The tensors collected from a module, and those that are refused."""
 
 from __future__ import annotations
 

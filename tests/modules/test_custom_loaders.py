@@ -163,7 +163,7 @@ def complains(self: nn.Linear, state: State, prefix: str, *rest: Any) -> None:
     [
         (computes, "writes to tensors with __set__"),
         (adds, "writes to tensors with add_"),
-        (scales, "computes what it copies"),
+        (scales, "computes values that it copies"),
         (sets, "sets the attribute 'loaded'"),
         (replaces, "replaces tensors"),
         (resizes, "writes to tensors with resize_"),
@@ -191,7 +191,7 @@ def test_a_loader_of_one_object_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     torch.save(model.state_dict(), tmp_path / "f.pth")
     model._load_from_state_dict = lambda *_: None  # type: ignore[method-assign]
-    with pytest.raises(sluice.MismatchError, match="was given to this one object"):
+    with pytest.raises(sluice.MismatchError, match="is set on the instance, not the class"):
         sluice.load_into(model, tmp_path / "f.pth")
 
 
@@ -203,5 +203,5 @@ def test_a_load_state_dict_of_its_own_is_refused_at_the_top_where_it_would_be_ca
     model = nn.Sequential(Overrides(2, 2))
     torch.save(model.state_dict(), tmp_path / "f.pth")
     sluice.load_into(model, tmp_path / "f.pth")
-    with pytest.raises(sluice.MismatchError, match=r"\(Overrides\) has a load_state_dict of its own"):
+    with pytest.raises(sluice.MismatchError, match=r"\(Overrides\) overrides load_state_dict"):
         sluice.load_into(model[0], tmp_path / "f.pth", key="0")

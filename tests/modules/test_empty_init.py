@@ -1,4 +1,4 @@
-"""Modules built without memory: what goes to meta, what stays tied, what is left alone."""
+"""Modules built without memory: tensors on meta, ties, and tensors that stay real."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Non-persistent buffers are what the constructor computed, after ``empty_init`` and ``load_into``."""
+"""Non-persistent buffers keep the values of the constructor after ``empty_init`` and ``load_into``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from support.trained_net import TOKENS, Net, assert_equal, empty, trained
 def test_loading_equals_load_state_dict(build: Callable[[], Net]) -> None:
     source = trained()
     module = build().eval()
-    found, installed = load(module, source.state_dict())
+    found, replaced = load(module, source.state_dict())
     assert_equal(module, source)
     assert torch.equal(module(TOKENS), source(TOKENS))
     assert module.head.weight is module.embedding.weight
@@ -28,7 +28,7 @@ def test_loading_equals_load_state_dict(build: Callable[[], Net]) -> None:
     assert torch.equal(module.first.frequencies, source.first.frequencies)
     assert not any(t.is_meta for t in (*module.parameters(), *module.buffers()))
     assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in source.parameters()]
-    assert (found.missing, found.unexpected, installed.replaced) == ((), (), ())
+    assert (found.missing, found.unexpected, replaced) == ((), (), ())
     assert ("embedding.weight", "head.weight") in found.tied
 
 
@@ -86,8 +86,8 @@ def test_a_parameter_held_by_a_weak_reference_is_replaced_everywhere_and_named()
     held.no_decay = True
     reference = weakref.ref(held)
     source = trained()
-    _, installed = load(module, source.state_dict())
-    assert installed.replaced == ("embedding.weight",)
+    _, replaced = load(module, source.state_dict())
+    assert replaced == ("embedding.weight",)
     assert reference() is held is not module.embedding.weight
     assert module.head.weight is module.embedding.weight
     assert module.head.weight.no_decay
@@ -105,8 +105,8 @@ def test_what_is_replaced_is_replaced_in_attributes_too() -> None:
     with empty_init():
         module = Listing()
     reference = weakref.ref(module.weight)
-    _, installed = load(module, nn.Linear(2, 2).state_dict())
-    assert installed.replaced == ("weight",)
+    _, replaced = load(module, nn.Linear(2, 2).state_dict())
+    assert replaced == ("weight",)
     assert reference() is None  # nobody holds the one on meta any more
     assert module.weight is module.held[0]
     assert module.weight is module.named["w"] is module.pair[0]
@@ -116,8 +116,8 @@ def test_what_is_replaced_is_replaced_in_attributes_too() -> None:
 def test_a_buffer_with_a_view_is_replaced_everywhere_and_named() -> None:
     module = empty()
     view = module.first.mask[:2]
-    _, installed = load(module, trained().state_dict())
-    assert installed.replaced == ("first.mask",)
+    _, replaced = load(module, trained().state_dict())
+    assert replaced == ("first.mask",)
     assert module.again.mask is module.first.mask
     assert not module.first.mask.is_meta
     assert view.is_meta
@@ -130,8 +130,8 @@ def test_recurrent_layers_keep_their_lists_of_weights(held: bool) -> None:
     module = empty(lambda: nn.LSTM(3, 4, num_layers=2))
     weights = [*module.parameters()]
     references = [weakref.ref(weight) for weight in weights if held]
-    _, installed = load(module, source.state_dict())
-    assert len(installed.replaced) == len(references)  # those of torch's own layers do not count
+    _, replaced = load(module, source.state_dict())
+    assert len(replaced) == len(references)  # those of torch's own layers do not count
     assert [one is other for one, other in zip(module.parameters(), weights, strict=True)] == [not held] * 8
     assert all(one is other for one, other in zip(module._flat_weights, module.parameters(), strict=True))
     assert not module._weights_have_changed()

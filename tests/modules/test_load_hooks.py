@@ -1,4 +1,4 @@
-"""Old checkpoints, hooks, extra state: what modules do to a state dict themselves."""
+"""Old checkpoints, hooks and extra state: changes that modules make to a state dict."""
 
 from __future__ import annotations
 

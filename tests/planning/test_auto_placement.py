@@ -228,7 +228,7 @@ def test_accelerators_that_do_not_say_what_they_have_need_a_limit(
     file: Path, fakes: dict[str, FakeAccelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.loading.devices.device_facts", lambda device: DeviceFacts(device=device))
-    with pytest.raises(BudgetError, match=r"fake:0 has free; say it with MemoryLimits\(device=...\)"):
+    with pytest.raises(BudgetError, match=r"free memory of fake:0 is unknown; set it with MemoryLimits\(device=...\)"):
         sluice.load_into(empty(), file, device="auto")
     assert sluice.load_into(empty(), file, device="auto", memory=sluice.MemoryLimits(device="30MiB")).devices
 

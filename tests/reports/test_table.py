@@ -173,7 +173,7 @@ def test_a_report_makes_its_rows_when_asked_and_can_be_pickled(file: Path, monke
         asked.append(decided)
         return tensor_rows(decided)
 
-    monkeypatch.setattr("sluice.api.load.tensor_rows", spy)
+    monkeypatch.setattr("sluice.loading.module_job.tensor_rows", spy)
     report = sluice.load_into(empty(), file, strict=False)
     str(report), report.to_json()
     assert not asked

@@ -1,4 +1,4 @@
-"""What rules add to copies, products and constants, on the way to an accelerator."""
+"""Copies, products and constants of rules on accelerators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules inside the memory contract, in fresh processes, and what they read."""
+"""Rules keep the memory contract, in fresh processes, and read each byte once."""
 
 from __future__ import annotations
 

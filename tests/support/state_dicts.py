@@ -13,7 +13,7 @@ from sluice.matching.match import Match, match
 from sluice.matching.placement import device_of
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.initial_values import initial_values
-from sluice.modules.install import Installed, finish_loading, install
+from sluice.modules.install import finish_loading, install
 from sluice.modules.load_hooks import follow_loading
 from sluice.records import Entry, Request, elements_of
 
@@ -65,8 +65,8 @@ def load(
     dtype: str | None = None,
     strict: bool = True,
     versions: Mapping[str, int] | None = None,
-) -> tuple[Match, Installed]:
-    """Load a state dict into a module with everything but the engine."""
+) -> tuple[Match, tuple[str, ...]]:
+    """Load a state dict into a module with everything but the engine; return also the names of replaced tensors."""
     held = hold(state_dict)
     followed = follow_loading(module, held.entries, versions=versions)
     state = collect(module)
@@ -77,7 +77,7 @@ def load(
         dtype=dtype,
         strict=strict,
         versions=versions,
-        forgiven=followed.forgiven,
+        optional_names=followed.optional_names,
         problems=followed.problems,
     )
     initial = memory_for(state, found, placement or {})
@@ -89,9 +89,9 @@ def load(
             with torch.no_grad():
                 tensor = state.tensors[slot].detach().copy_(tensor)
         finished.append(tensor)
-    installed = install(state, found, finished, initial, placement=placement)
+    replaced = install(state, found, finished, initial, placement=placement)
     finish_loading(state, found, {}, strict=strict)
-    return found, installed
+    return found, replaced
 
 
 def memory_for(state: ModuleState, found: Match, placement: Mapping[str, str]) -> dict[int, torch.Tensor]:

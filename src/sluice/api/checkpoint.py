@@ -1,4 +1,4 @@
-"""An open checkpoint: names and tensors that read themselves when asked, over an index without torch."""
+"""Open checkpoints: names and lazy tensors over an index without torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LazyTensor:
 
     @property
     def entry(self) -> Entry:
-        """Its record in the index: dtype as text, shape, stride and storage, without torch."""
+        """Record in the index: dtype as text, shape, stride and storage, without torch."""
         return self._entry
 
     @property
@@ -62,15 +62,15 @@ class LazyTensor:
 
     @property
     def storage_key(self) -> str:
-        """Name of its storage, or of those that it is assembled from; tensors of one file share what has one key."""
+        """Name of its storage, or of the storages of its parts; tensors of one file with the same key share storage."""
         return "+".join(self._checkpoint.index.storages[number].key for number in self._entry.storages)
 
     def __getitem__(self, key: Key) -> LazyTensor:
-        """Return a view as torch's basic indexing gives it: integers, slices with positive steps, ``...`` and None.
+        """Return the view of torch's basic indexing: integers, slices with positive steps, ``...`` and None.
 
         Raises:
             IndexError: An integer is out of range, or there are more indices than dimensions.
-            TypeError: The key is a tensor, a list or anything else that would select elements one by one.
+            TypeError: The key is a tensor, a list or another index that selects elements one by one.
             ValueError: A step is not positive.
         """
         return LazyTensor(self._checkpoint, self.name, slice_entry(self._entry, key))
@@ -86,17 +86,17 @@ class LazyTensor:
         """Read the bytes that this tensor needs and return it, cast as ``.to(dtype)`` would.
 
         Args:
-            device: Where it goes; None is the CPU. Not with ``out``.
+            device: Its device; None for the CPU. Not with ``out``.
             dtype: Its dtype; None keeps the file's. Not with ``out``.
             out: A tensor of the same shape to fill in place, on its device and in its dtype.
             memory: How much memory may grow.
 
         Raises:
-            FormatError: It is sparse, and its indices do not fit it.
-            MismatchError: ``out`` has another shape, or the tensor is sparse or quantized and would have to be dense.
-            ValueError: ``out`` was given together with ``device`` or ``dtype``, or the checkpoint is closed.
+            FormatError: It is sparse and has invalid indices.
+            MismatchError: ``out`` has a different shape, or the tensor is sparse or quantized where it must be dense.
+            ValueError: ``out`` was passed together with ``device`` or ``dtype``, or the checkpoint is closed.
         """
-        from sluice.reading.tensor import read_tensor  # imports torch, which an index does without
+        from sluice.reading.tensor import read_tensor  # imports torch, which opening does not need
 
         return read_tensor(self._checkpoint, self.name, self._entry, device=device, dtype=dtype, out=out, memory=memory)
 
@@ -117,7 +117,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
     def tree(self) -> Any:
         """The nested object of the file, with ``LazyTensor`` for tensors.
 
-        ``Opaque`` stands for what is never loaded: objects that only running code could build, and, as
+        ``Opaque`` stands for values that are never loaded: objects that only running code could build, and, as
         ``UnsupportedValue``, tensors of kinds that sluice does not read.
         """
         names = {id(entry): name for name, entry in trees.walk(self.index.tree)}
@@ -133,7 +133,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
         """Return the tensor of this name.
 
         Raises:
-            KeyError: Nothing has it.
+            KeyError: There is no such name.
             UnsafeContentError: It is an object that only running code could build.
             UnsupportedError: It is a tensor of a kind that sluice does not read.
         """
@@ -165,20 +165,20 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     Args:
         source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one that
             torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file of a
-            sharded model; an open checkpoint; or a file opened with ``open(path, "rb")`` or an ``io.BytesIO``: what is
-            read starts at its position, which is then the end of the object in a legacy ``torch.save`` file, and the
-            end of the file otherwise.
-        key: Show only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
+            sharded model; an open checkpoint; or a file opened with ``open(path, "rb")`` or an ``io.BytesIO``: reading
+            starts at its position. Afterwards the position is the end of the object in a legacy ``torch.save`` file,
+            and otherwise the end of the file.
+        key: Only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
         limits: Bounds for hostile files; None for the defaults.
 
     Returns:
-        A ``Checkpoint``: a mapping from names to ``LazyTensor``, to be used in a ``with`` block.
+        A ``Checkpoint``: a mapping from names to ``LazyTensor``, for use in a ``with`` block.
 
     Raises:
-        CheckpointError: The file is damaged, unsafe or of an unknown kind; the subclass says how.
+        CheckpointError: The file is damaged, unsafe or of an unknown kind; the subclass tells which.
         MismatchError: ``key`` is not in the checkpoint.
-        UnsafeContentError: What ``key`` names, or the whole file, is an object that only running code could build.
-        UnsupportedError: What ``key`` names is a tensor of a kind that sluice does not read.
+        UnsafeContentError: The value at ``key``, or the whole file, is an object that only running code could build.
+        UnsupportedError: The value at ``key`` is a tensor of a kind that sluice does not read.
         ReadError: The file cannot be read.
         TypeError: ``source`` is a file object that can only be read in order, or one that decompresses or decodes.
 

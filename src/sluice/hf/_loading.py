@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +28,13 @@ from sluice._errors import UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress
 from sluice.api.checkpoint import open as open_checkpoint
-from sluice.api.load import load_entries
 from sluice.entries import tree as _tree
 from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._library import find_library
 from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tensor_of, tie
 from sluice.loading.devices import Device
+from sluice.loading.job import load
+from sluice.loading.module_job import EntriesRequest
 from sluice.modules.empty_init import empty_init
 from sluice.records import UnsupportedValue
 from sluice.reports.load import LoadReport
@@ -115,7 +116,8 @@ def from_pretrained(
         check(model, names, strict=strict)
         make_real(model, names.missing)
         options = TransferOptions(memory=memory, page_cache=page_cache, place=place)
-        loaded = load_entries(model, checkpoint, names.entries, device=device, options=options, progress=progress)
+        request = EntriesRequest(model=model, entries=names.entries, device=device, options=options)
+        loaded = load(request, nullcontext(checkpoint), progress=progress)
     _finish(model, names, path)
     if report is not None:
         missing = tuple(sorted(names.missing))

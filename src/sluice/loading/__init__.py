@@ -1,6 +1,7 @@
-"""Fills modules, optimizers and state dicts: decide everything from headers, then read.
+"""Loads into modules, optimizers and state dicts: everything is decided from headers, then data is read.
 
-In: a request and an open checkpoint. Out: a job (decided, nothing touched), then its result.
+In: a request and an open checkpoint. Out: a job (decided, nothing touched), then its result and report.
 
-Start with ``module_job.prepare_module`` and ``module_fill.fill``.
+Start with ``job.load``, which runs every load, and ``module_job.ModuleRequest``. A new kind of load is a request and a
+job of its own; see ``job``.
 """

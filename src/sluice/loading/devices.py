@@ -1,4 +1,4 @@
-"""What callers say of devices, as names that torch writes; and the choice of ``device="auto"``."""
+"""The ``device`` argument of loads: parse it into names as torch writes them, and choose for ``device="auto"``."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from sluice.planning.planner import staging_buffer_bytes
 
 __all__ = ["Device", "check_prefixes", "choose_placement", "device_name", "other_devices", "parse_placement"]
 
-#: What the ``device`` of ``load_into`` takes.
+#: Type of the ``device`` argument of ``load_into``.
 Device: TypeAlias = str | torch.device | Mapping[str, str | int | torch.device] | None
 
-#: Strategies that accelerate has beside ``"auto"``.
+#: Strategies of accelerate other than ``"auto"``.
 _OTHER_STRATEGIES = frozenset({"balanced", "balanced_low_0", "sequential"})
 
 
 def parse_placement(device: Device) -> Placement | Literal["auto"]:
-    """Return devices by prefixes of names, or that they are to be chosen.
+    """Return devices by prefixes of names, or ``"auto"``.
 
     Raises:
-        ValueError: A device cannot be used, or another strategy than ``"auto"`` is asked for.
+        ValueError: A device cannot be used, or is a strategy other than ``"auto"``.
     """
     if device is None:
         return {}
@@ -50,27 +50,27 @@ def parse_placement(device: Device) -> Placement | Literal["auto"]:
 
 
 def device_name(device: str | int | torch.device) -> str:
-    """Return a device as torch writes it, with the index that it means now; an int counts accelerators.
+    """Return a device as torch writes it, with its current index; an int is the index of an accelerator.
 
     Raises:
-        ValueError: This torch cannot use it here, or it holds nothing: the meta device, and accelerate's ``"disk"``.
+        ValueError: torch cannot use it, or it cannot hold weights: the meta device, and accelerate's ``"disk"``.
     """
     if device == "disk":
         raise ValueError(
-            "device 'disk' cannot hold weights: sluice loads all of them; for weights that stay in the "
-            "file until they are used, choose 'cpu' and place='map'"
+            "device 'disk' cannot hold weights: sluice loads all of them. To keep weights in the file until they "
+            "are used, pass device='cpu' and place='map'"
         )
     try:
-        found = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # a torch without CUDA says so with an AssertionError
+        resolved = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         raise ValueError(f"device {device!r} cannot be used: {error}") from error
-    if found.type == "meta":
+    if resolved.type == "meta":
         raise ValueError("device='meta' cannot hold weights")
-    return str(found)
+    return str(resolved)
 
 
 def check_prefixes(placement: Placement, state: ModuleState) -> None:
-    """Refuse prefixes that are no module and no tensor of the module: they would place nothing, silently.
+    """Refuse prefixes that name neither a module nor a tensor of the model: they would silently place nothing.
 
     Raises:
         ValueError: There are such prefixes.
@@ -82,19 +82,19 @@ def check_prefixes(placement: Placement, state: ModuleState) -> None:
         raise ValueError(f"device= names no module or tensor of the model: {', '.join(map(repr, unknown))}")
 
 
-def choose_placement(state: ModuleState, found: Match, memory: MemoryLimits | None) -> Placement:
-    """Return where ``device="auto"`` puts each tensor.
+def choose_placement(state: ModuleState, matched: Match, memory: MemoryLimits | None) -> Placement:
+    """Return the devices that ``device="auto"`` chooses.
 
     Args:
         state: The module.
-        found: What fills it; the devices in it do not count.
-        memory: ``device`` limits what each accelerator is filled with; None takes what is free, less a reserve.
+        matched: The match of its tensors; the devices in it are ignored.
+        memory: ``device`` limits how far each accelerator is filled; None fills its free memory, less a reserve.
 
     Raises:
-        BudgetError: An accelerator does not say how much memory it has, and ``memory`` does not either.
+        BudgetError: The free memory of an accelerator is unknown, and ``memory`` does not limit it.
     """
     return auto_placement(
-        list(_members(state, found)),
+        list(_members(state, matched)),
         list(_rooms(memory or MemoryLimits())),
         whole=undivided(state.module),
         one_block=all(slot.on_meta for slot in state.outline.slots),
@@ -102,18 +102,18 @@ def choose_placement(state: ModuleState, found: Match, memory: MemoryLimits | No
 
 
 def other_devices(placement: Placement | Literal["auto"]) -> tuple[str, ...]:
-    """Return what a caller could give as ``device`` instead: the first accelerator, ``"auto"``, the CPU."""
-    found = accelerators()
-    offered = (found[0], "auto", "cpu") if found else ("cpu",)
-    now = placement if placement == "auto" else placement.get("", "cpu")
-    return tuple(device for device in offered if device != now)
+    """Return other values for ``device``: the first accelerator, ``"auto"``, the CPU."""
+    available = accelerators()
+    offered = (available[0], "auto", "cpu") if available else ("cpu",)
+    current = placement if placement == "auto" else placement.get("", "cpu")
+    return tuple(device for device in offered if device != current)
 
 
-def _members(state: ModuleState, found: Match) -> Iterator[Member]:
-    filled = dict(zip(found.slots, found.requests, strict=True))
+def _members(state: ModuleState, matched: Match) -> Iterator[Member]:
+    request_of = dict(zip(matched.slots, matched.requests, strict=True))
     for position, slot in enumerate(state.outline.slots):
-        request = filled.get(position)
-        dtype = request.dtype if request else found.initial_dtypes.get(position, slot.dtype)
+        request = request_of.get(position)
+        dtype = request.dtype if request else matched.initial_dtypes.get(position, slot.dtype)
         shape = request.entry.shape if request else slot.shape  # a lazy parameter has no shape of its own
         stays = not slot.on_meta and slot.dtype == dtype
         yield Member(names=slot.names, nbytes=prod(shape) * ITEM_BYTES[dtype], at=slot.device if stays else None)
@@ -127,10 +127,10 @@ def _rooms(memory: MemoryLimits) -> Iterator[Room]:
     for device in accelerators():
         limit_bytes = device_limit(memory, device)
         if limit_bytes is None:
-            known = device_facts(device)
-            if known.free_bytes is None:
+            facts = device_facts(device)
+            if facts.free_bytes is None:
                 raise BudgetError(
-                    f"device='auto' cannot tell how much {device} has free; say it with MemoryLimits(device=...)"
+                    f"device='auto': the free memory of {device} is unknown; set it with MemoryLimits(device=...)"
                 )
-            limit_bytes = int((known.free_bytes + known.cached_bytes) * (1 - options.AUTO_RESERVE))
+            limit_bytes = int((facts.free_bytes + facts.cached_bytes) * (1 - options.AUTO_RESERVE))
         yield Room(device=device, nbytes=max(0, limit_bytes - scratch))

@@ -1,309 +1,174 @@
-"""``sluice.plan``: the dry run of a load. It shares every decision with the load itself, and reads no tensor data."""
+"""Dry runs: the decision of a load, reported with its limits and with other ways to load. No tensor data is read."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Literal
 
-import torch
+from torch.nn.parameter import is_lazy
 
-from sluice._dtypes import ITEM_BYTES, dtype_name
-from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
-from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
-from sluice.loading import module_job as _module_plan
-from sluice.loading import state_dict as _state_dict
-from sluice.loading.devices import Device, device_name, parse_placement
-from sluice.loading.module_job import Job
+from sluice._dtypes import ITEM_BYTES
+from sluice._options import Place
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.loading.job import LoadJob, LoadRequest
+from sluice.loading.module_job import ModuleJob
 from sluice.loading.read_probe import probe_rates
-from sluice.matching.renaming import Rename
-from sluice.planning.alternatives import Change, Offer, Replan, what_would_fit
-from sluice.planning.budget import HOST, find_limits, shortages
+from sluice.planning.alternatives import Change, what_would_fit
+from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
 from sluice.planning.other_methods import METHODS, Forecast, Rates, Subject, Weight, forecast
 from sluice.planning.recommendation import COPY, MAP, MethodVerdict, judge, recommend
-from sluice.records import LoadPlan, Peaks, Request
+from sluice.records import LoadPlan, Peaks
 from sluice.reports.explanation import explain
 from sluice.reports.plan import PlanReport
 from sluice.reports.report_rows import casts
-from sluice.rules._apply import Rule
 
-__all__ = ["plan"]
+__all__ = ["plan_report"]
 
 
-def plan(
-    model: torch.nn.Module | None,
-    source: CheckpointSource,
-    *,
-    device: Device = None,
-    dtype: torch.dtype | Literal["auto"] | None = None,
-    key: str | None = None,
-    rename: Rename | None = None,
-    rules: Sequence[Rule] = (),
-    strict: bool = True,
-    place: Place = "copy",
-    memory: MemoryLimits | None = None,
-    limits: Limits | None = None,
-    page_cache: PageCache = "auto",
-    probe: bool = False,
+def plan_report(
+    request: LoadRequest, checkpoint: OpenCheckpoint, *, probe: bool, notes: tuple[str, ...] = ()
 ) -> PlanReport:
-    """Plan a load without doing it: what it would take, whether that is there, and what other ways would take.
-
-    The plan is made by the code that ``load_into`` runs, so the two cannot disagree. The peaks of the usual ways to
-    load (``torch.load`` and ``load_state_dict``, and its leaner variants) are predicted beside it.
+    """Decide a load and report the decision instead of running it.
 
     Args:
-        model: The module to plan for, best built under ``sluice.empty_init()``; None plans ``load_state_dict`` from
-            the checkpoint alone, and takes the tensors of the file for the model's.
-        source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
-        device: As in ``load_into``; without a model one device.
-        dtype: As in ``load_into``.
-        key: As in ``load_into``.
-        rename: As in ``load_into``.
-        rules: As in ``load_into``.
-        strict: As in ``load_into``.
-        place: As in ``load_into``.
-        memory: What memory may grow by, and the size of the staging buffers. Limits that are not given are found: the
-            control group, free memory, ``ulimit -v``, what each accelerator has free.
-        limits: Bounds for hostile files.
-        page_cache: As in ``load_into``.
-        probe: Read up to 256 MiB to estimate times.
-
-    Returns:
-        Predicted peaks, the limits, whether the load fits, what would fit if not, and the comparison. A load that does
-        not fit is no error here.
-
-    Raises:
-        CheckpointError: The file is damaged, unsafe or of an unknown kind.
-        MismatchError: OpenCheckpoint and module disagree; every reason is listed.
-        BudgetError: ``device="auto"`` cannot tell what an accelerator has free, or staging is below 1 MiB.
-        ValueError: A device cannot be used, or an argument needs a model.
-        ReadError: The operating system failed a read.
-
-    Example:
-        >>> with sluice.empty_init():
-        ...     model = GPTModel(config)
-        >>> report = sluice.plan(model, "model.pth", dtype=torch.bfloat16)
-        >>> print(report.fits)
-        True
-        >>> print(report)
-        model.pth (torch-zip): ... tensors, ... finished on cpu, ... to read
-        ...
+        request: Arguments of the load.
+        checkpoint: The checkpoint to plan for.
+        probe: Whether to read a little and estimate times.
+        notes: Further notes for the report.
     """
-    transfer = TransferOptions(memory=memory, page_cache=page_cache, place=place)
-    cast = dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype)
-    with borrow(source, limits=limits) as checkpoint:
-        if model is None:
-            if rename is not None or not strict or place != "copy" or isinstance(device, Mapping) or device == "auto":
-                raise ValueError("rename=, strict=, place= and several devices need a model")
-            planned = _without_model(checkpoint, device, None if cast == "auto" else cast, key, rules, transfer)
-        else:
-            wanted = _module_plan.Wanted(
-                placement=parse_placement(device),
-                dtype=cast,
-                key=key,
-                rename=rename,
-                rules=rules,
-                strict=strict,
-                options=transfer,
-            )
-            planned = _with_model(model, checkpoint, wanted)
-        return _report(planned, checkpoint, transfer, probe=probe)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """A load that is decided, and what the report says of it."""
-
-    #: What the engine would do.
-    plan: LoadPlan
-    #: What would be read.
-    requests: tuple[Request, ...]
-    #: The model and its file, for the formulas.
-    subject: Subject
-    #: Bytes of the model that are in memory already, by device; ``"host"`` is the CPU's.
-    resident: Mapping[str, int]
-    #: The load with other arguments.
-    replan: Replan
-    #: The arguments that could be asked for.
-    offer: Offer
-    #: The same load with the other ``place``; None where that changes nothing.
-    other_place: LoadPlan | None
-    #: Fields of the report that are known already.
-    said: Mapping[str, object]
-
-
-def _without_model(
-    checkpoint: OpenCheckpoint,
-    device: str | torch.device | None,
-    dtype: str | None,
-    key: str | None,
-    rules: Sequence[Rule],
-    transfer: TransferOptions,
-) -> _Planned:
-    where = device_name(device or "cpu")
-    wanted = _state_dict.Wanted(device=where, dtype=dtype, key=key, rules=rules, options=transfer)
-    job = _state_dict.plan_state_dict(checkpoint, wanted)
-    replan, offer = _state_dict.state_dict_changes(checkpoint, wanted)
-    weights = [
-        Weight(
-            file_bytes=request.entry.nbytes,
-            built_bytes=request.entry.nbytes,
-            final_bytes=request.entry.numel * ITEM_BYTES[request.dtype],
-        )
-        for request in job.requests
-    ]
-    return _Planned(
-        plan=job.prepared.plan,
-        requests=job.requests,
-        subject=_subject(checkpoint, weights, [where]),
-        resident={},
-        replan=replan,
-        offer=offer,
-        other_place=None,
-        said={
-            "key": key,
-            "cast": casts(job.requests),
-            "notes": ("without a model, its tensors are taken to be those of the checkpoint",),
-        },
+    job, memory = request.job(checkpoint), request.memory
+    plan, subject, limits = job.plan, _subject(job), find_limits(job.plan.facts, memory)
+    short = shortages(plan, memory)
+    rates = None
+    if probe and plan.targets:
+        options = replace(request.options, place="copy")
+        rates = probe_rates(checkpoint, job.requests, plan, device=subject.device, options=options)
+    methods = tuple(_verdicts(job, subject, _plans_by_place(request, job), limits, rates))
+    recommended, reason = recommend(methods)
+    replan = partial(request.replan, checkpoint)
+    return PlanReport(
+        source=checkpoint.path,
+        format=checkpoint.format,
+        files=checkpoint.files,
+        key=job.key,
+        prefix=job.prefix,
+        devices=tuple(sorted({target.device for target in plan.targets})),
+        placement=job.placement,
+        tensors=len(plan.targets),
+        final_bytes=plan.final_bytes,
+        checkpoint_bytes=checkpoint.nbytes,
+        read_bytes=plan.read_bytes,
+        mapped_bytes=plan.mapped_bytes,
+        staging_bytes=plan.staging_buffers * plan.staging_buffer_bytes,
+        predicted=plan.predicted,
+        device_bytes={device.device: device.predicted_bytes for device in plan.devices},
+        limits=limits,
+        shortages=tuple(f"{each}, {each.allowed}" for each in short),
+        alternatives=what_would_fit(plan, memory, replan, offer=request.offers) if short else (),
+        cast=casts(job.requests),
+        missing=job.missing,
+        unexpected=job.unexpected,
+        tied=job.tied,
+        initialised=job.initialised,
+        methods=methods,
+        recommended=recommended,
+        reason=reason,
+        rates=rates,
+        notes=(*checkpoint.index.notes, *job.notes, *notes),
+        explanation=partial(explain, plan),
     )
 
 
-def _with_model(model: torch.nn.Module, checkpoint: OpenCheckpoint, wanted: _module_plan.Wanted) -> _Planned:
-    job = _module_plan.plan_module(model, checkpoint, wanted)
-    replan, offer = _module_plan.module_changes(model, checkpoint, wanted)
-    other = replan(Change(place="copy" if wanted.options.place == "map" else "map"))
-    slots = job.state.outline.slots
-    return _Planned(
-        plan=job.prepared.plan,
-        requests=job.match.requests,
-        subject=_subject(checkpoint, list(_weights(job)), [target.device for target in job.prepared.plan.targets]),
-        resident=_resident(job),
-        replan=replan,
-        offer=offer,
-        other_place=other if other.mapped_bytes or job.prepared.plan.mapped_bytes else None,
-        said={
-            "key": job.selection.key,
-            "prefix": job.selection.prefix,
-            "placement": job.placement,
-            "cast": casts(job.match.requests),
-            "missing": job.match.missing,
-            "unexpected": job.match.unexpected,
-            "tied": job.match.tied,
-            "initialised": tuple(name for slot in job.match.initialised for name in slots[slot].names),
-            "notes": (*job.selection.notes, *job.notes),
-        },
+def _subject(job: LoadJob) -> Subject:
+    """Return the model and its checkpoint for the formulas of other ways to load."""
+    checkpoint = job.checkpoint
+    devices = Counter(target.device for target in job.plan.targets)
+    return Subject(
+        weights=tuple(_weights(job)),
+        storages=tuple(storage.nbytes for storage in checkpoint.index.storages),
+        format=checkpoint.format,
+        files=len(checkpoint.files),
+        device=devices.most_common(1)[0][0] if devices else "cpu",
+        several_devices=len(devices) > 1,
     )
 
 
-def _weights(job: Job) -> Iterator[Weight]:
-    """Yield the tensors of a module, in its order; those that no state dict holds come last."""
-    filled = dict(zip(job.match.slots, job.match.requests, strict=True))
+def _weights(job: LoadJob) -> Iterator[Weight]:
+    """Yield the sizes of the model's tensors; without a module, the tensors of the checkpoint are taken for a model."""
+    if not isinstance(job, ModuleJob):
+        for request in job.requests:
+            nbytes = request.entry.nbytes
+            final_bytes = request.entry.numel * ITEM_BYTES[request.dtype]
+            yield Weight(file_bytes=nbytes, built_bytes=nbytes, final_bytes=final_bytes)
+        return
+    request_of = dict(zip(job.match.slots, job.requests, strict=True))
     for position, slot in enumerate(job.state.outline.slots):
-        request = filled.get(position)
-        shape = request.entry.shape if request else slot.shape  # a lazy parameter has no shape of its own
-        dtype = request.dtype if request else job.match.initial_dtypes.get(position, slot.dtype)
+        filled_by = request_of.get(position)
+        numel = prod(filled_by.entry.shape if filled_by else slot.shape)  # a lazy parameter has no shape of its own
+        dtype = filled_by.dtype if filled_by else job.match.initial_dtypes.get(position, slot.dtype)
         yield Weight(
-            file_bytes=request.entry.nbytes if request else 0,
-            built_bytes=prod(shape) * ITEM_BYTES[slot.dtype],
-            final_bytes=prod(shape) * ITEM_BYTES[dtype],
+            file_bytes=filled_by.entry.nbytes if filled_by else 0,
+            built_bytes=numel * ITEM_BYTES[slot.dtype],
+            final_bytes=numel * ITEM_BYTES[dtype],
         )
     for held in job.state.unsaved.values():
         nbytes = held[0].tensor.nbytes
         yield Weight(file_bytes=0, built_bytes=nbytes, final_bytes=nbytes)
 
 
-def _resident(job: Job) -> dict[str, int]:
-    """Return the bytes of the module that are in memory already, by where they are."""
-    tensors = [*job.state.tensors, *(held[0].tensor for held in job.state.unsaved.values())]
-    found: Counter[str] = Counter()
-    for tensor in tensors:
-        if not tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
-            found[HOST if tensor.device.type == "cpu" else str(tensor.device)] += tensor.nbytes
-    return dict(found)
+def _resident(job: LoadJob) -> dict[str, int]:
+    """Return the bytes of the model that are in memory already, by device; ``"host"`` for the CPU."""
+    nbytes: Counter[str] = Counter()
+    if isinstance(job, ModuleJob):
+        for tensor in (*job.state.tensors, *(held[0].tensor for held in job.state.unsaved.values())):
+            if not tensor.is_meta and not is_lazy(tensor):
+                nbytes[HOST if tensor.device.type == "cpu" else str(tensor.device)] += tensor.nbytes
+    return dict(nbytes)
 
 
-def _subject(checkpoint: OpenCheckpoint, weights: Sequence[Weight], devices: Sequence[str]) -> Subject:
-    found = Counter(devices)
-    return Subject(
-        weights=tuple(weights),
-        storages=tuple(storage.nbytes for storage in checkpoint.index.storages),
-        format=checkpoint.format,
-        files=len(checkpoint.files),
-        device=found.most_common(1)[0][0] if found else "cpu",
-        several_devices=len(found) > 1,
-    )
+def _plans_by_place(request: LoadRequest, job: LoadJob) -> dict[Place, LoadPlan]:
+    """Return the plan of the job and, if mapping makes a difference, the plan with the other ``place``."""
+    place = request.options.place
+    plans: dict[Place, LoadPlan] = {place: job.plan}
+    if request.can_map:
+        other: Place = "copy" if place == "map" else "map"
+        plan = request.replan(job.checkpoint, Change(place=other))
+        if plan.mapped_bytes or job.plan.mapped_bytes:
+            plans[other] = plan
+    return plans
 
 
-def _report(planned: _Planned, checkpoint: OpenCheckpoint, transfer: TransferOptions, *, probe: bool) -> PlanReport:
-    made, subject = planned.plan, planned.subject
-    memory = transfer.memory or MemoryLimits()
-    short = shortages(made, memory)
-    rates = (
-        probe_rates(checkpoint, planned.requests, made, device=subject.device, transfer=replace(transfer, place="copy"))
-        if probe and made.targets
-        else None
-    )
-    methods = tuple(_verdicts(planned, memory, transfer.place, rates))
-    recommended, reason = recommend(methods)
-    said = dict(planned.said)
-    notes = (*checkpoint.index.notes, *said.pop("notes"))  # type: ignore[misc]  # a tuple of texts
-    return PlanReport(
-        source=checkpoint.path,
-        format=checkpoint.format,
-        files=checkpoint.files,
-        devices=tuple(sorted({target.device for target in made.targets})),
-        tensors=len(made.targets),
-        final_bytes=made.final_bytes,
-        checkpoint_bytes=checkpoint.nbytes,
-        read_bytes=made.read_bytes,
-        mapped_bytes=made.mapped_bytes,
-        staging_bytes=made.staging_buffers * made.staging_buffer_bytes,
-        predicted=made.predicted,
-        device_bytes={device.device: device.predicted_bytes for device in made.devices},
-        limits=find_limits(made.facts, memory),
-        shortages=tuple(f"{each}, {each.allowed}" for each in short),
-        alternatives=what_would_fit(made, memory, planned.replan, offer=planned.offer) if short else (),
-        methods=methods,
-        recommended=recommended,
-        reason=reason,
-        rates=rates,
-        notes=notes,
-        explanation=partial(explain, made),
-        **said,  # type: ignore[arg-type]  # the fields that _Planned.said is made of
-    )
-
-
-def _verdicts(planned: _Planned, memory: MemoryLimits, place: Place, rates: Rates | None) -> Iterator[MethodVerdict]:
-    """Yield what each way to load takes, the usual ones first."""
-    subject = planned.subject
-    limits = find_limits(planned.plan.facts, memory)
+def _verdicts(
+    job: LoadJob,
+    subject: Subject,
+    plans: Mapping[Place, LoadPlan],
+    limits: tuple[MemoryLimit, ...],
+    rates: Rates | None,
+) -> Iterator[MethodVerdict]:
+    """Yield the verdict on each way to load, the usual ones first."""
+    resident = _resident(job)
     for method in METHODS:
-        found = forecast(method, subject, rates)
-        devices = {} if subject.device == "cpu" else {subject.device: found.device_bytes}
-        yield judge(found, devices, limits, resident=planned.resident)
-    both = [(place, planned.plan), ("copy" if place == "map" else "map", planned.other_place)]
-    for where, made in both:
-        if made is not None:
-            found = _own_forecast(MAP if where == "map" else COPY, made, planned.resident, rates)
-            devices = {
-                device.device: device.predicted_bytes + planned.resident.get(device.device, 0)
-                for device in made.devices
-            }
-            yield judge(found, devices, limits, resident=planned.resident)
+        usual = forecast(method, subject, rates)
+        devices = {} if subject.device == "cpu" else {subject.device: usual.device_bytes}
+        yield judge(usual, devices, limits, resident=resident)
+    for place, plan in plans.items():
+        devices = {device.device: device.predicted_bytes + resident.get(device.device, 0) for device in plan.devices}
+        own = _own_forecast(MAP if place == "map" else COPY, plan, resident, rates)
+        yield judge(own, devices, limits, resident=resident)
 
 
-def _own_forecast(name: str, made: LoadPlan, resident: Mapping[str, int], rates: Rates | None) -> Forecast:
-    """Return what sluice takes, counted as the other methods are: with the model, and every page touched."""
-    anon = made.predicted.anon_bytes + resident.get(HOST, 0)
+def _own_forecast(name: str, plan: LoadPlan, resident: Mapping[str, int], rates: Rates | None) -> Forecast:
+    """Return the forecast for sluice, counted as for other methods: with the model, and with every page touched."""
+    anon = plan.predicted.anon_bytes + resident.get(HOST, 0)
     seconds = None
     if rates is not None:
-        touched = made.mapped_bytes / (2 * rates.copy if rates.cached else rates.serial)
-        seconds = made.read_bytes / rates.sluice + touched
+        touched = plan.mapped_bytes / (2 * rates.copy if rates.cached else rates.serial)
+        seconds = plan.read_bytes / rates.sluice + touched
     return Forecast(
         method=name,
-        host=Peaks(anon_bytes=anon, file_bytes=made.mapped_bytes, shmem_bytes=0, total_bytes=anon + made.mapped_bytes),
+        host=Peaks(anon_bytes=anon, file_bytes=plan.mapped_bytes, shmem_bytes=0, total_bytes=anon + plan.mapped_bytes),
         seconds=seconds,
     )

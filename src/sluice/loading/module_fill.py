@@ -1,94 +1,78 @@
-"""Fills a module as ``_module_plan`` decided: from a checked job to filled tensors in their places.
+"""Run a job of a module: compare, read, install.
 
-Copies of tied tensors are compared, then the data is read, and only then does a module on meta change. Live tensors
-change while they are read; a failure there says which.
+Copies of tied tensors are compared first, then the data is read, and only then does a module on meta change. Live
+tensors change while they are read; an error in that time names them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
-from sluice._progress import Progress, byte_progress
+from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.session import RunResult
 from sluice.engine.targets import Targets
-from sluice.entries import tree as _tree
 from sluice.entries.slicing import boxes, slice_entry
-from sluice.loading.module_job import Job
+from sluice.entries.tree import every_entry
+from sluice.loading.job import Loaded
 from sluice.modules.initial_values import initial_values
-from sluice.modules.install import Installed, finish_loading, install, install_one
-from sluice.reading import transfer as _transfer
+from sluice.modules.install import finish_loading, install, install_one
 from sluice.reading.composites import component_requests, with_tensors
-from sluice.records import DeviceMemory, Request
+from sluice.reading.transfer import prepare, run
+from sluice.records import Request
 
-__all__ = ["Done", "fill", "same_values"]
+if TYPE_CHECKING:
+    from sluice.loading.module_job import ModuleJob
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
-    """What ``fill`` did."""
-
-    #: What the engine did.
-    outcome: RunResult
-    #: What installing did.
-    installed: Installed
-    #: What became of each accelerator's memory.
-    device_memory: tuple[DeviceMemory, ...]
-    #: What a reader of the report should know, a sentence each.
-    notes: tuple[str, ...]
+__all__ = ["fill_module", "same_values"]
 
 
-def fill(job: Job, checkpoint: OpenCheckpoint, *, strict: bool, progress: Progress) -> Done:
-    """Run a job: compare copies of tied tensors, read, install.
+def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
+    """Compare copies of tied tensors, read the data, install it.
 
     Raises:
         MismatchError: Tied names have different bytes; nothing was touched.
-        PartialLoadError: A failure after live tensors began to change; its cause says what failed.
+        PartialLoadError: A failure after live tensors began to change; its cause is the failure.
     """
-    notes = [*job.notes, *_compare_tied(job, checkpoint, strict=strict)]
-    extra_state = {name: _read_tree(checkpoint, value) for name, value in job.extra_state.items()}
-    plan = job.prepared.plan
+    notes = _compare_tied(job)
+    extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
     targets = Targets(
-        plan, {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.match.requests[i].existing}
+        job.plan,
+        {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
     )
     finished: set[int] = set()
-    before = _transfer.allocator_state(plan)
-    initial = _initial_values(job, targets)
+    initial = _compute_initial(job, targets)
 
     def completed(position: int) -> None:
         slot = job.match.slots[position]
-        if not job.match.requests[position].existing and not job.state.tensors[slot].is_meta:
-            # A live tensor in another dtype or on another device: its old memory goes as soon as the new is whole.
+        if not job.requests[position].existing and not job.state.tensors[slot].is_meta:
+            # A live tensor in another dtype or on another device: its old memory is freed when the new is complete.
             install_one(job.state, slot, *targets.tensors([job.prepared.views[position]]))
         finished.add(position)
 
     try:
-        with byte_progress(progress, checkpoint.path, plan.read_bytes) as report:
-            tensors, outcome = _transfer.run(checkpoint, job.prepared, targets, progress=report, completed=completed)
+        tensors, result = job.read(progress, targets, completed=completed)
     except BaseException as error:
         _report_partial(job, targets, finished, error)
         raise
-    installed = install(job.state, job.match, tensors, initial, placement=job.placement)
-    missing, unexpected = finish_loading(job.state, job.match, extra_state, strict=strict)
-    installed = replace(installed, missing=missing, unexpected=unexpected)
-    memory = _transfer.device_memory(plan, before)
-    return Done(outcome=outcome, installed=installed, device_memory=memory, notes=tuple(notes))
+    replaced = install(job.state, job.match, tensors, initial, placement=job.placement)
+    missing, unexpected = finish_loading(job.state, job.match, extra_state, strict=job.strict)
+    return Loaded(result=result, missing=missing, unexpected=unexpected, replaced=replaced, notes=tuple(notes))
 
 
-def _initial_values(job: Job, targets: Targets) -> dict[int, torch.Tensor]:
-    """Compute what the checkpoint does not have, in its final memory."""
+def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:
+    """Compute the tensors on meta that the checkpoint does not fill, in their final memory."""
     slots = (*job.match.zeroed, *job.match.initialised)
     if not slots:
         return {}
     try:
         targets.reserve()
         memory = dict(zip(slots, targets.tensors(job.prepared.computed), strict=True))
-        initial_values(job.state, job.match, memory, scratch_bytes=job.prepared.plan.device_scratch_bytes)
+        initial_values(job.state, job.match, memory, scratch_bytes=job.plan.device_scratch_bytes)
     except BaseException:
         targets.discard()
         raise
@@ -96,59 +80,60 @@ def _initial_values(job: Job, targets: Targets) -> dict[int, torch.Tensor]:
 
 
 def _read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
-    """Return a part of the checkpoint with its tensors on the host, as ``torch.load`` gives it."""
-    entries = list(_tree.every_entry(tree))
+    """Return a part of the checkpoint with its tensors on the host, as ``torch.load`` returns it."""
+    entries = list(every_entry(tree))
     if not entries:
         return tree
     requests = [request for entry in entries for request in component_requests("extra state", entry, device="cpu")]
-    prepared = _transfer.prepare(checkpoint, requests, share_storages=True)
-    tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan))
+    prepared = prepare(checkpoint, requests, share_storages=True)
+    tensors, _ = run(checkpoint, prepared, Targets(prepared.plan))
     return with_tensors(tree, entries, tensors, file=checkpoint.path)
 
 
-def _compare_tied(job: Job, checkpoint: OpenCheckpoint, *, strict: bool) -> list[str]:
-    """Compare further copies of tied tensors with the first, slice by slice, before anything is touched."""
-    notes = []
+def _compare_tied(job: ModuleJob) -> list[str]:
+    """Compare further copies of tied tensors with the first, slice by slice; return a note for each that differs.
+
+    Raises:
+        MismatchError: Two copies differ, and the load is strict.
+    """
+    checkpoint, notes = job.checkpoint, []
     for position, other in job.match.comparisons:
-        first = job.match.requests[position]
-        if same_values(checkpoint, first, other, limit_bytes=job.prepared.plan.staging_buffer_bytes):
+        first = job.requests[position]
+        if same_values(checkpoint, first, other, limit_bytes=job.plan.staging_buffer_bytes):
             continue
         problem = f"{first.name!r} and {other.name!r} are tied in the model and differ in the checkpoint"
-        if strict:
+        if job.strict:
             raise MismatchError(problem, file=checkpoint.path, tensor=first.name)
         notes.append(f"{problem}; {first.name!r} was used")
     return notes
 
 
 def same_values(checkpoint: OpenCheckpoint, first: Request, other: Request, *, limit_bytes: int) -> bool:
-    """Return whether two tensors of one shape finish with the same bytes, ``limit_bytes`` of each at a time."""
+    """Return whether two requests of one shape finish with equal bytes; read ``limit_bytes`` of each at a time."""
     largest = max(ITEM_BYTES[dtype] for dtype in (first.entry.dtype, other.entry.dtype, first.dtype))
     for key in boxes(first.entry.shape, max(1, limit_bytes // largest)):
         requests = [_part(request, key) for request in (first, other)]
-        prepared = _transfer.prepare(checkpoint, requests)
-        tensors, _ = _transfer.run(checkpoint, prepared, Targets(prepared.plan))
-        one, two = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)
-        if not torch.equal(one, two):
+        prepared = prepare(checkpoint, requests)
+        tensors, _ = run(checkpoint, prepared, Targets(prepared.plan))
+        if not torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors)):
             return False
     return True
 
 
 def _part(request: Request, key: tuple[slice, ...]) -> Request:
-    """Return a request for a box of another one, as a tensor of its own on the host."""
+    """Return a request for a box of a request, as a separate tensor on the host."""
     entry = slice_entry(request.entry, key) if key else request.entry
     return Request(
         name=request.name, entry=entry, dtype=request.dtype, device="cpu", stride=contiguous_stride(entry.shape)
     )
 
 
-def _report_partial(job: Job, targets: Targets, finished: set[int], error: BaseException) -> None:
-    """Say which live tensors changed, when any did; an interrupt stays an interrupt and carries it as a note."""
+def _report_partial(job: ModuleJob, targets: Targets, finished: set[int], error: BaseException) -> None:
+    """Raise an error that names the live tensors that changed, if any did; add it to an interrupt as a note."""
     names = [job.state.outline.slots[slot].names[0] for slot in job.match.slots]
     live = [i for i, slot in enumerate(job.match.slots) if not job.state.tensors[slot].is_meta]
     done = tuple(names[i] for i in live if i in finished)
-    torn = tuple(
-        names[i] for i in live if i not in finished and i in targets.touched and job.match.requests[i].existing
-    )
+    torn = tuple(names[i] for i in live if i not in finished and i in targets.touched and job.requests[i].existing)
     if not done and not torn:
         return
     untouched = tuple(name for name in (names[i] for i in live) if name not in {*done, *torn})

@@ -1,25 +1,27 @@
-"""Decides one load into a module: which entries fill which tensors, and how; ``_module_load`` does it.
+"""Decide a load into a module: which entries fill which tensors, and how. ``module_fill`` runs the decision.
 
-Everything that headers can show is settled here, before a byte of tensor data is read: names, shapes, dtypes, memory.
-``sluice.plan`` stops here.
+All that headers can show is settled here, before a byte of tensor data is read: names, shapes, dtypes, memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from sluice._dtypes import dtype_name
 from sluice._options import MemoryLimits, TransferOptions
+from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.entries import tree as _tree
+from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
-from sluice.loading.devices import check_prefixes, choose_placement, other_devices, parse_placement
+from sluice.loading.devices import Device, check_prefixes, choose_placement, other_devices, parse_placement
+from sluice.loading.job import Loaded, LoadJob, LoadRequest
+from sluice.loading.module_fill import fill_module
 from sluice.matching.match import Match, match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.placement import Placement, device_of
@@ -27,79 +29,149 @@ from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.load_hooks import follow_loading
-from sluice.planning.alternatives import Change, Offer, Replan, check_budget
+from sluice.planning.alternatives import Change
 from sluice.planning.memory_layout import Computed
-from sluice.reading import transfer as _transfer
-from sluice.reading.transfer import Prepared
-from sluice.records import Entry, LoadPlan, UnsupportedValue
-from sluice.reports.report_rows import Decided
+from sluice.reading.transfer import changed, plan_transfer
+from sluice.records import Entry, UnsupportedValue
+from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
 from sluice.rules._apply import Rule
 
-__all__ = ["Job", "Wanted", "module_changes", "plan_module", "prepare_entries", "prepare_module"]
+__all__ = ["EntriesRequest", "ModuleJob", "ModuleRequest"]
 
-#: The dtype that is offered where a load does not fit: half of float32, with its range.
+#: The dtype offered if a load does not fit: half the size of float32, with the same range.
 _SMALLER_DTYPE = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What a caller asks for; see ``sluice.load_into``."""
+class ModuleRequest(LoadRequest):
+    """Arguments of ``sluice.load_into``."""
 
-    #: Devices by prefixes of names, or that they are to be chosen.
-    placement: Placement | Literal["auto"]
-    #: None, ``"auto"`` or the name of a real floating-point dtype.
+    #: The module to load into.
+    model: nn.Module
+    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
+    device: Device = None
+    #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
     dtype: str | None = None
-    #: Part of the checkpoint; None finds it.
+    #: Part of the checkpoint; None searches for the state dict.
     key: str | None = None
-    #: New names for those of the checkpoint.
+    #: New names for the names of the checkpoint.
     rename: Rename | None = None
-    #: What the tensors become before they are matched.
+    #: Rules to apply before names are matched.
     rules: Sequence[Rule] = ()
     #: Whether missing and unexpected names are errors.
     strict: bool = True
-    #: How the bytes are moved.
-    options: TransferOptions
 
-    def with_change(self, change: Change) -> Wanted:
-        """Return the same with another dtype, device, place or staging."""
+    can_map: ClassVar[bool] = True
+
+    def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
+        """See ``LoadRequest.job``; the errors are those of ``sluice.load_into``."""
+        state = collect(self.model)
+        tree, limits = checkpoint.index.tree, checkpoint.limits
+        selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
+        _refuse_opaques(self, selection, state, checkpoint)
+        followed = follow_loading(self.model, selection.entries, selection.extra_state, versions=selection.versions)
+        match_on = partial(
+            match,
+            state.outline,
+            followed.entries,
+            dtype=self.dtype,
+            strict=self.strict,
+            versions=selection.versions,
+            extra_state=followed.extra_state,
+            optional_names=followed.optional_names,
+            problems=followed.problems,
+        )
+        own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
+        skipped = [name for name, value in own.items() if trees.opaques(value)]
+        job = _module_job(checkpoint, state, match_on, self.device, self.options, strict=self.strict)
+        return replace(
+            job,
+            key=selection.key,
+            prefix=selection.prefix,
+            extra_state={name: value for name, value in own.items() if name not in skipped},
+            notes=(
+                *selection.notes,
+                *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
+            ),
+        )
+
+    def changed(self, change: Change) -> ModuleRequest:
+        """See ``LoadRequest.changed``."""
         return replace(
             self,
             dtype=change.dtype or self.dtype,
-            placement=parse_placement(change.device) if change.device else self.placement,
-            options=_transfer.changed(self.options, change),
+            device=change.device or self.device,
+            options=changed(self.options, change),
         )
+
+    def offers(self) -> Sequence[Change]:
+        """See ``LoadRequest.offers``."""
+        # If the caller asked for a cast, the file's own dtypes may fit: they can be mapped, or are in place.
+        dtypes = (_SMALLER_DTYPE, "auto") if self.dtype not in {None, "auto"} else (_SMALLER_DTYPE,)
+        return [*_other_places(self.device, self.options), *(Change(dtype=dtype) for dtype in dtypes)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A load that is decided and checked; nothing was touched yet."""
+class EntriesRequest(LoadRequest):
+    """A load of entries that have the module's names already, because a library converted them.
 
-    #: The module's tensors.
+    Nothing is searched, and load hooks of modules are not followed: the library has handled both. Tensors without an
+    entry must be real and keep their values.
+    """
+
+    #: The module to load into.
+    model: nn.Module
+    #: The entry of each parameter and persistent buffer, by name.
+    entries: Mapping[str, Entry]
+    #: As in ``ModuleRequest``.
+    device: Device = None
+
+    can_map: ClassVar[bool] = True
+
+    def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
+        """See ``LoadRequest.job``."""
+        state = collect(self.model)
+        match_on = partial(match, state.outline, self.entries, strict=False)
+        return _module_job(checkpoint, state, match_on, self.device, self.options, strict=False)
+
+    def changed(self, change: Change) -> EntriesRequest:
+        """See ``LoadRequest.changed``."""
+        return replace(self, device=change.device or self.device, options=changed(self.options, change))
+
+    def offers(self) -> Sequence[Change]:
+        """See ``LoadRequest.offers``."""
+        return list(_other_places(self.device, self.options))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleJob(LoadJob):
+    """A decided load into a module."""
+
+    #: Tensors of the module.
     state: ModuleState
-    #: The state dict that was found.
-    selection: Selection
-    #: Which entries fill which tensors.
+    #: Entries of these tensors; its requests are the job's.
     match: Match
-    #: How.
-    prepared: Prepared
-    #: Devices that were asked for, or chosen.
-    placement: Placement
-    #: Extra state of the module's parts by name: plain values and containers with ``Entry`` leaves.
-    extra_state: Mapping[str, object]
-    #: What a reader of the report should know, a sentence each.
-    notes: tuple[str, ...] = ()
+    #: Whether copies of tied tensors that differ, and names reported by post-hooks, are errors.
+    strict: bool
+    #: Extra state of modules by name: plain values and containers with ``Entry`` leaves.
+    extra_state: Mapping[str, object] = field(default_factory=dict)
 
-    def decided(self, checkpoint: OpenCheckpoint) -> Decided:
-        """Return what the report's table is made from, which holds no tensor."""
-        return Decided(
+    def fill(self, progress: Progress) -> Loaded:
+        """See ``LoadJob.fill``."""
+        return fill_module(self, progress)
+
+    def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
+        """See ``LoadJob.row_maker``; one row for each name of the module."""
+        decided = Decided(
             outline=self.state.outline,
             match=self.match,
-            plan=self.prepared.plan,
+            plan=self.plan,
             placement=self.placement,
-            index=checkpoint.index,
+            index=self.checkpoint.index,
             computed=tuple(_computed_row(name, held[0].tensor) for name, held in self.state.unsaved.items()),
         )
+        return partial(tensor_rows, decided)
 
 
 def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:
@@ -114,97 +186,56 @@ def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:
     )
 
 
-def prepare_module(model: nn.Module, checkpoint: OpenCheckpoint, wanted: Wanted) -> Job:
-    """Decide a load and check all of it; see ``sluice.load_into`` for the errors."""
-    job = plan_module(model, checkpoint, wanted)
-    memory = wanted.options.memory or MemoryLimits()
-    replan, offer = module_changes(model, checkpoint, wanted)
-    check_budget(job.prepared.plan, memory, replan, file=checkpoint.path, offer=offer)
-    return job
-
-
-def module_changes(model: nn.Module, checkpoint: OpenCheckpoint, wanted: Wanted) -> tuple[Replan, Offer]:
-    """Return what plans the same load with other arguments, and the arguments that could be asked for."""
-
-    def replan(change: Change) -> LoadPlan:
-        return plan_module(model, checkpoint, wanted.with_change(change)).prepared.plan
-
-    def offer() -> list[Change]:
-        # Where a cast was asked for, the file's own dtypes can be what fits: they can be mapped, or are in place.
-        dtypes = (_SMALLER_DTYPE, "auto") if wanted.dtype not in {None, "auto"} else (_SMALLER_DTYPE,)
-        return [*_other_places(wanted.placement, wanted.options), *(Change(dtype=dtype) for dtype in dtypes)]
-
-    return replan, offer
-
-
-def _other_places(placement: Placement | Literal["auto"], options: TransferOptions) -> Iterator[Change]:
-    """Yield the changes that leave every value as it is."""
+def _other_places(device: Device, options: TransferOptions) -> Iterator[Change]:
+    """Yield the changes that keep every value."""
     if options.place == "copy":
         yield Change(place="map")
-    for device in other_devices(placement):
-        yield Change(device=device)
+    for other in other_devices(parse_placement(device)):
+        yield Change(device=other)
 
 
-def plan_module(model: nn.Module, checkpoint: OpenCheckpoint, wanted: Wanted) -> Job:
-    """Decide a load and check all of it but the memory limits; nothing is touched."""
-    state = collect(model)
-    tree = checkpoint.index.tree
-    selection = select(
-        tree, state.outline, key=wanted.key, rename=wanted.rename, rules=wanted.rules, limits=checkpoint.limits
-    )
-    _refuse_opaque(tree, selection, state, checkpoint, rename=wanted.rename, strict=wanted.strict)
-    followed = follow_loading(model, selection.entries, selection.extra_state, versions=selection.versions)
-    matched = partial(
-        match,
-        state.outline,
-        followed.entries,
-        dtype=wanted.dtype,
-        strict=wanted.strict,
-        versions=selection.versions,
-        extra_state=followed.extra_state,
-        forgiven=followed.forgiven,
-        problems=followed.problems,
-    )
-    found, placement = _placed(state, matched, wanted)
-    extra_state = {
-        name: value
-        for name, value in followed.extra_state.items()
-        if name in state.outline.extra_state and not _tree.opaques(value)
-    }
-    left_out = [name for name in followed.extra_state if name in state.outline.extra_state and name not in extra_state]
-    return Job(
-        state=state,
-        selection=selection,
-        match=found,
-        prepared=_transfer.plan_transfer(
-            checkpoint,
-            found.requests,
-            computed=_computed(state, found, placement),
-            options=wanted.options,
+def _module_job(
+    checkpoint: OpenCheckpoint,
+    state: ModuleState,
+    match_on: Callable[..., Match],
+    device: Device,
+    options: TransferOptions,
+    *,
+    strict: bool,
+) -> ModuleJob:
+    """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
+    matched, placement = _placed(state, match_on, device, options.memory)
+    slots = state.outline.slots
+    return ModuleJob(
+        checkpoint=checkpoint,
+        requests=matched.requests,
+        prepared=plan_transfer(
+            checkpoint, matched.requests, computed=_computed(state, matched, placement), options=options
         ),
         placement=placement,
-        extra_state=extra_state,
-        notes=tuple(f"extra state {name!r} was left out: only running code could build it" for name in left_out),
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+        tied=matched.tied,
+        initialised=tuple(name for slot in matched.initialised for name in slots[slot].names),
+        state=state,
+        match=matched,
+        strict=strict,
     )
 
 
-def _placed(state: ModuleState, matched: Callable[..., Match], wanted: Wanted) -> tuple[Match, Placement]:
-    """Return how entries and tensors match on the devices that were asked for, and these devices.
-
-    Args:
-        state: The module's tensors.
-        matched: ``match`` with all but the placement.
-        wanted: What the caller asks for.
-    """
-    if wanted.placement == "auto":
-        placement = choose_placement(state, matched(), wanted.options.memory)
+def _placed(
+    state: ModuleState, match_on: Callable[..., Match], device: Device, memory: MemoryLimits | None
+) -> tuple[Match, Placement]:
+    """Return the match on the requested devices, and these devices; choose them for ``"auto"``."""
+    placement = parse_placement(device)
+    if placement == "auto":
+        placement = choose_placement(state, match_on(), memory)
     else:
-        placement = wanted.placement
         check_prefixes(placement, state)
-    return matched(placement=placement), placement
+    return match_on(placement=placement), placement
 
 
-def _computed(state: ModuleState, found: Match, placement: Placement) -> list[Computed]:
+def _computed(state: ModuleState, matched: Match, placement: Placement) -> list[Computed]:
     """Return the tensors on meta that the checkpoint does not fill, in the order of ``zeroed`` and ``initialised``."""
     slots = state.outline.slots
     return [
@@ -212,61 +243,22 @@ def _computed(state: ModuleState, found: Match, placement: Placement) -> list[Co
             name=slots[slot].names[0],
             shape=slots[slot].shape,
             stride=slots[slot].stride,
-            dtype=found.initial_dtypes[slot],
+            dtype=matched.initial_dtypes[slot],
             device=device_of(slots[slot].names[0], placement) or "cpu",
         )
-        for slot in (*found.zeroed, *found.initialised)
+        for slot in (*matched.zeroed, *matched.initialised)
     ]
 
 
-def prepare_entries(
-    model: nn.Module,
-    checkpoint: OpenCheckpoint,
-    entries: Mapping[str, Entry],
-    *,
-    placement: Placement | Literal["auto"],
-    options: TransferOptions,
-) -> Job:
-    """Decide a load of entries that have the module's names already; what they do not fill keeps its values.
-
-    Nothing is searched, and how modules load themselves plays no part: a library has seen to both.
-    """
-    wanted = Wanted(placement=placement, options=options)
-    job = _plan_entries(model, checkpoint, entries, wanted)
-    check_budget(
-        job.prepared.plan,
-        options.memory or MemoryLimits(),
-        lambda change: _plan_entries(model, checkpoint, entries, wanted.with_change(change)).prepared.plan,
-        file=checkpoint.path,
-        offer=lambda: [*_other_places(placement, options)],
-    )
-    return job
-
-
-def _plan_entries(model: nn.Module, checkpoint: OpenCheckpoint, entries: Mapping[str, Entry], wanted: Wanted) -> Job:
-    state = collect(model)
-    matched = partial(match, state.outline, entries, strict=False)
-    found, placement = _placed(state, matched, wanted)
-    prepared = _transfer.plan_transfer(checkpoint, found.requests, options=wanted.options)
-    selection = Selection(entries=entries, key=None, prefix="", versions={})
-    return Job(state=state, selection=selection, match=found, prepared=prepared, placement=placement, extra_state={})
-
-
-def _refuse_opaque(
-    tree: object,
-    selection: Selection,
-    state: ModuleState,
-    checkpoint: OpenCheckpoint,
-    *,
-    rename: Rename | None,
-    strict: bool,
+def _refuse_opaques(
+    request: ModuleRequest, selection: Selection, state: ModuleState, checkpoint: OpenCheckpoint
 ) -> None:
-    """Refuse what the state dict holds and sluice does not build; without ``strict``, only tensors of the module."""
+    """Refuse values of the state dict that sluice does not build; without ``strict``, only tensors of the module."""
     own = {unwrap(name) for slot in state.outline.slots for name in slot.names}
-    for name, leaf in _tree.opaques(subtree(tree, selection.key or "")).items():
-        for renamed in rename_entries({name: leaf}, rename):
-            spellings = [renamed, unwrap(renamed)]
-            behind = [one.removeprefix(selection.prefix) for one in spellings if one.startswith(selection.prefix)]
-            needed = isinstance(leaf, UnsupportedValue) and any(unwrap(one) in own for one in behind)
-            if needed or (strict and behind):
-                raise _tree.refusal(leaf, name, checkpoint.path)
+    for name, leaf in trees.opaques(subtree(checkpoint.index.tree, selection.key or "")).items():
+        for new_name in rename_entries({name: leaf}, request.rename):
+            spellings = [new_name, unwrap(new_name)]
+            rests = [each.removeprefix(selection.prefix) for each in spellings if each.startswith(selection.prefix)]
+            needed = isinstance(leaf, UnsupportedValue) and any(unwrap(rest) in own for rest in rests)
+            if needed or (request.strict and rests):
+                raise trees.refusal(leaf, name, checkpoint.path)

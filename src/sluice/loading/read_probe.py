@@ -1,7 +1,7 @@
-"""How fast this machine does small parts of a load, measured: what ``sluice.plan(probe=True)`` estimates times from.
+"""Measure the speed of small parts of a load; ``sluice.plan(probe=True)`` estimates times from it.
 
-The part of sluice is a small load of its own: boxes of tensors from all over the checkpoint go through planner, engine
-and targets, and are thrown away. What other ways to load do is measured piece by piece.
+The speed of sluice is measured by a small load: boxes of tensors from the whole checkpoint pass planner, engine and
+targets, and are discarded. The steps of other ways to load are measured one by one.
 """
 
 from __future__ import annotations
@@ -11,41 +11,40 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride
-from sluice._options import TransferOptions
+from sluice._options import PROBE_READ_BYTES, READ_BYTES, TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.planning.other_methods import Rates
 from sluice.planning.reads import is_cached
-from sluice.reading import transfer as _transfer
+from sluice.reading.transfer import plan_transfer, run
 from sluice.records import LoadPlan, Read, Request
 
 __all__ = ["probe_rates"]
 
-#: Bytes of the pieces that torch's own work is measured with.
+#: Bytes of the tensors on which torch's own steps are measured.
 _PIECE_BYTES = 32 << 20
 
 
 def probe_rates(
-    checkpoint: OpenCheckpoint, requests: Sequence[Request], plan: LoadPlan, *, device: str, transfer: TransferOptions
+    checkpoint: OpenCheckpoint, requests: Sequence[Request], plan: LoadPlan, *, device: str, options: TransferOptions
 ) -> Rates:
-    """Read a little and return how fast that was. Takes up to about 200 MiB of memory for a moment.
+    """Read a sample and return the measured rates. Takes up to about 200 MiB of memory for a moment.
 
     Args:
-        checkpoint: Where the bytes come from.
-        requests: What the load would read.
-        plan: How it would.
-        device: Where most of it goes.
-        transfer: How the bytes are moved.
+        checkpoint: The checkpoint to read.
+        requests: Requests of the load.
+        plan: Plan of the load.
+        device: Device of most of its bytes.
+        options: How the bytes are moved.
     """
-    serial, cached = _serial_rate(checkpoint, plan)  # first: what sluice reads through the cache would be cached
+    serial, cached = _serial_rate(checkpoint, plan)  # first, because sluice may leave its reads in the cache
     sample = list(_sample(requests))
-    prepared = _transfer.plan_transfer(checkpoint, sample, options=transfer)
+    prepared = plan_transfer(checkpoint, sample, options=options)
     begin = time.perf_counter()
-    _transfer.run(checkpoint, prepared, Targets(prepared.plan))
+    run(checkpoint, prepared, Targets(prepared.plan))
     seconds = time.perf_counter() - begin
     return Rates(
         sluice=max(1.0, prepared.plan.read_bytes / seconds),
@@ -58,15 +57,15 @@ def probe_rates(
 
 
 def _sample(requests: Sequence[Request]) -> Iterator[Request]:
-    """Yield boxes of the tensors, evenly from all of them, of about ``PROBE_READ_BYTES`` together."""
+    """Yield boxes spread evenly over the tensors, about ``PROBE_READ_BYTES`` in total."""
     total = sum(request.entry.nbytes for request in requests)
-    step = max(1, -(-total // options.PROBE_READ_BYTES))
-    number = 0
+    step = max(1, -(-total // PROBE_READ_BYTES))
+    position = 0
     for request in requests:
         if request.entry.numel == 0:
             continue
-        for key in boxes(request.entry.shape, options.READ_BYTES // ITEM_BYTES[request.entry.dtype]):
-            if number % step == 0:
+        for key in boxes(request.entry.shape, READ_BYTES // ITEM_BYTES[request.entry.dtype]):
+            if position % step == 0:
                 entry = slice_entry(request.entry, key) if key else request.entry
                 yield Request(
                     name=request.name,
@@ -75,11 +74,11 @@ def _sample(requests: Sequence[Request]) -> Iterator[Request]:
                     device=request.device,
                     stride=contiguous_stride(entry.shape),
                 )
-            number += 1
+            position += 1
 
 
 def _serial_rate(checkpoint: OpenCheckpoint, plan: LoadPlan) -> tuple[float, bool]:
-    """Return the bytes a second of one thread through the page cache, and whether most of them lay in it already."""
+    """Return bytes per second of one thread through the page cache, and whether most of them were cached before."""
     sources = checkpoint.sources
     nbytes = hits = 0
     seconds = 0.0
@@ -96,9 +95,9 @@ def _serial_rate(checkpoint: OpenCheckpoint, plan: LoadPlan) -> tuple[float, boo
 
 
 def _spread(reads: Sequence[Read]) -> Iterator[Read]:
-    """Yield reads from all over the plan, half of ``PROBE_READ_BYTES`` together."""
+    """Yield reads spread evenly over the plan, half of ``PROBE_READ_BYTES`` in total."""
     total = sum(read.nbytes for read in reads)
-    step = max(1, -(-2 * total // options.PROBE_READ_BYTES))
+    step = max(1, -(-2 * total // PROBE_READ_BYTES))
     yield from reads[step // 2 :: step]
 
 

@@ -1,7 +1,7 @@
-"""Names against names: which part of a checkpoint is the state dict of a model, and which entry fills which tensor.
+"""Match names: find the state dict of a model in a checkpoint, and the entry that fills each tensor.
 
-In: the tree of an index and the outline of a module or optimizer. Out: a ``Match``, or one error with every problem.
-Pure; torch is not imported.
+In: the tree of an index and the outline of a module or optimizer. Out: a ``Match`` or ``MatchedState``, or one error
+with every problem. Pure; no torch.
 
 Start with ``selection.select``, then ``match.match``.
 """

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that could be a state dict: where they lie, and what each holds. Pure; no torch."""
+"""Candidates: the parts of a checkpoint that could be a state dict, and their contents. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from sluice.rules._apply import Rule, apply_rules
 
 __all__ = ["Candidate", "CandidateReader", "likely_state_dicts", "state_dict_candidates"]
 
-#: Last component of the name under which a state dict holds what a module's ``get_extra_state`` returned.
+#: Last component of the names of extra state, which ``get_extra_state`` of a module returns.
 _EXTRA_STATE = "_extra_state"
 
 
 def state_dict_candidates(tree: object) -> tuple[str, ...]:
-    """Return the keys of what could be state dicts of models, the largest first; ``""`` is the whole tree.
+    """Return the keys of parts that could be state dicts of models, the largest first; ``""`` is the whole tree.
 
-    These are the dicts that hold tensors by name, at least half of the bytes below them directly: a loss beside a
-    model does not make the whole checkpoint a state dict, and extra state does not divide one. Optimizer states do
-    not count.
+    A candidate is a dict that holds tensors by name, and at least half of the bytes below it directly: a loss next to
+    a model does not make the whole checkpoint a state dict, and extra state does not split one. Optimizer states are
+    not candidates.
     """
     return tuple(_candidates(tree))
 
 
 def likely_state_dicts(tree: object) -> dict[str, list[Entry]]:
-    """Return the tensors of each candidate by its key, the largest first, without metrics beside a model.
+    """Return the tensors of each candidate by its key, the largest first, without metrics saved next to a model.
 
-    Scores have names as well: a dict of scalars counts only where nothing larger does.
+    Metrics are tensors by name as well: a dict of scalars counts only if every candidate is one.
     """
-    entries = {key: list(every_entry(part)) for key, part in _candidates(tree).items()}
-    return {key: found for key, found in entries.items() if any(entry.shape for entry in found)} or entries
+    tensors = {key: list(every_entry(part)) for key, part in _candidates(tree).items()}
+    return {key: entries for key, entries in tensors.items() if any(entry.shape for entry in entries)} or tensors
 
 
 def _candidates(tree: object) -> dict[str, object]:
-    """Return what could be state dicts of models by key, the largest first; see ``state_dict_candidates``."""
+    """Return the candidates by key, the largest first; see ``state_dict_candidates``."""
     below = sizes(tree)
-    found: dict[str, object] = {}
+    candidates: dict[str, object] = {}
     seen: set[int] = set()
     states: list[tuple[str, object]] = [("", tree)]
     while states:
@@ -50,13 +50,13 @@ def _candidates(tree: object) -> dict[str, object]:
             continue
         seen.add(id(value))
         direct = _named_tensor_bytes(value)
-        named = path or value is tree  # a dict under an empty key has no key of its own
+        named = path or value is tree  # a dict under an empty name cannot be selected by a key
         if named and direct is not None and 2 * direct >= below[id(value)][1]:
-            found.setdefault(path, value)
+            candidates.setdefault(path, value)
             continue
         prefix = f"{path}." if value is not tree else ""
         states += [(prefix + component(name), child) for name, child in reversed(list(children(value)))]
-    return dict(sorted(found.items(), key=lambda item: -below[id(item[1])][1]))
+    return dict(sorted(candidates.items(), key=lambda item: -below[id(item[1])][1]))
 
 
 def _is_optimizer_state(value: object) -> bool:
@@ -64,42 +64,42 @@ def _is_optimizer_state(value: object) -> bool:
 
 
 def _named_tensor_bytes(value: object) -> int | None:
-    """Return the bytes of the tensors that a dict holds by name, or None when it holds none."""
+    """Return the bytes of the tensors that a dict holds by name, or None if it holds none."""
     if not isinstance(value, dict):
         return None
-    sizes = [child.nbytes for name, child in value.items() if isinstance(child, Entry) and isinstance(name, str)]
-    return sum(sizes) if sizes else None
+    nbytes = [child.nbytes for name, child in value.items() if isinstance(child, Entry) and isinstance(name, str)]
+    return sum(nbytes) if nbytes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A part of a checkpoint that could be a state dict."""
 
-    #: Where it lies in the checkpoint, as a dotted path; None is the whole.
+    #: Its dotted path in the checkpoint; None for the whole checkpoint.
     key: str | None
-    #: Its tensors, by their new names and after rules.
+    #: Its tensors after rules, by their new names.
     entries: Mapping[str, Entry]
-    #: Version of each module's part of it, by the module's name.
+    #: Version of each module's state by the module's name.
     versions: Mapping[str, int]
-    #: Extra state of modules, which is no part of ``entries`` even where it is a tensor.
+    #: Extra state of modules by name; not in ``entries``, even if it is a tensor.
     extra_state: Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CandidateReader:
-    """Makes candidates of parts of a checkpoint."""
+    """Reads parts of a checkpoint as candidates."""
 
     #: ``Index.tree``.
     tree: object
     #: New names.
     rename: Rename | None
-    #: What the tensors become.
+    #: Rules for the tensors.
     rules: tuple[Rule, ...]
     #: Bounds for flattening the tree.
     limits: Limits
 
     def read(self, key: str) -> Candidate:
-        """Return the part at ``key``; ``""`` is the whole.
+        """Return the part at ``key``; ``""`` is the whole checkpoint.
 
         Raises:
             FormatError: Two tensors have the same dotted name.
@@ -123,28 +123,28 @@ class CandidateReader:
         )
 
     def read_all(self, keys: Sequence[str]) -> list[Candidate]:
-        """Return the parts that the rules apply to; raise what is wrong with the first where there is none."""
-        made, errors = [], []
+        """Return the parts to which the rules apply; if there is none, raise the error of the first part."""
+        candidates, errors = [], []
         for key in keys:
             try:
-                made.append(self.read(key))
+                candidates.append(self.read(key))
             except MismatchError as error:
                 if not self.rules:
                     raise
                 errors.append(error)
-        if errors and not made:
+        if errors and not candidates:
             raise errors[0]
-        return made
+        return candidates
 
 
 def _extra_state(part: object) -> Iterator[tuple[str, object]]:
-    """Yield name and value of what modules keep besides tensors, in a flat or nested state dict."""
-    waiting = [("", part)]
-    while waiting:
-        prefix, value = waiting.pop()
+    """Yield name and value of the extra state in a flat or nested state dict."""
+    pending = [("", part)]
+    while pending:
+        prefix, value = pending.pop()
         for name, child in value.items() if isinstance(value, dict) else ():
             if isinstance(name, str):
                 if name.rpartition(".")[2] == _EXTRA_STATE:
                     yield prefix + name, child
                 elif isinstance(child, dict):
-                    waiting.append((f"{prefix}{name}.", child))
+                    pending.append((f"{prefix}{name}.", child))

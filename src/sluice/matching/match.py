@@ -1,12 +1,12 @@
-"""Which entry of a checkpoint becomes which tensor of a module, and every reason why not. Pure; no torch.
+"""Match the entries of a state dict with the tensors of a module, and list every problem. Pure; no torch.
 
 ``match`` works on frozen descriptions of the module's tensors (``Slot``) and on entries by name. Its rules:
 
-- **Ties.** One tensor object is one slot, whatever its names. One of them in the checkpoint is enough; where there are
-  more, they are one tensor if they view the same bytes, and otherwise the copies have to be compared while loading.
+- **Ties.** One tensor object is one slot, under all its names. One of the names in the checkpoint is enough. Further
+  names are the same tensor if their entries view the same bytes; otherwise the copies are compared during the load.
 - **dtype.** None: the module's own, as ``load_state_dict`` casts. ``"auto"``: the checkpoint's. A name: tensors that
-  are real floating point in the checkpoint and in the module become that; all others take the module's dtype. What a
-  rule casts has the dtype that the rule says.
+  are real floating point in the checkpoint and in the module are cast to it; all others take the module's dtype. The
+  dtype of a cast rule overrides all of these.
 - **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
   module's layout.
 - **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar.
@@ -31,11 +31,11 @@ __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One tensor object of a module that a state dict holds."""
+    """One tensor object in the state dict of a module."""
 
-    #: Its names in the module's state dict, in its order; tied tensors have several.
+    #: Its names in the state dict, in the state dict's order; a tied tensor has several.
     names: tuple[str, ...]
-    #: Whether it is a parameter; else a persistent buffer.
+    #: Whether it is a parameter; otherwise a persistent buffer.
     parameter: bool
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
@@ -45,15 +45,15 @@ class Slot:
     dtype: str
     #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``, ``"meta"``.
     device: str
-    #: Whether gradients are recorded for it.
+    #: Whether autograd records its gradients.
     requires_grad: bool
     #: Whether its memory is live and can be filled element by element.
     in_place: bool
-    #: Whether ``reset_parameters`` of a module that owns it may be called without harm to live tensors.
+    #: Whether ``reset_parameters`` of an owning module can be called without changing live tensors.
     resettable: bool = False
-    #: Version of its module that added it: older state dicts do not have it. None: every state dict has it.
+    #: Version of its module that added it; older state dicts do not have it. None if all versions have it.
     added_in: int | None = None
-    #: Whether it has no shape yet and takes that of its entry.
+    #: Whether it has no shape yet and takes the shape of its entry.
     lazy: bool = False
 
     @property
@@ -64,15 +64,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What matching needs to know of a module."""
+    """The description of a module for matching."""
 
     #: Its parameters and persistent buffers.
     slots: tuple[Slot, ...]
-    #: Names of extra state that its modules keep in state dicts.
+    #: Names of the extra state of its modules in a state dict.
     extra_state: tuple[str, ...] = ()
-    #: Names of tensors of kinds that cannot be loaded into; ``problems`` says why.
+    #: Names of tensors that cannot be loaded into; ``problems`` has the reasons.
     refused: tuple[str, ...] = ()
-    #: Why it cannot be loaded into, whatever the checkpoint: a sentence each.
+    #: Problems that prevent every load, one sentence each.
     problems: tuple[str, ...] = ()
 
 
@@ -80,11 +80,11 @@ class Outline:
 class Match:
     """Which entries fill which slots. ``requests`` and ``slots`` run in parallel."""
 
-    #: The finished tensors that are wanted.
+    #: Finished tensors to read.
     requests: tuple[Request, ...]
     #: Position in ``Outline.slots`` of each request.
     slots: tuple[int, ...]
-    #: Further copies of tied tensors: position in ``requests`` and the request whose bytes must be the same.
+    #: Further copies of tied tensors: position in ``requests``, and the request that must have equal bytes.
     comparisons: tuple[tuple[int, Request], ...] = ()
     #: Slots on meta that start at zero.
     zeroed: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ def match(
     strict: bool = True,
     versions: Mapping[str, int] | None = None,
     extra_state: Collection[str] = (),
-    forgiven: Collection[str] = (),
+    optional_names: Collection[str] = (),
     problems: Sequence[str] = (),
 ) -> Match:
     """Match entries with the tensors of a module.
@@ -119,20 +119,20 @@ def match(
     Args:
         outline: The module.
         entries: The state dict, by the names that the module uses.
-        placement: Devices by prefixes of names; tensors that it does not name stay where they are.
-        dtype: None, ``"auto"`` or the name of a real floating-point dtype; see the module docstring.
+        placement: Devices by prefixes of names; tensors that it does not name keep their device.
+        dtype: None, ``"auto"`` or the name of a real floating-point dtype; see the head of this module.
         strict: Whether missing and unexpected names are problems.
-        versions: Version that each module's part of the state dict has, by the module's name, where the file says so.
-        extra_state: Names of the extra state that the state dict has.
-        forgiven: Names that are not missed, because their module says so.
-        problems: What was found before, to be reported together with the rest.
+        versions: Version of each module's state by the module's name, if the file has it.
+        extra_state: Names of the extra state in the state dict.
+        optional_names: Names that are not required, because a loader of their module accepts that they are missing.
+        problems: Problems found before, to report together with these.
 
     Raises:
-        MismatchError: They do not fit; it lists every reason.
+        MismatchError: They do not fit; the error lists every problem.
     """
     matcher = _Matcher(entries, placement=placement or {}, dtype=dtype, strict=strict, versions=versions or {})
     for position, slot in enumerate(outline.slots):
-        matcher.add(position, slot, forgiven=any(name in forgiven for name in slot.names))
+        matcher.add(position, slot, optional=any(name in optional_names for name in slot.names))
     matcher.add_extra_state(outline.extra_state, extra_state)
     matcher.add_unexpected(outline)
     matcher.findings.others.extend((*outline.problems, *problems))
@@ -140,17 +140,17 @@ def match(
     return matcher.result(outline)
 
 
-def finished_dtype(of_entry: str, of_slot: str, wanted: str | None) -> str:
-    """Return the dtype of a finished tensor; ``wanted`` is the ``dtype`` of ``match``."""
-    if wanted == "auto":
+def finished_dtype(of_entry: str, of_slot: str, requested: str | None) -> str:
+    """Return the dtype of a finished tensor; ``requested`` is the ``dtype`` of ``match``."""
+    if requested == "auto":
         return of_entry
-    if wanted is not None and is_castable(of_entry) and is_castable(of_slot):
-        return wanted
+    if requested is not None and is_castable(of_entry) and is_castable(of_slot):
+        return requested
     return of_slot
 
 
 class _Matcher:
-    """Collects requests and findings, slot by slot."""
+    """Collects requests and problems, slot by slot."""
 
     def __init__(
         self,
@@ -175,18 +175,18 @@ class _Matcher:
         self._missing: list[str] = []
         self._unexpected: list[str] = []
 
-    def add(self, position: int, slot: Slot, *, forgiven: bool = False) -> None:
+    def add(self, position: int, slot: Slot, *, optional: bool = False) -> None:
         """Match one slot."""
         present = [name for name in slot.names if name in self._entries]
         if not present:
-            self._add_absent(position, slot, forgiven=forgiven)
+            self._add_absent(position, slot, optional=optional)
             return
         if slot.lazy:
             shape = self._entries[present[0]].shape
             slot = replace(slot, shape=shape, stride=contiguous_stride(shape))
         first = self._request(present[0], slot)
         for name in present[1:]:
-            if not _same_bytes(self._entries[name], self._entries[present[0]]):
+            if _viewed_bytes(self._entries[name]) != _viewed_bytes(self._entries[present[0]]):
                 other = self._request(name, slot)
                 if first is not None and other is not None:
                     self._comparisons.append((len(self._requests), replace(other, existing=False)))
@@ -195,7 +195,7 @@ class _Matcher:
             self._slots.append(position)
 
     def _request(self, name: str, slot: Slot) -> Request | None:
-        """Return the request for one name of a slot, or None after noting why there cannot be one."""
+        """Return the request for one name of a slot; note the problem and return None if there cannot be one."""
         entry = self._entries[name]
         if entry.composite is not None:
             self.findings.others.append(
@@ -230,22 +230,22 @@ class _Matcher:
     def _where(self, slot: Slot) -> str:
         return device_of(slot.names[0], self._placement) or ("cpu" if slot.on_meta else slot.device)
 
-    def _add_absent(self, position: int, slot: Slot, *, forgiven: bool) -> None:
-        optional = slot.added_in is not None and self._version_of(slot) < slot.added_in
-        if not optional and not forgiven:
+    def _add_absent(self, position: int, slot: Slot, *, optional: bool) -> None:
+        added_later = slot.added_in is not None and self._version_of(slot) < slot.added_in
+        if not added_later and not optional:
             self._missing.extend(slot.names)
             if self._strict:
                 self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
                 return
         if not slot.on_meta or slot.lazy:
             fate = "kept"
-        elif optional:
+        elif added_later:
             fate = "zeroed"
         elif slot.resettable:
             fate = "initialised"
         else:
             self.findings.others.append(
-                f"{slot.names[0]!r} is not in the checkpoint and on the meta device, and no module that owns it can "
+                f"{slot.names[0]!r} is on the meta device and not in the checkpoint, and none of its modules can "
                 "initialise it with reset_parameters()"
             )
             return
@@ -256,27 +256,27 @@ class _Matcher:
     def _version_of(self, slot: Slot) -> int:
         return self._versions.get(slot.names[0].rpartition(".")[0], 0)
 
-    def add_extra_state(self, own: Sequence[str], found: Collection[str]) -> None:
-        """Note extra state of which only the module or only the state dict knows."""
-        missing = [name for name in own if name not in found]
+    def add_extra_state(self, own: Sequence[str], saved: Collection[str]) -> None:
+        """Note extra state that only the module or only the state dict has."""
+        missing = [name for name in own if name not in saved]
         self._missing += missing
         if self._strict:
             self.findings.missing += [((name,), None) for name in missing]
-        spare = [name for name in found if name not in own]
-        self._unexpected += spare
-        self.findings.spare += [(name, None) for name in spare]
+        unexpected = [name for name in saved if name not in own]
+        self._unexpected += unexpected
+        self.findings.unexpected += [(name, None) for name in unexpected]
 
     def add_unexpected(self, outline: Outline) -> None:
-        """Note the entries that no slot has a name for."""
+        """Note the entries whose names the module does not have."""
         known = {name for slot in outline.slots for name in slot.names} | set(outline.refused)
         for name, entry in self._entries.items():
             if name not in known:
                 self._unexpected.append(name)
-                self.findings.spare.append((name, entry.shape))
-        self.findings.report_spare = self._strict
+                self.findings.unexpected.append((name, entry.shape))
+        self.findings.report_unexpected = self._strict
 
     def result(self, outline: Outline) -> Match:
-        """Return what was collected."""
+        """Return the match."""
         return Match(
             requests=tuple(self._requests),
             slots=tuple(self._slots),
@@ -289,10 +289,7 @@ class _Matcher:
         )
 
 
-def _same_bytes(one: Entry, other: Entry) -> bool:
-    return _bytes_of(one) == _bytes_of(other)
-
-
-def _bytes_of(entry: Entry) -> tuple[object, ...]:
+def _viewed_bytes(entry: Entry) -> tuple[object, ...]:
+    """Return a key that is equal for entries that finish with the same bytes of the file."""
     place = (entry.elements, entry.shape, entry.stride, entry.storage, entry.storage_offset)
     return (*place, entry.parts, entry.cast)

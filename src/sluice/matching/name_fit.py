@@ -1,4 +1,4 @@
-"""How the names of a candidate stand to those of a module: as they are, unwrapped, behind a prefix. Pure; no torch."""
+"""Match candidate names to module names: verbatim, unwrapped, or under a prefix. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from dataclasses import dataclass
 from sluice.matching.candidates import Candidate
 from sluice.matching.match import Outline
 
-__all__ = ["Form", "NameView", "name_views", "unwrap"]
+__all__ = ["NameFit", "Spelling", "name_fits", "unwrap"]
 
 #: Components that torch.compile, DistributedDataParallel and DataParallel put into names.
 _WRAPPERS = frozenset({"module", "_orig_mod"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """The names of one candidate and those of the module, in one spelling."""
+class Spelling:
+    """The names of a candidate and of the module, spelled the same way."""
 
     #: The candidate.
     candidate: Candidate
-    #: Whether the components of wrappers were taken out of both.
+    #: Whether the components of wrappers are removed from both.
     unwrapped: bool
-    #: Name in the candidate for each name in this spelling.
-    found: Mapping[str, str]
-    #: Name in the module for each name in this spelling.
-    own: Mapping[str, str]
+    #: Name in the candidate for each of its names in this spelling.
+    in_candidate: Mapping[str, str]
+    #: Name in the module for each of its names in this spelling.
+    in_module: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NameView:
-    """A form behind one prefix."""
+class NameFit:
+    """How the names of a candidate under one prefix fit those of the module."""
 
-    #: The names.
-    form: Form
-    #: With the dot at its end; empty for the names as they are.
+    #: Both sets of names.
+    spelling: Spelling
+    #: Prefix with its dot; empty if the names are compared in full.
     prefix: str
-    #: Name in the module for each name of the candidate that lies behind the prefix and has one there.
+    #: Name in the module for each name of the candidate under the prefix that has one.
     names: Mapping[str, str]
-    #: Tensors of the module that none of them fills, without those that older state dicts do not have.
+    #: Number of module tensors without a name here, except those that older state dicts do not have.
     missing: int
-    #: Names behind the prefix that the module does not have.
+    #: Number of names under the prefix that the module does not have.
     unexpected: int
-    #: Names of the candidate that do not lie behind the prefix.
+    #: Number of names of the candidate that are not under the prefix.
     outside: int
 
     @property
     def key(self) -> str | None:
-        """Where its candidate lies."""
-        return self.form.candidate.key
+        """Key of the candidate."""
+        return self.spelling.candidate.key
 
     @property
     def is_whole(self) -> bool:
@@ -59,52 +59,52 @@ class NameView:
 
     @property
     def content(self) -> object:
-        """What it gives to the module: the same dict can stand at two places of a checkpoint."""
-        entries = self.form.candidate.entries
+        """The entry of each module name, for comparison: a checkpoint can hold the same dict in two places."""
+        entries = self.spelling.candidate.entries
         return frozenset((own, entries[original]) for original, own in self.names.items()) or self.key
 
     def describe(self) -> str:
-        """Return how well it fits and the ``key=`` that takes it, for people."""
+        """Return one line for users: how well it fits, and the ``key=`` that selects it."""
         path = ".".join(part for part in (self.key, self._prefix_in_file()) if part)
         where = f"key={path!r}" if path else "the whole checkpoint"
-        unwrapped = " without wrapper names" if self.form.unwrapped else ""
+        unwrapped = " without wrapper names" if self.spelling.unwrapped else ""
         return (
             f"{where}{unwrapped}: {len(self.names)} names match, {self.missing} tensors of the module are missing, "
             f"{self.unexpected + self.outside} names are not in the module"
         )
 
     def _prefix_in_file(self) -> str:
-        """Return the prefix as the file spells it, which is what ``key=`` takes."""
-        if not (self.form.unwrapped and self.prefix):
+        """Return the prefix as the file spells it; ``key=`` takes this spelling."""
+        if not (self.spelling.unwrapped and self.prefix):
             return self.prefix.removesuffix(".")
         parts = next(iter(self.names)).split(".")
         heads = (".".join(parts[:count]) for count in range(1, len(parts)))
         return next(head for head in heads if f"{unwrap(head)}." == self.prefix)
 
 
-def name_views(candidate: Candidate, outline: Outline) -> list[NameView]:
-    """Return the view that fits as a whole; without one, all: as the names are, and behind every prefix that helps."""
-    views: list[NameView] = []
-    for form in _forms(candidate, outline):
-        for find in (_names_as_they_are, _names_behind_prefixes):
-            views += _views_of(form, find(form), outline)
-            whole = [view for view in views if view.is_whole]
+def name_fits(candidate: Candidate, outline: Outline) -> list[NameFit]:
+    """Return the fit of all names if there is one; otherwise the fit in full and the fit under each shared prefix."""
+    fits: list[NameFit] = []
+    for spelling in _spellings(candidate, outline):
+        for match_names in (_full_names, _names_by_prefix):
+            fits += _fits_of(spelling, match_names(spelling), outline)
+            whole = [fit for fit in fits if fit.is_whole]
             if whole:
                 return whole[:1]
-    return views
+    return fits
 
 
-def _forms(candidate: Candidate, outline: Outline) -> Iterator[Form]:
+def _spellings(candidate: Candidate, outline: Outline) -> Iterator[Spelling]:
     own = {
         name: name
         for name in (*(name for slot in outline.slots for name in slot.names), *outline.extra_state, *outline.refused)
     }
     entries = candidate.entries
-    yield Form(candidate=candidate, unwrapped=False, found={name: name for name in entries}, own=own)
-    found, bare = ({unwrap(name): name for name in names} for names in (entries, own))
-    changed = found.keys() != entries.keys() or bare.keys() != own.keys()
-    if changed and len(found) == len(entries) and len(bare) == len(own):
-        yield Form(candidate=candidate, unwrapped=True, found=found, own=bare)
+    yield Spelling(candidate=candidate, unwrapped=False, in_candidate={name: name for name in entries}, in_module=own)
+    bare_entries, bare_own = ({unwrap(name): name for name in names} for names in (entries, own))
+    changed = bare_entries.keys() != entries.keys() or bare_own.keys() != own.keys()
+    if changed and len(bare_entries) == len(entries) and len(bare_own) == len(own):
+        yield Spelling(candidate=candidate, unwrapped=True, in_candidate=bare_entries, in_module=bare_own)
 
 
 def unwrap(name: str) -> str:
@@ -112,38 +112,39 @@ def unwrap(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _names_as_they_are(form: Form) -> dict[str, dict[str, str]]:
-    own = form.own
-    return {"": {original: own[seen] for seen, original in form.found.items() if seen in own}}
+def _full_names(spelling: Spelling) -> dict[str, dict[str, str]]:
+    own = spelling.in_module
+    return {"": {original: own[name] for name, original in spelling.in_candidate.items() if name in own}}
 
 
-def _names_behind_prefixes(form: Form) -> dict[str, dict[str, str]]:
-    """Return the name in the module for each name of the candidate, by the prefix that is between them."""
+def _names_by_prefix(spelling: Spelling) -> dict[str, dict[str, str]]:
+    """Return the name in the module for each name of the candidate, by the prefix that separates them."""
     names: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    own = form.own
-    for seen, original in form.found.items():
-        start = seen.find(".") + 1
+    own = spelling.in_module
+    for name, original in spelling.in_candidate.items():
+        start = name.find(".") + 1
         while start:
-            if (rest := seen[start:]) in own:
-                names[seen[:start]][original] = own[rest]
-            start = seen.find(".", start) + 1
+            if (rest := name[start:]) in own:
+                names[name[:start]][original] = own[rest]
+            start = name.find(".", start) + 1
     return names
 
 
-def _views_of(form: Form, names: Mapping[str, Mapping[str, str]], outline: Outline) -> Iterator[NameView]:
+def _fits_of(spelling: Spelling, names: Mapping[str, Mapping[str, str]], outline: Outline) -> Iterator[NameFit]:
     slot_of = {name: i for i, slot in enumerate(outline.slots) for name in slot.names}
     required = {i for i, slot in enumerate(outline.slots) if slot.added_in is None}
-    ordered = sorted(form.found) if any(names) else []
+    total = len(spelling.in_candidate)
+    ordered = sorted(spelling.in_candidate) if any(names) else []
     for prefix, matching in names.items():
         covered = {slot_of.get(own) for own in matching.values()}
-        behind = len(form.found)
-        if prefix:  # its last character is a dot: what starts with it lies before the character after the dot
-            behind = bisect_left(ordered, f"{prefix[:-1]}/") - bisect_left(ordered, prefix)
-        yield NameView(
-            form=form,
+        under = total
+        if prefix:  # it ends in a dot: names that start with it sort before the character after the dot
+            under = bisect_left(ordered, f"{prefix[:-1]}/") - bisect_left(ordered, prefix)
+        yield NameFit(
+            spelling=spelling,
             prefix=prefix,
             names=matching,
             missing=len(required) - len(required & covered),
-            unexpected=behind - len(matching),
-            outside=len(form.found) - behind,
+            unexpected=under - len(matching),
+            outside=total - under,
         )

@@ -1,4 +1,4 @@
-"""Which device a tensor goes to, by the module that holds it. Pure; no torch."""
+"""Placement: the device of each tensor, by prefixes of names. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 __all__ = ["Placement", "device_of"]
 
-#: Device, as torch writes it with its index, for each prefix of names; ``""`` stands for all. The longest prefix wins.
+#: Device by prefix of names, as torch writes it with its index; ``""`` is for all names. The longest prefix wins.
 Placement = Mapping[str, str]
 
 
 def device_of(name: str, placement: Placement) -> str | None:
-    """Return the device of a tensor, or None when the placement does not say: it stays where it is.
+    """Return the device of a tensor; None if no prefix fits and the tensor stays on its device.
 
     Example:
         >>> device_of("blocks.10.weight", {"blocks.1": "cuda:1", "blocks": "cuda:0"})

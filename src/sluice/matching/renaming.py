@@ -1,4 +1,4 @@
-"""New names for what a checkpoint holds, as a user asks for them. Pure; no torch."""
+"""Apply the ``rename`` argument of a load to the names of a checkpoint. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sluice._errors import MismatchError
 
 __all__ = ["Rename", "rename_entries", "renamed"]
 
-#: Exact names, regular expressions with replacements applied one after the other, or a function; None drops a name.
+#: Exact names, (regular expression, replacement) pairs applied in order, or a function; None drops a name.
 Rename = Mapping[str, str | None] | Sequence[tuple[str | re.Pattern[str], str]] | Callable[[str], str | None]
 
 
@@ -18,7 +18,7 @@ _Value = TypeVar("_Value")
 
 
 def rename_entries(entries: Mapping[str, _Value], rename: Rename | None) -> dict[str, _Value]:
-    """Return entries, or extra state, by their new names, without those that are dropped.
+    """Return values by their new names, without the dropped ones.
 
     Raises:
         MismatchError: Two entries get the same name.
@@ -26,21 +26,21 @@ def rename_entries(entries: Mapping[str, _Value], rename: Rename | None) -> dict
     """
     if rename is None:
         return dict(entries)
-    found: dict[str, _Value] = {}
+    renamed_entries: dict[str, _Value] = {}
     for name, entry in entries.items():
         new = renamed(name, rename)
         if new is None:
             continue
-        if new in found:
+        if new in renamed_entries:
             raise MismatchError(
                 "rename gives two tensors of the checkpoint the same name", tensor=new, found=repr(name)
             )
-        found[new] = entry
-    return found
+        renamed_entries[new] = entry
+    return renamed_entries
 
 
 def renamed(name: str, rename: Rename) -> str | None:
-    """Return the new name of one name, or None where it is dropped.
+    """Return the new name of a name, or None to drop it.
 
     Raises:
         TypeError: A function returns neither a name nor None.

@@ -1,17 +1,18 @@
-"""Which part of a checkpoint is the state dict of a module, by their names. Pure; no torch.
+"""Find the part of a checkpoint that is the state dict of a module, by names. Pure; no torch.
 
-Every mapping of the checkpoint that could be a state dict is looked at behind every prefix of its names, once as the
-names are and once without the components ``module`` and ``_orig_mod``, which torch's wrappers put anywhere in a name
-(on either side: the module may be wrapped as well). A *strict* fit has a name for every tensor of the module and no
-other name.
+Every mapping of the checkpoint that could be a state dict is compared with the module, in full and under every prefix
+of its names, and both verbatim and unwrapped: without the components ``module`` and ``_orig_mod``, which torch's
+wrappers put anywhere in a name, on either side. A *strict* fit has a name for every tensor of the module and no other
+name.
 
-1. Mappings that fit strictly as a whole. One wins; several are an error, unless they hold the same entries.
-2. Without one: parts of mappings, behind one prefix, that fit strictly. As before. A mapping that has every name of
-   the module as it is does not count in parts.
-3. Without one: the mapping that comes nearest, so that what is missing and unexpected is reported against it. There
-   must be no second one with half as many matching names, or the error lists them.
+1. Mappings that fit strictly as a whole. If there is one, it is the result; several are an error, unless they hold the
+   same entries.
+2. If there is none: parts of mappings, under one prefix, that fit strictly; again exactly one. Parts of a mapping that
+   has every name of the module verbatim do not count.
+3. If there is none: the nearest mapping, against which missing and unexpected names are reported. If a second one has
+   at least half as many matching names, the error lists both.
 
-With ``key`` there is one mapping, the one that it names, and it fits as a whole or is the nearest one.
+``key`` selects one mapping, which fits as a whole or is the nearest one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from sluice._units import format_bytes
 from sluice.entries.tree import refusal, unsupported
 from sluice.matching.candidates import CandidateReader, likely_state_dicts, state_dict_candidates
 from sluice.matching.match import Outline
-from sluice.matching.name_fit import NameView, name_views, unwrap
+from sluice.matching.name_fit import NameFit, name_fits, unwrap
 from sluice.matching.renaming import Rename
 from sluice.records import Entry
 from sluice.rules._apply import Rule
@@ -37,19 +38,19 @@ __all__ = ["Selection", "only_state_dict", "select"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The state dict that was found for a module."""
+    """The state dict of a module in a checkpoint."""
 
-    #: Its entries, by the names that the module uses.
+    #: Its entries, by their names in the module.
     entries: Mapping[str, Entry]
-    #: Where it lies in the checkpoint, as a dotted path; None is the whole.
+    #: Its dotted path in the checkpoint; None for the whole checkpoint.
     key: str | None
-    #: Prefix that was stripped from its names, with the dot at its end; empty when none was.
+    #: Prefix stripped from its names, with the dot; empty if none was.
     prefix: str
-    #: Version of each module's part of it, by the module's name, where the file says so.
+    #: Version of each module's state by the module's name, if the file has it.
     versions: Mapping[str, int]
-    #: Its extra state, by the names that the module uses: plain values and containers with ``Entry`` leaves.
+    #: Its extra state, by names in the module: plain values and containers with ``Entry`` leaves.
     extra_state: Mapping[str, object] = field(default_factory=dict)
-    #: What a reader of the report should know, a sentence each.
+    #: Notes for the report, one sentence each.
     notes: tuple[str, ...] = ()
 
 
@@ -69,28 +70,28 @@ def select(
         outline: The module.
         key: Path into the tree or dotted prefix of flat names; None searches.
         rename: Applied to the names of the state dict, relative to ``key``, before anything else.
-        rules: Applied to the tensors by their new names. A part that they do not apply to is no candidate, unless it
-            is the only one.
+        rules: Applied to the tensors by their new names. A part to which they do not apply is not a candidate, unless
+            it is the only part.
         limits: Bounds for flattening the tree.
 
     Raises:
-        MismatchError: Nothing or more than one thing fits, ``key`` does not exist, ``rename`` gives two entries the
-            same name, or the rules apply to nothing.
+        MismatchError: No part or more than one part fits, ``key`` does not exist, ``rename`` gives two entries the
+            same name, or the rules apply to no tensor.
     """
     reader = CandidateReader(tree=tree, rename=rename, rules=tuple(rules), limits=limits or Limits())
     keys = state_dict_candidates(tree) if key is None else (key,)
-    views = [view for candidate in reader.read_all(keys) for view in name_views(candidate, outline)]
-    if key is None and "" not in keys and not any(view.is_whole for view in views):
-        views += _nested(reader, outline)
-    if not views:
-        raise MismatchError("the checkpoint holds no tensors that a module could load")
-    views.sort(key=lambda view: (view.form.unwrapped, len(view.prefix)))
-    fitting = _fitting(views, parts=key is None)
-    return _selection(fitting or _nearest(views), whole=fitting is None)
+    fits = [fit for candidate in reader.read_all(keys) for fit in name_fits(candidate, outline)]
+    if key is None and "" not in keys and not any(fit.is_whole for fit in fits):
+        fits += _nested(reader, outline)
+    if not fits:
+        raise MismatchError("the checkpoint holds no named tensors to load into a module")
+    fits.sort(key=lambda fit: (fit.spelling.unwrapped, len(fit.prefix)))
+    strict = _strict_fit(fits, parts=key is None)
+    return _selection(strict or _nearest(fits), keep_unexpected=strict is None)
 
 
 def only_state_dict(tree: object, file: str) -> str:
-    """Return the key of the state dict of a checkpoint that holds one; ``""`` is the whole.
+    """Return the key of the only state dict in a checkpoint; ``""`` is the whole checkpoint.
 
     Args:
         tree: ``Index.tree``.
@@ -98,111 +99,111 @@ def only_state_dict(tree: object, file: str) -> str:
 
     Raises:
         MismatchError: There is none, or there are several; the message lists them.
-        UnsupportedError: There is none, because sluice does not read the tensors that are there.
+        UnsupportedError: There is none, and the checkpoint holds tensors of a kind that sluice does not read.
     """
-    found = likely_state_dicts(tree)
-    if "" in found:
+    candidates = likely_state_dicts(tree)
+    if "" in candidates:
         return ""
-    if len(found) == 1:
-        return next(iter(found))
-    if not found:
+    if len(candidates) == 1:
+        return next(iter(candidates))
+    if not candidates:
         for name, leaf in unsupported(tree).items():
             raise refusal(leaf, name, file)
-        raise MismatchError("the checkpoint holds no state dict of a model: no tensors by name", file=file)
+        raise MismatchError("the checkpoint holds no state dict: none of its dicts maps names to tensors", file=file)
     lines = [
         f"key={key!r}: {len(entries)} tensors, {format_bytes(sum(entry.nbytes for entry in entries))}"
-        for key, entries in islice(found.items(), SHOWN)
+        for key, entries in islice(candidates.items(), SHOWN)
     ]
-    text = f"the checkpoint holds no single state dict\n{section('choose one', lines, list(found))}\nNothing was read"
-    raise MismatchError(text, file=file)
+    choices = section("choose one", lines, list(candidates))
+    raise MismatchError(f"the checkpoint holds more than one state dict\n{choices}\nNothing was read", file=file)
 
 
-def _nested(reader: CandidateReader, outline: Outline) -> list[NameView]:
-    """Return the whole tree as a state dict where its nested dicts spell exactly the names of the module."""
+def _nested(reader: CandidateReader, outline: Outline) -> list[NameFit]:
+    """Return the fit of the whole tree if its nested dicts spell exactly the names of the module."""
     try:
         candidate = reader.read("")
-    except FormatError:  # two tensors have the same dotted name: fine in a tree, but not a state dict
+    except FormatError:  # two tensors with the same dotted name are valid in a tree, but not in a state dict
         return []
     except MismatchError:
         if not reader.rules:
             raise
         return []
-    return [view for view in name_views(candidate, outline) if view.is_whole]
+    return [fit for fit in name_fits(candidate, outline) if fit.is_whole]
 
 
-def _fitting(views: Sequence[NameView], *, parts: bool) -> NameView | None:
-    """Return the only view that fits strictly, or None; ``views`` come plainest first."""
-    strict = [view for view in views if not (view.missing or view.unexpected)]
-    fits = _distinct([view for view in strict if view.is_whole])
-    if not fits and parts:
-        complete = {view.key for view in views if not (view.prefix or view.form.unwrapped or view.missing)}
-        fits = _distinct([view for view in strict if view.key not in complete])
-    if len(fits) > 1:
-        raise _ambiguous("more than one part of the checkpoint fits the module", fits)
-    return fits[0] if fits else None
+def _strict_fit(fits: Sequence[NameFit], *, parts: bool) -> NameFit | None:
+    """Return the only strict fit, or None; ``fits`` are sorted from the plainest on."""
+    strict = [fit for fit in fits if not (fit.missing or fit.unexpected)]
+    distinct = _distinct([fit for fit in strict if fit.is_whole])
+    if not distinct and parts:
+        complete = {fit.key for fit in fits if not (fit.prefix or fit.spelling.unwrapped or fit.missing)}
+        distinct = _distinct([fit for fit in strict if fit.key not in complete])
+    if len(distinct) > 1:
+        raise _ambiguous("more than one part of the checkpoint fits the module", distinct)
+    return distinct[0] if distinct else None
 
 
-def _nearest(views: Sequence[NameView]) -> NameView:
-    """Return the view to report against where none fits strictly."""
-    best = max(views, key=lambda view: len(view.names))
-    rivals = _distinct([best, *(view for view in views if _is_rival(view, best))])
+def _nearest(fits: Sequence[NameFit]) -> NameFit:
+    """Return the fit to report against if none is strict."""
+    best = max(fits, key=lambda fit: len(fit.names))
+    rivals = _distinct([best, *(fit for fit in fits if _is_rival(fit, best))])
     if len(rivals) > 1:
-        raise _ambiguous("no part of the checkpoint fits the module exactly, and more than one comes near", rivals)
+        raise _ambiguous("no part of the checkpoint fits the module exactly, and more than one is close", rivals)
     return best
 
 
-def _is_rival(view: NameView, best: NameView) -> bool:
-    """Return whether a view is another possible meaning of the checkpoint than the one that comes nearest."""
-    if view.key != best.key:
-        return 2 * len(view.names) >= len(best.names)
-    return bool(best.prefix) and len(view.names) == len(best.names)
+def _is_rival(fit: NameFit, best: NameFit) -> bool:
+    """Return whether a fit is a plausible alternative to the nearest one."""
+    if fit.key != best.key:
+        return 2 * len(fit.names) >= len(best.names)
+    return bool(best.prefix) and len(fit.names) == len(best.names)
 
 
-def _distinct(views: Sequence[NameView]) -> list[NameView]:
-    """Return the first view of each content."""
-    if len(views) < 2:
-        return list(views)
-    kept: dict[object, NameView] = {}
-    for view in views:
-        kept.setdefault(view.content, view)
+def _distinct(fits: Sequence[NameFit]) -> list[NameFit]:
+    """Return the first fit of each distinct content."""
+    if len(fits) < 2:
+        return list(fits)
+    kept: dict[object, NameFit] = {}
+    for fit in fits:
+        kept.setdefault(fit.content, fit)
     return list(kept.values())
 
 
-def _ambiguous(problem: str, views: Sequence[NameView]) -> MismatchError:
-    lines = [view.describe() for view in views[:SHOWN]]
-    return MismatchError(f"{problem}\n{section('choose one', lines, views)}\nNothing was read")
+def _ambiguous(problem: str, fits: Sequence[NameFit]) -> MismatchError:
+    lines = [fit.describe() for fit in fits[:SHOWN]]
+    return MismatchError(f"{problem}\n{section('choose one', lines, fits)}\nNothing was read")
 
 
-def _selection(view: NameView, *, whole: bool) -> Selection:
-    """Return the entries of a view; with ``whole`` also the names of its candidate that have no place in the module."""
-    candidate, own = view.form.candidate, view.form.own
-    entries = {name: candidate.entries[original] for original, name in view.names.items()}
+def _selection(fit: NameFit, *, keep_unexpected: bool) -> Selection:
+    """Return the entries of a fit, with ``keep_unexpected`` also those whose names the module does not have."""
+    candidate, own = fit.spelling.candidate, fit.spelling.in_module
+    entries = {name: candidate.entries[original] for original, name in fit.names.items()}
     notes = []
-    if view.form.unwrapped:
+    if fit.spelling.unwrapped:
         notes.append("names were compared without the components 'module' and '_orig_mod'")
-    if whole:
-        for seen, original in view.form.found.items():
-            if original not in view.names:
-                bare = seen.removeprefix(view.prefix)
+    if keep_unexpected:
+        for name, original in fit.spelling.in_candidate.items():
+            if original not in fit.names:
+                bare = name.removeprefix(fit.prefix)
                 entries[original if bare in entries else bare] = candidate.entries[original]
-    elif view.outside:
-        notes.append(f"{view.outside} tensors of the checkpoint outside {view.prefix!r} were left out")
-    module_of = {_module_of(seen): _module_of(name) for seen, name in own.items()}
+    elif fit.outside:
+        notes.append(f"{fit.outside} tensors of the checkpoint outside {fit.prefix!r} were left out")
+    module_of = {_module_of(spelled): _module_of(name) for spelled, name in own.items()}
     versions = {}
     for path, version in candidate.versions.items():
-        seen = unwrap(path) if view.form.unwrapped else path
-        if f"{seen}.".startswith(view.prefix) and seen[len(view.prefix) :] in module_of:
-            versions[module_of[seen[len(view.prefix) :]]] = version
+        spelled = unwrap(path) if fit.spelling.unwrapped else path
+        if f"{spelled}.".startswith(fit.prefix) and spelled[len(fit.prefix) :] in module_of:
+            versions[module_of[spelled[len(fit.prefix) :]]] = version
     extra_state = {}
     for path, value in candidate.extra_state.items():
-        seen = unwrap(path) if view.form.unwrapped else path
-        if seen.startswith(view.prefix):
-            bare = seen[len(view.prefix) :]
+        spelled = unwrap(path) if fit.spelling.unwrapped else path
+        if spelled.startswith(fit.prefix):
+            bare = spelled[len(fit.prefix) :]
             extra_state[own.get(bare, bare)] = value
     return Selection(
         entries=entries,
-        key=view.key,
-        prefix=view.prefix,
+        key=fit.key,
+        prefix=fit.prefix,
         versions=versions,
         extra_state=extra_state,
         notes=tuple(notes),

@@ -6,23 +6,23 @@ that are inside:
 - ``nn.Parameter.__new__`` notes which parameters were created inside;
 - ``nn.Module.register_parameter`` moves such a parameter to the meta device *in place* as it is registered. The object
   stays the same one, so parameters that were shared before or after they were registered, kept in lists or decorated
-  with attributes stay tied. A parameter that existed before the context belongs to somebody else and stays real;
+  with attributes stay tied. A parameter that existed before the context may be in use elsewhere and stays real;
 - ``nn.Module.register_buffer`` registers a meta tensor instead of a persistent buffer, the same one each time the same
-  tensor is registered. The caller's tensor is left alone: constructors share tables that way.
+  tensor is registered. The caller's tensor is not changed: constructors share tables that way.
 
-Assignment (``module.weight = parameter``, ``nn.Buffer``) ends in the same two methods. One parameter at a time is real,
+Assignment (``module.weight = parameter``, ``nn.Buffer``) calls the same two methods. One parameter at a time is real,
 from its creation to its registration; ``torch.empty`` does not touch its pages, and initialisers that run after the
-registration, as those of torch's own layers do, are skipped.
+registration, as in torch's own layers, are skipped.
 
-**Why not something else.** ``torch.device("meta")`` and the torch function and dispatch modes see the creation of
-tensors, not their registration: they put non-persistent buffers, which no checkpoint holds, on meta as well. Making
-parameters meta as they are *created* would empty those that a constructor copies or loads from a file.
+**Alternatives.** ``torch.device("meta")`` and the torch function and dispatch modes see the creation of tensors, not
+their registration: they also put non-persistent buffers, which no checkpoint holds, on meta. Moving parameters to meta
+when they are *created* would empty those that a constructor copies or loads from a file.
 
-**What differs from ordinary construction.** No random numbers are drawn for parameters on meta, so the state of the
-generator afterwards is another one. Buffers and plain attributes computed *from parameters* end on meta;
-``load_into`` finds and names them. A constructor that branches on the values of its parameters fails, as on any meta
-tensor. A parameter that torch refuses to swap (someone holds a weak reference to it before
-it is registered), and parameters of subclasses with memory of their own, stay real and are filled in place.
+**Differences from ordinary construction.** No random numbers are drawn for parameters on meta, so the state of the
+generator afterwards differs. Buffers and plain attributes computed *from parameters* are on meta; ``load_into`` finds
+and names them. A constructor that branches on the values of its parameters fails, as on any meta tensor. Parameters
+that torch refuses to swap, because a weak reference to them exists before they are registered, and parameters of
+subclasses with memory of their own stay real and are filled in place.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ __all__ = ["empty_init"]
 
 
 class _Scope(threading.local):
-    """What this thread did inside the context; both are None outside."""
+    """State of this thread inside the context."""
 
-    #: Parameters created inside and not registered yet. Keys are weak and compared by identity.
+    #: Parameters created inside and not registered yet, or None outside. Keys are weak and compared by identity.
     created: WeakTensorKeyDictionary | None = None
-    #: Buffers registered inside: the meta tensor that took their place, or None where the real one was kept.
+    #: Meta tensor for each buffer registered inside, or None if the real one is kept; None outside.
     buffers: WeakTensorKeyDictionary | None = None
     #: Bytes emptied since free memory was last returned to the system.
     emptied_bytes: int = 0
@@ -58,8 +58,8 @@ class _Scope(threading.local):
 
 _scope = _Scope()
 
-#: Bytes that are emptied between two returns of free memory. Small allocations land in the space that one layer's
-#: tensors leave, the next layer's do not fit there any more, and the heap grows although nearly all of it is free.
+#: Bytes emptied between two returns of free memory. Small allocations land in the space that the tensors of one layer
+#: leave, those of the next layer then do not fit there, and the heap grows although nearly all of it is free.
 _RETURN_AFTER_BYTES = 32 << 20
 
 
@@ -126,7 +126,7 @@ def _replace_persistent(original: Callable[..., Any]) -> Any:
 
 
 def _empty_buffer(known: WeakTensorKeyDictionary, buffer: torch.Tensor, *, persistent: bool) -> torch.Tensor:
-    """Return what to register for ``buffer``; its first registration decides for all."""
+    """Return the tensor to register for ``buffer``; its first registration decides for all."""
     if buffer not in known:
         empty = None
         if persistent and is_plain(buffer) and not buffer.is_meta:
@@ -134,8 +134,8 @@ def _empty_buffer(known: WeakTensorKeyDictionary, buffer: torch.Tensor, *, persi
             empty = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
             empty.__dict__.update(buffer.__dict__)  # marks of nn.Buffer
         known[buffer] = empty
-    found: torch.Tensor | None = known[buffer]
-    return buffer if found is None else found
+    replacement: torch.Tensor | None = known[buffer]
+    return buffer if replacement is None else replacement
 
 
 def _count_emptied(nbytes: int) -> None:
@@ -145,7 +145,7 @@ def _count_emptied(nbytes: int) -> None:
 
 
 def _return_free_memory() -> None:
-    """Return free memory inside the C library's heap to the system, where the library is one that can (glibc)."""
+    """Return free memory in the C library's heap to the system, if the library supports it (glibc)."""
     _scope.emptied_bytes = 0
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -169,7 +169,7 @@ class _Patch:
         setattr(self.owner, self.name, self.installed)
 
     def uninstall(self) -> None:
-        # Who wrapped it after us keeps calling our wrapper, which is inert outside the context.
+        # Code that wrapped it later keeps calling our wrapper, which does nothing outside the context.
         if self.owner.__dict__[self.name] is self.installed:
             setattr(self.owner, self.name, self.original)
 

@@ -1,8 +1,8 @@
-"""Values of tensors that a checkpoint does not have, in a module on the meta device: by ``reset_parameters``.
+"""Initial values by ``reset_parameters`` for tensors on the meta device that the checkpoint does not have.
 
-They are computed before anything is read, in the memory that they keep. Modules are reset one at a time in their own
-dtype and then cast, so that the values are those of an ordinary model; a module whose tensors are larger than the
-scratch of a cast is reset in the finished dtype, because the other way would need the memory twice.
+They are computed before anything is read, in their final memory. Modules are reset one at a time in their own dtype and
+then cast, so that the values are those of an ordinary model. A module whose tensors are larger than the scratch memory
+of a cast is reset in the finished dtype, because the cast would need the memory twice.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from sluice.modules.swap import with_data
 
 __all__ = ["initial_values"]
 
-#: Byte that fills tensors before they are reset: a NaN in every floating-point dtype, so that what is left out shows.
+#: Byte that fills tensors before they are reset: a NaN in every floating-point dtype, so that skipped tensors show.
 _UNTOUCHED = 0xFF
 
-#: Bytes that are looked at in one go.
-_PIECE_BYTES = 1 << 20
+#: Elements checked at a time.
+_PIECE = 1 << 20
 
 
 def initial_values(state: ModuleState, match: Match, memory: Mapping[int, torch.Tensor], *, scratch_bytes: int) -> None:
-    """Compute the values of the slots on meta that the checkpoint does not fill; the module is left as it is.
+    """Compute the values of the slots on meta that the checkpoint does not fill; the module is not changed.
 
     Args:
         state: The module.
-        match: Its ``zeroed`` and ``initialised`` slots are computed.
+        match: The match; its ``zeroed`` and ``initialised`` slots are computed.
         memory: The finished tensor of each of them, without values.
-        scratch_bytes: What a module may take besides, for values that are cast.
+        scratch_bytes: Further memory that a module may take for values that are cast.
 
     Raises:
-        MismatchError: A ``reset_parameters`` fails, or leaves out a tensor that it should fill.
+        MismatchError: A ``reset_parameters`` fails, or does not fill a tensor that it should.
     """
-    # Parameters made of inference tensors could not be trained, and gradients are not asked for.
+    # Parameters made of inference tensors could not be trained.
     with torch.inference_mode(mode=False), torch.no_grad():
         for slot in match.zeroed:
             memory[slot].zero_()
@@ -54,7 +54,7 @@ def initial_values(state: ModuleState, match: Match, memory: Mapping[int, torch.
 
 
 def _reset(state: ModuleState, module: nn.Module, memory: Mapping[int, torch.Tensor], scratch_bytes: int) -> None:
-    """Let one module fill ``memory``, which is in the places of its tensors for as long as that takes."""
+    """Run ``reset_parameters`` of one module with ``memory`` temporarily in place of its tensors."""
     reset = reset_of(module)
     assert reset is not None
     own = {slot: torch_dtype(state.outline.slots[slot].dtype) for slot in memory}
@@ -71,34 +71,35 @@ def _reset(state: ModuleState, module: nn.Module, memory: Mapping[int, torch.Ten
         for slot, place in places.items():
             hold(state.owners[slot], with_data(state.tensors[slot], place))
         _run(reset, type(module).__name__, own.values())
-        made = {slot: registered(owners[0])[owners[0].name].data for slot in memory for owners in (state.owners[slot],)}
+        first_owners = {slot: state.owners[slot][0] for slot in memory}
+        filled = {slot: registered(owner)[owner.name].data for slot, owner in first_owners.items()}
     finally:
         for slot in memory:
             hold(state.owners[slot], state.tensors[slot])
-    for slot, values in made.items():
+    for slot, values in filled.items():
         if values.numel() and _is_untouched(values):
             raise MismatchError(
-                "the checkpoint does not have it, and reset_parameters() left it out",
+                "the checkpoint does not have it, and reset_parameters() does not fill it",
                 tensor=state.outline.slots[slot].names[0],
             )
         if values.data_ptr() != memory[slot].data_ptr():
             memory[slot].copy_(values)
 
 
-def _run(reset: Callable[[], object], of: str, dtypes: Iterable[torch.dtype]) -> None:
+def _run(reset: Callable[[], object], owner: str, dtypes: Iterable[torch.dtype]) -> None:
     try:
         with InitialisersSkipMeta():
             reset()
     except Exception as error:
-        made = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))
-        raise MismatchError(f"reset_parameters() of {of} failed on {made} tensors: {error}") from error
+        names = ", ".join(sorted({dtype_name(dtype) for dtype in dtypes}))
+        raise MismatchError(f"reset_parameters() of {owner} failed on {names} tensors: {error}") from error
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a dense tensor in one dimension."""
+    """Return the memory of a dense tensor as one dimension of bytes."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _is_untouched(tensor: torch.Tensor) -> bool:
-    pieces = torch.split(tensor.reshape(-1), _PIECE_BYTES)
+    pieces = torch.split(tensor.reshape(-1), _PIECE)
     return all(bool((piece.view(torch.uint8) == _UNTOUCHED).all()) for piece in pieces)

@@ -1,11 +1,11 @@
-"""Finished tensors become part of a module.
+"""Install finished tensors in a module.
 
 A tensor on the meta device gets its memory by a swap, so that it stays the same object for ties, optimizers and
-attributes; where torch refuses that, it is replaced in every module that holds it. A live tensor was filled in place,
-or gets its new memory through ``.data``. Gradients of live parameters are left alone, as ``load_state_dict`` does,
-unless the parameter changes its dtype or device: then they are dropped.
+attributes; if torch refuses the swap, it is replaced in every module that holds it. A live tensor was filled in place,
+or gets its new memory through ``.data``. Gradients of live parameters are kept, as ``load_state_dict`` does, unless the
+parameter changes its dtype or device: then they are dropped.
 
-Until every tensor is in place no code of the module runs: what it could raise would leave the module half loaded.
+No code of the module runs before every tensor is in place: an error in it would leave the module half loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,19 +26,7 @@ from sluice.modules.collect import Holding, ModuleState, Owner
 from sluice.modules.load_hooks import restore_extra_state, run_post_hooks
 from sluice.modules.swap import swap_data, with_data
 
-__all__ = ["Installed", "finish_loading", "hold", "install", "install_one", "registered"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
-    """What ``install`` and ``finish_loading`` did that the caller cannot see otherwise."""
-
-    #: Names of tensors that became new objects, because torch refused to swap their contents.
-    replaced: tuple[str, ...]
-    #: Names of the module that the checkpoint does not have; post-hooks may have changed the list.
-    missing: tuple[str, ...] = ()
-    #: Names of the checkpoint that the module does not have; post-hooks may have changed the list.
-    unexpected: tuple[str, ...] = ()
+__all__ = ["finish_loading", "hold", "install", "install_one", "registered"]
 
 
 def install(
@@ -49,15 +36,18 @@ def install(
     initial: Mapping[int, torch.Tensor] | None = None,
     *,
     placement: Placement | None = None,
-) -> Installed:
-    """Make finished tensors part of the module; nothing of it is on the meta device afterwards.
+) -> tuple[str, ...]:
+    """Install finished tensors in the module; none of its tensors is on the meta device afterwards.
 
     Args:
         state: The module.
-        match: What was wanted.
-        tensors: The finished tensor of each request; those of requests that are ``existing`` are filled already.
-        initial: Finished tensors that come from no entry, by slot.
-        placement: Where live tensors without an entry, and non-persistent buffers, move to.
+        match: The match of its tensors.
+        tensors: The finished tensor of each request; requests that are ``existing`` were filled in place.
+        initial: Finished tensors without an entry, by slot.
+        placement: Devices to which live tensors without an entry and non-persistent buffers move.
+
+    Returns:
+        Names of tensors that became new objects, because torch refused to swap their memory.
     """
     replaced: list[str] = []
     with torch.inference_mode(mode=False), torch.no_grad():
@@ -74,34 +64,34 @@ def install(
             _move(state.module, state.holdings(slot), device_of(state.outline.slots[slot].names[0], placement or {}))
         for name, holdings in state.unsaved.items():
             _move(state.module, holdings, device_of(name, placement or {}))
-    return Installed(replaced=tuple(replaced))
+    return tuple(replaced)
 
 
 def finish_loading(
     state: ModuleState, match: Match, extra_state: Mapping[str, object], *, strict: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Restore extra state and run post-hooks: the module's own code, once every tensor is in place.
+    """Restore extra state and run post-hooks, after every tensor is in place.
 
     Args:
         state: The module.
-        match: What was loaded.
+        match: The match of its tensors.
         extra_state: Finished extra state by name.
-        strict: Whether names that hooks report are an error.
+        strict: Whether names reported by hooks are an error.
 
     Returns:
-        The missing and the unexpected names, as the hooks leave them.
+        The missing and the unexpected names after the hooks.
 
     Raises:
-        PartialLoadError: The module's code failed, or a post-hook reports names; every tensor is loaded.
+        PartialLoadError: The module's code failed, or a post-hook reports names; every tensor was loaded.
     """
     missing, unexpected = list(match.missing), list(match.unexpected)
-    doing = "set_extra_state"
+    step = "set_extra_state"
     try:
         restore_extra_state(state.module, extra_state)
-        doing = "a load_state_dict post-hook"
+        step = "a load_state_dict post-hook"
         run_post_hooks(state.module, missing, unexpected)
     except Exception as error:
-        raise _after_loading(f"{doing} failed: {error}", state) from error
+        raise _after_loading(f"{step} failed: {error}", state) from error
     if strict and (missing or unexpected):
         raise _after_loading(f"a load_state_dict post-hook reports {missing} missing, {unexpected} unexpected", state)
     return tuple(missing), tuple(unexpected)
@@ -109,23 +99,23 @@ def finish_loading(
 
 def _after_loading(problem: str, state: ModuleState) -> PartialLoadError:
     done = tuple(slot.names[0] for slot in state.outline.slots)
-    return PartialLoadError(f"every tensor was loaded, and then {problem}", done=done)
+    return PartialLoadError(f"every tensor was loaded, but {problem}", done=done)
 
 
 def install_one(state: ModuleState, slot: int, tensor: torch.Tensor) -> bool:
     """Give one tensor of the module, and its aliases, new memory; return whether they are still the same objects."""
-    given = [_give(state.module, holding, tensor) for holding in state.holdings(slot)]
-    return all(given)
+    same = [_set_memory(state.module, holding, tensor) for holding in state.holdings(slot)]
+    return all(same)
 
 
-def _give(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bool:
+def _set_memory(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bool:
     own = holding.tensor
     if is_lazy(own):
         cast("Any", own).__class__ = cast("Any", own).cls_to_become  # as its materialize() does
-    # An inference tensor with other memory would be neither one kind nor the other: it becomes an ordinary one.
+    # An inference tensor becomes an ordinary tensor: with ordinary memory it would not be a valid inference tensor.
     if not own.is_meta and not own.is_inference():
         if (own.dtype, own.device) != (tensor.dtype, tensor.device):
-            own.grad = None  # the next backward pass could not add to it, and it belongs to values that are gone
+            own.grad = None  # the next backward pass could not add to it, and it belongs to the old values
         own.data = tensor
         return True
     with _without_weak_references(holding.owners):
@@ -139,10 +129,10 @@ def _give(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def _without_weak_references(owners: Sequence[Owner]) -> Iterator[None]:
-    """Let torch's recurrent layers forget for a while that they watch their weights, which forbids to swap them."""
+    """Clear the weak references of torch's recurrent layers to their weights, which prevent a swap, for the block."""
     layers = {owner.module for owner in owners if isinstance(owner.module, nn.RNNBase)}
     for layer in layers:
-        layer._flat_weight_refs = []  # noqa: SLF001  nothing public makes or drops them
+        layer._flat_weight_refs = []  # noqa: SLF001  no public function makes or drops them
     try:
         yield
     finally:
@@ -152,7 +142,7 @@ def _without_weak_references(owners: Sequence[Owner]) -> Iterator[None]:
 
 
 def _replace_in_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Replace a tensor in plain attributes, and in lists, tuples and dicts there, as recurrent layers have them."""
+    """Replace a tensor in plain attributes, and in their lists, tuples and dicts, as recurrent layers have them."""
     for part in module.modules():
         for name, value in vars(part).items():
             members: Any = value
@@ -167,7 +157,7 @@ def _replace_in_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tens
 
 
 def _move(module: nn.Module, holdings: Sequence[Holding], device: str | None) -> None:
-    """Move a live tensor; objects over one memory share it afterwards as well."""
+    """Move a live tensor; objects that view the same memory still share it afterwards."""
     data = holdings[0].tensor.data
     if device is None or data.device == torch.device(device):
         return
@@ -176,23 +166,23 @@ def _move(module: nn.Module, holdings: Sequence[Holding], device: str | None) ->
         if is_lazy(holding.tensor):
             holding.tensor.data = moved
         else:
-            _give(module, holding, moved)
+            _set_memory(module, holding, moved)
 
 
 def _note_written(tensor: torch.Tensor) -> None:
-    """Tell autograd that the tensor was written in place, which the readers did behind its back."""
+    """Tell autograd that the tensor was written in place, which it cannot see."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
 
 def hold(owners: Sequence[Owner], tensor: torch.Tensor) -> None:
-    """Put a tensor where modules hold another one, without what an assignment sets off."""
+    """Set the tensor in its owners, without the side effects of an assignment."""
     for owner in owners:
         registered(owner)[owner.name] = tensor
 
 
 def registered(owner: Owner) -> dict[str, torch.Tensor]:
-    """Return the dict in which the module holds the tensor."""
+    """Return the dict of the module that holds the tensor."""
     module = owner.module
     held = module._parameters if owner.name in module._parameters else module._buffers  # noqa: SLF001  as above
     return cast("dict[str, torch.Tensor]", held)

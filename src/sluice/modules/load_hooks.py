@@ -1,12 +1,14 @@
-"""What modules do when ``load_state_dict`` loads them, done for a state dict whose tensors are not read.
+"""Follow the hooks and loaders that ``load_state_dict`` runs, for a state dict whose tensors are not read.
 
-- Pre-hooks rename, drop or reject entries: they run on meta tensors that stand for the entries, and each of these is
-  recognised again by identity. A hook that computes a tensor cannot be followed and is named.
-- Overrides of ``_load_from_state_dict`` are followed in the same way, on a copy of the module (``_own_loading``).
-  Those of torch's norms are known (``Slot.added_in``).
-- Lazy modules materialise their tensors in a pre-hook; here they do when they are filled, so that hook is left out.
-- Extra state is plain data to hooks; ``restore_extra_state`` gives it to the modules once their tensors are in place.
-- Post-hooks run as they are, at the end.
+- Pre-hooks rename, drop or reject entries: they run on meta tensors that stand for the entries, which are recognized
+  afterwards by identity. A hook that computes a tensor cannot be followed and is reported.
+- Overrides of ``_load_from_state_dict`` are followed in the same way, on a copy of the module; see
+  ``custom_loaders``. Those of torch's norms are known (``Slot.added_in``).
+- Lazy modules materialise their tensors in a pre-hook. That hook is skipped: their tensors are materialised when they
+  are filled.
+- Hooks see extra state as plain data; ``restore_extra_state`` passes it to the modules after their tensors are in
+  place.
+- Post-hooks run unchanged, at the end.
 """
 
 from __future__ import annotations
@@ -21,31 +23,31 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from sluice._dtypes import torch_dtype
-from sluice.modules.custom_loaders import NotFollowedError, follow_own_loader, has_own_loader
+from sluice.modules.custom_loaders import NotFollowedError, follow_custom_loader, has_custom_loader
 from sluice.records import Entry
 
 __all__ = ["Followed", "extra_state_names", "follow_loading", "restore_extra_state", "run_post_hooks"]
 
-# nn.Module documents these names for subclasses and keeps them private otherwise: there is no public way to ask.
+# nn.Module documents these names for subclasses only; they have no public accessor.
 # ruff: noqa: SLF001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """A state dict as the hooks and loaders of a module leave it."""
+    """A state dict after the hooks and loaders of a module."""
 
-    #: Its tensors, by the names that the module uses.
+    #: Its tensors, by their names in the module.
     entries: dict[str, Entry]
     #: Its extra state by name: plain values and containers with ``Entry`` leaves.
     extra_state: dict[str, object] = field(default_factory=dict)
-    #: Names of tensors that their modules do not miss.
-    forgiven: frozenset[str] = frozenset()
-    #: Why it cannot be loaded, a sentence each.
+    #: Names of tensors that their modules do not require.
+    optional_names: frozenset[str] = frozenset()
+    #: Problems that prevent the load, one sentence each.
     problems: tuple[str, ...] = ()
 
 
 def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
-    """Yield the name of this module's extra state in a state dict, when it has any."""
+    """Yield the name of this module's extra state in a state dict, if it has any."""
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         yield prefix + _EXTRA_STATE_KEY_SUFFIX
 
@@ -57,58 +59,58 @@ def follow_loading(
     *,
     versions: Mapping[str, int] | None = None,
 ) -> Followed:
-    """Return the state dict as the module's load_state_dict pre-hooks and its parts' own loaders leave it.
+    """Return the state dict after the load_state_dict pre-hooks and custom loaders of the module and its children.
 
     Args:
-        module: The module that is loaded; it is left alone.
-        entries: The state dict, by the names that the module uses.
+        module: The module to load into; it is not changed.
+        entries: The state dict, by names in the module.
         extra_state: Its extra state, by the same names.
-        versions: Version of each module's part of it, by the module's name.
+        versions: Version of each module's state by the module's name.
     """
     extra_state = extra_state or {}
     parts = [
         (path, part)
         for path, part in module.named_modules(remove_duplicate=False)
-        if has_own_loader(part) or any(True for _ in _pre_hooks(part))
+        if has_custom_loader(part) or any(True for _ in _pre_hooks(part))
     ]
     if not parts:
         return Followed(entries=dict(entries), extra_state=dict(extra_state))
-    run = _Run(entries, extra_state)
+    follower = _Follower(entries, extra_state)
     for path, part in parts:
         metadata = {"version": versions[path]} if versions and path in versions else {}
-        run.follow(path, part, metadata)
-    return run.result()
+        follower.follow(path, part, metadata)
+    return follower.result()
 
 
 def _pre_hooks(module: nn.Module) -> Iterator[Any]:
-    """Yield the pre-hooks of a module but for the one by which lazy modules materialise."""
+    """Yield the pre-hooks of a module, except the one that materialises lazy modules."""
     for hook in module._load_state_dict_pre_hooks.values():
         function = getattr(getattr(hook, "hook", None), "__func__", None)
         if function is not LazyModuleMixin._lazy_load_hook:
             yield hook
 
 
-class _Run:
-    """One state dict on its way through hooks and loaders, from the top down."""
+class _Follower:
+    """Passes one state dict through hooks and loaders, parents first."""
 
     def __init__(self, entries: Mapping[str, Entry], extra_state: Mapping[str, object]) -> None:
         stand_ins = {name: _stand_in(entry) for name, entry in entries.items()}
         extra = {name: _stand_in(value) if isinstance(value, Entry) else value for name, value in extra_state.items()}
         self._state: dict[str, Any] = {**stand_ins, **extra}
-        self._kept = dict(self._state)  # keeps all of them alive, so that identities stay theirs
+        self._kept = dict(self._state)  # keeps all of them alive, so that their ids stay unique
         self._entry_of = {id(self._kept[name]): entry for name, entry in entries.items()}
         self._entry_of |= {
             id(self._kept[name]): value for name, value in extra_state.items() if isinstance(value, Entry)
         }
-        self._forgiven: set[str] = set()
+        self._optional_names: set[str] = set()
         self._problems: list[str] = []
 
     def follow(self, path: str, part: nn.Module, metadata: dict[str, Any]) -> None:
-        """Let one module do what it does; what it may not do becomes a problem."""
+        """Run the hooks and the loader of one module; note a problem for each thing that cannot be followed."""
         prefix = f"{path}." if path else ""
-        # A module sees what load_state_dict passes down: the names below it.
+        # load_state_dict passes a module only the names below it.
         below = {name: self._state.pop(name) for name in list(self._state) if name.startswith(prefix)}
-        if has_own_loader(part):
+        if has_custom_loader(part):
             below = self._follow_loader(path, part, below, metadata)
         else:
             self._follow_hooks(path, part, below, metadata)
@@ -119,13 +121,13 @@ class _Run:
     ) -> dict[str, Any]:
         described = f"the _load_from_state_dict of {path or 'the module'} ({type(part).__name__})"
         try:
-            found = follow_own_loader(part, below, f"{path}." if path else "", metadata)
+            followed = follow_custom_loader(part, below, f"{path}." if path else "", metadata)
         except NotFollowedError as error:
             self._problems.append(f"{described} {error}")
             return below
-        self._forgiven |= found.forgiven
-        self._problems += [f"{described} rejects the state dict: {error}" for error in found.errors]
-        return found.state
+        self._optional_names |= followed.optional_names
+        self._problems += [f"{described} rejects the state dict: {error}" for error in followed.errors]
+        return followed.state
 
     def _follow_hooks(self, path: str, part: nn.Module, below: dict[str, Any], metadata: dict[str, Any]) -> None:
         described = f"the load_state_dict pre-hook of {path or 'the module'} ({type(part).__name__})"
@@ -134,11 +136,13 @@ class _Run:
         errors: list[str] = []
         try:
             for hook in _pre_hooks(part):
-                # torch passes strict=True whatever load_state_dict was called with, and judges the lists at its end.
+                # torch always passes strict=True and applies its own strict to the lists at the end.
                 hook(below, f"{path}." if path else "", metadata, True, missing, unexpected, errors)
         except Exception as error:  # noqa: BLE001  foreign code may raise anything
             self._problems.append(f"{described} failed on a state dict without data: {error}")
-        errors += [f"it misses {name!r}" for name in missing] + [f"it does not expect {name!r}" for name in unexpected]
+        errors += [f"it requires {name!r}" for name in missing] + [
+            f"it does not expect {name!r}" for name in unexpected
+        ]
         self._problems += [f"{described} rejects the state dict: {error}" for error in errors]
         self._problems += [
             f"{described} computes a tensor from the state dict: {name!r}"
@@ -147,7 +151,7 @@ class _Run:
         ]
 
     def result(self) -> Followed:
-        """Return what is left."""
+        """Return the state dict that remains."""
         entries: dict[str, Entry] = {}
         extra_state: dict[str, object] = {}
         for name, value in self._state.items():
@@ -159,24 +163,24 @@ class _Run:
         return Followed(
             entries=entries,
             extra_state=extra_state,
-            forgiven=frozenset(self._forgiven),
+            optional_names=frozenset(self._optional_names),
             problems=tuple(self._problems),
         )
 
 
 def _stand_in(entry: Entry) -> torch.Tensor:
-    """Return a tensor without data; of a sparse or quantized one a dense tensor of the same shape."""
+    """Return a tensor without data; for a sparse or quantized entry a dense tensor of the same shape."""
     if entry.composite is not None:
         return torch.empty(entry.shape, dtype=torch_dtype(entry.composite.values.dtype), device="meta")
     return torch.empty_strided(entry.shape, entry.stride, dtype=torch_dtype(entry.dtype), device="meta")
 
 
 def restore_extra_state(module: nn.Module, values: Mapping[str, object]) -> None:
-    """Give each module its extra state, parents first as ``load_state_dict`` does.
+    """Call ``set_extra_state`` of each module that has extra state, parents first as ``load_state_dict`` does.
 
     Args:
-        module: The module that was loaded.
-        values: The extra state, by its name in the state dict.
+        module: The loaded module.
+        values: The extra state by name in the state dict.
     """
     if not values:
         return

@@ -1,6 +1,6 @@
-"""Initialisers that cost nothing on the meta device.
+"""Skip initialisers on the meta device.
 
-There they change nothing, but they are not free: several of torch's meta kernels import its compiler on first use,
+They change no values there, but they are not free: several of torch's meta kernels import its compiler on first use,
 which takes a second and about 100 MB.
 """
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["InitialisersSkipMeta"]
 
-#: What initialisers do to a tensor: its values change and nothing else.
+#: Functions that change the values of a tensor and nothing else.
 _INITIALISERS = frozenset(
     {
         nn.init.constant_,
@@ -36,14 +36,14 @@ _INITIALISERS = frozenset(
 )
 
 
-#: The setter behind ``tensor.data = other``, as torch function modes see it.
+#: The setter of ``tensor.data``, as torch function modes see it.
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a C descriptor
 
 
 class InitialisersSkipMeta(TorchFunctionMode):
-    """A context in which initialisers leave meta tensors alone; it is this thread's own.
+    """A context of one thread in which initialisers skip meta tensors.
 
-    ``tensor.data = values`` is an initialiser as well: a meta tensor takes the shape and the dtype of the values.
+    ``tensor.data = values`` is an initialiser as well: a meta tensor takes the shape and dtype of the values.
     """
 
     def __torch_function__(
@@ -53,10 +53,10 @@ class InitialisersSkipMeta(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run ``func``, or return its tensor as it is."""
+        """Run ``func``, or return its tensor unchanged."""
         options = kwargs or {}
         if func in _INITIALISERS:
-            tensor = args[0] if args else options.get("tensor")  # functions of nn.init come with keywords only
+            tensor = args[0] if args else options.get("tensor")  # functions of nn.init are called with keywords only
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor
         if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:

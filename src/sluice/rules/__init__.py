@@ -1,7 +1,7 @@
-r"""Rules: what the tensors of a checkpoint become before they are matched with a model.
+r"""Rules: changes to the names and tensors of a checkpoint before they are matched with a model.
 
-A list of rules turns one architecture's checkpoint into another one's, while it is read and inside the memory contract:
-transposes, splits and concatenations are copies between strided boxes, so that nothing is held twice.
+A list of rules converts the checkpoint of one architecture for another while it is read, within the memory contract:
+transposes, splits and concatenations are copies between strided boxes, so that no tensor is held twice.
 
     >>> from sluice import rules
     >>> gpt2 = [
@@ -12,19 +12,19 @@ transposes, splits and concatenations are copies between strided boxes, so that 
     >>> print(gpt2[1])
     split('h.*.attn.c_attn.weight')
 
-**Patterns.** A text matches whole names. ``*`` in it stands for one component (``h.*.bias``), ``**`` for anything,
-dots and nothing included (``module.**``). A new name repeats the wildcards in their order. A compiled regular
+**Patterns.** Text matches whole names. ``*`` in it matches one component (``h.*.bias``), ``**`` any text, including
+dots and nothing (``module.**``). A new name repeats the wildcards in order. A compiled regular
 expression works wherever a pattern does, and new names then use its groups: ``rename(re.compile(r"h\.(\d+)\.(.*)"),
 r"blocks.\1.\2")``.
 
 **Order.** The names are those of the chosen part of the checkpoint (``key=``), after ``rename=``. Rules are applied one
-after the other, each to all tensors that the ones before it left. What comes out is matched with the model.
+after the other, each to the result of the one before it. The final result is matched with the model.
 
-**Errors.** A rule that matches nothing, two tensors of one name and a tensor that a rule cannot be applied to are each
-a ``MismatchError``, before anything is read. ``optional=True`` lets a rule match nothing. Shapes that still differ from
-the model's are errors as ever.
+**Errors.** A rule that matches nothing, two tensors with one name, and a tensor to which a rule cannot be applied are
+each a ``MismatchError``, before anything is read. ``optional=True`` lets a rule match nothing. Shapes that still differ
+from the model's are errors as without rules.
 
-**Values.** Elements are multiplied first, in the dtype of the file, and cast last, once, whatever the order of the
+**Values.** Elements are multiplied first, in the dtype of the file, and cast last, once, in any order of the
 rules: ``(tensor * factor).to(dtype)``.
 """
 
@@ -36,17 +36,17 @@ from typing import TYPE_CHECKING
 from sluice._dtypes import dtype_name
 from sluice.rules._apply import Rule
 from sluice.rules._kinds import (
-    Cast,
-    Copy,
-    Drop,
-    Join,
-    Permute,
-    Rename,
-    Reshape,
-    Resize,
-    Scale,
-    Split,
-    Transpose,
+    CastRule,
+    CopyRule,
+    DropRule,
+    JoinRule,
+    PermuteRule,
+    RenameRule,
+    ReshapeRule,
+    ResizeRule,
+    ScaleRule,
+    SplitRule,
+    TransposeRule,
 )
 from sluice.rules._patterns import NamePattern
 
@@ -72,7 +72,7 @@ __all__ = [
 
 
 def rename(pattern: NamePattern, new: str, *, optional: bool = False) -> Rule:
-    """Give tensors another name.
+    """Rename tensors.
 
     Args:
         pattern: Their names; see the module's description of patterns.
@@ -83,18 +83,18 @@ def rename(pattern: NamePattern, new: str, *, optional: bool = False) -> Rule:
         >>> prefix = rename("transformer.**", "**")
         >>> exact = rename("wte.weight", "tok_emb.weight")
     """
-    return Rename(pattern=pattern, new=new, optional=optional)
+    return RenameRule(pattern=pattern, new=new, optional=optional)
 
 
 def copy(pattern: NamePattern, new: str, *, optional: bool = False) -> Rule:
-    """Give tensors a second name: the head of a model that does not tie it to the embedding, out of one that does.
+    """Give tensors a second name, such as the head of a model that does not tie it to the embedding.
 
     The bytes are read once.
 
     Example:
         >>> head = copy("wte.weight", "out_head.weight")
     """
-    return Copy(pattern=pattern, new=new, optional=optional)
+    return CopyRule(pattern=pattern, new=new, optional=optional)
 
 
 def drop(pattern: NamePattern, *, optional: bool = False) -> Rule:
@@ -103,7 +103,7 @@ def drop(pattern: NamePattern, *, optional: bool = False) -> Rule:
     Example:
         >>> masks = drop("h.*.attn.bias", optional=True)
     """
-    return Drop(pattern=pattern, optional=optional)
+    return DropRule(pattern=pattern, optional=optional)
 
 
 def transpose(pattern: NamePattern, dim0: int = 0, dim1: int = 1, *, optional: bool = False) -> Rule:
@@ -112,27 +112,27 @@ def transpose(pattern: NamePattern, dim0: int = 0, dim1: int = 1, *, optional: b
     Example:
         >>> conv1d = transpose("h.*.mlp.c_fc.weight")
     """
-    return Transpose(pattern=pattern, dim0=dim0, dim1=dim1, optional=optional)
+    return TransposeRule(pattern=pattern, dim0=dim0, dim1=dim1, optional=optional)
 
 
 def permute(pattern: NamePattern, dims: Sequence[int], *, optional: bool = False) -> Rule:
-    """Put the dimensions in another order, as ``tensor.permute(dims)``.
+    """Reorder dimensions, as ``tensor.permute(dims)``.
 
     Example:
         >>> from_tensorflow = permute("conv.*.kernel", (3, 2, 0, 1))
     """
-    return Permute(pattern=pattern, dims=tuple(dims), optional=optional)
+    return PermuteRule(pattern=pattern, dims=tuple(dims), optional=optional)
 
 
 def reshape(pattern: NamePattern, shape: Sequence[int], *, optional: bool = False) -> Rule:
-    """Give tensors another shape, as ``tensor.reshape(shape)``; one size may be -1.
+    """Reshape tensors, as ``tensor.reshape(shape)``; one size may be -1.
 
-    What strides cannot express is copied box by box; a tensor that would take more than 4,096 boxes is an error.
+    If strides cannot express the result, it is copied box by box; more than 4,096 boxes are an error.
 
     Example:
         >>> patches = reshape("patch_embed.weight", (768, 3, 16, 16))
     """
-    return Reshape(pattern=pattern, shape=tuple(shape), optional=optional)
+    return ReshapeRule(pattern=pattern, shape=tuple(shape), optional=optional)
 
 
 def split(
@@ -143,19 +143,19 @@ def split(
     sizes: Sequence[int] | None = None,
     optional: bool = False,
 ) -> Rule:
-    """Cut tensors along a dimension and name the pieces.
+    """Split tensors along a dimension and name the pieces.
 
     Args:
         pattern: Names of the tensors.
         into: Name of each piece, with the wildcards of the pattern.
-        dim: The dimension that is cut.
+        dim: Dimension to split.
         sizes: Size of each piece in it; None for equal ones.
         optional: Whether it may match nothing.
 
     Example:
         >>> grouped = split("layers.*.qkv.weight", ("layers.*.q.weight", "layers.*.kv.weight"), sizes=(4096, 2048))
     """
-    return Split(
+    return SplitRule(
         pattern=pattern,
         into=_names(into),
         dim=dim,
@@ -167,13 +167,13 @@ def split(
 def concatenate(
     patterns: NamePattern | Sequence[NamePattern], into: str, *, dim: int = 0, optional: bool = False
 ) -> Rule:
-    """Put tensors one after the other along a dimension, as ``torch.cat``.
+    """Concatenate tensors along a dimension, as ``torch.cat``.
 
     Args:
-        patterns: Names of the tensors in their order. Several patterns, whose wildcards tell the groups apart; or one
-            pattern with a ``#``, which stands for the numbers from 0 on.
-        into: Name of the whole, with the wildcards of the patterns, without the ``#``.
-        dim: The dimension along which they lie.
+        patterns: Names of the tensors in order. Several patterns, whose wildcards distinguish the groups; or one
+            pattern with a ``#``, which matches the numbers from 0 on.
+        into: Name of the result, with the wildcards of the patterns, without the ``#``.
+        dim: Dimension along which they are joined.
         optional: Whether it may match nothing.
 
     Example:
@@ -183,7 +183,7 @@ def concatenate(
 
 
 def stack(patterns: NamePattern | Sequence[NamePattern], into: str, *, dim: int = 0, optional: bool = False) -> Rule:
-    """Put tensors one after the other along a new dimension, as ``torch.stack``; see ``concatenate``.
+    """Stack tensors along a new dimension, as ``torch.stack``; see ``concatenate``.
 
     Example:
         >>> experts = stack("layers.*.experts.#.up.weight", "layers.*.experts.up")
@@ -192,7 +192,7 @@ def stack(patterns: NamePattern | Sequence[NamePattern], into: str, *, dim: int 
 
 
 def cast(pattern: NamePattern, dtype: torch.dtype | str, *, optional: bool = False) -> Rule:
-    """Decide the dtype of finished tensors, whatever ``dtype=`` and the model say; the last such rule counts.
+    """Set the dtype of finished tensors, regardless of ``dtype=`` and the model; the last such rule counts.
 
     Args:
         pattern: Names of the tensors.
@@ -202,7 +202,7 @@ def cast(pattern: NamePattern, dtype: torch.dtype | str, *, optional: bool = Fal
     Example:
         >>> norms = cast("**norm*.scale", "float32")
     """
-    return Cast(pattern=pattern, dtype=dtype if isinstance(dtype, str) else dtype_name(dtype), optional=optional)
+    return CastRule(pattern=pattern, dtype=dtype if isinstance(dtype, str) else dtype_name(dtype), optional=optional)
 
 
 def scale(pattern: NamePattern, factor: float, *, optional: bool = False) -> Rule:
@@ -214,28 +214,28 @@ def scale(pattern: NamePattern, factor: float, *, optional: bool = False) -> Rul
     Example:
         >>> folded = scale("layers.*.q.weight", 128**-0.5)
     """
-    return Scale(pattern=pattern, factor=float(factor), optional=optional)
+    return ScaleRule(pattern=pattern, factor=float(factor), optional=optional)
 
 
 def resize(pattern: NamePattern, rows: int, *, fill: float = 0.0, dim: int = 0, optional: bool = False) -> Rule:
-    """Cut tensors to a number of rows or pad them: a vocabulary that has grown or shrunk.
+    """Cut or pad tensors to a number of rows, such as for a larger or smaller vocabulary.
 
     Args:
         pattern: Names of the tensors.
-        rows: Size of the dimension afterwards.
-        fill: What new elements are, rounded to the dtype of the file.
-        dim: The dimension.
+        rows: New size of the dimension.
+        fill: Value of new elements, rounded to the dtype of the file.
+        dim: Dimension to resize.
         optional: Whether it may match nothing.
 
     Example:
         >>> rounded_up = resize("tok_emb.weight", 50304)
     """
-    return Resize(pattern=pattern, size=rows, fill=fill, dim=dim, optional=optional)
+    return ResizeRule(pattern=pattern, size=rows, fill=fill, dim=dim, optional=optional)
 
 
 def _join(patterns: NamePattern | Sequence[NamePattern], into: str, dim: int, *, optional: bool, new_dim: bool) -> Rule:
     several = tuple(patterns) if isinstance(patterns, Sequence) and not isinstance(patterns, str) else (patterns,)
-    return Join(
+    return JoinRule(
         pattern=several[0] if several else "",
         patterns=several,
         into=into,
@@ -247,5 +247,5 @@ def _join(patterns: NamePattern | Sequence[NamePattern], into: str, dim: int, *,
 
 def _names(into: Sequence[str]) -> tuple[str, ...]:
     if isinstance(into, str):
-        raise TypeError("into takes a name for each piece, as a tuple")
+        raise TypeError("into must be a sequence of names, one for each piece, not a str")
     return tuple(into)

@@ -1,7 +1,7 @@
-"""What a rule of ``sluice.rules`` is, and how several are applied. Pure: no data, no torch.
+"""The base class of rules, and the application of a list of rules. Pure: no data, no torch.
 
-A rule maps entries by name to entries by name. It looks at every name once and in order; what its pattern does not
-match passes through. Rules compose: each sees what the one before it made. The kinds of rules are in ``_rule_kinds``.
+A rule maps entries by name to entries by name. It checks every name once and in order; entries that its pattern does
+not match are unchanged. Rules compose: each gets the result of the one before it. Their kinds are in ``_kinds``.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from sluice.rules._patterns import NamePattern, compile_pattern, spell
 
 __all__ = ["EachRule", "Rule", "RuleFindings", "apply_rules"]
 
-#: Names that are compared with a pattern that matches nothing.
+#: Maximum number of names compared with a pattern that matches nothing.
 _COMPARED = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(ABC):
-    """One rule: which tensors it is about and what becomes of them."""
+    """One rule: the tensors to which it applies, and its effect on them."""
 
-    #: Names of the tensors, as a text with wildcards or a regular expression; see ``sluice.rules``.
+    #: Pattern of their names, text with wildcards or a regular expression; see ``sluice.rules``.
     pattern: NamePattern
-    #: Whether it may match nothing. Otherwise that is an error, because it hides a typing error.
+    #: Whether it may match nothing. By default that is an error, because it is usually a misspelled name.
     optional: bool = False
 
     def __post_init__(self) -> None:
         compile_pattern(self.pattern)
 
     def __str__(self) -> str:
-        return f"{type(self).__name__.lower()}({spell(self.pattern)})"
+        return f"{type(self).__name__.removesuffix('Rule').lower()}({spell(self.pattern)})"
 
     @abstractmethod
     def apply(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Return the entries that the rule makes of these.
+        """Return the entries after this rule.
 
         Raises:
             MismatchError: It matches nothing, gives two tensors one name, or cannot be applied to a tensor.
@@ -50,7 +50,7 @@ class Rule(ABC):
 
 
 class RuleFindings:
-    """What goes wrong while one rule is applied, to be reported together."""
+    """The problems of applying one rule, to be reported together."""
 
     def __init__(self, rule: Rule) -> None:
         #: Whether any name matched.
@@ -60,22 +60,22 @@ class RuleFindings:
         self._from: dict[str, str] = {}
 
     def refuse(self, name: str, reason: str) -> None:
-        """Note why a tensor cannot be had."""
+        """Note why the rule cannot produce a tensor."""
         self._problems.append((name, reason))
 
-    def add(self, made: dict[str, Entry], new: str, entry: Entry, name: str) -> None:
-        """Add one result, unless another one has its name."""
-        if new in made:
+    def add(self, result: dict[str, Entry], new: str, entry: Entry, name: str) -> None:
+        """Add an entry to the result under its new name, unless the name is taken."""
+        if new in result:
             self.refuse(new, f"two tensors would have this name: {self._from[new]!r} and {name!r}")
             return
-        made[new] = entry
+        result[new] = entry
         self._from[new] = name
 
     def raise_if_any(self, entries: Iterable[str]) -> None:
-        """Raise what is wrong with the rule; ``entries`` are the names that it saw.
+        """Raise an error if there is a problem; ``entries`` are the names before the rule.
 
         Raises:
-            MismatchError: It lists all tensors concerned.
+            MismatchError: It lists the problem of each tensor.
         """
         if len(self._problems) == 1:
             [(name, reason)] = self._problems
@@ -91,56 +91,60 @@ class RuleFindings:
 
 
 def _matches_nothing(rule: str, pattern: NamePattern, names: Iterable[str]) -> MismatchError:
-    """Return the error of a pattern without a match; it shows the names that look most like it."""
+    """Return the error for a pattern without a match; it shows the most similar names."""
     text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
     known = list(names)
     close = get_close_matches(text, known[:_COMPARED], n=3, cutoff=0.4) or known[:3]
     return MismatchError(
-        f"the rule {rule} matches no tensor: correct the pattern, or say optional=True",
+        f"the rule {rule} matches no tensor: correct the pattern, or pass optional=True",
         expected=f"a name that {spell(pattern)} matches",
         found=", ".join(map(repr, close)) + (", ..." if len(known) > len(close) else "") if known else "no tensors",
     )
 
 
 def apply_rules(entries: Mapping[str, Entry], rules: Sequence[Rule]) -> dict[str, Entry]:
-    """Return what the rules make of the entries, one rule after the other.
+    """Return the entries after all rules, applied one after the other.
 
     Raises:
         MismatchError: A rule matches nothing, gives two tensors one name, or cannot be applied to a tensor.
-        TypeError: One of ``rules`` is no rule.
+        TypeError: One of ``rules`` is not a rule.
     """
-    made = dict(entries)
+    result = dict(entries)
     with collector_paused():
-        for number, rule in enumerate(rules):
+        for position, rule in enumerate(rules):
             if not isinstance(rule, Rule):
-                raise TypeError(f"rules[{number}] is no rule of sluice.rules but {type(rule).__name__}")
-            made = rule.apply(made)
-    return {name: replace(entry, origin="") if entry.origin == name else entry for name, entry in made.items()}
+                raise TypeError(f"rules[{position}] is a {type(rule).__name__}, not a rule of sluice.rules")
+            result = rule.apply(result)
+    return {name: replace(entry, origin="") if entry.origin == name else entry for name, entry in result.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EachRule(Rule):
-    """A rule that looks at one tensor at a time."""
+    """A rule that applies to one tensor at a time."""
 
     def apply(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Return the entries, each matching one replaced by what the rule makes of it."""
+        """Return the entries, with each matching entry replaced by its results."""
         pattern = compile_pattern(self.pattern).regex
         findings = RuleFindings(self)
-        made: dict[str, Entry] = {}
+        result: dict[str, Entry] = {}
         for name, entry in entries.items():
-            found = pattern.fullmatch(name)
-            findings.matched |= found is not None
+            matched = pattern.fullmatch(name)
+            findings.matched |= matched is not None
             try:
-                results = [(name, entry)] if found is None else list(self._results(name, found, entry))
+                replacements = [(name, entry)] if matched is None else list(self._results(name, matched, entry))
             except ValueError as error:
                 findings.refuse(name, str(error))
                 continue
-            for new, result in results:
-                findings.add(made, new, result, name)
+            for new, replacement in replacements:
+                findings.add(result, new, replacement, name)
         findings.raise_if_any(entries)
-        return made
+        return result
 
     @abstractmethod
-    def _results(self, name: str, found: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
-        """Return what becomes of one tensor, by name; a ``ValueError`` says why nothing can."""
+    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
+        """Yield the names and entries that replace one entry.
+
+        Raises:
+            ValueError: The rule cannot be applied to it; the message is the reason.
+        """
         ...

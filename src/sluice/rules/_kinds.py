@@ -1,4 +1,4 @@
-"""The kinds of rules: what each does to entries. Pure: no data, no torch. ``sluice.rules`` says how they are used."""
+"""The kinds of rules and their effects on entries. Pure: no data, no torch. Users make them in ``sluice.rules``."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from sluice.rules._apply import EachRule, Rule, RuleFindings
 from sluice.rules._patterns import NamePattern, compile_pattern, compile_template, expand, spell
 
 __all__ = [
-    "Cast",
-    "Copy",
-    "Drop",
-    "Join",
-    "Permute",
-    "Rename",
-    "Reshape",
-    "Resize",
-    "Scale",
-    "Split",
-    "Transpose",
+    "CastRule",
+    "CopyRule",
+    "DropRule",
+    "JoinRule",
+    "PermuteRule",
+    "RenameRule",
+    "ReshapeRule",
+    "ResizeRule",
+    "ScaleRule",
+    "SplitRule",
+    "TransposeRule",
 ]
 
-#: Names of tensors that the text of a joined tensor lists; of more, the first and the last.
+#: Maximum number of names in the description of a joined tensor; of more, the first two and the last are shown.
 _NAMED = 4
 
 #: Dtypes that torch multiplies by a real number and keeps.
 _SCALABLE = frozenset({"float16", "bfloat16", "float32", "float64"})
 
-#: What the elements of a dimension are called, by the number of dimensions and the dimension.
+#: Words for the elements of a dimension, by number of dimensions and dimension.
 _DIMENSIONS = {(1, 0): "elements", (2, 0): "rows", (2, 1): "columns"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Change(EachRule):
-    """A rule that makes one tensor of one tensor and keeps its name."""
+class _ChangeRule(EachRule):
+    """A rule that changes one tensor at a time and keeps its name."""
 
-    def _results(self, name: str, found: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:  # noqa: ARG002
+    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:  # noqa: ARG002
         _check_dense(entry)
         changed, how = self._change(entry)
         return [(name, replace(changed, origin=f"{_origin(name, entry)}{how}"))]
 
     @abstractmethod
     def _change(self, entry: Entry) -> tuple[Entry, str]:
-        """Return the changed entry and the words for what was done."""
+        """Return the changed entry and a description of the change, which follows the name of the tensor."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rename(EachRule):
+class RenameRule(EachRule):
     """See ``sluice.rules.rename``."""
 
     #: The new name.
@@ -62,60 +62,60 @@ class Rename(EachRule):
     def __post_init__(self) -> None:
         compile_template(self.new, compile_pattern(self.pattern))
 
-    def _results(self, name: str, found: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
-        return [(expand(found, self.new, self.pattern), replace(entry, origin=_origin(name, entry)))]
+    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
+        return [(expand(matched, self.new, self.pattern), replace(entry, origin=_origin(name, entry)))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy(Rename):
+class CopyRule(RenameRule):
     """See ``sluice.rules.copy``."""
 
-    def _results(self, name: str, found: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
+    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:
         copied = replace(entry, origin=_origin(name, entry))
-        return [(name, entry), (expand(found, self.new, self.pattern), copied)]
+        return [(name, entry), (expand(matched, self.new, self.pattern), copied)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop(EachRule):
+class DropRule(EachRule):
     """See ``sluice.rules.drop``."""
 
-    def _results(self, name: str, found: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:  # noqa: ARG002
+    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterable[tuple[str, Entry]]:  # noqa: ARG002
         return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transpose(_Change):
+class TransposeRule(_ChangeRule):
     """See ``sluice.rules.transpose``."""
 
-    #: One of the two dimensions.
+    #: First dimension.
     dim0: int
-    #: The other one.
+    #: Second dimension.
     dim1: int
 
     def _change(self, entry: Entry) -> tuple[Entry, str]:
         order = list(range(len(entry.shape)))
-        one, two = _dim(self.dim0, entry), _dim(self.dim1, entry)
-        order[one], order[two] = two, one
-        plain = {one, two} == {0, 1} and len(order) == 2
-        return permute(entry, order), " transposed" if plain else f" transposed in dimensions {one} and {two}"
+        first, second = _dim(self.dim0, entry), _dim(self.dim1, entry)
+        order[first], order[second] = second, first
+        plain = {first, second} == {0, 1} and len(order) == 2
+        return permute(entry, order), " transposed" if plain else f" transposed in dimensions {first} and {second}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Permute(_Change):
+class PermuteRule(_ChangeRule):
     """See ``sluice.rules.permute``."""
 
-    #: The old dimension at each place.
+    #: Old dimension at each position.
     dims: tuple[int, ...]
 
     def _change(self, entry: Entry) -> tuple[Entry, str]:
         order = [_dim(dim, entry) for dim in self.dims]
         if sorted(order) != list(range(len(entry.shape))):
-            raise ValueError(f"dims {list(self.dims)} are not all of the {len(entry.shape)} dimensions once")
+            raise ValueError(f"dims {list(self.dims)} must name each of the {len(entry.shape)} dimensions once")
         return permute(entry, order), f" permuted to {order}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reshape(_Change):
+class ReshapeRule(_ChangeRule):
     """See ``sluice.rules.reshape``."""
 
     #: The new shape; one size may be -1.
@@ -132,7 +132,7 @@ class Reshape(_Change):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cast(_Change):
+class CastRule(_ChangeRule):
     """See ``sluice.rules.cast``."""
 
     #: Name of the finished dtype.
@@ -141,7 +141,7 @@ class Cast(_Change):
     def __post_init__(self) -> None:
         compile_pattern(self.pattern)
         if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"{self.dtype!r} is no dtype of a strided tensor")
+            raise ValueError(f"{self.dtype!r} is not a dtype of strided tensors")
 
     def _change(self, entry: Entry) -> tuple[Entry, str]:
         reason = why_no_cast(entry.dtype, self.dtype, requires_grad=entry.requires_grad)
@@ -151,10 +151,10 @@ class Cast(_Change):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scale(_Change):
+class ScaleRule(_ChangeRule):
     """See ``sluice.rules.scale``."""
 
-    #: What every element is multiplied by.
+    #: Factor of every element.
     factor: float
 
     def _change(self, entry: Entry) -> tuple[Entry, str]:
@@ -165,14 +165,14 @@ class Scale(_Change):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resize(_Change):
+class ResizeRule(_ChangeRule):
     """See ``sluice.rules.resize``."""
 
     #: Size of the dimension afterwards.
     size: int
     #: The dimension.
     dim: int
-    #: What new elements are.
+    #: Value of new elements.
     fill: float
 
     def __post_init__(self) -> None:
@@ -182,15 +182,15 @@ class Resize(_Change):
 
     def _change(self, entry: Entry) -> tuple[Entry, str]:
         dim = _dim(self.dim, entry)
-        what = f"{self.size} {_DIMENSIONS.get((len(entry.shape), dim), f'elements in dimension {dim}')}"
+        extent = f"{self.size} {_DIMENSIONS.get((len(entry.shape), dim), f'elements in dimension {dim}')}"
         if entry.shape[dim] >= self.size:
-            return narrow(entry, dim, 0, self.size), f" cut to {what}"
+            return narrow(entry, dim, 0, self.size), f" cut to {extent}"
         _check_constant(self.fill, entry.dtype)
-        return pad(entry, dim, self.size, self.fill), f" padded with {self.fill:g} to {what}"
+        return pad(entry, dim, self.size, self.fill), f" padded with {self.fill:g} to {extent}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split(EachRule):
+class SplitRule(EachRule):
     """See ``sluice.rules.split``."""
 
     #: Name of each piece.
@@ -205,77 +205,77 @@ class Split(EachRule):
         for new in self.into:
             compile_template(new, pattern)
         if not self.into or (self.sizes is not None and len(self.sizes) != len(self.into)):
-            raise ValueError("split needs a name for each piece, and as many sizes as names")
+            raise ValueError("split needs a name for each piece, and a size for each name if sizes are given")
         if self.sizes is not None and min(self.sizes) < 0:
             raise ValueError("sizes cannot be negative")
 
-    def _results(self, name: str, found: re.Match[str], entry: Entry) -> Iterator[tuple[str, Entry]]:
+    def _results(self, name: str, matched: re.Match[str], entry: Entry) -> Iterator[tuple[str, Entry]]:
         _check_dense(entry)
         dim = _dim(self.dim, entry)
         whole, count = entry.shape[dim], len(self.into)
         sizes = (whole // count,) * count if self.sizes is None else self.sizes
         if sum(sizes) != whole:
-            wanted = f"{count} equal sizes" if self.sizes is None else f"sizes {list(self.sizes)}"
-            raise ValueError(f"{whole} elements in dimension {dim} of {list(entry.shape)} do not split into {wanted}")
+            expected = f"{count} equal sizes" if self.sizes is None else f"sizes {list(self.sizes)}"
+            raise ValueError(f"{whole} elements in dimension {dim} of {list(entry.shape)} do not split into {expected}")
         start = 0
         for new, size in zip(self.into, sizes, strict=True):
-            what = _DIMENSIONS.get((len(entry.shape), dim), f"dimension {dim},")
-            origin = f"{_origin(name, entry)}, {what} {start}:{start + size}"
-            yield expand(found, new, self.pattern), replace(narrow(entry, dim, start, size), origin=origin)
+            unit = _DIMENSIONS.get((len(entry.shape), dim), f"dimension {dim},")
+            origin = f"{_origin(name, entry)}, {unit} {start}:{start + size}"
+            yield expand(matched, new, self.pattern), replace(narrow(entry, dim, start, size), origin=origin)
             start += size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join(Rule):
+class JoinRule(Rule):
     """See ``sluice.rules.concatenate`` and ``sluice.rules.stack``."""
 
-    #: Names of the tensors in their order: several patterns, or one that holds a ``#``.
+    #: Names of the tensors in order: several patterns, or one with a ``#``.
     patterns: tuple[NamePattern, ...]
-    #: Name of the whole.
+    #: Name of the result.
     into: str
-    #: The dimension along which they lie.
+    #: Dimension along which they are joined.
     dim: int
-    #: Whether that is a new one.
+    #: Whether that is a new dimension.
     new_dim: bool
 
     def __post_init__(self) -> None:
         for pattern in self.patterns:
             compile_template(self.into, compile_pattern(pattern, numbered=True))
         if not self.patterns:
-            raise ValueError("there is nothing to join: name the tensors")
+            raise ValueError("concatenate and stack need at least one pattern")
 
     def __str__(self) -> str:
         return f"{'stack' if self.new_dim else 'concatenate'}({', '.join(map(spell, self.patterns))})"
 
     def apply(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
-        """Return the entries with each group of matching ones as one, where the first of them was."""
+        """Return the entries with each group of matching entries joined, in the place of the first of them."""
         findings = RuleFindings(self)
         groups, used = self._groups(entries, findings)
         findings.matched = bool(groups)
-        made: dict[str, Entry] = {}
+        result: dict[str, Entry] = {}
         whole_at = {min(members.values(), key=used.__getitem__): new for new, members in groups.items()}
         for name, entry in entries.items():
             if name not in used:
-                findings.add(made, name, entry, name)
+                findings.add(result, name, entry, name)
             elif name in whole_at:
-                self._add_whole(made, whole_at[name], groups[whole_at[name]], entries, findings)
+                self._add_whole(result, whole_at[name], groups[whole_at[name]], entries, findings)
         findings.raise_if_any(entries)
-        return made
+        return result
 
     def _groups(
         self, entries: Iterable[str], findings: RuleFindings
     ) -> tuple[dict[str, dict[tuple[int, int], str]], dict[str, int]]:
-        """Return the members of each whole by pattern and number, and the position of each name that is used."""
+        """Return the members of each result by pattern and number, and the position of each name that is used."""
         compiled = [compile_pattern(pattern, numbered=True) for pattern in self.patterns]
         groups: dict[str, dict[tuple[int, int], str]] = {}
         used: dict[str, int] = {}
         for position, name in enumerate(entries):
             for order, pattern in enumerate(compiled):
-                found = pattern.regex.fullmatch(name)
-                if found is None:
+                matched = pattern.regex.fullmatch(name)
+                if matched is None:
                     continue
-                new = expand(found, self.into, self.patterns[order])
-                number = int(found[pattern.number]) if pattern.number else 0
+                new = expand(matched, self.into, self.patterns[order])
+                number = int(matched[pattern.number]) if pattern.number else 0
                 members = groups.setdefault(new, {})
                 if (order, number) in members or name in used:
                     findings.refuse(name, "its name matches twice")
@@ -285,7 +285,7 @@ class Join(Rule):
 
     def _add_whole(
         self,
-        made: dict[str, Entry],
+        result: dict[str, Entry],
         new: str,
         members: Mapping[tuple[int, int], str],
         entries: Mapping[str, Entry],
@@ -293,13 +293,13 @@ class Join(Rule):
     ) -> None:
         orders = sorted(members)
         for order, pattern in enumerate(self.patterns):
-            numbers = [number for place, number in orders if place == order]
+            numbers = [number for position, number in orders if position == order]
             if numbers != list(range(len(numbers))) or not numbers:
                 missing = min(set(range(len(numbers) + 1)) - set(numbers))
-                what = f"number {missing} of {spell(pattern)}" if numbers else f"none for {spell(pattern)}"
-                findings.refuse(new, f"a tensor is missing: {what}")
+                absent = f"number {missing} of {spell(pattern)}" if numbers else f"no name matches {spell(pattern)}"
+                findings.refuse(new, f"a tensor is missing: {absent}")
                 return
-        names = [members[place] for place in orders]
+        names = [members[order] for order in orders]
         parts = [entries[name] for name in names]
         try:
             for part in parts:
@@ -310,8 +310,8 @@ class Join(Rule):
             findings.refuse(new, str(error))
             return
         origins = [_origin(name, part) for name, part in zip(names, parts, strict=True)]
-        what = "stack" if self.new_dim else "concatenation"
-        findings.add(made, new, replace(whole, origin=f"{what} of ({_listed(origins)}) in dimension {dim}"), names[0])
+        kind = "stack" if self.new_dim else "concatenation"
+        findings.add(result, new, replace(whole, origin=f"{kind} of ({_listed(origins)}) in dimension {dim}"), names[0])
 
 
 def _listed(origins: Sequence[str]) -> str:
@@ -322,11 +322,11 @@ def _listed(origins: Sequence[str]) -> str:
 
 def _check_dense(entry: Entry) -> None:
     if entry.composite is not None:
-        raise ValueError(f"it is a {entry.layout} tensor: only dense ones can be changed while they are read")
+        raise ValueError(f"it is a {entry.layout} tensor: rules can change only dense tensors")
 
 
 def _dim(dim: int, entry: Entry, *, extra: int = 0) -> int:
-    """Return a dimension counted from the front, with ``extra`` more dimensions than the entry has."""
+    """Return a non-negative dimension; ``extra`` is the number of new dimensions."""
     rank = len(entry.shape) + extra
     if not -rank <= dim < rank:
         raise ValueError(f"it has no dimension {dim}: its shape is {list(entry.shape)}")
@@ -334,7 +334,7 @@ def _dim(dim: int, entry: Entry, *, extra: int = 0) -> int:
 
 
 def _check_constant(value: float, dtype: str) -> None:
-    """Raise where a dtype cannot hold a constant as it is."""
+    """Raise if a dtype cannot hold a constant exactly."""
     if dtype == "bool":
         lowest, highest = 0, 1
     elif "int" in dtype:
@@ -349,5 +349,5 @@ def _check_constant(value: float, dtype: str) -> None:
 
 
 def _origin(name: str, entry: Entry) -> str:
-    """Return what a tensor was made of so far."""
+    """Return the description of the changes to a tensor so far, which starts as its name."""
     return entry.origin or name

@@ -1,4 +1,4 @@
-"""Resuming from what training loops write: one file for everything, directories of Trainer and accelerate, DCP."""
+"""Resuming from checkpoints of training loops: one file for all, directories of Trainer and accelerate, DCP."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_several_optimizers_in_a_directory_are_listed(tmp_path: Path) -> None:
 def test_a_directory_without_an_optimizer(tmp_path: Path) -> None:
     hugging_face(tmp_path / "d", "optimizer.bin")
     (tmp_path / "d" / "optimizer.bin").unlink()
-    with pytest.raises(MismatchError, match="no state of an optimizer"):
+    with pytest.raises(MismatchError, match="no optimizer state"):
         sluice.load_optimizer(kind(net()), tmp_path / "d")
 
 

@@ -1,4 +1,8 @@
-"""A step pre-hook of optimizers that moves state to its parameters once, and is gone."""
+"""Optimizer state that stays on another device until the first step.
+
+``Optimizer.load_state_dict`` moves state to its parameters: tensors of a subclass refuse that move, and a pre-hook of
+``step`` does it once and removes itself.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,52 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["move_at_first_step"]
+from sluice.records import Entry
 
-# torch documents the hooks of optimizers and keeps their dicts private: there is no public way to ask for them.
+__all__ = ["keep_devices", "move_at_first_step"]
+
+# torch documents the hooks of optimizers, but their dicts are private and have no public accessor.
 # ruff: noqa: SLF001
+
+
+def keep_devices(leaves: object, tensors: Any, deferred: frozenset[int]) -> Any:
+    """Return ``tensors`` so that ``Optimizer.load_state_dict`` does not move the deferred ones.
+
+    Args:
+        leaves: A value of the state, with ``Entry`` leaves.
+        tensors: The same value with tensors.
+        deferred: ids of the leaves whose tensors keep their device.
+    """
+    if isinstance(leaves, Entry) and id(leaves) in deferred:
+        fixed = tensors.as_subclass(_Fixed)
+        fixed.kept = tensors
+        return fixed
+    if isinstance(leaves, dict):
+        return {name: keep_devices(leaf, tensors[name], deferred) for name, leaf in leaves.items()}
+    if isinstance(leaves, (list, tuple)):
+        return type(leaves)(keep_devices(leaf, tensor, deferred) for leaf, tensor in zip(leaves, tensors, strict=True))
+    return tensors
+
+
+class _Fixed(torch.Tensor):
+    """A tensor whose ``.to`` returns it unchanged: ``load_state_dict`` would move it to its parameter."""
+
+    kept: torch.Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.to and isinstance(args[0], cls):
+            return args[0].kept
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def move_at_first_step(optimizer: Optimizer) -> None:
     """Move the state of an optimizer to the devices of its parameters when ``step`` is next called.
 
-    One tensor at a time: what was on the host is given back as soon as it has arrived.
+    Tensors move one at a time: the memory of each is freed as soon as it is copied.
     """
     handle: RemovableHandle
 
@@ -33,7 +73,7 @@ def move_at_first_step(optimizer: Optimizer) -> None:
 
 
 def _move(value: Any, device: torch.device, *, steps_too: bool) -> Any:
-    """Return a value with its tensors on the device; dicts and lists are changed where they stand."""
+    """Return a value with its tensors on the device; dicts and lists are changed in place."""
     if isinstance(value, torch.Tensor):
         return value.to(device=device)
     if isinstance(value, dict):
@@ -48,7 +88,7 @@ def _move(value: Any, device: torch.device, *, steps_too: bool) -> Any:
 
 
 def _remove(optimizer: Optimizer, handle: RemovableHandle) -> None:
-    """Remove the pre-hook that is running: at once where it is the last one, else when the step is done.
+    """Remove the pre-hook that is running: at once if it is the last one, else after the step.
 
     torch is iterating over the hooks, and a dict that loses a key fails its iterator unless that is at the end.
     """

@@ -1,4 +1,4 @@
-"""Training on after a load is training that never stopped, for every kind of optimizer, bit for bit."""
+"""Training after a load continues as if it had not stopped, for every kind of optimizer, bit for bit."""
 
 from __future__ import annotations
 

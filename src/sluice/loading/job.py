@@ -1,0 +1,238 @@
+"""The steps that every load shares: request, job, result, report.
+
+    LoadRequest --decide--> LoadJob --run--> Loaded --load_report--> LoadReport
+
+A request records the arguments of the caller. A job records the whole decision: nothing is touched before ``run``, and
+``sluice.plan`` stops there. A kind of load (a module, a state dict, an optimizer) is one subclass of ``LoadRequest``,
+which makes the job, and one of ``LoadJob``, which puts the tensors in their places. The budget check, the measurements
+and the report are the same for all and are here.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+
+from sluice._dtypes import dtype_name
+from sluice._options import MemoryLimits, TransferOptions
+from sluice._progress import Progress, byte_progress
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.engine.session import RunResult
+from sluice.engine.targets import Targets
+from sluice.machine.peaks import PeakMeter
+from sluice.matching.placement import Placement
+from sluice.planning.alternatives import Change, check_budget
+from sluice.reading import transfer
+from sluice.reading.transfer import Prepared
+from sluice.records import DeviceMemory, LoadPlan, Peaks, Request
+from sluice.reports.load import LoadReport
+from sluice.reports.report_rows import casts, request_rows
+from sluice.reports.table import TensorRow
+
+__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "dtype_argument", "load", "load_report", "run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest(ABC):
+    """Arguments of a load, without the checkpoint."""
+
+    #: How the bytes are moved.
+    options: TransferOptions
+
+    #: Whether ``place="map"`` is possible.
+    can_map: ClassVar[bool] = False
+
+    @abstractmethod
+    def job(self, checkpoint: OpenCheckpoint) -> LoadJob:
+        """Decide the load and check everything but the memory limits. Nothing is touched."""
+        ...
+
+    @abstractmethod
+    def changed(self, change: Change) -> LoadRequest:
+        """Return the same request with other arguments."""
+        ...
+
+    def offers(self) -> Sequence[Change]:
+        """Return the changes that the caller could make if the load does not fit, other than smaller staging."""
+        return ()
+
+    @property
+    def memory(self) -> MemoryLimits:
+        """Memory limits of the load."""
+        return self.options.memory or MemoryLimits()
+
+    def replan(self, checkpoint: OpenCheckpoint, change: Change) -> LoadPlan:
+        """Return the plan of the same load with other arguments; the memory limits are not checked."""
+        return self.changed(change).job(checkpoint).plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadJob(ABC):
+    """A load that is decided; nothing is touched yet."""
+
+    #: The checkpoint to read.
+    checkpoint: OpenCheckpoint
+    #: Finished tensors to read.
+    requests: tuple[Request, ...]
+    #: The plan, and the view of each request.
+    prepared: Prepared
+    #: Dotted path of the part that is loaded; None for the whole checkpoint.
+    key: str | None = None
+    #: Prefix that is stripped from the names of the checkpoint, with its dot.
+    prefix: str = ""
+    #: Device by prefix of names, as requested or as chosen for ``device="auto"``.
+    placement: Placement = field(default_factory=dict)
+    #: Names of the model that the checkpoint does not have.
+    missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that the model does not have.
+    unexpected: tuple[str, ...] = ()
+    #: Groups of names that are one tensor.
+    tied: tuple[tuple[str, ...], ...] = ()
+    #: Missing names that ``reset_parameters`` of their modules fills.
+    initialised: tuple[str, ...] = ()
+    #: Notes for the report, one sentence each.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def plan(self) -> LoadPlan:
+        """Plan for the engine."""
+        return self.prepared.plan
+
+    @abstractmethod
+    def fill(self, progress: Progress) -> Loaded:
+        """Read the data and put every tensor in its place; call it through ``run``."""
+        ...
+
+    def read(
+        self, progress: Progress, targets: Targets | None = None, *, completed: Callable[[int], None] | None = None
+    ) -> tuple[list[torch.Tensor], RunResult]:
+        """Run the plan and return the tensor of each request.
+
+        Args:
+            progress: As in ``sluice.load_into``.
+            targets: Final memory; None allocates all of it.
+            completed: Called with the position of each target when it is complete.
+        """
+        plan = self.plan
+        with byte_progress(progress, self.checkpoint.path, plan.read_bytes) as report:
+            return transfer.run(
+                self.checkpoint,
+                self.prepared,
+                Targets(plan) if targets is None else targets,
+                progress=report,
+                completed=completed,
+            )
+
+    def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
+        """Return a function that makes the rows of the report's table; it keeps records alive, but no tensor."""
+        targets = [view.target for view in self.prepared.views]
+        return partial(request_rows, self.requests, targets, self.plan, self.checkpoint.index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The result of running a job."""
+
+    #: Methods and times of the reads.
+    result: RunResult
+    #: The return value of a verb that does not return a report.
+    value: Any = None
+    #: Names of the model that the checkpoint does not have; hooks of the model may have changed the job's.
+    missing: tuple[str, ...] = ()
+    #: Names of the checkpoint that the model does not have; hooks of the model may have changed the job's.
+    unexpected: tuple[str, ...] = ()
+    #: Names of tensors that became new objects.
+    replaced: tuple[str, ...] = ()
+    #: Growth of each accelerator's memory.
+    device_memory: tuple[DeviceMemory, ...] = ()
+    #: Notes for the report in addition to the job's, one sentence each.
+    notes: tuple[str, ...] = ()
+
+
+def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], *, progress: Progress) -> LoadReport:
+    """Open a checkpoint, decide a load, run it and report it.
+
+    Args:
+        request: Arguments of the load.
+        opening: Opens the checkpoint, and closes it unless the caller opened it.
+        progress: As in ``sluice.load_into``.
+
+    Raises:
+        BudgetError: The memory limits cannot be kept; nothing was read.
+    """
+    started = time.perf_counter()
+    with PeakMeter() as meter, opening as checkpoint:
+        job = decide(request, checkpoint)
+        loaded = run(job, progress=progress)
+    return load_report(job, loaded, seconds=time.perf_counter() - started, measured=meter.peaks)
+
+
+def decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
+    """Decide a load and check that it keeps the memory limits. Nothing is touched.
+
+    Raises:
+        BudgetError: It does not; the error lists the changes with which it would.
+    """
+    job = request.job(checkpoint)
+    replan = partial(request.replan, checkpoint)
+    check_budget(job.plan, request.memory, replan, file=checkpoint.path, offer=request.offers)
+    return job
+
+
+def run(job: LoadJob, *, progress: Progress) -> Loaded:
+    """Run a job and measure how the memory of accelerators grows."""
+    before = transfer.allocator_state(job.plan)
+    loaded = job.fill(progress)
+    return replace(loaded, device_memory=transfer.device_memory(job.plan, before))
+
+
+def load_report(job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks) -> LoadReport:
+    """Return the report of a finished load, whose prediction is the plan's.
+
+    Args:
+        job: The decision.
+        loaded: The result.
+        seconds: Time since the call of the verb.
+        measured: Peak growth of host memory since then, in bytes.
+    """
+    checkpoint, plan = job.checkpoint, job.plan
+    return LoadReport(
+        source=checkpoint.path,
+        format=checkpoint.format,
+        files=checkpoint.files,
+        key=job.key,
+        prefix=job.prefix,
+        devices=tuple(sorted({target.device for target in plan.targets})),
+        placement=job.placement,
+        tensors=len(plan.targets),
+        final_bytes=plan.final_bytes,
+        read_bytes=plan.read_bytes,
+        mapped_bytes=plan.mapped_bytes,
+        seconds=seconds,
+        predicted=plan.predicted,
+        measured=measured,
+        device_memory=loaded.device_memory,
+        reads=loaded.result.read_bytes,
+        stepped_down=loaded.result.stepped_down,
+        missing=loaded.missing,
+        unexpected=loaded.unexpected,
+        tied=job.tied,
+        cast=casts(job.requests),
+        origins={request.name: request.entry.origin for request in job.requests if request.entry.origin},
+        replaced=loaded.replaced,
+        initialised=job.initialised,
+        notes=(*checkpoint.index.notes, *job.notes, *loaded.notes, *plan.reasons),
+        rows=job.row_maker(),
+    )
+
+
+def dtype_argument(dtype: torch.dtype | str | None) -> str | None:
+    """Return the name of a ``dtype`` argument; text and None are unchanged."""
+    return dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype)

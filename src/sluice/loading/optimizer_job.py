@@ -1,0 +1,183 @@
+"""Decide and run a load into an optimizer: from its parameters to its state.
+
+Each tensor is read to the device and in the dtype that ``Optimizer.load_state_dict`` would choose. That method gets
+the finished tensors at the end and has nothing left to move or cast: it merges the groups and runs hooks,
+``__setstate__`` and the overrides of subclasses. Until then the optimizer is untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from sluice._errors import MismatchError
+from sluice._messages import SHOWN, section
+from sluice._progress import Progress
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.entries.tree import every_entry, refuse_opaques
+from sluice.loading.deferred_state import keep_devices, move_at_first_step
+from sluice.loading.devices import device_name
+from sluice.loading.job import Loaded, LoadJob, LoadRequest
+from sluice.loading.optimizer_leaves import LeafDecisions
+from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
+from sluice.matching.renaming import Rename
+from sluice.planning.alternatives import Change
+from sluice.reading.composites import with_tensors
+from sluice.reading.transfer import changed, plan_transfer
+from sluice.records import Entry
+
+__all__ = ["OptimizerJob", "OptimizerRequest"]
+
+# torch documents the hooks of optimizers, but their dicts are private and have no public accessor.
+# ruff: noqa: SLF001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerRequest(LoadRequest):
+    """Arguments of ``sluice.load_optimizer``."""
+
+    #: The optimizer to load into, or accelerate's wrapper of it.
+    optimizer: Optimizer
+    #: Module that names the parameters; None takes the names that the optimizer knows.
+    model: torch.nn.Module | None = None
+    #: Part of the checkpoint; None searches for the state.
+    key: str | None = None
+    #: New names for the parameters of the checkpoint.
+    rename: Rename | None = None
+    #: Device of the state until the first step; None for the devices of the parameters.
+    device: str | torch.device | None = None
+
+    def job(self, checkpoint: OpenCheckpoint) -> OptimizerJob:
+        """See ``LoadRequest.job``; the errors are those of ``sluice.load_optimizer``."""
+        device = None if self.device is None else device_name(self.device)
+        optimizer, outline = _unwrapped(self.optimizer), self.outline()
+        _refuse_parameters(optimizer, outline, checkpoint.path, on_meta=device is None)
+        matched = self.find(checkpoint, outline)
+        decisions = LeafDecisions(optimizer, matched, outline, device)
+        state_dict = decisions.state_dict()
+        refuse_opaques(state_dict, checkpoint.path)
+        entries = tuple(every_entry(state_dict))
+        requests = tuple(chain.from_iterable(decisions.requests(entry) for entry in entries))
+        return OptimizerJob(
+            checkpoint=checkpoint,
+            requests=requests,
+            prepared=plan_transfer(checkpoint, requests, share_storages=True, options=self.options),
+            key=matched.key,
+            missing=matched.missing,
+            unexpected=matched.unexpected,
+            notes=matched.notes,
+            optimizer=optimizer,
+            state_dict=state_dict,
+            entries=entries,
+            deferred=decisions.deferred,
+        )
+
+    def changed(self, change: Change) -> OptimizerRequest:
+        """See ``LoadRequest.changed``; only staging can change."""
+        return replace(self, options=changed(self.options, change))
+
+    def find(self, checkpoint: OpenCheckpoint, outline: OptimizerOutline) -> MatchedState:
+        """Return the state of the optimizer in a checkpoint.
+
+        Raises:
+            MismatchError: There is no state, none fits, or more than one fits.
+        """
+        return find_state(checkpoint.index.tree, outline, key=self.key, file=checkpoint.path, rename=self.rename)
+
+    def outline(self) -> OptimizerOutline:
+        """Return the description of the optimizer's parameters for matching."""
+        return _outline(_unwrapped(self.optimizer), self.model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerJob(LoadJob):
+    """A decided load into an optimizer."""
+
+    #: The optimizer that holds the state.
+    optimizer: Optimizer
+    #: Argument of its ``load_state_dict``, with ``Entry`` leaves.
+    state_dict: Mapping[str, object]
+    #: The leaves, each once; ``requests`` are for their components.
+    entries: tuple[Entry, ...]
+    #: ids of leaves kept on another device until the first step.
+    deferred: frozenset[int]
+
+    def fill(self, progress: Progress) -> Loaded:
+        """See ``LoadJob.fill``.
+
+        Raises:
+            MismatchError: torch refuses the state after a hook of the optimizer changed it.
+        """
+        file = self.checkpoint.path
+        tensors, result = self.read(progress)
+        state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file)
+        if self.deferred:
+            state_dict["state"] = keep_devices(self.state_dict["state"], state_dict["state"], self.deferred)
+        try:
+            self.optimizer.load_state_dict(state_dict)
+        except ValueError as error:
+            if str(error).startswith("loaded state dict"):  # torch's text for groups that do not fit
+                raise MismatchError(str(error), file=file) from error
+            raise
+        if self.deferred:
+            move_at_first_step(self.optimizer)
+        return Loaded(result=result, missing=self.missing, unexpected=self.unexpected)
+
+
+def _unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that holds the state; accelerate's wrapper forwards everything to it except hooks."""
+    inner = getattr(optimizer, "optimizer", None)
+    if type(optimizer).__module__ == "accelerate.optimizer" and isinstance(inner, Optimizer):
+        return inner
+    return optimizer
+
+
+def _outline(optimizer: Optimizer, model: torch.nn.Module | None) -> OptimizerOutline:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False) if model is not None else ():
+        names.setdefault(id(parameter), []).append(name)
+    if model is None:
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group.get("param_names", ()), group["params"], strict=False):
+                names.setdefault(id(parameter), []).append(name)
+    return OptimizerOutline(
+        groups=tuple(
+            tuple(ParameterOutline(names=tuple(names.get(id(p), ())), shape=tuple(p.shape)) for p in group["params"])
+            for group in optimizer.param_groups
+        ),
+        known_shapes=type(optimizer).__module__.startswith("torch.optim"),
+        adapts=bool(optimizer._optimizer_load_state_dict_pre_hooks)
+        or type(optimizer).load_state_dict is not Optimizer.load_state_dict,
+    )
+
+
+def _refuse_parameters(optimizer: Optimizer, outline: OptimizerOutline, file: str, *, on_meta: bool) -> None:
+    """Refuse parameters whose state cannot be a plain tensor on their device.
+
+    Args:
+        optimizer: The optimizer.
+        outline: Its parameters.
+        file: The checkpoint, for messages.
+        on_meta: Whether to refuse parameters on meta.
+    """
+    problems = []
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, (parameter, known) in enumerate(zip(parameters, outline.parameters, strict=True)):
+        name = repr(known.names[0]) if known.names else str(number)
+        if getattr(parameter, "_is_flat_param", False):  # FSDP itself recognizes them by it
+            problems.append(
+                f"parameter {name} is a flat parameter of FSDP1, which has no name and no shape in a checkpoint: wrap "
+                "the model with use_orig_params=True, or use FSDP.optim_state_dict_to_load"
+            )
+        elif is_traceable_wrapper_subclass(parameter):
+            problems.append(f"parameter {name} is a {type(parameter).__qualname__}, whose state is not a plain tensor")
+        elif on_meta and parameter.is_meta:
+            problems.append(f"parameter {name} is on the meta device: load the model first, or pass device=")
+    if problems:
+        text = section("reasons", problems[:SHOWN], problems)
+        raise MismatchError(f"the optimizer cannot be filled\n{text}\nNothing was read", file=file)

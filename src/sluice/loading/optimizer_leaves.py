@@ -1,0 +1,147 @@
+"""Decide what each tensor of an optimizer's state becomes: what torch's ``load_state_dict`` would make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from sluice._dtypes import dtype_name, why_no_cast
+from sluice.matching.optimizer_states import MatchedState, OptimizerOutline
+from sluice.reading.composites import component_requests
+from sluice.records import Entry, Request
+
+__all__ = ["LeafDecisions"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    """What one tensor of the state becomes."""
+
+    #: Name for messages and reports.
+    name: str
+    #: Name of the finished dtype.
+    dtype: str
+    #: Device as torch writes it.
+    device: str
+    #: Whether it stays on this device until the first step.
+    deferred: bool = False
+
+
+class LeafDecisions:
+    """The decision for each leaf of the state.
+
+    Args:
+        optimizer: The optimizer that holds the state.
+        matched: Its state in the checkpoint.
+        outline: The description of its parameters.
+        device: Device of the state until the first step; None for the devices of the parameters.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, matched: MatchedState, outline: OptimizerOutline, device: str | None
+    ) -> None:
+        self._optimizer = optimizer
+        self._matched = matched
+        self._device = device
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        # If a pre-hook changes the number of parameters, the order is only a guess.
+        pairs = zip(chain.from_iterable(matched.ids), parameters, outline.parameters, strict=not outline.adapts)
+        self._owners = {owner: (parameter, known.names) for owner, parameter, known in pairs}
+        self._decisions: dict[int, _Decision] = {}  # by the id of each leaf
+
+    @property
+    def deferred(self) -> frozenset[int]:
+        """Ids of leaves kept on another device until the first step."""
+        return frozenset(leaf for leaf, decision in self._decisions.items() if decision.deferred)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the argument of ``Optimizer.load_state_dict``; tensors to convert get separate leaves."""
+        groups = [self._group(number) for number in range(len(self._matched.ids))]
+        group_of = {owner: group for group in reversed(groups) for owner in group["params"]}
+        state = {owner: self._owned(owner, value, group_of) for owner, value in self._matched.state.items()}
+        rest = {str(n): self._map(value, str(n), None, self._as_in_file) for n, value in self._matched.rest.items()}
+        return {**rest, "state": state, "param_groups": groups}
+
+    def requests(self, entry: Entry) -> list[Request]:
+        """Return the requests for a leaf."""
+        decision = self._decisions[id(entry)]
+        changed = (decision.dtype, decision.device) != (entry.dtype, "cpu")
+        requests = component_requests(decision.name, entry, device=decision.device, dtype=decision.dtype)
+        # torch copies what it converts; tensors that it keeps unchanged may share memory.
+        return [replace(request, alone=changed) for request in requests]
+
+    def _group(self, number: int) -> dict[str, Any]:
+        own = self._optimizer.param_groups[number] if number < len(self._optimizer.param_groups) else {}
+        options = self._matched.options[number]
+        if options is None:
+            options = {name: value for name, value in own.items() if name != "params"}
+
+        def option(entry: Entry, path: str, _key: object) -> Entry:
+            live = own.get(path.rpartition(".")[2])
+            where = str(live.device) if isinstance(live, torch.Tensor) and not live.is_meta else "cpu"
+            return self._leaf(entry, _Decision(name=path, dtype=entry.dtype, device=where))
+
+        path = f"param_groups.{number}"
+        converted = {
+            name: self._map(_as_live(value, own.get(name)), f"{path}.{name}", name, option)
+            for name, value in options.items()
+        }
+        return {**converted, "params": list(self._matched.ids[number])}
+
+    def _owned(self, owner: object, value: object, group_of: Mapping[object, dict[str, Any]]) -> object:
+        if owner not in self._owners:
+            return self._map(value, f"state.{owner}", None, self._as_in_file)
+        parameter, names = self._owners[owner]
+        on_device = bool(group_of[owner].get("capturable") or group_of[owner].get("fused"))
+
+        def owned(entry: Entry, path: str, key: object) -> Entry:
+            return self._leaf(entry, self._choice(entry, path, key, parameter, on_device=on_device))
+
+        return self._map(value, f"state.{names[0] if names else owner}", None, owned)
+
+    def _choice(self, entry: Entry, path: str, key: object, parameter: torch.Tensor, *, on_device: bool) -> _Decision:
+        """Predict the result of ``Optimizer._process_value_according_to_param_policy`` for a tensor."""
+        if key == "step" and not on_device:
+            return _Decision(name=path, dtype=entry.dtype, device="cpu")
+        dtype = entry.dtype
+        if key == "step":
+            dtype = "float32"
+        elif parameter.is_floating_point():
+            dtype = dtype_name(parameter.dtype)
+        if entry.composite is not None or why_no_cast(entry.dtype, dtype, requires_grad=False):
+            dtype = entry.dtype  # torch decides about these
+        final = str(parameter.device)
+        where = self._device or final
+        return _Decision(name=path, dtype=dtype, device=where, deferred=where != final)
+
+    def _as_in_file(self, entry: Entry, path: str, _key: object) -> Entry:
+        return self._leaf(entry, _Decision(name=path, dtype=entry.dtype, device="cpu"))
+
+    def _leaf(self, entry: Entry, decision: _Decision) -> Entry:
+        """Return the leaf for an entry: the entry itself if torch would keep two uses of it one tensor."""
+        if (decision.dtype, decision.device, decision.deferred) != (entry.dtype, "cpu", False):
+            entry = replace(entry)
+        self._decisions.setdefault(id(entry), decision)
+        return entry
+
+    def _map(self, value: object, path: str, key: object, leaf: Callable[[Entry, str, object], Entry]) -> Any:
+        """Return a copy of a value with ``leaf(entry, path, key)`` in place of each entry; keys are those of dicts."""
+        if isinstance(value, Entry):
+            return leaf(value, path, key)
+        if isinstance(value, dict):
+            return {name: self._map(child, f"{path}.{name}", name, leaf) for name, child in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._map(child, f"{path}.{i}", None, leaf) for i, child in enumerate(value))
+        return value
+
+
+def _as_live(value: object, live: object) -> object:
+    """Return text from a file as a dtype if the live value is a dtype."""
+    if isinstance(live, torch.dtype) and isinstance(value, str):
+        return getattr(torch, value.removeprefix("torch."), value)
+    return value

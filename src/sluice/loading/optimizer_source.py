@@ -1,0 +1,62 @@
+"""Open the checkpoint that holds the state of an optimizer, which can be one of several files of a directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from sluice._errors import MismatchError, UnsupportedError
+from sluice._messages import SHOWN, section
+from sluice._options import Limits
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
+from sluice.checkpoint.survey import optimizer_files
+from sluice.formats.divided import divided_directory
+from sluice.loading.optimizer_job import OptimizerRequest
+
+__all__ = ["optimizer_checkpoint"]
+
+
+@contextmanager
+def optimizer_checkpoint(
+    request: OptimizerRequest, source: CheckpointSource, *, limits: Limits | None = None
+) -> Iterator[OpenCheckpoint]:
+    """Open the checkpoint of an optimizer for the length of the block.
+
+    In a directory this is the optimizer's file next to the model; of several such files, the only one that fits.
+
+    Args:
+        request: The load, which decides which file fits.
+        source: As in ``sluice.load_optimizer``.
+        limits: Bounds for hostile files.
+
+    Raises:
+        MismatchError: The directory holds the state of several optimizers, and none or more than one of them fits.
+        UnsupportedError: It holds a state that was divided over ranks.
+    """
+    path = source.path if isinstance(source, OpenCheckpoint) else source
+    directory = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+    files = optimizer_files(directory) if directory else []
+    divided = divided_directory(directory) if directory and not files else None
+    if divided is not None:
+        raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
+    with ExitStack() as stack:
+        if len(files) < 2:
+            yield stack.enter_context(borrow(files[0] if files else source, limits=limits))
+            return
+        outline = request.outline()
+        lines, fitting = [], []
+        for file in files:
+            checkpoint = stack.enter_context(borrow(file, limits=limits))
+            try:
+                request.find(checkpoint, outline)
+            except MismatchError as error:
+                lines.append(f"{file}: {' '.join(error.problem.split())}")
+            else:
+                lines.append(f"{file}: fits")
+                fitting.append(checkpoint)
+        if len(fitting) != 1:
+            text = section("choose one", lines[:SHOWN], lines)
+            fit = "several of them fit" if fitting else "none of them fits"
+            raise MismatchError(f"the directory holds more than one optimizer, and {fit}\n{text}", file=directory)
+        yield fitting[0]
