@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import pytest
@@ -20,13 +21,15 @@ from sluice._errors import (
 )
 from sluice._options import Limits
 from sluice.formats.shard_index import ShardIndex, read_shard_index
+from sluice.sources.opening import open_source
 from support.work import at_most
 
 
 def read(directory: Path, text: str | bytes, limits: Limits | None = None) -> ShardIndex:
     path = directory / "model.safetensors.index.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_shard_index(str(path), limits or Limits())
+    with closing(open_source(path)) as source:
+        return read_shard_index(source, limits or Limits())
 
 
 def refusal(directory: Path, text: str | bytes, limits: Limits | None = None) -> SluiceError:
@@ -170,8 +173,8 @@ def test_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(LimitError, match="header_bytes"):
-        read_shard_index(str(path), Limits())
+    with closing(open_source(path)) as source, pytest.raises(LimitError, match="header_bytes"):
+        read_shard_index(source, Limits())
 
 
 def test_brackets_and_commas_in_names_are_no_structure(tmp_path: Path) -> None:

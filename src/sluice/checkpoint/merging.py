@@ -20,7 +20,7 @@ from operator import attrgetter
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
-from sluice.checkpoint.survey import PARAMETER_SUFFIX, Layout
+from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
 from sluice.entries import tree as _tree
 from sluice.formats.protocol import Checksum, Locator
 from sluice.formats.shard_index import ShardIndex
@@ -91,7 +91,7 @@ class _Problems(defaultdict[str, list[str]]):
         return IncompleteCheckpointError(text, file=path) if _MISSING in self else FormatError(text, file=path)
 
 
-def incomplete(layout: Layout, missing: Iterable[int], *, damaged: str) -> CheckpointError:
+def incomplete(layout: CheckpointLayout, missing: Iterable[int], *, damaged: str) -> CheckpointError:
     """Return the error for missing files beside a damaged one, which kept the others from being compared."""
     problems = _Problems()
     _add_missing(problems, layout, [layout.files[position] for position in sorted(missing)])
@@ -99,7 +99,7 @@ def incomplete(layout: Layout, missing: Iterable[int], *, damaged: str) -> Check
     return problems.error(layout.path)
 
 
-def merge(layout: Layout, opened: Sequence[OpenFile | None]) -> tuple[Index, tuple[OpenFile, ...]]:
+def merge(layout: CheckpointLayout, opened: Sequence[OpenFile | None]) -> tuple[Index, tuple[OpenFile, ...]]:
     """Return the index of a whole checkpoint, and its files with what they keep of their own.
 
     Args:
@@ -135,19 +135,19 @@ def merge(layout: Layout, opened: Sequence[OpenFile | None]) -> tuple[Index, tup
     return replace(index, notes=(*index.notes, *size_note), contradictions=(*notes, *size_note)), tuple(files)
 
 
-def _whole(layout: Layout, file: OpenFile) -> tuple[Index, tuple[OpenFile, ...]]:
+def _whole(layout: CheckpointLayout, file: OpenFile) -> tuple[Index, tuple[OpenFile, ...]]:
     """Return the index of the only file as it is: its tree may be nested."""
     notes = (*layout.notes, *file.index.notes)
     return replace(file.index, format=_format_name(layout, [file]), notes=notes), (file,)
 
 
-def _add_missing(problems: _Problems, layout: Layout, missing: Sequence[str]) -> None:
+def _add_missing(problems: _Problems, layout: CheckpointLayout, missing: Sequence[str]) -> None:
     counts = Counter(layout.shard_index.weight_map.values() if layout.shard_index else ())
     for name in missing:
         problems[_MISSING].append(f"{name!r}, tensors: {counts[name]}" if counts else repr(name))
 
 
-def _part(layout: Layout, name: str, tree: object) -> dict[str, object] | None:
+def _part(layout: CheckpointLayout, name: str, tree: object) -> dict[str, object] | None:
     """Return the state dict that a file contributes, or None when it holds something else."""
     if layout.kind == "parameters":
         one = isinstance(tree, (Entry, UnsupportedValue))
@@ -155,7 +155,9 @@ def _part(layout: Layout, name: str, tree: object) -> dict[str, object] | None:
     return tree if isinstance(tree, dict) and all(type(key) is str for key in tree) else None
 
 
-def _compare(layout: Layout, parts: Mapping[str, dict[str, object] | None], problems: _Problems) -> tuple[str, ...]:
+def _compare(
+    layout: CheckpointLayout, parts: Mapping[str, dict[str, object] | None], problems: _Problems
+) -> tuple[str, ...]:
     """Add what the files contradict each other and the index file in; return notes on what the index leaves out."""
     places: dict[str, str] = {}
     repeated: set[str] = set()
@@ -263,7 +265,7 @@ def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
     return (f"The index gives a total size of {shard_index.total_bytes} bytes; its tensors have {by_name}.",)
 
 
-def _format_name(layout: Layout, files: Sequence[OpenFile]) -> str:
+def _format_name(layout: CheckpointLayout, files: Sequence[OpenFile]) -> str:
     if layout.kind == "parts":
         return "safetensors-parts"
     if layout.kind == "parameters":

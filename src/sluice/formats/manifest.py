@@ -27,7 +27,7 @@ from sluice._errors import CheckpointError, FormatError, LimitError, Unsupported
 from sluice._options import Limits
 from sluice._strict_json import kind_of, parse_strict_json
 from sluice.records.bulk import collector_paused
-from sluice.sources.local import LocalFile
+from sluice.sources.opening import open_source
 
 __all__ = ["HashAlgorithm", "Hasher", "Manifest", "TensorHash", "new_hash", "read_manifest"]
 
@@ -116,7 +116,7 @@ def read_manifest(path: str, limits: Limits) -> Manifest:
         CheckpointError: It does not exist, or is no manifest.
         ReadError: The operating system failed.
     """
-    with closing(LocalFile(path)) as source:
+    with closing(open_source(path)) as source:
         nbytes = source.identity.nbytes
         if nbytes > limits.header_bytes:
             expected = f"at most {limits.header_bytes} bytes (header_bytes)"

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass
 
 from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeError, UnsupportedError
@@ -25,7 +24,7 @@ from sluice._options import Limits
 from sluice._strict_json import kind_of, parse_strict_json
 from sluice.formats.foreign import recognise_placeholder
 from sluice.records.bulk import collector_paused
-from sluice.sources.local import LocalFile
+from sluice.sources.protocol import Source
 
 __all__ = ["ShardIndex", "is_plain_path", "parse_shard_index", "read_shard_index"]
 
@@ -55,14 +54,17 @@ class ShardIndex:
     total_bytes: int | float | None
 
 
-def read_shard_index(path: str, limits: Limits) -> ShardIndex:
-    """Read and check an index file; the shards are not looked at.
+def read_shard_index(source: Source, limits: Limits) -> ShardIndex:
+    """Read and check an index file; the shards are not examined.
 
     Raises:
-        CheckpointError: It is not what the format allows.
+        CheckpointError: The file violates the format.
         PathEscapeError: It names a file outside its directory.
     """
-    return parse_shard_index(_read(path, limits), path, limits)
+    nbytes = source.identity.nbytes
+    if nbytes > limits.header_bytes:
+        raise _over_limit("header_bytes", source.path, limits, found=nbytes)
+    return parse_shard_index(source.read_at(0, nbytes), source.path, limits)
 
 
 def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
@@ -79,14 +81,6 @@ def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     numeric = isinstance(total, (int, float)) and not isinstance(total, bool)
     return ShardIndex(path=path, weight_map=weight_map, total_bytes=total if numeric else None)
-
-
-def _read(path: str, limits: Limits) -> bytes:
-    with closing(LocalFile(path)) as source:
-        nbytes = source.identity.nbytes
-        if nbytes > limits.header_bytes:
-            raise _over_limit("header_bytes", path, limits, found=nbytes)
-        return source.read_at(0, nbytes)
 
 
 def _parse(data: bytes, path: str, limits: Limits) -> dict[str, object]:

@@ -36,6 +36,7 @@ from sluice.reading import transfer as _transfer
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, Entry, Request
+from sluice.sources.opening import open_directory
 
 __all__ = ["OptimizerJob", "fill_optimizer", "optimizer_checkpoint", "prepare_optimizer"]
 
@@ -152,7 +153,8 @@ def optimizer_checkpoint(
     path = source.path if isinstance(source, OpenCheckpoint) else source
     directory = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
     files = optimizer_files(directory) if directory else []
-    divided = divided_directory(directory) if directory and not files else None
+    listed = open_directory(directory) if directory and not files else None
+    divided = divided_directory(listed) if listed else None
     if divided is not None:
         raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
     with ExitStack() as stack:
