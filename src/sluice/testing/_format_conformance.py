@@ -79,7 +79,7 @@ def check_format(
         content: A healthy file with at least 1 MiB of tensor data.
         tensors: Its dense tensors by their dotted names: all of them.
         make_source: Opens bytes as a source; called many times.
-        limits: Fields of ``Limits`` that the file exceeds when they are 1, and that the format must enforce.
+        limits: Fields of ``Limits`` that the file exceeds when they are 0, and that the format must enforce.
 
     Raises:
         AssertionError: Checks failed; the message lists all of them and what was expected.
@@ -306,9 +306,9 @@ def _index_and_locate(case: _FormatCase, content: bytes) -> None:
 
 def _limits(case: _FormatCase) -> None:
     for name in case.limits:
-        values: dict[str, Any] = {name: 1}
+        values: dict[str, Any] = {name: 0}
         low = replace(Limits(), **values)
-        what = f"a file that exceeds Limits({name}=1)"
+        what = f"a file that exceeds Limits({name}=0)"
         error = must_raise(LimitError, what, partial(case.read_index, limits=low))
         named = isinstance(error, LimitError) and error.file == _path(case)
         require(named, f"the error of {what} must name the file")
