@@ -48,8 +48,8 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
         "'4.safetensors', tensors: 1",
         "in two files (1):",
         "'twice' in '1.safetensors' and '2.safetensors'",
-        "not where the index says (2):",
-        "'gone' is neither in '1.safetensors' nor in another file",
+        "not in the shard that the index names (2):",
+        "'gone' is neither in '1.safetensors' nor in any other file",
         "'elsewhere' is in '1.safetensors', not in '2.safetensors'",
     ):
         assert line in error.problem

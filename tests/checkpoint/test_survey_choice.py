@@ -116,9 +116,9 @@ def test_an_empty_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "kind", "words"),
     [
-        (["config.json", "model.safetensors.incomplete"], sluice.IncompleteCheckpointError, "has never finished"),
-        (["blobs", "refs", "snapshots"], sluice.FormatError, "give a directory in 'snapshots'"),
-        (["model_index.json", "unet"], sluice.FormatError, "a pipeline of models: give the directory of one"),
+        (["config.json", "model.safetensors.incomplete"], sluice.IncompleteCheckpointError, "was never completed"),
+        (["blobs", "refs", "snapshots"], sluice.FormatError, "pass a directory in 'snapshots'"),
+        (["model_index.json", "unet"], sluice.FormatError, "a pipeline of models: pass the directory of one"),
         (
             ["checkpoint-500", "checkpoint-9"],
             sluice.FormatError,
@@ -142,7 +142,7 @@ def test_what_the_names_tell_is_said(
 def test_checkpoints_of_their_own_in_one_directory(tmp_path: Path) -> None:
     for name in ("1.pt", "2.pt"):
         save(tmp_path / name, {"model": tensors("w")})
-    assert "give the path of one, such as '1.pt'" in str(refusal(tmp_path))
+    assert "pass the path of one, such as '1.pt'" in str(refusal(tmp_path))
 
 
 def test_what_is_there_is_listed_in_part(tmp_path: Path) -> None:
