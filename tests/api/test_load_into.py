@@ -318,5 +318,5 @@ def test_fifos_and_directories_are_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(sluice.FormatError, match="a FIFO"):
         sluice.load_into(empty(), tmp_path / "fifo")
-    with pytest.raises(sluice.FormatError, match="the directory holds no checkpoint"):
+    with pytest.raises(sluice.FormatError, match="the directory holds no recognized checkpoint"):
         sluice.load_into(empty(), tmp_path)

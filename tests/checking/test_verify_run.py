@@ -193,7 +193,7 @@ def test_shards_that_contradict_their_index_are_a_report(tmp_path: Path) -> None
     index.write_text(json.dumps(content), encoding="utf-8")
     (problem,) = sluice.verify(tmp_path / "c").problems
     assert problem.kind == "structure"
-    assert "not where the index says" in problem.problem
+    assert "not in the shard that the index names" in problem.problem
     index.write_text(text, encoding="utf-8")
     (tmp_path / "c" / files[0]).unlink()
     (problem,) = sluice.verify(tmp_path / "c").problems

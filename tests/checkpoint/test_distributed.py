@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,10 +18,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import sluice
 from sluice.api.checkpoint import Checkpoint
-from sluice.checkpoint import distributed as _dcp
 from sluice.entries import tree as _tree
 from sluice.formats.distributed.cover import first_miscount
 from sluice.formats.distributed.items import Item, ItemReader
+from sluice.sources.directory import LocalDirectory
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 from sluice.testing import RecordingSource
@@ -210,11 +211,11 @@ def test_opening_reads_no_tensor_data(tmp_path: Path, monkeypatch: pytest.Monkey
     write(tmp_path / "d", {"w": rows(torch.randn(64, 1 << 14), 8)})
     opened: list[RecordingSource] = []
 
-    def recording(path: str) -> RecordingSource:
-        opened.append(RecordingSource(LocalFile(path)))
+    def recording(directory: LocalDirectory, name: str) -> RecordingSource:
+        opened.append(RecordingSource(LocalFile(os.path.join(directory.path, name))))
         return opened[-1]
 
-    monkeypatch.setattr(_dcp, "LocalFile", recording)
+    monkeypatch.setattr(LocalDirectory, "open", recording)
     sluice.open(tmp_path / "d").close()
     assert len(opened) == 2
     assert sum(source.read_bytes for source in opened) < 24 << 10

@@ -202,7 +202,7 @@ def test_no_transforms(tmp_path: Path) -> None:
         (place(FILE, 0, 21), "too short"),
         (place(FILE, 0, 0), "too short"),
         (place(FILE, 4, 400), "no torch.save file"),
-        (place("other.distcp", 0, 30), "not there"),
+        (place("other.distcp", 0, 30), "do not exist"),
     ],
 )
 def test_places_that_do_not_exist(tmp_path: Path, where: Raw, problem: str) -> None:

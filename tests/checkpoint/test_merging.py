@@ -11,6 +11,7 @@ import torch
 
 import sluice
 from sluice.checkpoint import opening as _opening
+from sluice.sources.protocol import Source
 from support.directories import (
     SAFETENSORS_INDEX,
     chosen,
@@ -47,8 +48,8 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path) -> None:
         "'4.safetensors', tensors: 1",
         "in two files (1):",
         "'twice' in '1.safetensors' and '2.safetensors'",
-        "not where the index says (2):",
-        "'gone' is neither in '1.safetensors' nor in another file",
+        "not in the shard that the index names (2):",
+        "'gone' is neither in '1.safetensors' nor in any other file",
         "'elsewhere' is in '1.safetensors', not in '2.safetensors'",
     ):
         assert line in error.problem
@@ -133,9 +134,9 @@ def test_the_first_damaged_shard_stops_the_rest(tmp_path: Path, monkeypatch: pyt
     opened = []
     real = _opening._open_file
 
-    def record(path: str, limits: sluice.Limits) -> object:
-        opened.append(path)
-        return real(path, limits)
+    def record(source: Source, limits: sluice.Limits) -> object:
+        opened.append(source.path)
+        return real(source, limits)
 
     monkeypatch.setattr(_opening, "_open_file", record)
     assert isinstance(refusal(tmp_path), sluice.FormatError)
@@ -149,12 +150,12 @@ def test_an_interrupt_stops_all_threads(tmp_path: Path, monkeypatch: pytest.Monk
     real = _opening._open_file
     interrupted = threading.Event()
 
-    def interrupt(path: str, limits: sluice.Limits) -> object:
+    def interrupt(source: Source, limits: sluice.Limits) -> object:
         if threading.current_thread() is threading.main_thread():
             interrupted.set()
             raise KeyboardInterrupt
         assert interrupted.wait(10)
-        return real(path, limits)
+        return real(source, limits)
 
     monkeypatch.setattr(_opening, "_open_file", interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,7 @@ def test_the_preference(tmp_path: Path) -> None:
         if taken.stem.endswith("-1"):
             taken = tmp_path / f"{taken.stem[:-2]}{taken.suffix}.index.json"
         order.append(taken.name)
-        assert (f"{taken.name} was taken" in notes(tmp_path)) == (len(order) < 12)
+        assert (f"{taken.name} was chosen" in notes(tmp_path)) == (len(order) < 12)
         taken.unlink()
     assert order == list(_directory._PREFERENCE)
     assert order[:4] == [
@@ -44,7 +44,7 @@ def test_a_variant_is_taken_only_where_nothing_else_is_there(tmp_path: Path) -> 
     one = tensors("w")
     save(tmp_path / "pytorch_model.fp16.bin", one)
     assert chosen(tmp_path) == ["pytorch_model.fp16.bin"]
-    assert "Only the variant 'fp16'" in notes(tmp_path)
+    assert "The model exists only as the variant 'fp16'" in notes(tmp_path)
     save_sharded(tmp_path, "model.safetensors.index.fp16.json", {"model.fp16-00001-of-00001.safetensors": one})
     assert chosen(tmp_path) == ["model.fp16-00001-of-00001.safetensors"]
     assert "left out: pytorch_model.fp16.bin" in notes(tmp_path)
@@ -95,7 +95,7 @@ def test_parts_come_before_parameters(tmp_path: Path) -> None:
     with sluice.open(tmp_path) as checkpoint:
         assert checkpoint.format == "safetensors-parts"
         assert list(checkpoint) == ["a", "b"]
-    assert notes(tmp_path) == "Left out beside the .safetensors files: c.pt."
+    assert notes(tmp_path) == "Left out, because there are .safetensors files: c.pt."
 
 
 def test_nested_directories_are_not_searched(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_nested_directories_are_not_searched(tmp_path: Path) -> None:
     (tmp_path / "w.pt").mkdir()
     error = refusal(tmp_path)
     assert isinstance(error, sluice.FormatError)
-    assert "nested directories are not searched" in error.problem
+    assert "subdirectories are not searched" in error.problem
     assert error.found == "'model.safetensors', 'unet', 'w.pt'"
     assert error.file == str(tmp_path)
 
@@ -116,9 +116,9 @@ def test_an_empty_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "kind", "words"),
     [
-        (["config.json", "model.safetensors.incomplete"], sluice.IncompleteCheckpointError, "has never finished"),
-        (["blobs", "refs", "snapshots"], sluice.FormatError, "give a directory in 'snapshots'"),
-        (["model_index.json", "unet"], sluice.FormatError, "a pipeline of models: give the directory of one"),
+        (["config.json", "model.safetensors.incomplete"], sluice.IncompleteCheckpointError, "was never completed"),
+        (["blobs", "refs", "snapshots"], sluice.FormatError, "pass a directory in 'snapshots'"),
+        (["model_index.json", "unet"], sluice.FormatError, "a pipeline of models: pass the directory of one"),
         (
             ["checkpoint-500", "checkpoint-9"],
             sluice.FormatError,
@@ -142,7 +142,7 @@ def test_what_the_names_tell_is_said(
 def test_checkpoints_of_their_own_in_one_directory(tmp_path: Path) -> None:
     for name in ("1.pt", "2.pt"):
         save(tmp_path / name, {"model": tensors("w")})
-    assert "give the path of one, such as '1.pt'" in str(refusal(tmp_path))
+    assert "pass the path of one, such as '1.pt'" in str(refusal(tmp_path))
 
 
 def test_what_is_there_is_listed_in_part(tmp_path: Path) -> None:
@@ -176,5 +176,5 @@ def test_training_states_beside_a_model_are_named(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with sluice.open(tmp_path) as checkpoint:
         assert checkpoint.index.notes == (
-            "Beside the model, each a checkpoint of its own: optimizer.pt, optimizer_1.bin, scheduler.pt.",
+            "Next to the model, each a separate checkpoint: optimizer.pt, optimizer_1.bin, scheduler.pt.",
         )

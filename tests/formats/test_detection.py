@@ -119,7 +119,7 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
     (b"\x28\xb5\x2f\xfd" + bytes(100), UnsupportedError, "zstd"),
     (b"\x04\x22\x4d\x18" + bytes(100), UnsupportedError, "lz4"),
     (b"7z\xbc\xaf\x27\x1c" + bytes(100), UnsupportedError, "7z"),
-    (b"PK\5\6" + bytes(18), FormatError, "zip archive that holds nothing"),
+    (b"PK\5\6" + bytes(18), FormatError, "an empty zip archive"),
     (bz2.compress(bytes(1000)), UnsupportedError, "bzip2"),
     (lzma.compress(bytes(1000)), UnsupportedError, "xz"),
     *((pickle.dumps({"w": 1}, protocol), UnsupportedError, "bare pickle") for protocol in (*range(6), *range(2, 6))),
@@ -136,7 +136,7 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
     (b"\xef\xbb\xbf<!doctype html>\n<html>", FormatError, "web page"),
     (b"<!-- saved -->\n<html lang='en'>", FormatError, "web page"),
     (b"<head><title>Access denied</title>", FormatError, "web page"),
-    (b'{"error":"Repository not found"}', FormatError, "answer of a server"),
+    (b'{"error":"Repository not found"}', FormatError, "response of a server"),
     (b"Access to model x is restricted.", FormatError, "text, not a checkpoint; found 'Access to model x"),
     ("Запись не найдена".encode() * 300, FormatError, "text, not a checkpoint"),
     (b"import torch\nprint(1)\n", FormatError, "text, not a checkpoint"),
@@ -149,8 +149,8 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
         (len(header).to_bytes(8, "little") + header, FormatError, "looks like safetensors")
         for header in (b'\xef\xbb\xbf{"a":1}', b'  {"a":1}', b"null", b"[1,2]", b"{/**/}", '{"a":1}'.encode("utf-16"))
     ),
-    (b"MZ\x90\0" + b"something else", FormatError, "no checkpoint that sluice knows"),
-    (b"prefix" + npz_bytes(), FormatError, "no checkpoint that sluice knows"),
+    (b"MZ\x90\0" + b"something else", FormatError, "not a recognized checkpoint format"),
+    (b"prefix" + npz_bytes(), FormatError, "not a recognized checkpoint format"),
 ]
 
 
@@ -198,7 +198,7 @@ ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
         FormatError,
         "was not written by torch.save",
     ),
-    "no directory": (archive_bytes("data.pkl", "data/0", "version"), FormatError, "packed again without the directory"),
+    "no directory": (archive_bytes("data.pkl", "data/0", "version"), FormatError, "repacked without the directory"),
     "desktop": (archive_bytes("a/data.pkl", "__MACOSX/._a"), FormatError, "'__MACOSX/._a' is no plain path below"),
     "comment": (archive_bytes("a/data.pkl")[:-2] + b"\2\0hi", FormatError, "bytes follow the end of the archive"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import pytest
@@ -20,13 +21,15 @@ from sluice._errors import (
 )
 from sluice._options import Limits
 from sluice.formats.shard_index import ShardIndex, read_shard_index
+from sluice.sources.opening import open_source
 from support.work import at_most
 
 
 def read(directory: Path, text: str | bytes, limits: Limits | None = None) -> ShardIndex:
     path = directory / "model.safetensors.index.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_shard_index(str(path), limits or Limits())
+    with closing(open_source(path)) as source:
+        return read_shard_index(source, limits or Limits())
 
 
 def refusal(directory: Path, text: str | bytes, limits: Limits | None = None) -> SluiceError:
@@ -105,12 +108,12 @@ def test_an_accepted_name_stays_inside_on_every_platform(tmp_path: Path, file: s
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"weight_map": []}', "no object that names tensors"),
-        ('{"weight_map": {}}', "no object that names tensors"),
-        ('{"weight_map": null}', "no object that names tensors"),
-        ('{"weight_map": {"a": 1}}', "no file name"),
-        ('{"weight_map": {"a": null}}', "no file name"),
-        ('{"weight_map": {"a": ["x"]}}', "no file name"),
+        ('{"weight_map": []}', "not a JSON object with tensor names"),
+        ('{"weight_map": {}}', "not a JSON object with tensor names"),
+        ('{"weight_map": null}', "not a JSON object with tensor names"),
+        ('{"weight_map": {"a": 1}}', "not a file name"),
+        ('{"weight_map": {"a": null}}', "not a file name"),
+        ('{"weight_map": {"a": ["x"]}}', "not a file name"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "'a' is given twice"),
         ('{"weight_map": {"a": "x"}, "weight_map": {"b": "x"}}', "'weight_map' is given twice"),
         ('{"weight_map": {"a": "x"}', "strict JSON"),
@@ -128,8 +131,8 @@ def test_an_accepted_name_stays_inside_on_every_platform(tmp_path: Path, file: s
         ('\ufeff{"weight_map": {"a": "x"}}', "strict JSON"),
         ('{"weight_map": {"a": "x"}}'.encode("utf-16"), "strict JSON"),
         (b'{"weight_map": {"\xff": "x"}}', "strict JSON"),
-        ('["weight_map"]', "no JSON object"),
-        ("3", "no JSON object"),
+        ('["weight_map"]', "not a JSON object"),
+        ("3", "not a JSON object"),
         (b"\x80\x02}.", "strict JSON"),
     ],
 )
@@ -170,8 +173,8 @@ def test_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    with pytest.raises(LimitError, match="header_bytes"):
-        read_shard_index(str(path), Limits())
+    with closing(open_source(path)) as source, pytest.raises(LimitError, match="header_bytes"):
+        read_shard_index(source, Limits())
 
 
 def test_brackets_and_commas_in_names_are_no_structure(tmp_path: Path) -> None:

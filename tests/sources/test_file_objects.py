@@ -121,7 +121,7 @@ def test_errors_say_where_in_the_file(tmp_path: Path) -> None:
         assert caught.value.file == str(path)
         assert stream.tell() == 1000
         stream.seek(5)
-        with pytest.raises(FormatError, match="no checkpoint"):
+        with pytest.raises(FormatError, match="not a recognized checkpoint"):
             sluice.open(stream)
 
 

@@ -156,7 +156,11 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         sluice.FormatError,
         "'b/data.pkl' is no plain path",
     ),
-    "a program before an archive": (b"#!/bin/sh\nexit\0" + GOOD, sluice.FormatError, "no checkpoint that sluice knows"),
+    "a program before an archive": (
+        b"#!/bin/sh\nexit\0" + GOOD,
+        sluice.FormatError,
+        "not a recognized checkpoint format",
+    ),
     "an archive sent as text": (GOOD.replace(b"\n", b"\r\n"), sluice.FormatError, "end record"),
     "an archive as latin-1 in UTF-8": (GOOD.decode("latin1").encode(), sluice.FormatError, "bytes follow the end"),
     "zip64 sizes that differ": (zip64_entry(2, 3), sluice.FormatError, "in two sizes"),

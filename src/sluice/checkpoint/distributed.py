@@ -1,51 +1,53 @@
-"""Directories that torch.distributed.checkpoint writes, read without a process group.
+"""Directories written by torch.distributed.checkpoint, read without a process group.
 
 Layout::
 
-    .metadata        what there is and where (``_dcp_metadata``); written last, as .metadata.tmp first
-    __R_N.distcp     the items that rank R wrote, one after the other (``_dcp_items``)
+    .metadata        all items and their places (``formats.distributed.metadata``); written last, as .metadata.tmp first
+    __R_N.distcp     the items that rank R wrote, one after the other (``formats.distributed.items``)
 
-A tensor is stored in chunks, in any of the files: one chunk that is all of it becomes an entry like any other, several
-become one entry that is assembled from them. The tree has the nesting of what was saved (``_dcp_tree``).
+A tensor is stored in chunks, in any of the files. A chunk that covers the whole tensor becomes an ordinary entry;
+several chunks become one entry that is assembled from them. The tree has the nesting of the saved object
+(``formats.distributed.tree``).
 
-To open a directory, the metadata, the values that are no tensors and the first bytes of each chunk are read.
+Opening a directory reads the metadata, the values that are not tensors and the first bytes of each chunk.
 
-Refused: what the three modules refuse; files that are missing; chunks of another dtype or shape than the metadata says.
-Values that only running code could build are placeholders with their names, as in a ``torch.save`` file.
+Refused: everything that these three modules refuse; missing files; chunks whose dtype or shape differs from the
+metadata. Values that only running code could build become placeholders with their names, as in a ``torch.save`` file.
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from sluice._errors import CheckpointError, FormatError, LimitError
+from sluice._errors import FormatError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
 from sluice.checkpoint.merging import OpenFile, moved
-from sluice.checkpoint.survey import METADATA_FILE, Layout, check_inside
+from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, open_member
 from sluice.entries import tree as _tree
 from sluice.formats.distributed.items import Item, ItemFile, ItemReader, ItemStorage, check_items
 from sluice.formats.distributed.metadata import Chunk, Contents, Place, TensorItem, read_metadata
 from sluice.formats.distributed.tree import nest
 from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
-from sluice.sources.local import LocalFile
+from sluice.sources.directory import Directory
+from sluice.sources.protocol import Source
 
 __all__ = ["open_distributed"]
 
 _NAME = "torch-distributed"
 
-#: Bytes of an item beside its data and its pickle; a little more than torch's.
+#: Bytes of an item besides its data and its pickle; slightly more than torch writes.
 _RECORDS_BYTES = 2048
 
 
-def open_distributed(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open a directory of torch.distributed.checkpoint; reads no tensor data.
 
     Returns:
@@ -53,23 +55,21 @@ def open_distributed(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenF
 
     Raises:
         CheckpointError: The metadata or a file is damaged, unsafe or of a kind that sluice does not read.
-        ReadError: Something cannot be read.
+        ReadError: A file cannot be read.
     """
-    path = os.path.join(layout.directory, METADATA_FILE)
-    check_inside(layout.directory, METADATA_FILE, limits)
-    source = LocalFile(path)
-    try:
+    if not limits.symlinks_outside:
+        layout.directory.check_inside(METADATA_FILE)
+    with closing(layout.directory.open(METADATA_FILE)) as source:
+        path = source.path
         contents = read_metadata(source, limits)
-    finally:
-        source.close()
     files = _items_by_file(contents)
     if len(files) > limits.files:
         expected = f"at most {limits.files}"
-        raise LimitError("the metadata passes the limit 'files'", file=path, expected=expected, found=len(files))
+        raise LimitError("the metadata exceeds the limit 'files'", file=path, expected=expected, found=len(files))
     sources = _open_sources(layout.directory, list(files), limits)
     try:
         with collector_paused():
-            builder = _Builder(path, limits)
+            builder = _IndexBuilder(path, limits)
             for source, items in zip(sources, files.values(), strict=True):
                 builder.add_file(source, items)
             return builder.finish(contents, layout, sources)
@@ -79,83 +79,83 @@ def open_distributed(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenF
         raise
 
 
-class _Wanted(NamedTuple):
-    """An item, and what the metadata says of it."""
+class _ListedItem(NamedTuple):
+    """An item, and the tensor and chunk that it holds; None for a value that is not a tensor."""
 
     item: Item
     tensor: TensorItem | None
     chunk: Chunk | None
 
 
-def _items_by_file(contents: Contents) -> dict[str, list[_Wanted]]:
+def _items_by_file(contents: Contents) -> dict[str, list[_ListedItem]]:
     """Return the items of each file, sorted by offset; the files sorted by name."""
-    files: defaultdict[str, list[_Wanted]] = defaultdict(list)
-    for name, found in contents.items.items():
-        if isinstance(found, UnsupportedValue):
+    files: defaultdict[str, list[_ListedItem]] = defaultdict(list)
+    for name, value in contents.items.items():
+        if isinstance(value, UnsupportedValue):
             continue
-        if isinstance(found, Place):
-            files[found.file].append(_Wanted(Item(name=name, offset=found.offset, nbytes=found.nbytes), None, None))
+        if isinstance(value, Place):
+            files[value.file].append(_ListedItem(Item(name=name, offset=value.offset, nbytes=value.nbytes), None, None))
             continue
-        for chunk in found.chunks:
-            item = Item(name=_chunk_name(found, chunk), offset=chunk.place.offset, nbytes=chunk.place.nbytes)
-            files[chunk.place.file].append(_Wanted(item, found, chunk))
-    return {file: sorted(files[file], key=lambda wanted: wanted.item.offset) for file in sorted(files)}
+        for chunk in value.chunks:
+            item = Item(name=_chunk_name(value, chunk), offset=chunk.place.offset, nbytes=chunk.place.nbytes)
+            files[chunk.place.file].append(_ListedItem(item, value, chunk))
+    return {file: sorted(files[file], key=lambda listed: listed.item.offset) for file in sorted(files)}
 
 
 def _chunk_name(tensor: TensorItem, chunk: Chunk) -> str:
     return tensor.name if len(tensor.chunks) == 1 else f"{tensor.name}[{', '.join(map(str, chunk.start))}]"
 
 
-def _open_sources(directory: str, files: Sequence[str], limits: Limits) -> list[LocalFile]:
-    sources: list[LocalFile] = []
+def _open_sources(directory: Directory, files: Sequence[str], limits: Limits) -> list[Source]:
+    sources: list[Source] = []
     missing: list[str] = []
     for file in files:
-        check_inside(directory, file, limits)
-        try:
-            sources.append(LocalFile(os.path.join(directory, file)))
-        except CheckpointError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
+        source = open_member(directory, file, limits)
+        if source is None:
             missing.append(file)
+        else:
+            sources.append(source)
     if missing:
         lines = section("missing files", [repr(file) for file in missing[:SHOWN]], missing)
-        text = f"files that the metadata names are not there\n{lines}\nNothing was read"
-        raise FormatError(text, file=directory)
+        text = f"files named in the metadata do not exist\n{lines}\nNothing was read"
+        raise FormatError(text, file=directory.path)
     return sources
 
 
 @dataclass(slots=True)
-class _File:
-    """The storages of one file, as they are found."""
+class _ItemFileRecords:
+    """The storages of one file, collected while it is indexed."""
 
+    #: Position of its first storage in the index.
     first: int
+    #: Its storages, and for each the item that holds it.
     storages: list[Storage]
     owned: list[ItemStorage]
 
 
-class _Builder:
-    """Builds the index file by file, then item by item."""
+class _IndexBuilder:
+    """Builds the index file by file, and item by item within a file."""
 
     def __init__(self, path: str, limits: Limits) -> None:
         self._path = path
         self._limits = limits
         self._reader = ItemReader(limits)
         self._header_bytes_left = limits.header_bytes
-        self._files: list[_File] = []
+        self._files: list[_ItemFileRecords] = []
         self._count = 0
         #: The entry of each chunk, by the chunk's identity; the tree of each value, by name.
         self._entries: dict[int, Entry | UnsupportedValue] = {}
         self._values: dict[str, object] = {}
-        #: What is to say of the values, each note once.
+        #: Notes about the values, without duplicates.
         self._notes: dict[str, None] = {}
 
-    def add_file(self, source: LocalFile, wanted: Sequence[_Wanted]) -> None:
+    def add_file(self, source: Source, listed: Sequence[_ListedItem]) -> None:
         """Add the items of the next file, sorted by offset."""
-        check_items(source, [each.item for each in wanted])
-        self._files.append(_File(self._count, [], []))
-        chunks = [each for each in wanted if each.tensor is not None and 0 not in each.tensor.shape]
+        check_items(source, [each.item for each in listed])
+        self._files.append(_ItemFileRecords(self._count, [], []))
+        chunks = [each for each in listed if each.tensor is not None and 0 not in each.tensor.shape]
         headers = iter(self._reader.chunks(source, [each.item for each in chunks]))
-        for each in wanted:
+        for each in listed:
             if each.tensor is None:
                 self._add_value(source, each.item)
                 continue
@@ -174,12 +174,12 @@ class _Builder:
             self._entries[id(each.chunk)] = entry
 
     def finish(
-        self, contents: Contents, layout: Layout, sources: Sequence[LocalFile]
+        self, contents: Contents, layout: CheckpointLayout, sources: Sequence[Source]
     ) -> tuple[Index, tuple[OpenFile, ...]]:
         """Return the index of all files, and the files."""
         values = {
-            name: self._values[name] if isinstance(found, Place) else self._tensor(found)
-            for name, found in contents.items.items()
+            name: self._values[name] if isinstance(item, Place) else self._tensor(item)
+            for name, item in contents.items.items()
         }
         tree = nest(values, contents.paths, self._limits, self._path)
         index = Index(
@@ -192,7 +192,7 @@ class _Builder:
         )
         return index, tuple(map(self._open_file, index.files, sources, self._files))
 
-    def _add_value(self, source: LocalFile, item: Item) -> None:
+    def _add_value(self, source: Source, item: Item) -> None:
         inner = self._reader.value(source, item, replace(self._limits, header_bytes=self._header_bytes_left))
         rest = item.nbytes - sum(storage.nbytes for storage in inner.storages) - _RECORDS_BYTES
         self._header_bytes_left = max(0, self._header_bytes_left - max(0, rest))
@@ -213,24 +213,28 @@ class _Builder:
         self._count += 1
         if self._count > self._limits.entries:
             expected = f"at most {self._limits.entries}"
-            raise LimitError("the files together pass the limit 'entries'", file=self._path, expected=expected)
+            raise LimitError("the files together exceed the limit 'entries'", file=self._path, expected=expected)
         return self._count - 1
 
-    def _check_chunk(self, inner: Entry, wanted: _Wanted, source: LocalFile) -> None:
-        assert wanted.tensor is not None
-        assert wanted.chunk is not None
-        if (inner.dtype, inner.shape) != (wanted.tensor.dtype, wanted.chunk.shape):
+    def _check_chunk(self, inner: Entry, listed: _ListedItem, source: Source) -> None:
+        assert listed.tensor is not None
+        assert listed.chunk is not None
+        if (inner.dtype, inner.shape) != (listed.tensor.dtype, listed.chunk.shape):
             raise FormatError(
-                "an item holds another tensor than the metadata says",
+                "an item does not hold the tensor that the metadata describes",
                 file=source.path,
-                tensor=wanted.item.name,
-                offset=wanted.item.offset,
-                expected=f"{wanted.tensor.dtype} {list(wanted.chunk.shape)}",
+                tensor=listed.item.name,
+                offset=listed.item.offset,
+                expected=f"{listed.tensor.dtype} {list(listed.chunk.shape)}",
                 found=f"{inner.dtype} {list(inner.shape)}",
             )
 
     def _tensor(self, tensor: TensorItem | UnsupportedValue) -> Entry | UnsupportedValue:
-        """Return the entry of a tensor; torch copies chunks, so that conjugates are assembled: no views come out."""
+        """Return the entry of a tensor.
+
+        A single chunk that is a conjugate or negative view is assembled as well: torch copies chunks, so that what it
+        loads is never a view.
+        """
         if isinstance(tensor, UnsupportedValue):
             return tensor
         parts = []
@@ -241,7 +245,7 @@ class _Builder:
             parts.append(Part(entry=entry, start=chunk.start))
         return replace(_whole(tensor, storage=NO_STORAGE), parts=tuple(parts))
 
-    def _open_file(self, record: FileRecord, source: LocalFile, file: _File) -> OpenFile:
+    def _open_file(self, record: FileRecord, source: Source, file: _ItemFileRecords) -> OpenFile:
         own = Index(format=_NAME, files=(record,), storages=tuple(file.storages), tree=None)
         locator = ItemFile(self._reader, file.owned)
         return OpenFile(source=source, locator=locator, index=own, first_storage=file.first)

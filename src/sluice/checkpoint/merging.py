@@ -1,11 +1,11 @@
-"""The files of a directory as one checkpoint: one tree, one list of storages, and every contradiction between them.
+"""Merge the files of a directory into one checkpoint: one tree, one list of storages, and all contradictions.
 
-The tree of several files is one flat dict: their state dicts one after the other, or the tensor of each by the file's
-name. Storages are numbered through, file by file. Beside the merged index only what ``Locator.locate`` needs of each
-file is kept: its own storages, which are records of the merged index.
+The tree of several files is one flat dict: their state dicts in order, or one tensor per file under the name of the
+file. Storages are numbered across files, in order. Apart from the merged index, only the storages of each file are
+kept, which ``Locator.locate`` needs; they are records of the merged index.
 
-Of what an index file says, the place of every tensor must be right. Tensors that it leaves out and a wrong total size
-are notes: writers do both, and nothing is lost by them.
+The place of every tensor must agree with the index file. Tensors that the index file omits and a wrong total size are
+notes: writers produce both, and no data is lost.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from operator import attrgetter
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
-from sluice.checkpoint.survey import PARAMETER_SUFFIX, Layout
+from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
 from sluice.entries import tree as _tree
 from sluice.formats.protocol import Checksum, Locator
 from sluice.formats.shard_index import ShardIndex
@@ -31,26 +31,26 @@ from sluice.sources.section import Section
 
 __all__ = ["OpenFile", "incomplete", "merge", "moved"]
 
-#: Names that a note lists.
+#: Most names that a note lists.
 _NAMES_IN_NOTE = 5
 
-# The sections of the one error.
+# Section titles of the error that lists all problems.
 _MISSING = "missing files"
 _DAMAGED = "damaged"
-_MISPLACED = "not where the index says"
+_MISPLACED = "not in the shard that the index names"
 _REPEATED = "in two files"
-_UNUSABLE = "not what the others are"
+_UNUSABLE = "of another kind"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenFile:
     """One file of an open checkpoint."""
 
-    #: Its bytes.
+    #: The source of its bytes.
     source: Source
-    #: Finds the data of its storages.
+    #: Locates the data of its storages.
     locator: Locator
-    #: Its own index. That of one file among several has no tree: the merged index has it.
+    #: Its own index; without a tree if it is one of several files, as the merged index has the tree.
     index: Index
     #: Position of its first storage in the index of the checkpoint.
     first_storage: int = 0
@@ -58,7 +58,7 @@ class OpenFile:
     start: int = 0
 
     def locate(self, storages: Iterable[int]) -> dict[int, int]:
-        """Return the data offset of those of ``storages`` that its index has not located.
+        """Return the data offset of each of ``storages`` that is not located in its index.
 
         Args:
             storages: Positions in the index of the checkpoint.
@@ -87,28 +87,28 @@ class _Problems(defaultdict[str, list[str]]):
 
     def error(self, path: str) -> CheckpointError:
         sections = [section(title, lines[:SHOWN], lines) for title, lines in self.items()]
-        text = "\n".join(["the files of the checkpoint do not fit together", *sections, "Nothing was read"])
+        text = "\n".join(["the files of the checkpoint contradict each other", *sections, "Nothing was read"])
         return IncompleteCheckpointError(text, file=path) if _MISSING in self else FormatError(text, file=path)
 
 
-def incomplete(layout: Layout, missing: Iterable[int], *, damaged: str) -> CheckpointError:
-    """Return the error for missing files beside a damaged one, which kept the others from being compared."""
+def incomplete(layout: CheckpointLayout, missing: Iterable[int], *, damaged: str) -> CheckpointError:
+    """Return the error for missing files and a damaged one, which prevented a comparison of the others."""
     problems = _Problems()
     _add_missing(problems, layout, [layout.files[position] for position in sorted(missing)])
     problems[_DAMAGED].append(damaged)
     return problems.error(layout.path)
 
 
-def merge(layout: Layout, opened: Sequence[OpenFile | None]) -> tuple[Index, tuple[OpenFile, ...]]:
-    """Return the index of a whole checkpoint, and its files with what they keep of their own.
+def merge(layout: CheckpointLayout, opened: Sequence[OpenFile | None]) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the merged index of a checkpoint, and its files.
 
     Args:
-        layout: What the files are to each other.
-        opened: The files in its order; None for one that is missing.
+        layout: The files and how they relate.
+        opened: The open files, in the order of the layout; None for missing files.
 
     Raises:
         IncompleteCheckpointError: Files are missing.
-        FormatError: The files contradict each other, the index file or the layout. Either error lists everything.
+        FormatError: The files contradict each other, the index file or the layout. Both errors list all problems.
     """
     found = {name: file for name, file in zip(layout.files, opened, strict=True) if file is not None}
     problems = _Problems()
@@ -120,7 +120,7 @@ def merge(layout: Layout, opened: Sequence[OpenFile | None]) -> tuple[Index, tup
     if problems:
         error = problems.error(layout.path)
         if layout.kind == "parameters" and not any(part is not None for part in parts.values()):
-            error.advice = f"These may be checkpoints of their own: give the path of one, such as {layout.files[0]!r}."
+            error.advice = f"These may be separate checkpoints: pass the path of one, such as {layout.files[0]!r}."
         raise error
     files, tree = _join(list(found.values()), list(parts.values()))
     index = Index(
@@ -135,34 +135,36 @@ def merge(layout: Layout, opened: Sequence[OpenFile | None]) -> tuple[Index, tup
     return replace(index, notes=(*index.notes, *size_note), contradictions=(*notes, *size_note)), tuple(files)
 
 
-def _whole(layout: Layout, file: OpenFile) -> tuple[Index, tuple[OpenFile, ...]]:
-    """Return the index of the only file as it is: its tree may be nested."""
+def _whole(layout: CheckpointLayout, file: OpenFile) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index of the only file unchanged: its tree may be nested."""
     notes = (*layout.notes, *file.index.notes)
     return replace(file.index, format=_format_name(layout, [file]), notes=notes), (file,)
 
 
-def _add_missing(problems: _Problems, layout: Layout, missing: Sequence[str]) -> None:
+def _add_missing(problems: _Problems, layout: CheckpointLayout, missing: Sequence[str]) -> None:
     counts = Counter(layout.shard_index.weight_map.values() if layout.shard_index else ())
     for name in missing:
         problems[_MISSING].append(f"{name!r}, tensors: {counts[name]}" if counts else repr(name))
 
 
-def _part(layout: Layout, name: str, tree: object) -> dict[str, object] | None:
-    """Return the state dict that a file contributes, or None when it holds something else."""
+def _part(layout: CheckpointLayout, name: str, tree: object) -> dict[str, object] | None:
+    """Return the state dict that a file contributes, or None if it holds something else."""
     if layout.kind == "parameters":
         one = isinstance(tree, (Entry, UnsupportedValue))
         return {name.removesuffix(PARAMETER_SUFFIX): tree} if one else None
     return tree if isinstance(tree, dict) and all(type(key) is str for key in tree) else None
 
 
-def _compare(layout: Layout, parts: Mapping[str, dict[str, object] | None], problems: _Problems) -> tuple[str, ...]:
+def _compare(
+    layout: CheckpointLayout, parts: Mapping[str, dict[str, object] | None], problems: _Problems
+) -> tuple[str, ...]:
     """Add what the files contradict each other and the index file in; return notes on what the index leaves out."""
     places: dict[str, str] = {}
     repeated: set[str] = set()
     for name, part in parts.items():
         if part is None:
-            wanted = "one tensor" if layout.kind == "parameters" else "a state dict"
-            problems[_UNUSABLE].append(f"{name!r} does not hold {wanted}")
+            expected = "one tensor" if layout.kind == "parameters" else "a state dict"
+            problems[_UNUSABLE].append(f"{name!r} does not hold {expected}")
             continue
         for key in sorted(places.keys() & part.keys()):
             problems[_REPEATED].append(f"{key!r} in {places[key]!r} and {name!r}")
@@ -174,7 +176,7 @@ def _compare(layout: Layout, parts: Mapping[str, dict[str, object] | None], prob
     for key, shard in weight_map.items():
         place = places.get(key)
         if place is None and parts.get(shard) is not None:
-            problems[_MISPLACED].append(f"{key!r} is neither in {shard!r} nor in another file")
+            problems[_MISPLACED].append(f"{key!r} is neither in {shard!r} nor in any other file")
         elif place not in {None, shard} and key not in repeated:
             problems[_MISPLACED].append(f"{key!r} is in {place!r}, not in {shard!r}")
     extra = [key for key in places if key not in weight_map]
@@ -184,7 +186,7 @@ def _compare(layout: Layout, parts: Mapping[str, dict[str, object] | None], prob
 def _join(
     files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None]
 ) -> tuple[list[OpenFile], dict[str, object]]:
-    """Return the files and the one tree with storages numbered through."""
+    """Return the files and the merged tree, with storages numbered across files."""
     joined: list[OpenFile] = []
     tree: dict[str, object] = {}
     versions: dict[object, object] = OrderedDict()
@@ -205,7 +207,7 @@ def _join(
 
 
 def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
-    """Return a state dict whose entries count storages from ``by`` on; names that shared an entry share one."""
+    """Return a state dict with the storages of its entries shifted by ``by``; shared entries stay shared."""
     old = {id(value): value for value in part.values() if isinstance(value, Entry) and _is_plain(value)}
     columns = {
         field.name: map(attrgetter(field.name), old.values()) for field in fields(Entry) if field.name != "storage"
@@ -214,7 +216,7 @@ def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
     new = dict(zip(old, records_from_columns(Entry, len(old), storage=storages, **columns), strict=True))
 
     def shift(entry: Entry) -> Entry:
-        if id(entry) not in new:  # it stands deeper
+        if id(entry) not in new:  # nested deeper
             new[id(entry)] = moved(entry, by=by)
         return new[id(entry)]
 
@@ -226,7 +228,7 @@ def _is_plain(entry: Entry) -> bool:
 
 
 def moved(entry: Entry, *, by: int) -> Entry:
-    """Return an entry, and those that it is made of or has for attributes, with storages counted from ``by`` on."""
+    """Return an entry, with its components and attributes, with storages shifted by ``by``."""
     if _is_plain(entry):
         return replace(entry, storage=entry.storage + by)
     shift = partial(moved, by=by)
@@ -242,28 +244,28 @@ def moved(entry: Entry, *, by: int) -> Entry:
 
 
 def _versions(tree: object) -> Mapping[object, object]:
-    """Return the versions of modules that torch keeps as an attribute of ordered state dicts."""
+    """Return the module versions that torch keeps as an attribute of ordered state dicts."""
     versions = getattr(tree, "_metadata", None) if isinstance(tree, OrderedDict) else None
     return versions if isinstance(versions, dict) else {}
 
 
 def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
-    """Return a note when the total size of the index file is neither that of the stored nor of the named bytes."""
+    """Return a note if the total size in the index file equals neither the stored bytes nor those of its tensors."""
     if shard_index is None or shard_index.total_bytes is None:
         return ()
     assert isinstance(index.tree, dict)
     named = [index.tree[name] for name in shard_index.weight_map]
     if any(isinstance(value, Opaque) for value in named):
-        return ()  # nothing says how many bytes they have
+        return ()  # their sizes are unknown
     entries = [value for value in named if isinstance(value, Entry)]
     by_name = sum(entry.nbytes for entry in entries)
     stored = sum(index.storages[number].nbytes for number in {n for entry in entries for n in entry.storages})
     if shard_index.total_bytes in {by_name, stored}:
         return ()
-    return (f"The index gives a total size of {shard_index.total_bytes} bytes; its tensors have {by_name}.",)
+    return (f"The index declares a total size of {shard_index.total_bytes} bytes; its tensors have {by_name}.",)
 
 
-def _format_name(layout: Layout, files: Sequence[OpenFile]) -> str:
+def _format_name(layout: CheckpointLayout, files: Sequence[OpenFile]) -> str:
     if layout.kind == "parts":
         return "safetensors-parts"
     if layout.kind == "parameters":
@@ -273,13 +275,13 @@ def _format_name(layout: Layout, files: Sequence[OpenFile]) -> str:
 
 
 def _agreed(texts: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the metadata that all files have in common."""
+    """Return the metadata that all files share."""
     first, *others = texts
     return {name: text for name, text in first.items() if all(other.get(name) == text for other in others)}
 
 
 def _file_notes(files: Mapping[str, OpenFile]) -> tuple[str, ...]:
-    """Return the notes of the files, each once, with the files that it is of."""
+    """Return the distinct notes of the files, each with the names of its files."""
     of: defaultdict[str, list[str]] = defaultdict(list)
     for name, file in files.items():
         for note in file.index.notes:

@@ -22,7 +22,7 @@ from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
-from sluice.sources.file_objects import stream_source
+from sluice.sources.opening import stream_source
 from sluice.sources.protocol import Source
 
 __all__ = ["CheckpointSource", "OpenCheckpoint", "borrow"]

@@ -1,15 +1,15 @@
-"""Opening the files of a checkpoint: one, an object inside of one, or those of a directory in a few threads.
+"""Open the files of a checkpoint: one file, an object inside a file, or the files of a directory in several threads.
 
-The first file that is damaged stops the rest. Missing files do not: they are reported together with all that the
-headers of the others say.
+The first damaged file stops the rest. Missing files do not: they are reported together with every problem that the
+headers of the other files show.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
@@ -17,54 +17,58 @@ from sluice._options import INDEXING_THREADS, Limits
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
 from sluice.checkpoint.distributed import open_distributed
 from sluice.checkpoint.merging import OpenFile, incomplete, merge
-from sluice.checkpoint.survey import METADATA_FILE, Layout, check_inside, index_layout, survey
+from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, index_layout, open_member, survey
 from sluice.formats.detection import detect
 from sluice.records import Index
 from sluice.records.bulk import collector_paused
-from sluice.sources.local import LocalFile
+from sluice.sources.opening import open_directory, open_source, parent_directory
 from sluice.sources.protocol import Source
 from sluice.sources.read_ahead import ReadAhead
 from sluice.sources.section import Section
 
-__all__ = ["open_path", "open_section"]
+__all__ = ["open_layout", "open_path", "open_section"]
 
 
 def open_path(path: str, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open a file, a directory or the index file of a sharded checkpoint; reads no tensor data.
 
-    A path that ends in ``.json`` can only be an index file, one to ``.metadata`` stands for its directory.
+    A path that ends in ``.json`` must be an index file; a path to ``.metadata`` means its directory.
 
     Returns:
         The index of the checkpoint, and its files in the order of ``Index.files``.
 
     Raises:
         IncompleteCheckpointError: Files are missing.
-        CheckpointError: A file is damaged, unsafe or of an unknown kind, or the files contradict each other.
-        ReadError: Something cannot be read.
+        CheckpointError: A file is damaged, unsafe or of an unknown format, or the files contradict each other.
+        ReadError: A file cannot be read.
+        UnsupportedError: The path is a URL, or the format is one that sluice does not read.
     """
-    if os.path.isdir(path):
-        return _open_layout(survey(path, limits), limits)
-    if path.endswith(".json"):
-        return _open_layout(index_layout(path, limits), limits)
-    directory, name = os.path.split(path)
+    directory = open_directory(path)
+    if directory is not None:
+        return open_layout(survey(directory, limits), limits)
+    parent, name = parent_directory(path)
+    if name.endswith(".json"):
+        with closing(open_source(path)) as index_file:
+            layout = index_layout(index_file, parent, limits)
+        return open_layout(layout, limits)
     if name == METADATA_FILE:
-        layout = Layout(path=path, directory=directory, kind="distributed", files=(METADATA_FILE,))
-        return _open_layout(layout, limits)
-    file = _open_file(path, limits)
+        layout = CheckpointLayout(path=path, directory=parent, kind="distributed", files=(METADATA_FILE,))
+        return open_layout(layout, limits)
+    file = _open_file(open_source(path), limits)
     return file.index, (file,)
 
 
-def _open_file(path: str, limits: Limits) -> OpenFile:
-    source = LocalFile(path)
+def _open_file(source: Source, limits: Limits) -> OpenFile:
+    """Index a file; closes the source if that fails."""
     try:
         headers = ReadAhead(source)
         file_format = detect(headers)
         index = file_format.read_index(headers, limits)
         if index.end not in {None, source.identity.nbytes}:
             raise FormatError(
-                "bytes follow the last storage; of several objects in one file, each is read from an open file object "
-                "that is positioned where it starts",
-                file=path,
+                "bytes follow the last storage; to read one of several objects in a file, pass an open file object "
+                "positioned at its first byte",
+                file=source.path,
                 offset=index.end,
                 expected=f"{index.end} bytes",
                 found=f"{source.identity.nbytes} bytes",
@@ -76,14 +80,14 @@ def _open_file(path: str, limits: Limits) -> OpenFile:
 
 
 def open_section(source: Source, start: int, limits: Limits) -> tuple[Index, tuple[OpenFile, ...], int]:
-    """Open the checkpoint that starts at byte ``start`` of a source; closes the source when that fails.
+    """Open the checkpoint that starts at byte ``start`` of a source; closes the source if that fails.
 
     Returns:
-        Its index, its only file, and the first byte behind it: that of the next object in legacy files, the end of the
-        source for all others.
+        Its index, its only file, and the offset of the first byte after it: that of the next object in legacy files,
+        the end of the source in all other formats.
 
     Raises:
-        CheckpointError: What starts there is damaged, unsafe or of an unknown kind.
+        CheckpointError: The checkpoint is damaged, unsafe or of an unknown format.
     """
     try:
         left = source.identity.nbytes - start
@@ -107,7 +111,8 @@ def open_section(source: Source, start: int, limits: Limits) -> tuple[Index, tup
     return index, (OpenFile(source=source, locator=file_format, index=own, start=start),), end
 
 
-def _open_layout(layout: Layout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+def open_layout(layout: CheckpointLayout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Open the files of a layout; returns and raises as ``open_path`` does."""
     if layout.kind == "distributed":
         return open_distributed(layout, limits)
     opening = _Opening(layout, limits)
@@ -129,11 +134,11 @@ class _Opening:
     """Opens the files of one layout; ``open`` may be called from any thread.
 
     Attributes:
-        files: What was opened, at the position of each file.
-        missing: Positions of the files that are not there.
+        files: The open files, in the order of the layout; None for files that were not opened.
+        missing: Positions of the files that do not exist.
     """
 
-    def __init__(self, layout: Layout, limits: Limits) -> None:
+    def __init__(self, layout: CheckpointLayout, limits: Limits) -> None:
         self.files: list[OpenFile | None] = [None] * len(layout.files)
         self.missing: list[int] = []
         self._layout = layout
@@ -142,21 +147,16 @@ class _Opening:
         self._counting = threading.Lock()
 
     def open(self, position: int) -> None:
-        directory, name = self._layout.directory, self._layout.files[position]
-        check_inside(directory, name, self._limits)
-        try:
-            file = _open_file(os.path.join(directory, name), self._limits)
-        except CheckpointError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
+        source = open_member(self._layout.directory, self._layout.files[position], self._limits)
+        if source is None:
             self.missing.append(position)
             return
-        self.files[position] = file
+        self.files[position] = file = _open_file(source, self._limits)
         with self._counting:
             self._storages += len(file.index.storages)
         if self._storages > self._limits.entries:
             expected = f"at most {self._limits.entries}"
-            raise LimitError("the files together pass the limit 'entries'", file=self._layout.path, expected=expected)
+            raise LimitError("the files together exceed the limit 'entries'", file=self._layout.path, expected=expected)
 
     def close(self) -> None:
         for file in self.files:
@@ -165,10 +165,10 @@ class _Opening:
 
 
 def _in_threads(work: Callable[[int], None], count: int) -> None:
-    """Call ``work`` with each number below ``count``, here and in a few threads.
+    """Call ``work`` with each number below ``count``, in this thread and in several others.
 
-    The first failure stops all of them, which are joined before it is raised; of several the lowest number's is. Where
-    the process may not start more threads, fewer do the same.
+    The first failure stops all threads, which are joined before it is raised. Of several failures the one with the
+    lowest number is raised. If the process cannot start more threads, fewer do the work.
     """
     waiting = deque(range(count))
     failures: dict[int, BaseException] = {}

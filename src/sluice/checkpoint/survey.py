@@ -1,6 +1,6 @@
-"""What a checkpoint directory is, from the names in it: which files to open, and what they are to each other.
+"""The kind of a checkpoint directory, decided from the names in it: the files to open and how they relate.
 
-Asked in this order; the first that is there is taken:
+The rules are tried in this order; the first that applies decides:
 
 1. The model files of transformers, diffusers and peft: a whole file, then the index of a sharded one, safetensors
    before pickles::
@@ -12,15 +12,16 @@ Asked in this order; the first that is there is taken:
        adapter_model.safetensors            adapter_model.safetensors.index.json
        adapter_model.bin                    adapter_model.bin.index.json
 
-   Of a variant (``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``) only where no file without one is
-   there, and only one variant is. What else stands beside them is no model; training states are named in a note.
+   A variant (``model.fp16.safetensors``, ``model.safetensors.index.fp16.json``) is taken only if there is no file
+   without a variant, and only one variant. Other files next to them are not part of the model; training states are
+   named in a note.
 2. The only other ``*.index.json``.
-3. ``.metadata``: a torch.distributed.checkpoint directory, or what is left of one whose writing never ended.
-4. Parts: every ``*.safetensors``. Where their names count (``-00001-of-00003``), all must be there.
-5. Parameters: every ``*.pt``, each one tensor; its name is that of the file without ``.pt``.
+3. ``.metadata``: a torch.distributed.checkpoint directory, or the remains of one that was never completed.
+4. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist.
+5. Parameters: every ``*.pt``, each one tensor, named after the file without ``.pt``.
 
-The directory is listed once and nothing in it is looked at: the kinds of its entries come with the listing. Nested
-directories are not searched. FIFOs, sockets and devices are passed over, and said so where their names matter.
+The directory is listed once and its entries are not examined: their kinds come with the listing. Subdirectories are
+not searched. FIFOs, sockets and devices are skipped, with a note if their names match.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from sluice._errors import (
@@ -37,28 +38,30 @@ from sluice._errors import (
     FormatError,
     IncompleteCheckpointError,
     LimitError,
-    PathEscapeError,
-    ReadError,
+    SluiceError,
     UnsupportedError,
 )
 from sluice._options import Limits
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
 from sluice.formats.shard_index import ShardIndex, read_shard_index
+from sluice.sources.directory import Directory
+from sluice.sources.opening import open_directory
+from sluice.sources.protocol import Source
 
 __all__ = [
     "METADATA_FILE",
     "PARAMETER_SUFFIX",
-    "Layout",
-    "check_inside",
+    "CheckpointLayout",
     "index_layout",
+    "open_member",
     "optimizer_files",
     "survey",
 ]
 
 PARAMETER_SUFFIX = ".pt"
 
-#: What describes a torch.distributed.checkpoint directory.
+#: File that describes a torch.distributed.checkpoint directory.
 METADATA_FILE = ".metadata"
 
 _PARTS_SUFFIX = ".safetensors"
@@ -78,199 +81,216 @@ _PREFERENCE = tuple(
     for name in (file, f"{file}.index.json")
 )
 
-#: Not the number of a shard: ``model.fp16-00001-of-00002.safetensors`` belongs to an index.
+#: Excludes shard numbers: ``model.fp16-00001-of-00002.safetensors`` belongs to an index.
 _VARIANT = r"(?:\.(?P<variant>(?![^.]*-\d{5}-of-\d{5}\.)[^.]+))?"
 _STEM = "|".join(sorted({stem for pair in _STEMS for stem in pair}))
 _MODEL_FILE = re.compile(rf"(?P<stem>{_STEM}){_VARIANT}(?P<rest>\.safetensors|\.bin)")
 _MODEL_INDEX = re.compile(rf"(?P<stem>(?:{_STEM})\.(?:safetensors|bin)\.index){_VARIANT}(?P<rest>\.json)")
-_FURTHER_MODEL = re.compile(rf"(?:{_STEM})_\d+(?:\.safetensors|\.bin)")  # accelerate numbers what it prepared
-_OPTIMIZER_FILE = re.compile(r"optimizer(?:_\d+)?\.(?:bin|pt)")  # of transformers' Trainer and of accelerate
-_OPTIMIZER_DIRECTORY = re.compile(r"optimizer(?:_\d+)?")  # of accelerate with FSDP: a distributed checkpoint
+_FURTHER_MODEL = re.compile(rf"(?:{_STEM})_\d+(?:\.safetensors|\.bin)")  # accelerate numbers the models it prepares
+_OPTIMIZER_FILE = re.compile(r"optimizer(?:_\d+)?\.(?:bin|pt)")  # transformers' Trainer, accelerate
+_OPTIMIZER_DIRECTORY = re.compile(r"optimizer(?:_\d+)?")  # accelerate with FSDP: a distributed checkpoint
 _ANY_INDEX = re.compile(r".+\.index(\.[^.]+)?\.json")
 _NUMBERED = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P<after>.*\.safetensors)")
 
-#: What accelerate and the Trainer of transformers write beside a model.
+#: Training states that accelerate and the Trainer of transformers write next to a model.
 _TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler)(_\d+)?\.(bin|pt)")
 
-#: How torch.distributed.checkpoint's writer for Hugging Face names the shard of one rank.
+#: Shard of one rank, as torch.distributed.checkpoint's writer for Hugging Face names it.
 _RANK_SHARD = re.compile(r"shard-\d{5}-.+\.safetensors")
 
-#: Parts of a distributed checkpoint without its metadata: data, and metadata of one rank or being written.
+#: Parts of a distributed checkpoint: data, and metadata that is complete or still being written.
 _DISTRIBUTED_PARTS = (".distcp", METADATA_FILE, f"{METADATA_FILE}.tmp")
 
-#: Names that do not end in one of these play no part.
+#: Suffixes of all names that can matter.
 _SUFFIXES = (_PARTS_SUFFIX, ".bin", PARAMETER_SUFFIX, ".json", *_DISTRIBUTED_PARTS)
 
-#: Names that a message lists.
+#: Most names that a message lists.
 _SHOWN = 8
 
-#: Names that are kept for what they tell.
+#: Most names that are kept as hints.
 _HINTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Which files make up a checkpoint, before any of them is opened."""
+class CheckpointLayout:
+    """The files that make up a checkpoint, before any of them is opened."""
 
-    #: What was surveyed: the directory or the index file; for messages.
+    #: Path of the directory or index file that was surveyed; for messages.
     path: str
-    #: What ``files`` are relative to.
-    directory: str
+    #: The directory that holds the files.
+    directory: Directory
     #: ``whole``: one model file; ``shards``: parts with an index; ``parts``: state dicts without repetition;
-    #: ``parameters``: one tensor each; ``distributed``: what the metadata file says.
+    #: ``parameters``: one tensor each; ``distributed``: the files that the metadata file names.
     kind: Literal["whole", "shards", "parts", "parameters", "distributed"]
-    #: Names of the files, relative, with forward slashes. Not all of them need be there; ``distributed`` has one.
+    #: Relative names of the files, with forward slashes. They need not exist; ``distributed`` has one.
     files: tuple[str, ...]
-    #: For ``shards``: what the index says.
+    #: The index, for ``shards``.
     shard_index: ShardIndex | None = None
-    #: What a reader of the report should know, a sentence each.
+    #: Notes for the report, each a sentence.
     notes: tuple[str, ...] = ()
 
 
-def optimizer_files(directory: str) -> list[str]:
-    """Return the paths of the optimizers' states that stand in a directory beside a model; none for a file.
+def optimizer_files(path: str) -> list[str]:
+    """Return the paths of the optimizer states in a directory, next to a model; an empty list if it is a file.
 
     Raises:
         ReadError: The directory cannot be listed.
+        UnsupportedError: The path is a URL.
     """
-    try:
-        with os.scandir(directory) as listing:
-            names = sorted(
-                entry.name
-                for entry in listing
-                if _OPTIMIZER_FILE.fullmatch(entry.name)
-                or (
-                    _OPTIMIZER_DIRECTORY.fullmatch(entry.name)
-                    and os.path.exists(os.path.join(entry.path, METADATA_FILE))
-                )
-            )
-    except (NotADirectoryError, FileNotFoundError):
+    directory = open_directory(path)
+    if directory is None:
         return []
-    except OSError as error:
-        raise ReadError(f"listing failed: {error.strerror}", file=directory) from error
-    return [os.path.join(directory, name) for name in names]
+    names = sorted(
+        entry.name
+        for entry in directory.entries()
+        if _OPTIMIZER_FILE.fullmatch(entry.name)
+        or (_OPTIMIZER_DIRECTORY.fullmatch(entry.name) and _exists(directory, f"{entry.name}/{METADATA_FILE}"))
+    )
+    return [os.path.join(path, name) for name in names]
 
 
-def survey(directory: str, limits: Limits) -> Layout:
-    """Return what a directory is.
+def _exists(directory: Directory, name: str) -> bool:
+    try:
+        directory.open(name).close()
+    except SluiceError as error:
+        return not isinstance(error.__cause__, OSError)  # otherwise it exists, but is empty or not a file
+    return True
+
+
+def survey(directory: Directory, limits: Limits) -> CheckpointLayout:
+    """Return the layout of a checkpoint directory.
 
     Raises:
-        FormatError: It holds nothing that sluice knows, or several things of which none is preferred.
+        FormatError: It holds no recognized checkpoint, or several without a preferred one.
         UnsupportedError: It is of a kind that sluice does not read.
-        CheckpointError: Its index file is not what the format allows.
+        CheckpointError: Its index file violates the format.
         ReadError: It cannot be listed.
     """
+    path = directory.path
     listing = _list(directory)
-    chosen, notes = _choose_model(directory, listing.names)
+    chosen, notes = _choose_model(path, listing.names)
     notes = (*listing.notes, *notes)
     if chosen is None:
-        chosen = _only_index(directory, listing.names)
+        chosen = _only_index(path, listing.names)
     if chosen is not None:
         if chosen.endswith(".json"):
-            check_inside(directory, chosen, limits)
-            return index_layout(os.path.join(directory, chosen), limits, notes=notes)
-        return Layout(path=directory, directory=directory, kind="whole", files=(chosen,), notes=notes)
+            if not limits.symlinks_outside:
+                directory.check_inside(chosen)
+            with closing(directory.open(chosen)) as index_file:
+                return index_layout(index_file, directory, limits, notes=notes)
+        return CheckpointLayout(path=path, directory=directory, kind="whole", files=(chosen,), notes=notes)
     if METADATA_FILE in listing.names:
-        return Layout(path=directory, directory=directory, kind="distributed", files=(METADATA_FILE,), notes=notes)
-    _check_distributed_parts(directory, listing.names)
+        files: tuple[str, ...] = (METADATA_FILE,)
+        return CheckpointLayout(path=path, directory=directory, kind="distributed", files=files, notes=notes)
+    _check_distributed_parts(path, listing.names)
     divided = divided_directory(directory)
     if divided is not None:
-        raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
+        raise UnsupportedError(f"the directory holds {divided.what}", file=path, advice=divided.advice)
     parts = _complete({name for name in listing.names if name.endswith(_PARTS_SUFFIX)}, limits)
     parameters = {name for name in listing.names if name.endswith(PARAMETER_SUFFIX)}
     files = tuple(sorted(parts or parameters))
     if not files:
-        raise _nothing_usable(directory, listing)
+        raise _nothing_usable(path, listing)
     if len(files) > limits.files:
         expected = f"at most {limits.files}"
-        raise LimitError("the directory passes the limit 'files'", file=directory, expected=expected, found=len(files))
+        raise LimitError("the directory exceeds the limit 'files'", file=path, expected=expected, found=len(files))
     if parts and parameters:
-        notes = (*notes, f"Left out beside the {_PARTS_SUFFIX} files: {_joined(sorted(parameters))}.")
+        notes = (*notes, f"Left out, because there are {_PARTS_SUFFIX} files: {_joined(sorted(parameters))}.")
     kind: Literal["parts", "parameters"] = "parts" if parts else "parameters"
-    return Layout(path=directory, directory=directory, kind=kind, files=files, notes=notes)
+    return CheckpointLayout(path=path, directory=directory, kind=kind, files=files, notes=notes)
 
 
-def index_layout(path: str, limits: Limits, *, notes: tuple[str, ...] = ()) -> Layout:
-    """Return the shards of an index file.
+def index_layout(
+    index_file: Source, directory: Directory, limits: Limits, *, notes: tuple[str, ...] = ()
+) -> CheckpointLayout:
+    """Return the layout that an index file describes.
+
+    Args:
+        index_file: The open index file; stays open.
+        directory: The directory that holds it.
+        limits: Bounds of the index.
+        notes: Notes for the report.
 
     Raises:
-        CheckpointError: The file is not what the format allows.
+        CheckpointError: The file violates the format.
         PathEscapeError: It names a file outside its directory.
     """
-    index = read_shard_index(path, limits)
+    index = read_shard_index(index_file, limits)
     files = tuple(sorted(set(index.weight_map.values())))
-    directory = os.path.dirname(path)
-    return Layout(path=path, directory=directory, kind="shards", files=files, shard_index=index, notes=notes)
+    return CheckpointLayout(
+        path=index_file.path, directory=directory, kind="shards", files=files, shard_index=index, notes=notes
+    )
 
 
-def check_inside(directory: str, file: str, limits: Limits) -> None:
-    """Check that a file of a directory does not lead out of it through a symbolic link, unless the limits allow that.
+def open_member(directory: Directory, name: str, limits: Limits) -> Source | None:
+    """Return a file of a checkpoint directory as a source, or None if it does not exist.
 
     Raises:
-        PathEscapeError: It leads outside.
+        PathEscapeError: It leads out of the directory through a symbolic link, and the limits do not allow that.
+        CheckpointError: It is empty or not a regular file.
+        ReadError: It cannot be examined.
     """
-    if limits.symlinks_outside:
-        return
-    path = os.path.join(directory, file)
-    real = Path(os.path.realpath(path))
-    if not real.is_relative_to(os.path.realpath(directory)):
-        raise PathEscapeError("a symbolic link leads out of the checkpoint's directory", file=path, found=str(real))
+    if not limits.symlinks_outside:
+        directory.check_inside(name)
+    try:
+        return directory.open(name)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
 
 
 class _Listing(NamedTuple):
     """The entries of a directory."""
 
-    #: Regular files and links whose names can matter.
+    #: Regular files and links with a matching suffix.
     names: set[str]
-    #: The first names of all kinds, for messages, and how many entries there are.
+    #: The first names of all kinds, for messages.
     first: list[str]
+    #: Number of entries.
     total: int
     notes: tuple[str, ...]
-    #: Names that tell what a directory is which holds none that matter, files and directories.
+    #: Names of files and directories that hint at the kind of a directory without matching names.
     hints: list[str]
 
 
-def _list(directory: str) -> _Listing:
+def _list(directory: Directory) -> _Listing:
     names: set[str] = set()
     first: list[str] = []
     special: list[str] = []
     hints: list[str] = []
     total = 0
-    try:
-        with os.scandir(directory) as entries:
-            for entry in entries:
-                total += 1
-                if len(first) < _SHOWN:
-                    first.append(entry.name)
-                if len(hints) < _HINTS and HINTING_NAME.fullmatch(entry.name):
-                    hints.append(entry.name)
-                if not entry.name.endswith(_SUFFIXES) or entry.is_dir(follow_symlinks=False):
-                    continue
-                if entry.is_symlink() or entry.is_file(follow_symlinks=False):
-                    names.add(entry.name)
-                else:
-                    special.append(entry.name)
-    except OSError as error:
-        raise ReadError(f"the directory cannot be listed: {error.strerror}", file=directory) from error
-    notes = (f"Passed over, as they are no regular files: {_joined(sorted(special))}.",) if special else ()
+    for entry in directory.entries():
+        total += 1
+        name = entry.name
+        if len(first) < _SHOWN:
+            first.append(name)
+        if len(hints) < _HINTS and HINTING_NAME.fullmatch(name):
+            hints.append(name)
+        if not name.endswith(_SUFFIXES):
+            continue
+        kind = entry.kind
+        if kind == "special":
+            special.append(name)
+        elif kind != "directory":
+            names.add(name)
+    notes = (f"Skipped, because they are not regular files: {_joined(sorted(special))}.",) if special else ()
     return _Listing(names, first, total, notes, hints)
 
 
 def _check_distributed_parts(directory: str, names: set[str]) -> None:
-    """Check that nothing is left of a distributed checkpoint that never got its metadata, or got it elsewhere."""
+    """Check that the directory holds no parts of a distributed checkpoint whose metadata is missing."""
     left = sorted(name for name in names if name.endswith(_DISTRIBUTED_PARTS))
     if left:
         raise IncompleteCheckpointError(
-            f"this is a torch.distributed.checkpoint directory without {METADATA_FILE}, which is written last",
+            f"the torch.distributed.checkpoint directory has no {METADATA_FILE}, which is written last",
             file=directory,
             expected=METADATA_FILE,
             found=_joined(left),
         )
     shards = sorted(filter(_RANK_SHARD.fullmatch, names))
     if shards:
-        problem = (
-            "these are the shards of a distributed checkpoint as safetensors, each of which holds parts of tensors"
-        )
+        problem = "the directory holds the shards of a distributed checkpoint as safetensors: each has parts of tensors"
         raise UnsupportedError(problem, file=directory, found=_joined(shards))
 
 
@@ -281,30 +301,30 @@ class _Candidate(NamedTuple):
 
 
 def _choose_model(directory: str, names: set[str]) -> tuple[str | None, tuple[str, ...]]:
-    """Return the preferred model file or index, and what to say of the choice."""
-    found = sorted(candidate for candidate in map(_candidate, names) if candidate)
-    plain = [candidate for candidate in found if candidate.variant is None]
-    variants = sorted({candidate.variant for candidate in found if candidate.variant is not None})
-    if not found:
+    """Return the preferred model file or index, and notes on the choice."""
+    candidates = sorted(candidate for candidate in map(_candidate, names) if candidate)
+    plain = [candidate for candidate in candidates if candidate.variant is None]
+    variants = sorted({candidate.variant for candidate in candidates if candidate.variant is not None})
+    if not candidates:
         return None, ()
     if not plain and len(variants) > 1:
         raise FormatError(
-            "the directory holds several variants of the model; give the path of a file or an index instead",
+            "the directory holds several variants of the model; pass the path of a file or an index instead",
             file=directory,
             expected="one variant",
-            found=_joined([candidate.name for candidate in found]),
+            found=_joined([candidate.name for candidate in candidates]),
         )
-    chosen = (plain or found)[0]
-    others = [candidate.name for candidate in found if candidate is not chosen]
+    chosen = (plain or candidates)[0]
+    others = [candidate.name for candidate in candidates if candidate is not chosen]
     others += sorted(name for name in names if _FURTHER_MODEL.fullmatch(name))
     notes = []
     if not plain:
-        notes.append(f"Only the variant {variants[0]!r} of the model is there.")
+        notes.append(f"The model exists only as the variant {variants[0]!r}.")
     if others:
-        notes.append(f"{chosen.name} was taken, as it comes first by preference; left out: {_joined(others)}.")
-    beside = sorted(filter(_TRAINING_STATE.fullmatch, names))
-    if beside:
-        notes.append(f"Beside the model, each a checkpoint of its own: {_joined(beside)}.")
+        notes.append(f"{chosen.name} was chosen, as it comes first by preference; left out: {_joined(others)}.")
+    states = sorted(filter(_TRAINING_STATE.fullmatch, names))
+    if states:
+        notes.append(f"Next to the model, each a separate checkpoint: {_joined(states)}.")
     return chosen.name, tuple(notes)
 
 
@@ -319,13 +339,13 @@ def _candidate(name: str) -> _Candidate | None:
 def _only_index(directory: str, names: set[str]) -> str | None:
     indexes = sorted(name for name in names if _ANY_INDEX.fullmatch(name))
     if len(indexes) > 1:
-        problem = "the directory holds several shard indexes; give the path of one instead"
+        problem = "the directory holds several shard indexes; pass the path of one instead"
         raise FormatError(problem, file=directory, expected="one index", found=_joined(indexes))
     return indexes[0] if indexes else None
 
 
 def _complete(parts: set[str], limits: Limits) -> set[str]:
-    """Return the names of parts together with those that their numbering says must exist, up to the limit."""
+    """Return the names of parts and those that their numbering implies, up to the limit."""
     files = set(parts)
     counted = {(match["before"], match["count"], match["after"]) for match in map(_NUMBERED.fullmatch, parts) if match}
     for before, count, after in counted:
@@ -340,7 +360,7 @@ def _nothing_usable(directory: str, listing: _Listing) -> CheckpointError:
     more = f" and {listing.total - len(listing.first)} more" if listing.total > len(listing.first) else ""
     hint = directory_hint(listing.hints)
     return (hint.error if hint else FormatError)(
-        "the directory holds no checkpoint that sluice knows (nested directories are not searched)",
+        "the directory holds no recognized checkpoint (subdirectories are not searched)",
         file=directory,
         expected=f"{', '.join(_PREFERENCE[:4])}, another *.index.json, *{_PARTS_SUFFIX}, or one *{PARAMETER_SUFFIX} "
         "file for each parameter",

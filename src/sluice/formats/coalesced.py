@@ -1,4 +1,4 @@
-"""Many small ranges of one file, read together where they are close and by several threads where they are not."""
+"""Reads of many small ranges of one source: close ranges in one read, distant ones in several threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["read_ranges"]
 #: Most bytes of one read for several ranges, 8 MiB over all threads.
 _SPAN_BYTES = 1 << 20
 
-#: Reads from which on threads pay: starting them takes about as long as eight cold pages.
+#: Fewest reads for which threads pay: starting them takes about as long as reading eight cold pages.
 _READS_FOR_THREADS = 8
 
 
@@ -24,9 +24,9 @@ def read_ranges(
     """Return the bytes of each range.
 
     Args:
-        source: Where they are.
+        source: The source of all ranges.
         starts: First byte of each range, in ascending order.
-        sizes: Bytes of each range, far fewer than 1 MiB; none reaches into the next.
+        sizes: Bytes of each range, far fewer than 1 MiB; ranges do not overlap.
         gap_bytes: Ranges at most this far apart are read together; None for the gap of the source.
 
     Raises:
@@ -50,7 +50,7 @@ def read_ranges(
 
 
 def _spans(starts: Sequence[int], sizes: Sequence[int], gap_bytes: int) -> Iterator[range]:
-    """Group the positions of the ranges so that each group is worth one read."""
+    """Yield the positions of the ranges in groups, each of which is one read."""
     first, end = 0, 0
     for position, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         if position > first and (start - end > gap_bytes or start + size - starts[first] > _SPAN_BYTES):

@@ -1,4 +1,4 @@
-"""What the bytes of a source mean: one module for each format, and ``detect``, which tells them apart."""
+"""Detection of the format of a source from its first bytes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["FORMATS", "Format", "detect"]
 #: The formats that sluice reads. Their first bytes exclude each other.
 FORMATS: tuple[Format, ...] = (TorchZip(), Legacy(), Safetensors())
 
-#: Bytes that are looked at: a tar header is 512, a line of JSON that names its kind comes early.
+#: Bytes of the head that is examined: a tar header has 512, and JSON names its kind early.
 _HEAD_BYTES = 4096
 
-#: A shorter file is none of the formats: a zip file has 22 bytes at least, a safetensors file 10.
+#: Smallest file of any format: a zip file has at least 22 bytes, a safetensors file 10.
 _SMALLEST_BYTES = 10
 
 
 def detect(source: Source) -> Format:
-    """Return the format that the first bytes of a source claim; nothing else is read.
+    """Return the format that the first bytes of a source indicate; nothing else is read.
 
     Args:
         source: An open source.
 
     Raises:
-        TruncatedError: It is too short to be any format.
-        UnsupportedError: It is of a kind that sluice recognises but does not read; the message names it.
-        IncompleteCheckpointError: It stands for a file that was never downloaded in full.
-        FormatError: It is none of these.
+        TruncatedError: It is too short for any format.
+        UnsupportedError: It is of a kind that sluice recognizes but does not read; the message names it.
+        IncompleteCheckpointError: It is a placeholder of a file that was not downloaded completely.
+        FormatError: It is of an unknown kind.
 
     Example:
         >>> detect(LocalFile("model.safetensors")).name
@@ -54,5 +54,5 @@ def detect(source: Source) -> Format:
     foreign = refuse_tar(source) if is_tar(head) else recognise(head, source.path)
     if foreign is not None:
         raise foreign
-    problem = "this is no checkpoint that sluice knows"
+    problem = "not a recognized checkpoint format"
     raise FormatError(problem, file=source.path, offset=0, expected="a torch.save or safetensors file", found=head[:16])

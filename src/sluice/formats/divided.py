@@ -1,41 +1,42 @@
-"""Training states that were divided over ranks, not over tensors: recognised, so that they are refused with what to do.
+"""Training states divided over ranks instead of tensors, recognized in order to refuse them with advice.
 
-Such files hold ranges of one long vector in which all parameters lie one behind the other, padded; only the library
-that wrote them knows where each one is. Recognised are DeepSpeed's ZeRO, Megatron's distributed optimizer and the flat
-parameters of FSDP1, by file names or by the keys that their writers use.
+Such files hold ranges of one long vector, the padded concatenation of all parameters; only the library that wrote them
+can locate each parameter. DeepSpeed's ZeRO, Megatron's distributed optimizer and the flat parameters of FSDP1 are
+recognized, by file names or by the keys that their writers use.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from sluice.sources.directory import Directory
 
 __all__ = ["Divided", "divided_directory", "divided_state"]
 
 
 class Divided(NamedTuple):
-    """What is divided over ranks."""
+    """A kind of state that is divided over ranks."""
 
-    #: What it is, as the object of a sentence.
+    #: Description, as the object of a sentence.
     what: str
-    #: What to do, as sentences.
+    #: Advice, as sentences.
     advice: str
 
 
 _DEEPSPEED = Divided(
     "a state that DeepSpeed's ZeRO divided over ranks, not over tensors",
-    "For the weights, run the zero_to_fp32.py that DeepSpeed wrote beside it, and load what that makes; only DeepSpeed "
+    "For the weights, run the zero_to_fp32.py that DeepSpeed wrote next to it, and load its output; only DeepSpeed "
     "itself can resume the optimizer.",
 )
 _MEGATRON = Divided(
     "a state that Megatron divided over ranks, not over tensors",
-    "Save it with --ckpt-format torch_dist, or convert it with Megatron's tools/checkpoint/convert.py: that makes a "
+    "Save it with --ckpt-format torch_dist, or convert it with Megatron's tools/checkpoint/convert.py: both write a "
     "torch.distributed.checkpoint directory.",
 )
 _FSDP = Divided(
-    "flat parameters of FSDP1, in which the tensors of a module lie one behind the other",
+    "flat parameters of FSDP1, each the concatenation of the tensors of a module",
     "Save it with torch.distributed.checkpoint.state_dict.get_optimizer_state_dict, or with FSDP.optim_state_dict and "
     "FULL_STATE_DICT: both write a state for each tensor.",
 )
@@ -49,12 +50,13 @@ _ZERO_KEYS = frozenset({"zero_stage", "fp32_flat_groups", "single_partition_of_f
 _MEGATRON_KEYS = frozenset({"buckets_coalesced", "per_bucket_numel"})
 
 
-def divided_directory(directory: str) -> Divided | None:
-    """Return what is divided over ranks in a directory, or None; what cannot be listed is none."""
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return None
+def divided_directory(directory: Directory) -> Divided | None:
+    """Return the kind of divided state in a directory, or None.
+
+    Raises:
+        ReadError: The directory cannot be listed.
+    """
+    names = [entry.name for entry in directory.entries()]
     if any(map(_ZERO_FILE.fullmatch, names)):
         return _DEEPSPEED
     if "latest" in names and any(map(_ZERO_DIRECTORY.fullmatch, names)):
@@ -63,19 +65,19 @@ def divided_directory(directory: str) -> Divided | None:
 
 
 def divided_state(tree: object) -> Divided | None:
-    """Return what is divided over ranks in the nested object of a file, or None."""
+    """Return the kind of divided state in the nested object of a file, or None."""
     seen: set[int] = set()
-    waiting = [tree]
-    while waiting:
-        value = waiting.pop()
+    pending = [tree]
+    while pending:
+        value = pending.pop()
         if id(value) in seen or not isinstance(value, (dict, list, tuple)):
             continue
         seen.add(id(value))
         if isinstance(value, dict):
-            found = _by_keys(value)
-            if found:
-                return found
-        waiting += value.values() if isinstance(value, dict) else value
+            divided = _by_keys(value)
+            if divided:
+                return divided
+        pending += value.values() if isinstance(value, dict) else value
     return None
 
 

@@ -1,7 +1,7 @@
-"""Files that people pass by mistake: told by their first bytes or by the names in a zip archive, with what to do next.
+"""Files that are passed by mistake, recognized by their first bytes or by names in a zip archive, with advice.
 
-Nothing here decides whether sluice reads a file. It is asked once nothing else claims the file, so that a wrong guess
-costs no more than a misleading message. What is too short or too common a mark to be sure of is not looked for.
+Nothing here decides whether sluice reads a file: these patterns are tried after every format has declined, so that a
+wrong guess costs only a misleading message. Marks that are too short or too common to be reliable are left out.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointErr
 
 __all__ = ["HINTING_NAME", "directory_hint", "recognise", "recognise_archive", "recognise_npz", "recognise_placeholder"]
 
-#: Names that a message lists, and how much of a text.
+#: Most names that a message lists, and most characters of a text.
 _SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 80
 
-_UNPACK = "Unpack it, and open the checkpoint that is inside."
+_UNPACK = "Unpack it, and open the checkpoint inside."
 _UNPICKLE = "If you trust it, load it with {} and save its tensors with torch.save."
-_AGAIN = "Download it again, or copy it again from where it is complete."
+_AGAIN = "Download it again, or copy it again from a complete file."
 _GET = "Get the file itself: {}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """A kind of file that is not a checkpoint which sluice reads."""
+    """A kind of file that sluice recognizes but does not read."""
 
-    #: How it starts.
+    #: Pattern of its first bytes.
     start: re.Pattern[bytes]
-    #: Raised for it.
+    #: Class of the error.
     error: type[CheckpointError]
-    #: What it is.
+    #: Text of the error.
     problem: str
-    #: What to do; empty for what the class of the error says.
+    #: Advice; empty for the advice of the error class.
     advice: str
 
 
@@ -60,7 +60,7 @@ _NPZ = _unread(
 #: Eight bytes that can be the length of a header, and the start of JSON that is not an object, or not at once.
 _ODD_HEADER = rb"(?!\x00{8}).{4}\x00{4}(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\x20\t\n\r]++|(?=[\[{\"n]))[\x00]?[\[{\"n]"
 
-#: What may stand in the place of any file, a checkpoint or an index.
+#: Placeholders of any file, a checkpoint or an index.
 _PLACEHOLDERS = (
     _pointer(
         rb"version https?://(?:git-lfs\.github\.com|git-media\.io|hawser)",
@@ -76,13 +76,13 @@ _PLACEHOLDERS = (
         rb"(?:\xef\xbb\xbf)?\s*(?:<!--.{0,2000}?-->\s*)?(?i:<!doctype|<html|<head|<body|<\?xml|<error>)",
         FormatError,
         "this is a web page in place of the file",
-        "Its address is wrong, or asks for a login or a licence to be accepted: download the file itself.",
+        "The address is wrong, or it requires a login or the acceptance of a license: download the file itself.",
     ),
     _kind(
         rb'\s*\{\s*"(?:error|message|detail|code|status)"',
         FormatError,
-        "this is the answer of a server in place of the file",
-        "Its address is wrong, or asks for a login: download the file itself.",
+        "this is the response of a server in place of the file",
+        "The address is wrong, or it requires a login: download the file itself.",
     ),
 )
 
@@ -101,77 +101,77 @@ _KINDS = (
         "a GGUF file",
         "transformers reads it with from_pretrained(gguf_file=...), and saves it as safetensors.",
     ),
-    _unread(rb"lmgg|tjgg|fmgg|algg", "a GGML file", "Get the model in the form that it was converted from."),
+    _unread(rb"lmgg|tjgg|fmgg|algg", "a GGML file", "Get the model in the format that it was converted from."),
     _unread(rb"\x93NUMPY", "a numpy .npy file", "Load it with numpy, and save it with safetensors.numpy.save_file."),
     _unread(rb"\x1f\x8b", "a gzip-compressed file", "Unpack it with gunzip, or with tar -xzf if it is a .tar.gz."),
     _unread(rb"\x28\xb5\x2f\xfd", "a zstd-compressed file", "Unpack it with zstd -d."),
     _unread(rb"BZh[1-9]1AY&SY|\xfd7zXZ\x00", "a bzip2- or xz-compressed file", "Unpack it with bunzip2 or unxz."),
     _unread(rb"\x04\x22\x4d\x18", "an lz4-compressed file", "Unpack it with lz4 -d."),
     _unread(rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or rar archive", _UNPACK),
-    _kind(rb"PK\x05\x06", FormatError, "this is a zip archive that holds nothing", ""),
+    _kind(rb"PK\x05\x06", FormatError, "this is an empty zip archive", ""),
     # The number of bytes of the magic number, 10, is a line feed.
     _kind(
         rb"\x80[\x02\x03]\x8a\r\nl\xfc",
         FormatError,
-        "this is a legacy torch.save file with other line breaks, as it was sent as text",
+        "this is a legacy torch.save file with converted line breaks: it was transferred as text",
         "Transfer it again, in binary mode.",
     ),
     _unread(
         rb"\x80[\x02-\x05]|\(dp\d+\n|\(lp\d+\n|[}\]]q\x00",
         "a bare pickle, not written by torch.save",
-        _UNPICKLE.format("what wrote it (pickle, joblib)"),
+        _UNPICKLE.format("the library that wrote it (pickle, joblib)"),
     ),
     _kind(
         rb'\s*\{.*"weight_map"',
         UnsupportedError,
         "this is the index of a sharded checkpoint under a name that does not end in .json",
-        "Rename it to end in .index.json, beside its shards.",
+        "Rename it to end in .index.json, next to its shards.",
     ),
-    _unread(rb"\s*[{\[]\s*[\"{\[\]}\d-]", "JSON text", "Look beside it for the weights that it describes."),
+    _unread(rb"\s*[{\[]\s*[\"{\[\]}\d-]", "JSON text", "Look next to it for the weights that it describes."),
     _kind(
         rb"\x00{64}|\x00+\Z",
         IncompleteCheckpointError,
-        "the file starts with zeros: its download or copy has never finished",
+        "the file starts with zeros: its download or copy was never completed",
         _AGAIN,
     ),
     # Field 1 of ModelProto is the version, then comes a producer, a domain, a graph or an operator set.
     _unread(
         rb"\x08[\x03-\x1f](?:\x12[\x00-\x40][\x20-\x7e]*|\x1a|\x22|\x3a|\x42)",
         "an ONNX model",
-        "Export the weights from the framework that made it, as a state dict.",
+        "Export the weights from the framework that wrote it, as a state dict.",
     ),
     _unread(rb"\x08\x01\x12[\x80-\xff]", "a TensorFlow SavedModel", "Load it with TensorFlow, and save its variables."),
-    _unread(rb".{4}TFL3", "a TensorFlow Lite model", "Get the model in the form that it was converted from."),
-    _unread(rb"ftrt", "a TensorRT engine", "Get the model in the form that it was converted from."),
+    _unread(rb".{4}TFL3", "a TensorFlow Lite model", "Get the model in the format that it was converted from."),
+    _unread(rb"ftrt", "a TensorRT engine", "Get the model in the format that it was converted from."),
     _unread(
         rb"(?:[\x81-\x8f]|\xde..|\xdf.{4})\xa6params",
         "a Flax msgpack file",
         "Load it with Flax, or with transformers (from_flax=True), and save it as safetensors.",
     ),
-    _unread(rb"PAR1|ARROW1", "a Parquet or Arrow table, as data sets are kept in"),
+    _unread(rb"PAR1|ARROW1", "a Parquet or Arrow table, a format of data sets"),
     _kind(
         _ODD_HEADER,
         FormatError,
-        "this looks like safetensors, but its header is no JSON object in UTF-8 that starts at byte 8",
+        "this looks like safetensors, but its header is not a JSON object in UTF-8 that starts at byte 8",
     ),
 )
 
-#: Text in any script: no control characters but white space.
+#: Text in any script, without control characters other than white space.
 _TEXT = re.compile(r"[^\x00-\x08\x0e-\x1f\x7f]+")
 
 
 def recognise_npz(head: bytes, file: str) -> CheckpointError | None:
-    """Return the error for a numpy archive, which is a zip archive too and told before those of torch."""
+    """Return the error for a numpy archive, or None; tested before torch archives, which are zip files as well."""
     return _error(_NPZ, file) if _NPZ.start.match(head) else None
 
 
 def recognise_placeholder(head: bytes, file: str) -> CheckpointError | None:
-    """Return the error for what stands in the place of a file that was never downloaded, or None; see ``recognise``."""
+    """Return the error for the placeholder of a file that was not downloaded, or None; see ``recognise``."""
     return next((_error(kind, file) for kind in _PLACEHOLDERS if kind.start.match(head)), None)
 
 
 def recognise(head: bytes, file: str) -> CheckpointError | None:
-    """Return the error for a file of a known kind that is no checkpoint, or None.
+    """Return the error for a file of a known kind that is not a checkpoint, or None.
 
     Args:
         head: Its first bytes, up to 4096.
@@ -202,10 +202,10 @@ def _text(head: bytes) -> str | None:
 
 
 def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None:
-    """Return the error for a zip archive that torch.save did not write, or None where it may be torch's.
+    """Return the error for a zip archive that torch.save did not write, or None if it may have.
 
     Args:
-        names: The names of its first members, as they are spelled.
+        names: The names of its first members, verbatim.
         file: Its path, for the message.
     """
     parts = [name.split("/") for name in names]
@@ -217,15 +217,15 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
         what = "an exported program (torch.export.save)"
         return _unread_archive(what, file, "Load it with torch.export.load, and save its state_dict with torch.save.")
     if ".data/extern_modules" in below:
-        advice = "If you trust it, import it with torch.package, and save the state dict of what is inside."
+        advice = "If you trust it, import it with torch.package, and save the state dict of the model inside."
         return _unread_archive("a package of torch.package", file, advice)
     if any(name.endswith(".npy") for name in last):
         return _error(_NPZ, file)
     if "model.weights.h5" in last:
         return _unread_archive("a Keras model", file, "Load it with Keras, and save its weights with safetensors.")
     if {"data.pkl", "version"} <= set(names):
-        problem = "this is what torch.save wrote, packed again without the directory that its records lie in"
-        return FormatError(problem, file=file, advice="Pack it again below one directory: zip -0 -r.")
+        problem = "this is a torch.save file that was repacked without the directory of its records"
+        return FormatError(problem, file=file, advice="Repack it below one directory: zip -0 -r.")
     shown = ", ".join(map(repr, names[:_SHOWN_NAMES])) + (", ..." if len(names) > _SHOWN_NAMES else "")
     problem = "this zip archive was not written by torch.save: it has no data.pkl"
     inside = any(name.endswith((".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".distcp")) for name in last)
@@ -237,45 +237,45 @@ def _unread_archive(what: str, file: str, advice: str) -> UnsupportedError:
 
 
 class DirectoryHint(NamedTuple):
-    """What a name tells of a directory that holds no checkpoint which sluice knows."""
+    """A hint from a name in a directory that holds no recognized checkpoint."""
 
     error: type[CheckpointError]
-    #: What to do; ``{}`` is the name.
+    #: Advice; ``{}`` is the name.
     advice: str
 
 
-#: By what the names of files and directories match; the first that any name matches is taken.
+#: Patterns of names of files and directories with their hints; the first match decides.
 _HINTS = (
     (
         r".+\.(?:incomplete|part|crdownload|aria2)",
-        DirectoryHint(IncompleteCheckpointError, "The download of {} has never finished: resume it."),
+        DirectoryHint(IncompleteCheckpointError, "The download of {} was never completed: resume it."),
     ),
-    (r"snapshots", DirectoryHint(FormatError, "It is the cache of a model: give a directory in {} instead.")),
+    (r"snapshots", DirectoryHint(FormatError, "It is the cache of a model: pass a directory in {} instead.")),
     (
         r"model_index\.json",
-        DirectoryHint(FormatError, "{} says that it is a pipeline of models: give the directory of one, such as unet."),
+        DirectoryHint(FormatError, "{} belongs to a pipeline of models: pass the directory of one, such as unet."),
     ),
     (
         r"(?:checkpoint|epoch|step|global_step|iter)[-_]?\d+",
-        DirectoryHint(FormatError, "Give the path of one of its checkpoints instead, such as {}."),
+        DirectoryHint(FormatError, "Pass the path of one of its checkpoints instead, such as {}."),
     ),
     (
         r"data\.pkl",
-        DirectoryHint(FormatError, "{} is of an unpacked torch.save file: pack its directory with zip -0 -r."),
+        DirectoryHint(FormatError, "{} belongs to an unpacked torch.save file: pack its directory with zip -0 -r."),
     ),
-    (r".+\.(?:pth|ckpt|pt|bin|tar|nemo)", DirectoryHint(FormatError, "Give the path of a file instead, such as {}.")),
+    (r".+\.(?:pth|ckpt|pt|bin|tar|nemo)", DirectoryHint(FormatError, "Pass the path of a file instead, such as {}.")),
     (
         r".+\.(?:gguf|onnx|h5|keras|msgpack|pb|tflite|npz|ot)",
         DirectoryHint(UnsupportedError, "sluice does not read {}: convert it with the library that wrote it."),
     ),
 )
 
-#: Names that tell something of a directory.
+#: Names that match a hint.
 HINTING_NAME = re.compile("|".join(pattern for pattern, _ in _HINTS))
 
 
 def directory_hint(names: Sequence[str]) -> DirectoryHint | None:
-    """Return what the names in a directory tell, with the first that does so put into the advice."""
+    """Return the hint that the names in a directory give, with the matching name in its advice."""
     for pattern, hint in _HINTS:
         for name in sorted(names):
             if re.fullmatch(pattern, name):

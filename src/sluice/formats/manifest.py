@@ -1,4 +1,4 @@
-"""What the tensors of a checkpoint should be: a JSON file with the dtype, the shape and a hash of each.
+"""Manifests: JSON files with the dtype, the shape and a hash of every tensor of a checkpoint.
 
 Layout::
 
@@ -6,12 +6,12 @@ Layout::
      "tensors": {"NAME": {"dtype": "float32", "shape": [2, 3], "hash": "HEX"}, ...}}
 
 ``NAME`` is the dotted name that ``sluice.open`` shows. The hash is that of the bytes of a contiguous tensor: the
-elements in row-major order, little-endian, without gaps, conjugation and negation applied. So it does not depend on
-the file's format, nor on how the tensor lies in its storage. A sparse or quantized tensor also has its
-``"layout"`` (``"sparse_coo"``, ``"quantized"``), and the hash of the tensors that it is made of, one after the other:
-indices, then values; integers, then scales and zero points. Those that are plain numbers follow as float64.
+elements in row-major order, little-endian, without gaps, with conjugation and negation applied. It depends neither on
+the file format nor on the layout of the tensor in its storage. A sparse or quantized tensor also has a ``"layout"``
+(``"sparse_coo"``, ``"quantized"``), and its hash covers its component tensors in order: indices, then values;
+integers, then scales and zero points. Components that are plain numbers follow as float64.
 
-Refused: whatever is no strict JSON in UTF-8, names or fields of other kinds, other versions, unknown algorithms.
+Refused: anything but strict JSON in UTF-8, names or fields of other types, other versions, unknown algorithms.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from sluice._errors import CheckpointError, FormatError, LimitError, Unsupported
 from sluice._options import Limits
 from sluice._strict_json import kind_of, parse_strict_json
 from sluice.records.bulk import collector_paused
-from sluice.sources.local import LocalFile
+from sluice.sources.opening import open_source
 
 __all__ = ["HashAlgorithm", "Hasher", "Manifest", "TensorHash", "new_hash", "read_manifest"]
 
-#: ``sha256`` also finds changes that were made on purpose; ``xxh3_128`` (``pip install 'sluice[hash]'``) only finds
-#: damage, several times as fast.
+#: ``sha256`` also detects deliberate changes; ``xxh3_128`` (``pip install 'sluice[hash]'``) detects only damage, but is
+#: several times as fast.
 HashAlgorithm = Literal["sha256", "xxh3_128"]
 
 _FORMAT, _VERSION = "sluice-manifest", 1
 
 
 class Hasher(Protocol):
-    """A hash under construction, as ``hashlib`` and ``xxhash`` make them."""
+    """A hash under construction, as in ``hashlib`` and ``xxhash``."""
 
     def update(self, data: memoryview | bytes, /) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         ...
 
     def hexdigest(self) -> str:
@@ -52,7 +52,7 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHash:
-    """What one tensor should be."""
+    """The expected dtype, shape and hash of one tensor."""
 
     #: Name of its dtype, as torch spells it: ``"float32"``.
     dtype: str
@@ -66,7 +66,7 @@ class TensorHash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What every tensor of a checkpoint should be."""
+    """The expected dtype, shape and hash of every tensor of a checkpoint."""
 
     #: Name of the hash.
     algorithm: HashAlgorithm
@@ -74,7 +74,7 @@ class Manifest:
     tensors: Mapping[str, TensorHash]
 
     def encode(self) -> bytes:
-        """Return the file, a line for each tensor."""
+        """Return the content of the file, with one line per tensor."""
         lines = [
             f"{json.dumps(name)}: {json.dumps(_fields(tensor), separators=(', ', ': '))}"
             for name, tensor in self.tensors.items()
@@ -88,11 +88,11 @@ def _fields(tensor: TensorHash) -> dict[str, object]:
 
 
 def new_hash(algorithm: HashAlgorithm) -> Hasher:
-    """Return a hash of nothing yet.
+    """Return a new hash.
 
     Raises:
-        ImportError: It needs a library that is not installed.
-        ValueError: There is no such algorithm.
+        ImportError: The hash needs a library that is not installed.
+        ValueError: The algorithm is unknown.
     """
     return _maker(algorithm)()
 
@@ -113,10 +113,10 @@ def read_manifest(path: str, limits: Limits) -> Manifest:
     """Read a manifest.
 
     Raises:
-        CheckpointError: It does not exist, or is no manifest.
-        ReadError: The operating system failed.
+        CheckpointError: It does not exist, or is not a manifest.
+        ReadError: The operating system failed a read.
     """
-    with closing(LocalFile(path)) as source:
+    with closing(open_source(path)) as source:
         nbytes = source.identity.nbytes
         if nbytes > limits.header_bytes:
             expected = f"at most {limits.header_bytes} bytes (header_bytes)"
@@ -133,15 +133,15 @@ def parse_manifest(data: bytes, path: str, limits: Limits) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"the manifest is not strict JSON: {error}", file=path) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise UnsupportedError("this is JSON text, but no manifest", file=path, expected=f'"format": "{_FORMAT}"')
+        raise UnsupportedError("this is JSON text, but not a manifest", file=path, expected=f'"format": "{_FORMAT}"')
     version, algorithm, tensors = (content.get(field) for field in ("version", "algorithm", "tensors"))
     if type(version) is not int or version != _VERSION:
-        raise UnsupportedError("a manifest of another version", file=path, expected=_VERSION, found=version)
+        raise UnsupportedError("unsupported manifest version", file=path, expected=_VERSION, found=version)
     if algorithm not in get_args(HashAlgorithm):
         expected = f"one of {', '.join(get_args(HashAlgorithm))}"
-        raise UnsupportedError("a manifest with an unknown hash", file=path, expected=expected, found=algorithm)
+        raise UnsupportedError("unknown hash algorithm in the manifest", file=path, expected=expected, found=algorithm)
     if not isinstance(tensors, dict):
-        raise FormatError("the manifest has no object of tensors", file=path, found=kind_of(tensors))
+        raise FormatError("the field tensors of the manifest is not a JSON object", file=path, found=kind_of(tensors))
     if len(tensors) > limits.entries:
         expected = f"at most {limits.entries} (entries)"
         raise LimitError("the manifest has too many tensors", file=path, expected=expected, found=len(tensors))
@@ -153,7 +153,9 @@ def parse_manifest(data: bytes, path: str, limits: Limits) -> Manifest:
 
 def _tensor(name: str, value: object, path: str) -> TensorHash:
     if not isinstance(value, dict):
-        raise FormatError("the manifest says no object of this tensor", file=path, tensor=name, found=kind_of(value))
+        raise FormatError(
+            "the manifest entry for this tensor is not a JSON object", file=path, tensor=name, found=kind_of(value)
+        )
     dtype, shape, layout, digest = (value.get(field) for field in ("dtype", "shape", "layout", "hash"))
     layout = layout if "layout" in value else "strided"
     if not (isinstance(dtype, str) and isinstance(layout, str) and isinstance(digest, str)):
@@ -164,6 +166,6 @@ def _tensor(name: str, value: object, path: str) -> TensorHash:
 
 
 def _wrong(name: str, path: str) -> CheckpointError:
-    expected = "texts dtype and hash, and sizes in shape"
-    return FormatError("the manifest lacks a field of this tensor or has it of another kind", file=path, tensor=name,
-                       expected=expected)  # fmt: skip
+    expected = "strings dtype and hash, and a list of sizes in shape"
+    problem = "the manifest entry for this tensor lacks a field, or a field has the wrong type"
+    return FormatError(problem, file=path, tensor=name, expected=expected)

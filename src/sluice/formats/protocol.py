@@ -1,4 +1,4 @@
-"""What every format offers to the layers above it."""
+"""The protocols of formats: reading an index, locating storages, listing checksums."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Checksum", "Format", "Locator"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checksum:
-    """A CRC-32 that a file records of a range of its bytes."""
+    """A CRC-32 that a file records for a range of its bytes."""
 
-    #: Name of the range in the file: that of the record.
+    #: Name of the record that the range belongs to.
     name: str
     #: First byte in the source.
     offset: int
     #: Bytes of the range.
     nbytes: int
-    #: What the file says; 0 where its writer did not compute any.
+    #: The recorded CRC-32; 0 if the writer did not compute it.
     crc: int
 
 
@@ -32,32 +32,32 @@ class Locator(Protocol):
     """Finds the data of storages of one source."""
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
-        """Return the checksums of a source that was indexed; for a damaged header, what is wrong with it instead."""
+        """Return the checksums of an indexed source; an error takes the place of a checksum whose header is damaged."""
         ...
 
     def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
-        """Return the data offset of those of ``storages`` that the index has not located.
+        """Return the data offset of each of ``storages`` that is not located in the index.
 
         Raises:
-            FormatError: What lies at the offset contradicts the index.
+            FormatError: The header at the offset contradicts the index.
         """
         ...
 
 
 class Format(Locator, Protocol):
-    """The meaning of a source's bytes: headers only, never tensor data."""
+    """A file format: reads headers only, never tensor data. ``sluice.testing.check_format`` checks implementations."""
 
-    #: Name for people and reports: ``"torch-zip"``.
+    #: Name for reports and messages: ``"torch-zip"``.
     name: str
 
     def matches(self, head: bytes) -> bool:
-        """Return whether a file that starts with ``head`` (its first bytes, up to 4096) claims this format."""
+        """Return whether ``head``, the first bytes of a file (up to 4096), indicates this format."""
         ...
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         """Return the index of the source.
 
         Raises:
-            CheckpointError: The bytes are not what the format allows; the subclass says how.
+            CheckpointError: The bytes violate the format; the subclass tells how.
         """
         ...

@@ -13,6 +13,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.checkpoint.survey import optimizer_files
 from sluice.formats.divided import divided_directory
 from sluice.loading.optimizer_job import OptimizerRequest
+from sluice.sources.opening import open_directory
 
 __all__ = ["optimizer_checkpoint"]
 
@@ -37,7 +38,8 @@ def optimizer_checkpoint(
     path = source.path if isinstance(source, OpenCheckpoint) else source
     directory = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
     files = optimizer_files(directory) if directory else []
-    divided = divided_directory(directory) if directory and not files else None
+    listed = open_directory(directory) if directory and not files else None
+    divided = divided_directory(listed) if listed else None
     if divided is not None:
         raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
     with ExitStack() as stack:

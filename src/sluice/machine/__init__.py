@@ -1,4 +1,4 @@
-"""Facts about the machine, asked once before planning: memory, control groups, file systems, the page cache, peaks.
+"""Facts about the machine, collected once before planning: memory, control groups, file systems, page cache, peaks.
 
 In: the sources of a load. Out: ``MachineFacts``. Nothing here imports torch.
 

@@ -1,4 +1,4 @@
-"""The control groups of this process and their memory limits, both hierarchies. Linux; elsewhere there are none."""
+"""The control groups of this process and their memory limits, in both hierarchies. Linux only."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _UNLIMITED_BYTES = 1 << 62
 class MemoryGroup:
     """One control group that counts this process's memory."""
 
-    #: 1 or 2: the hierarchy that it belongs to.
+    #: Version of its hierarchy: 1 or 2.
     version: int
-    #: Its path below the mount: ``"/"`` at the top.
+    #: Path below the mount point; ``"/"`` for the root.
     path: str
-    #: File that holds its usage in bytes.
+    #: File that reports its usage in bytes.
     usage_file: str
-    #: What it uses now, in bytes.
+    #: Current usage in bytes.
     usage_bytes: int
-    #: What it may use, in bytes; None without a limit.
+    #: Limit in bytes; None if there is none.
     limit_bytes: int | None
-    #: File pages that the kernel would reclaim before it kills, in bytes.
+    #: File pages that the kernel reclaims before it kills, in bytes.
     reclaimable_bytes: int
 
     @property
     def room_bytes(self) -> int | None:
-        """What it may grow by, in bytes; None without a limit."""
+        """Bytes by which its usage may grow; None if there is no limit."""
         if self.limit_bytes is None:
             return None
         return max(0, self.limit_bytes - self.usage_bytes + self.reclaimable_bytes)
@@ -43,7 +43,7 @@ def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     Groups that a namespace hides are skipped.
 
     Args:
-        root: Where ``proc`` and ``sys`` are found.
+        root: Directory of ``proc`` and ``sys``.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -68,12 +68,12 @@ def tightest(groups: list[MemoryGroup]) -> MemoryGroup | None:
 
 
 def cgroup_headroom(root: Path = Path("/")) -> int | None:
-    """Return the bytes left under the tightest memory limit of this process's control groups, or None without one.
+    """Return the bytes left under the tightest memory limit of the control groups of this process, or None.
 
     Every ancestor counts, and file pages that the kernel would reclaim count as free.
 
     Args:
-        root: Where ``proc`` and ``sys`` are found.
+        root: Directory of ``proc`` and ``sys``.
     """
     group = tightest(memory_groups(root))
     return group.room_bytes if group else None

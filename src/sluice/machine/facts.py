@@ -1,7 +1,7 @@
-"""What a plan needs to know of the machine, asked once before planning and frozen.
+"""Facts about the machine and its files that planning needs, collected once and frozen.
 
-Nothing here waits for the disk: the page cache is asked what it holds, file systems and control groups are read from
-``/proc`` and ``/sys``. Where a platform does not answer, the fact says so and the planner takes the careful way.
+Nothing here waits for the disk: the page cache is probed, and file systems and control groups are read from ``/proc``
+and ``/sys``. A fact that the platform does not provide is recorded as unknown, and planning assumes the safe case.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from sluice.sources.protocol import DirectIOUnavailable, MappableSource, Source
 
 __all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
 
-#: Local file systems on which direct reads and writes were found to be at least as fast as buffered ones. Network and
-#: FUSE file systems, and those that only accept the flag, are left out.
+#: Local file systems on which direct reads and writes were measured to be at least as fast as buffered ones. Network
+#: and FUSE file systems, and those that merely accept the flag, are excluded.
 _DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
 
-#: Of a file that a plan does not read, and of a source that is no local file: buffered reads always work.
-_NOT_ASKED = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
+#: Facts for unread files and non-local sources: assume buffered reads.
+_UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
 
 
 def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, ...] = ()) -> MachineFacts:
-    """Return the facts of this machine and of the files behind ``sources``, in their order.
+    """Return the facts of this machine and of the files of ``sources``, in their order.
 
     Args:
-        sources: The files. None stands for one that will not be read: of a thousand shards a slice needs one.
-        devices: What was asked of the accelerators, which takes torch.
+        sources: The files; None for a file that will not be read, such as most shards for a slice.
+        devices: Facts of the accelerators; collecting them needs torch.
     """
     return MachineFacts(
         cores=_cores(),
         memory_available_bytes=psutil.virtual_memory().available,
         memory_limit_bytes=cgroup_headroom(),
         huge_pages=_huge_pages(),
-        files=tuple(file_facts(source) if source else _NOT_ASKED for source in sources),
+        files=tuple(file_facts(source) if source else _UNKNOWN_FILE for source in sources),
         devices=devices,
         address_space_bytes=address_space_room(),
     )
 
 
 def file_facts(source: Source) -> FileFacts:
-    """Return what the file system says of one file; bytes in memory are on none, and of others nothing is known."""
+    """Return the facts of one file; for sources other than local files and memory most are unknown."""
     if isinstance(source, MemoryFile):
-        return replace(_NOT_ASKED, filesystem="memory", access=source.access)
+        return replace(_UNKNOWN_FILE, filesystem="memory", access=source.access)
     if not isinstance(source, LocalFile):
-        return replace(_NOT_ASKED, access=source.access)
+        return replace(_UNKNOWN_FILE, access=source.access)
     nbytes = source.identity.nbytes
     filesystem = _filesystem(source.path)
     step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))
@@ -72,12 +72,12 @@ def file_facts(source: Source) -> FileFacts:
 
 
 def takes_direct_io(path: str) -> bool:
-    """Return whether direct reads and writes of a file there are worth trying: it is on a local disk."""
+    """Return whether direct reads and writes at a path are worth trying: it is on a suitable local file system."""
     return _filesystem(path) in _DIRECT_FILESYSTEMS
 
 
 def mappable(source: Source) -> bool:
-    """Return whether the system can map a source: its first byte is mapped, and not touched."""
+    """Return whether the system can map a source, by mapping its first byte without touching it."""
     if not isinstance(source, MappableSource):
         return False
     try:

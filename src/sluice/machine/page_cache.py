@@ -1,9 +1,9 @@
-"""Which parts of a file are in the page cache, asked without waiting for the disk.
+"""Probes of the page cache: the cached parts of a file, found without waiting for the disk.
 
-Linux 6.5 and later count the cached pages of a range (``cachestat``), in newer versions only to those who may write to
-the file, and on stacked file systems wrongly. Where that is so, single bytes are asked for (``RWF_NOWAIT``). Such a
-probe is refused where its page is not cached, but the kernel begins to read that page nevertheless: it is taken
-anywhere in its range, so that the next load does not look where this one did.
+Linux 6.5 and later count the cached pages of a range (``cachestat``). Newer versions do so only for processes that may
+write to the file, and stacked file systems report wrong counts. In these cases single bytes are read without waiting
+(``RWF_NOWAIT``). Such a probe fails if its page is not cached, but the kernel starts to read that page nevertheless;
+so its offset is random, and the next load does not probe the same page.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from sluice import _options as options
 
 __all__ = ["probe_cache"]
 
-#: The call's number on every architecture of Linux but Alpha.
+#: System call number on every Linux architecture except Alpha.
 _CACHESTAT = 451
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-class _Range(ctypes.Structure):
+class _CachestatRange(ctypes.Structure):
     _fields_ = (("offset", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
 
 
-class _Pages(ctypes.Structure):
+class _CachestatCounts(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
     )
 
 
 def probe_cache(descriptor: int, offsets: range) -> tuple[bool, ...]:
-    """Return for each part of a file whether it is cached, judged by one place in it.
+    """Return for each part of a file whether it is cached, from one probe in it.
 
     Args:
-        descriptor: The file.
-        offsets: Where the parts begin, up to the size of the file.
+        descriptor: The open file.
+        offsets: First byte of each part; ``offsets.stop`` is the size of the file.
 
     Returns:
-        A flag for each; empty where the kernel does not tell.
+        One flag per part; empty if the kernel does not support probing.
     """
     if not offsets or not _counts_pages(descriptor):
-        return _refused_or_not(descriptor, offsets)
+        return _probe_bytes(descriptor, offsets)
     found = []
     for offset in offsets:
         nbytes = min(options.PROBE_BYTES, offsets.step, offsets.stop - offset)
-        # Half, not any: a header that was read there has brought some neighbours with it.
+        # Half of it, as reading a header caches some neighbouring pages.
         found.append(2 * _cached_bytes(descriptor, offset, nbytes) >= nbytes)
     return tuple(found)
 
 
 def _counts_pages(descriptor: int) -> bool:
-    """Return whether a page that certainly is cached, as it was just read, is counted."""
+    """Return whether the kernel counts a page that was just read and so is certainly cached."""
     try:
         os.pread(descriptor, 1, 0)
-    except OSError:  # a disk that fails says so again when the plan reads
+    except OSError:  # a failing disk fails again when the plan reads
         return False
     return _cached_bytes(descriptor, 0, 1) > 0
 
 
 def _cached_bytes(descriptor: int, offset: int, nbytes: int) -> int:
-    """Return the bytes of the pages of a range that are cached; 0 where the kernel does not tell."""
+    """Return the bytes of the cached pages of a range; 0 if the kernel does not count them."""
     if _libc is None:
         return 0
-    place, pages = _Range(offset, nbytes), _Pages()
+    place, pages = _CachestatRange(offset, nbytes), _CachestatCounts()
     refused = _libc.syscall(ctypes.c_long(_CACHESTAT), descriptor, ctypes.byref(place), ctypes.byref(pages), 0)
     return 0 if refused else int(pages.cached) * mmap.PAGESIZE
 
 
-def _refused_or_not(descriptor: int, offsets: range) -> tuple[bool, ...]:
+def _probe_bytes(descriptor: int, offsets: range) -> tuple[bool, ...]:
     nowait = getattr(os, "RWF_NOWAIT", None)
     if nowait is None:
         return ()
@@ -84,6 +84,6 @@ def _refused_or_not(descriptor: int, offsets: range) -> tuple[bool, ...]:
             found.append(os.preadv(descriptor, [one], anywhere, nowait) == 1)
         except BlockingIOError:
             found.append(False)
-        except OSError:  # unsupported here; a disk that fails says so again when the plan reads
+        except OSError:  # unsupported here; a failing disk fails again when the plan reads
             return ()
     return tuple(found)

@@ -1,7 +1,7 @@
-"""Host memory of a process by kind, and its growth during a block. Linux gives the split and an exact peak.
+"""Host memory of a process by kind, and its growth during a block. Linux reports the split and an exact peak.
 
-``VmHWM`` is the kernel's own record of the largest resident size; writing 5 to ``clear_refs`` restarts it
-(proc(5)), so the peak of a block is exact and no sample can miss it. Samples only tell the kinds apart.
+``VmHWM`` is the kernel's record of the largest resident size. Writing 5 to ``clear_refs`` resets it (proc(5)), so the
+peak of a block is exact and no sample can miss it. Samples only split it by kind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MemorySample:
     file_bytes: int
     #: Shared memory.
     shmem_bytes: int
-    #: Largest total since the process began or its record was restarted; the total itself where unknown.
+    #: Largest total since the process started or its record was reset; the current total if unknown.
     peak_bytes: int
 
     @property
@@ -39,12 +39,12 @@ class MemorySample:
 
 
 def read_memory(pid: int | None = None) -> MemorySample:
-    """Return the resident memory of a process: this one, or another of the same user.
+    """Return the resident memory of this process, or of another process of the same user.
 
-    Where the system does not split it (macOS, Windows), all of it counts as anonymous.
+    On systems that do not split it (macOS, Windows), all of it counts as anonymous.
 
     Raises:
-        ProcessLookupError: There is no such process any more.
+        ProcessLookupError: The process does not exist.
     """
     status = Path(f"/proc/{pid or 'self'}/status")
     try:
@@ -52,8 +52,8 @@ def read_memory(pid: int | None = None) -> MemorySample:
     except FileNotFoundError:
         return _read_with_psutil(pid)
     fields = {key: value for key, _, value in (line.partition(":") for line in lines)}
-    if "RssAnon" not in fields:  # a process that has ended but was not reaped
-        raise ProcessLookupError(f"process {pid} has no memory any more")
+    if "RssAnon" not in fields:  # the process has ended but was not reaped
+        raise ProcessLookupError(f"process {pid} has ended")
     kib = {key: int(fields[key].split()[0]) << 10 for key in ("RssAnon", "RssFile", "RssShmem", "VmHWM")}
     return MemorySample(
         anon_bytes=kib["RssAnon"],
@@ -83,7 +83,7 @@ def _read_with_psutil(pid: int | None) -> MemorySample:
 
 
 class PeakMeter:
-    """Measures how far this process's memory grows during a ``with`` block.
+    """Measures the growth of the memory of this process during a ``with`` block.
 
     Example:
         >>> with PeakMeter() as meter:
@@ -94,7 +94,7 @@ class PeakMeter:
 
     def __init__(self, interval_seconds: float = options.SAMPLE_SECONDS) -> None:
         self._interval = interval_seconds
-        #: Held during the block: a sampler that waits for it wakes at once when the block ends.
+        #: Held during the block: a sampler that waits for it wakes as soon as the block ends.
         self._stop = threading.Lock()
         self._samplers: list[Worker] = []
         self._base = self._highest = read_memory()
@@ -104,10 +104,10 @@ class PeakMeter:
         self._exact = restart_peak()
         self._base = self._highest = read_memory()
         self._stop.acquire()
-        # With no thread to be had, the two ends and VmHWM still count.
+        # Without a sampler thread, the two ends and VmHWM still count.
         try:
             start_threads(self._samplers, spare_threads(1), self._sample, "sluice-sampler")
-        except BaseException:  # an interrupt: nobody would end the block
+        except BaseException:  # an interrupt: ``__exit__`` will not run
             self._stop.release()
             raise
         return self

@@ -1,6 +1,7 @@
-"""Where bytes live: local files, memory, and ranges of either, behind one small protocol.
+"""Sources of bytes: local files, memory, and ranges of either, behind one small protocol.
 
-In: a path or a file object. Out: a ``Source``, which reads any range from any thread and detects changes.
+In: a path, a URL or a file object. Out: a ``Source``, which reads any range from any thread and detects changes.
 
-Start with ``protocol.Source``. ``sluice.testing.check_source`` is the conformance suite for new sources.
+Start with ``opening.open_source`` and ``protocol.Source``. ``sluice.testing.check_source`` is the conformance suite of
+new sources.
 """

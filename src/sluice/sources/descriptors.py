@@ -1,10 +1,10 @@
-"""The open descriptors of all local files: a bounded number, the least recently used closed first.
+"""A bounded cache of the open descriptors of all local files, which closes the least recently used first.
 
-A descriptor is taken for the length of one read. One that somebody reads from is never closed: eviction passes it over,
-and what its owner drops meanwhile is closed when the last reader gives it back.
+A descriptor is leased for one read. A leased descriptor is never closed: eviction skips it, and one that its owner
+drops meanwhile is closed when the last reader returns it.
 
-The bound is the smaller of ``OPEN_FILES`` and a quarter of what the process may have open. Where the system still
-refuses another descriptor, half of the cache is given up for good, and if all of it is in use the thread waits for one.
+The bound is the smaller of ``OPEN_FILES`` and a quarter of the limit of the process. If the system still refuses
+another descriptor, the cache shrinks to half permanently; if all of it is in use, the thread waits for a descriptor.
 """
 
 from __future__ import annotations
@@ -25,49 +25,49 @@ except ImportError:  # Windows has no such limits
 
 __all__ = ["DESCRIPTORS", "Descriptor", "DescriptorCache", "Lease"]
 
-#: A mark of the file, which compares by identity, and whether it was opened for direct I/O. Not the file itself: what
-#: the cache keeps alive would never be closed by its finalizer.
+#: A marker object of the file, compared by identity, and whether it is opened for direct I/O. Not the file itself: a
+#: file that the cache keeps alive would never be closed by its finalizer.
 Key: TypeAlias = "tuple[object, bool]"
 
 _NONE_LEFT = frozenset({errno.EMFILE, errno.ENFILE})
 
-#: The cache takes at most this part of the process's limit: imports, pipes and /proc need descriptors as well.
+#: Divisor of the process limit that gives the bound: imports, pipes and /proc need descriptors as well.
 _SHARE = 4
 
-#: Seconds to wait for a descriptor when all are in use. One read of 8 MiB takes longer only on a dead network disk.
+#: Seconds to wait for a descriptor if all are in use. A read of 8 MiB takes longer only on a hung network disk.
 _PATIENCE_SECONDS = 60.0
 
 
 class Descriptor:
-    """One open descriptor; belongs to the cache."""
+    """One open descriptor, owned by the cache."""
 
     __slots__ = ("dropped", "leases", "number")
 
     def __init__(self, number: int) -> None:
-        #: What the operating system knows it by.
+        #: Number of the descriptor in the operating system.
         self.number = number
-        #: Those who read from it now.
+        #: Leases of the reads in progress.
         self.leases: set[Lease] = set()
-        #: Whether its owner closed it while it was being read from.
+        #: Whether its owner dropped it during a read.
         self.dropped = False
 
 
 class Lease:
-    """One reader's right to a descriptor.
+    """The right of one reader to a descriptor.
 
-    It is made before the descriptor is taken: an interrupt between any two steps of the taking leaves the reader with
-    something to give back.
+    It is created before the descriptor is taken, so that an interrupt at any step leaves the reader with a lease to
+    return.
     """
 
     __slots__ = ("descriptor",)
 
     def __init__(self) -> None:
-        #: What is lent; None until it was found or opened.
+        #: The descriptor; None until it is found or opened.
         self.descriptor: Descriptor | None = None
 
 
 class DescriptorCache:
-    """Lends descriptors to the threads that read; every method may be called from any thread."""
+    """Lends descriptors to reading threads; every method may be called from any thread."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -78,16 +78,16 @@ class DescriptorCache:
             os.register_at_fork(after_in_child=self._forget_readers)
 
     def take(self, key: Key, open_file: Callable[[list[int]], None], lease: Lease) -> Descriptor:
-        """Return the descriptor of ``key``, opened if need be; it stays open until ``give_back``.
+        """Return the descriptor of ``key``, opened if necessary; it stays open until ``give_back``.
 
         Args:
-            key: What it belongs to.
-            lease: To be given back, whatever this raises.
-            open_file: Opens it and adds the descriptor to the list. Called without the lock, as a network disk can
-                take its time. What is in the list is closed whatever is raised.
+            key: The file and the kind of access.
+            lease: The lease, which the caller returns even if this raises.
+            open_file: Opens the file and adds the descriptor to the list. Called without the lock, as network disks
+                can be slow. Descriptors in the list are closed if anything is raised.
 
         Raises:
-            OSError: Whatever ``open_file`` raises; too many open files only when closing others did not help.
+            OSError: ``open_file`` raised it; too many open files only if closing others did not help.
         """
         while True:
             with self._lock:
@@ -108,7 +108,7 @@ class DescriptorCache:
                     os.close(number)
 
     def give_back(self, lease: Lease) -> None:
-        """Say that one reader has finished with what it took, or tried to take."""
+        """Return a lease after the read, or after an attempt to take a descriptor."""
         with self._lock:
             descriptor = lease.descriptor
             if descriptor is None or lease not in descriptor.leases:
@@ -121,14 +121,14 @@ class DescriptorCache:
             self._returned.notify()
 
     def drop(self, key: Key) -> None:
-        """Close the descriptor of ``key``, if there is one; while it is read from, when the last reader is done."""
+        """Close the descriptor of ``key``, if there is one: now, or when its last reader returns it."""
         with self._lock:
             self._drop(key)
 
     def forsake(self, key: Key) -> None:
-        """Do as ``drop`` does, now or at the next call of another method; for finalizers.
+        """Drop ``key`` now or at the next call of another method; for finalizers.
 
-        They run wherever the collector does: maybe in this thread, inside of another method.
+        Finalizers run wherever the collector runs, possibly in this thread inside another method.
         """
         self._forsaken.append(key)
         if not self._lock.locked():
@@ -136,8 +136,8 @@ class DescriptorCache:
                 self._drop_forsaken()
 
     def _new_lock(self) -> None:
-        # Entered by itself: entering a condition is Python, and an interrupt in the midst of it keeps the lock taken.
-        self._lock = threading.Lock()  # no RLock: a finalizer must not enter it a second time
+        # Entered directly: entering a condition runs Python code, in which an interrupt would leave the lock taken.
+        self._lock = threading.Lock()  # not an RLock: a finalizer must not enter it a second time
         self._returned = threading.Condition(self._lock)
 
     def _drop(self, key: Key) -> None:
@@ -155,7 +155,7 @@ class DescriptorCache:
     def _keep(self, key: Key, opened: list[int], lease: Lease) -> Descriptor:
         with self._lock:
             found = self._open.get(key)
-            if found is None:  # otherwise another thread was faster
+            if found is None:  # else another thread opened it first
                 found = self._open[key] = Descriptor(opened.pop())
             _lend(found, lease)
             self._close_idle(self._bound())
@@ -168,16 +168,16 @@ class DescriptorCache:
         return self._limit if allowed == resource.RLIM_INFINITY else max(1, min(self._limit, allowed // _SHARE))
 
     def _close_idle(self, most: int) -> None:
-        """Close descriptors that nobody reads from, the least recently used first, until ``most`` are open."""
+        """Close descriptors without readers, the least recently used first, until ``most`` are open."""
         idle = [key for key, descriptor in self._open.items() if not descriptor.leases]
         for key in idle[: max(0, len(self._open) - most)]:
             os.close(self._open.pop(key).number)
 
     def _make_room(self) -> bool:
-        """Close half of what is open, or wait for a reader; return False when neither can free a descriptor."""
+        """Close half of the open descriptors, or wait for a reader; return False if neither frees a descriptor."""
         with self._lock:
             before = len(self._open)
-            if not before:  # the descriptors are other people's: a smaller cache would help nobody
+            if not before:  # other code holds the descriptors: a smaller cache would not help
                 return False
             self._limit = max(1, before // 2)
             self._close_idle(before // 2)
@@ -186,7 +186,7 @@ class DescriptorCache:
             return self._returned.wait(_PATIENCE_SECONDS)
 
     def _forget_readers(self) -> None:
-        """After a fork: the other threads do not exist here, neither do their reads nor the lock they may hold."""
+        """Reset after a fork: the other threads, their reads and the lock they may hold do not exist in the child."""
         self._new_lock()
         for descriptor in self._open.values():
             descriptor.leases.clear()
@@ -198,5 +198,5 @@ def _lend(descriptor: Descriptor, lease: Lease) -> Descriptor:
     return descriptor
 
 
-#: The one cache of the process: its limit on open files is one, too.
+#: The cache of the process, whose limit on open files applies to all of its files together.
 DESCRIPTORS = DescriptorCache(OPEN_FILES)

@@ -1,7 +1,7 @@
 """Local files, read with ``preadv`` through descriptors of a bounded cache: one buffered, one for direct I/O.
 
-Where ``preadv`` does not exist (macOS before 11, Windows), reads fall back to ``pread`` or to a locked seek and read.
-Paths that are not regular files are refused before they are opened: a FIFO would block for ever.
+Without ``preadv`` (macOS before 11, Windows), reads fall back to a locked seek and read. Paths that are not regular
+files are refused before they are opened: opening a FIFO would block forever.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = ["LocalFile"]
 
 _HAS_PREADV = hasattr(os, "preadv")
 
-#: Before another try at a read that was interrupted (EINTR) or refused for the moment (EAGAIN), as FUSE and network
-#: file systems may; after the last of them the error stands.
+#: Pauses before a read is retried that was interrupted (EINTR) or temporarily refused (EAGAIN), as FUSE and network
+#: file systems may do; after the last retry the error is raised.
 _PAUSES_SECONDS = (0.001, 0.01, 0.1)
 
 
@@ -54,15 +54,16 @@ class LocalFile:
     """A regular file; see ``Source``."""
 
     def __init__(self, path: str | os.PathLike[str], *, expected: FileIdentity | None = None) -> None:
-        """Look at the file without reading it.
+        """Examine the file without reading it.
 
         Args:
             path: The file.
-            expected: The identity found earlier, when the file was indexed before.
+            expected: The identity of the file when it was indexed; None if it was not.
 
         Raises:
-            CheckpointError: It does not exist, is empty, or is no regular file.
-            SourceChangedError: It is not the file of ``expected``.
+            CheckpointError: It does not exist, is empty, or is not a regular file.
+            ReadError: It cannot be examined.
+            SourceChangedError: Its identity differs from ``expected``.
         """
         self._path = os.fspath(path)
         self._key = object()
@@ -72,9 +73,9 @@ class LocalFile:
         except FileNotFoundError as error:
             raise CheckpointError("the file does not exist", file=self._path) from error
         except ValueError as error:
-            raise CheckpointError(f"this cannot be a path: {error}", file=self._path) from error
+            raise CheckpointError(f"not a valid path: {error}", file=self._path) from error
         except OSError as error:
-            raise ReadError(f"the file cannot be looked at: {error.strerror}", file=self._path) from error
+            raise ReadError(f"the file cannot be examined: {error.strerror}", file=self._path) from error
         if stat.S_ISDIR(status.st_mode):
             raise UnsupportedError("this is a directory, not a checkpoint file", file=self._path)
         if not stat.S_ISREG(status.st_mode):
@@ -110,7 +111,7 @@ class LocalFile:
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if offset < 0:
             raise self._too_early(offset, len(buffer), 0)
-        if offset >= self._identity.nbytes or not buffer:  # also: the system takes no offset of 64 bits
+        if offset >= self._identity.nbytes or not buffer:  # the system refuses offsets of 64 bits
             return 0
         with self.lend(direct=direct) as descriptor:
             return self._read_all(descriptor, offset, buffer, direct=direct)
@@ -132,7 +133,7 @@ class LocalFile:
                 break
             done += found
             if direct and done % BLOCK_BYTES:
-                # Only the last block of a file reads short; elsewhere the rest would have to start inside of a block.
+                # Only the last block of a file may read short: a retry elsewhere would start inside a block.
                 if offset + done < self._identity.nbytes:
                     raise DirectIOUnavailable(self._path)
                 break
@@ -157,12 +158,12 @@ class LocalFile:
 
     @contextmanager
     def lend(self, *, direct: bool = False) -> Iterator[int]:
-        """Lend an open descriptor for the length of the block, checked against the identity when it was opened.
+        """Lend an open descriptor for the block; opening it compares the identity of the file.
 
         Raises:
-            DirectIOUnavailable: ``direct`` was asked for and the platform or file system has none.
+            DirectIOUnavailable: ``direct`` is set and the platform or file system does not support it.
             ReadError: The file cannot be opened.
-            SourceChangedError: The path now names another file.
+            SourceChangedError: The path now names a different file.
         """
         lease = Lease()
         try:
@@ -181,7 +182,7 @@ class LocalFile:
                 raise DirectIOUnavailable(self._path)
             flags |= os.O_DIRECT
         try:
-            # One step: an interrupt that comes during the call cannot get between it and the list.
+            # One step: an interrupt during the call cannot separate it from the list.
             opened.extend(map(os.open, (self._path,), (flags,)))
         except OSError as error:
             if direct and error.errno == errno.EINVAL:
@@ -217,7 +218,7 @@ class LocalFile:
         try:
             found = _identity(os.stat(self._path))
         except OSError as error:
-            raise SourceChangedError(f"the file is gone: {error.strerror}", file=self._path) from error
+            raise SourceChangedError(f"the file is no longer accessible: {error.strerror}", file=self._path) from error
         if found != self._identity:
             raise self._changed(found)
 
@@ -226,16 +227,16 @@ class LocalFile:
             DESCRIPTORS.drop((self._key, direct))
 
     def __del__(self) -> None:
-        # A checkpoint that nobody closed, or one that an interrupt kept from its ``with`` block.
+        # A checkpoint that was never closed, or whose ``with`` block an interrupt prevented.
         for direct in (False, True):
             DESCRIPTORS.forsake((self._key, direct))
 
-    def _too_early(self, offset: int, wanted: int, found: int) -> TruncatedError:
+    def _too_early(self, offset: int, nbytes: int, found: int) -> TruncatedError:
         return TruncatedError(
             "the file ends too early",
             file=self._path,
             offset=offset,
-            expected=f"{wanted} bytes",
+            expected=f"{nbytes} bytes",
             found=f"{found} bytes",
         )
 

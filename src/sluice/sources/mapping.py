@@ -10,28 +10,28 @@ import sys
 
 __all__ = ["map_privately"]
 
-#: Python 3.11 has no name for it. Without it Linux reserves swap for every page that could be written to, and refuses
-#: files larger than its memory.
+#: MAP_NORESERVE, which Python 3.11 does not define. Without it Linux reserves swap for every writable page, and refuses
+#: files larger than memory.
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
-#: The same on Linux, macOS and the BSDs.
+#: MAP_FIXED, the same on Linux, macOS and the BSDs.
 _FIXED = 0x10
 
 
 def map_privately(descriptor: int, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
-    """Return a copy-on-write mapping of a range of a file, and where the range begins in it.
+    """Return a copy-on-write mapping of a range of a file, and the offset of the range in it.
 
-    The descriptor is not kept: one for each mapped file would soon be all that a process may have open.
+    The descriptor is not kept: one per mapped file would soon exhaust the limit of the process.
 
     Raises:
-        OSError: The system refuses.
+        OSError: The system refuses the mapping.
     """
     lead = offset % mmap.ALLOCATIONGRANULARITY
     length = lead + nbytes
     if sys.platform == "win32":
         return mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY, offset=offset - lead), lead
-    # mmap.mmap duplicates the descriptor of a file for as long as it lives. So it gets anonymous address space, which
-    # it unmaps in the end, and the file takes the place of that.
+    # mmap.mmap keeps a duplicate of the descriptor. So it gets anonymous address space, which it unmaps at the end, and
+    # the file is mapped over that.
     flags = mmap.MAP_PRIVATE | _NORESERVE
     mapping = mmap.mmap(-1, length, flags=flags | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

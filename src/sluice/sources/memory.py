@@ -1,4 +1,4 @@
-"""Bytes in memory as a source: what an ``io.BytesIO`` holds."""
+"""The content of an ``io.BytesIO`` as a source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MemoryFile:
     """The content of a ``BytesIO``, which is not copied; see ``Source``."""
 
     def __init__(self, stream: io.BytesIO) -> None:
-        """Look at the stream; its position does not count and does not change."""
+        """Keep the stream; its position is ignored and does not change."""
         self.path = "<memory>"
         self._stream = stream
         self.identity = FileIdentity(nbytes=self._nbytes())
@@ -39,14 +39,14 @@ class MemoryFile:
         if offset < 0:
             raise self._too_early(offset, len(buffer))
         self.check_unchanged()
-        # The view lives no longer than this call: while there is one, the stream cannot be written to.
+        # The view must end with this call: a stream with an open view cannot be written to.
         with self._stream.getbuffer() as content:
             found = content[offset : offset + len(buffer)]
             buffer[: len(found)] = found
             return len(found)
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Nothing is cached."""
+        """Do nothing: no bytes are cached."""
 
     def check_unchanged(self) -> None:
         found = FileIdentity(nbytes=self._nbytes())
@@ -59,7 +59,7 @@ class MemoryFile:
             )
 
     def close(self) -> None:
-        """The stream is the caller's."""
+        """Do nothing: the caller owns the stream."""
 
     def _too_early(self, offset: int, nbytes: int) -> TruncatedError:
         return TruncatedError(

@@ -1,4 +1,4 @@
-"""Where bytes live: one file for each kind of source behind one small protocol."""
+"""The protocol of sources, which every kind of source implements in a module of its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class DirectIOUnavailable(Exception):  # noqa: N818  (a signal between layers, n
 class Source(Protocol):
     """One object of bytes that can be read at any offset, from any thread.
 
-    Implementations raise ``ReadError`` for what the operating system or a server fails, with the offset and ``from``
-    what they met, and ``SourceChangedError`` when the identity is no longer that of the first look. Nothing is
-    allocated for a range that the source does not have. ``sluice.testing.check_source`` checks all that is said here.
+    Implementations raise ``ReadError`` for failures of the operating system or a server, with the offset and from the
+    original exception, and ``SourceChangedError`` if the identity differs from that of the opened source. They allocate
+    nothing for a range outside the source. ``sluice.testing.check_source`` checks all of this.
     """
 
     @property
@@ -46,12 +46,13 @@ class Source(Protocol):
         ...
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
-        """Fill ``buffer`` from ``offset``, retrying short reads; return the bytes read, fewer only at the end.
+        """Fill ``buffer`` from ``offset``, retrying short reads; return the number of bytes read.
 
-        From the end on that is 0. The buffer is not kept: its owner may free it when this returns.
+        It is less than the size of the buffer only at the end of the source, and 0 from the end on. The buffer is not
+        kept: its owner may free it when this returns.
 
         With ``direct``, offset, address and length are multiples of 4096 and the page cache is bypassed; raises
-        ``DirectIOUnavailable`` where the source has no such way.
+        ``DirectIOUnavailable`` if the source does not support that.
 
         Raises:
             TruncatedError: ``offset`` is negative.
@@ -59,28 +60,28 @@ class Source(Protocol):
         ...
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Drop the range from whatever cache a buffered read left it in; a hint that may do nothing."""
+        """Drop the range from the cache that buffered reads filled; a hint, which may do nothing."""
         ...
 
     def check_unchanged(self) -> None:
-        """Raise ``SourceChangedError`` when the source is no longer the one that was opened."""
+        """Raise ``SourceChangedError`` if the source differs from the one that was opened."""
         ...
 
     def close(self) -> None:
-        """Release descriptors or connections; reading again reopens them, if the identity is still the same."""
+        """Release descriptors or connections; a later read reopens them if the identity is unchanged."""
         ...
 
 
 @runtime_checkable
 class MappableSource(Source, Protocol):
-    """A source whose bytes can be pages of this process; only those of files on this machine can."""
+    """A source that can be mapped into memory: a file on this machine."""
 
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
-        """Return a private, writable mapping of a range and where the range begins in it; nothing is read.
+        """Return a private, writable mapping of a range, and the offset of the range in it; nothing is read.
 
         Raises:
             BudgetError: The system refuses the address space.
-            ReadError: It cannot map this source.
-            SourceChangedError: It is no longer the source that was opened.
+            ReadError: The system cannot map this source.
+            SourceChangedError: The source differs from the one that was opened.
         """
         ...

@@ -1,7 +1,7 @@
-"""Reading headers: small reads bring their surroundings along, which the next ones ask for.
+"""Read-ahead for headers: small reads are extended to pieces, which serve the reads that follow.
 
-A zip file is indexed in a dozen reads of a few bytes each, at its beginning and at its end. One by one they cost a
-thousand shards a thousand times as much as they bring.
+A zip file is indexed by a dozen reads of a few bytes each, at its beginning and at its end. Over a thousand shards the
+latency of separate reads would take far longer than reading the bytes.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from sluice.sources.protocol import Source
 
 __all__ = ["ReadAhead"]
 
-#: Pieces that are kept: the beginning of a file, its end, and where a pickle or a storage between them ends.
+#: Number of pieces kept: the beginning of a file, its end, and the ends of a pickle or a storage between them.
 _PIECES_KEPT = 4
 
 
 class ReadAhead:
-    """Another source, of which the last few pieces are kept; see ``Source``. For the time of indexing only."""
+    """A source that keeps the last few pieces of another one while it is indexed; see ``Source``."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        #: Offset and bytes of each piece. Replaced as a whole, so that any thread may look.
+        #: Offset and bytes of each piece. Replaced as a whole, so that any thread may read it.
         self._pieces: tuple[tuple[int, bytes], ...] = ()
 
     @property

@@ -1,4 +1,4 @@
-"""A range of a source as a source of its own: a file inside a file is parsed by what parses it alone."""
+"""A range of a source as a source: a file inside a file is parsed like a file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Section"]
 class Section:
     """Bytes ``start`` to ``start + nbytes`` of another source, counted from 0; see ``Source``.
 
-    Offsets in errors about what was parsed count from its start, so whoever parses it adds ``start``.
+    Offsets in errors of a parser count from the start of the section: its caller adds ``start``.
     """
 
     def __init__(self, source: Source, start: int, nbytes: int, *, known: Iterable[tuple[int, bytes]] = ()) -> None:
-        """Choose the range.
+        """Set the range.
 
         Args:
-            source: What it is a part of.
-            start: Its first byte there; the range lies inside the source.
-            nbytes: Its size.
-            known: Ranges that were read already, by their offset in the section: they are not read again.
+            source: The source that contains it.
+            start: Its first byte in the source.
+            nbytes: Its size; the range must lie inside the source.
+            known: Bytes that were read before, with their offset in the section: they are not read again.
         """
         self.start = start
         self._source = source
@@ -65,7 +65,7 @@ class Section:
         self._source.check_unchanged()
 
     def close(self) -> None:
-        """The source belongs to others."""
+        """Do nothing: the section does not own the source."""
 
     def _too_early(self, offset: int, nbytes: int) -> TruncatedError:
         return TruncatedError(

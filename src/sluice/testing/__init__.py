@@ -1,8 +1,8 @@
 """Helpers for tests of code that builds on sluice.
 
-Sources that are in memory, record their reads or fail, the conformance suite of sources, a fake accelerator, a memory
-assertion, and programs under a hard memory limit. Names are imported on first use, so that only those that hold tensors
-import torch.
+Sources that are in memory, record their reads or fail, the conformance suites of sources and formats, a fake
+accelerator, a memory assertion, and programs under a hard memory limit. Names are imported on first use, so that only
+those that hold tensors import torch.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ if TYPE_CHECKING:
     from sluice.measuring._limit import memory_limit_refusal, run_limited
     from sluice.testing._accelerator import FakeAccelerator
     from sluice.testing._conformance import check_source
+    from sluice.testing._format_conformance import ExpectedTensor, check_format
     from sluice.testing._memory import MemorySource
     from sluice.testing._peak import assert_peak
     from sluice.testing._recording import FaultySource, RecordedRead, RecordingSource, record_reads
 
 __all__ = [
+    "ExpectedTensor",
     "FakeAccelerator",
     "FaultySource",
     "MemorySource",
     "RecordedRead",
     "RecordingSource",
     "assert_peak",
+    "check_format",
     "check_source",
     "memory_limit_refusal",
     "record_reads",
@@ -32,9 +35,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ExpectedTensor": "testing._format_conformance",
     "FakeAccelerator": "testing._accelerator",
     "MemorySource": "testing._memory",
     "assert_peak": "testing._peak",
+    "check_format": "testing._format_conformance",
     "check_source": "testing._conformance",
     "memory_limit_refusal": "measuring",
     "run_limited": "measuring",

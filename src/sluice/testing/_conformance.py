@@ -65,11 +65,11 @@ def check_source(
     case = _Case(make_source, content)
     problems: list[str] = []
     for check in _CHECKS:
-        _run(check.__name__, problems, check, case)
+        collect(check.__name__, problems, check, case)
     if failing:
-        _run(_failures.__name__, problems, _failures, case, failing)
+        collect(_failures.__name__, problems, _failures, case, failing)
     if change:
-        _run(_changes.__name__, problems, _changes, case, change)
+        collect(_changes.__name__, problems, _changes, case, change)
     if problems:
         raise AssertionError("the source violates the protocol:\n" + "\n".join(problems))
 
@@ -104,7 +104,7 @@ def _random_ranges(end: int, count: int, *, seed: int) -> list[tuple[int, int]]:
     return [(first, generator.randint(1, end - first)) for first in firsts]
 
 
-def _run(name: str, problems: list[str], check: Callable[..., None], *arguments: object) -> None:
+def collect(name: str, problems: list[str], check: Callable[..., None], *arguments: object) -> None:
     """Run one check; append a line to ``problems`` if it raises any exception."""
     try:
         check(*arguments)
@@ -114,12 +114,12 @@ def _run(name: str, problems: list[str], check: Callable[..., None], *arguments:
         problems.append(f"- {name.strip('_')}: unexpected {type(error).__name__}: {error}")
 
 
-def _require(fulfilled: object, expected: str) -> None:
+def require(fulfilled: object, expected: str) -> None:
     if not fulfilled:
         raise AssertionError(expected)
 
 
-def _must_raise(error: type[Exception], what: str, call: Callable[[], object]) -> Exception:
+def must_raise(error: type[Exception], what: str, call: Callable[[], object]) -> Exception:
     """Return the exception that the call raises, which must be of type ``error``."""
     try:
         result = call()
@@ -142,18 +142,18 @@ def _read_into(source: Source, offset: int, nbytes: int) -> tuple[int, bytes]:
 def _path(case: _Case) -> None:
     with case.opened() as source:
         address = urlsplit(source.path)
-        _require(source.path and isinstance(source.path, str), "path must be a non-empty string")
-        _require(not address.scheme or "@" not in address.netloc, "path must not show a user or a password")
-        _require("://" not in source.path or not address.query, "path must not show a query: it can hold a signature")
+        require(source.path and isinstance(source.path, str), "path must be a non-empty string")
+        require(not address.scheme or "@" not in address.netloc, "path must not show a user or a password")
+        require("://" not in source.path or not address.query, "path must not show a query: it can hold a signature")
 
 
 def _identity(case: _Case) -> None:
     with case.opened() as one, case.opened() as other:
         first = one.identity
-        _require(first.nbytes == case.end, f"identity.nbytes must be {case.end}, not {first.nbytes}")
-        _require(other.identity == first, "two sources of the same object must have the same identity")
+        require(first.nbytes == case.end, f"identity.nbytes must be {case.end}, not {first.nbytes}")
+        require(other.identity == first, "two sources of the same object must have the same identity")
         one.read_at(0, 1)
-        _require(one.identity == first, "the identity must not change after a read")
+        require(one.identity == first, "the identity must not change after a read")
 
 
 def _access(case: _Case) -> None:
@@ -162,11 +162,11 @@ def _access(case: _Case) -> None:
         size, gap, parallel = access.request_bytes, access.gap_bytes, access.parallel_requests
         expected = f"a multiple of {BLOCK_BYTES} and at least {SMALLEST_STAGING_BYTES}"
         fits = size >= SMALLEST_STAGING_BYTES and not size % BLOCK_BYTES
-        _require(fits, f"access.request_bytes must be {expected}, not {size}")
-        _require(gap >= 0, f"access.gap_bytes must not be negative: {gap}")
-        _require(parallel >= 1, f"access.parallel_requests must be at least 1, not {parallel}")
+        require(fits, f"access.request_bytes must be {expected}, not {size}")
+        require(gap >= 0, f"access.gap_bytes must not be negative: {gap}")
+        require(parallel >= 1, f"access.parallel_requests must be at least 1, not {parallel}")
         source.read_at(0, 1)
-        _require(source.access == access, "access must not change while the source is open")
+        require(source.access == access, "access must not change while the source is open")
 
 
 def _read_at(case: _Case) -> None:
@@ -174,8 +174,8 @@ def _read_at(case: _Case) -> None:
         for offset, nbytes in case.ranges():
             found = source.read_at(offset, nbytes)
             what = f"read_at({offset}, {nbytes}) must return"
-            _require(isinstance(found, bytes), f"{what} bytes, not {type(found).__name__}")
-            _require(found == case.content[offset : offset + nbytes], f"{what} exactly those bytes")
+            require(isinstance(found, bytes), f"{what} bytes, not {type(found).__name__}")
+            require(found == case.content[offset : offset + nbytes], f"{what} exactly those bytes")
 
 
 def _read_at_outside(case: _Case) -> None:
@@ -183,9 +183,9 @@ def _read_at_outside(case: _Case) -> None:
     with case.opened() as source:
         for offset, nbytes in [*outside, *((far, 1) for far in _FAR_OFFSETS)]:
             what = f"read_at({offset}, {nbytes}) of {case.end} bytes"
-            error = _must_raise(TruncatedError, what, partial(source.read_at, offset, nbytes))
+            error = must_raise(TruncatedError, what, partial(source.read_at, offset, nbytes))
             named = isinstance(error, TruncatedError) and error.file == source.path and error.offset == offset
-            _require(named, f"the error of {what} must have the path and the offset")
+            require(named, f"the error of {what} must have the path and the offset")
 
 
 def _read_into_buffer(case: _Case) -> None:
@@ -193,37 +193,37 @@ def _read_into_buffer(case: _Case) -> None:
         for offset, nbytes in case.ranges():
             found, data = _read_into(source, offset, nbytes)
             what = f"read_into({offset}, {nbytes} bytes) must"
-            _require(found == nbytes, f"{what} return {nbytes}, not {found}: reads are short only at the end")
-            _require(data == case.content[offset : offset + nbytes], f"{what} fill the buffer with exactly those bytes")
+            require(found == nbytes, f"{what} return {nbytes}, not {found}: reads are short only at the end")
+            require(data == case.content[offset : offset + nbytes], f"{what} fill the buffer with exactly those bytes")
 
 
 def _read_into_part_of_a_buffer(case: _Case) -> None:
     with case.opened() as source:
         data = bytearray([_UNTOUCHED]) * 300
         source.read_into(7, memoryview(data)[100:200])
-        _require(data[100:200] == case.content[7:107], "read_into must fill the buffer that it was passed")
+        require(data[100:200] == case.content[7:107], "read_into must fill the buffer that it was passed")
         around = data[:100] + data[200:]
-        _require(around == bytes([_UNTOUCHED]) * 200, "read_into must not write outside its buffer")
+        require(around == bytes([_UNTOUCHED]) * 200, "read_into must not write outside its buffer")
 
 
 def _read_into_at_the_end(case: _Case) -> None:
     with case.opened() as source:
         for inside in (1, 100, BLOCK_BYTES):
             found, data = _read_into(source, case.end - inside, inside + 50)
-            _require(found == inside, f"a read across the end must return the {inside} bytes before it, not {found}")
-            _require(data[:inside] == case.content[-inside:], "a read across the end must fill the bytes before it")
+            require(found == inside, f"a read across the end must return the {inside} bytes before it, not {found}")
+            require(data[:inside] == case.content[-inside:], "a read across the end must fill the bytes before it")
         for offset in (case.end, case.end + 1, *_FAR_OFFSETS):
             found, _ = _read_into(source, offset, 10)
-            _require(found == 0, f"read_into from {offset}, past the end, must return 0, not {found}")
-        _must_raise(TruncatedError, "read_into from a negative offset", lambda: _read_into(source, -5, 3))
+            require(found == 0, f"read_into from {offset}, past the end, must return 0, not {found}")
+        must_raise(TruncatedError, "read_into from a negative offset", lambda: _read_into(source, -5, 3))
 
 
 def _no_bytes(case: _Case) -> None:
     with case.opened() as source:
         for offset in (0, 17, case.end):
             found, _ = _read_into(source, offset, 0)
-            _require(source.read_at(offset, 0) == b"", f"read_at({offset}, 0) must return no bytes")
-            _require(found == 0, f"read_into({offset}, no bytes) must return 0, not {found}")
+            require(source.read_at(offset, 0) == b"", f"read_at({offset}, 0) must return no bytes")
+            require(found == 0, f"read_into({offset}, no bytes) must return 0, not {found}")
 
 
 def _buffer_is_not_kept(case: _Case) -> None:
@@ -250,8 +250,8 @@ def _direct(case: _Case) -> None:
                 except DirectIOUnavailable:
                     return
                 expected = case.content[offset : offset + nbytes]
-                _require(found == len(expected), f"a direct read must return {len(expected)} bytes, not {found}")
-                _require(view[:found] == expected, "a direct read must return the same bytes as a buffered one")
+                require(found == len(expected), f"a direct read must return {len(expected)} bytes, not {found}")
+                require(view[:found] == expected, "a direct read must return the same bytes as a buffered one")
 
 
 def _threads(case: _Case) -> None:
@@ -278,14 +278,14 @@ def _threads(case: _Case) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    _require(not wrong, wrong[0] if wrong else "")
+    require(not wrong, wrong[0] if wrong else "")
 
 
 def _forget(case: _Case) -> None:
     with case.opened() as source:
         for offset, nbytes in [(0, case.end), (5, 10), (0, 0), (case.end, 10)]:
             source.forget(offset, nbytes)
-            _require(source.read_at(0, case.end) == case.content, "forget must not change the content")
+            require(source.read_at(0, case.end) == case.content, "forget must not change the content")
 
 
 def _unchanged(case: _Case) -> None:
@@ -303,7 +303,7 @@ def _close(case: _Case) -> None:
         source.read_at(0, 1)
         source.close()
         source.close()
-        _require(source.read_at(3, 5) == case.content[3:8], "a closed source must reopen when it is read")
+        require(source.read_at(3, 5) == case.content[3:8], "a closed source must reopen when it is read")
 
 
 def _failures(case: _Case, failing: Callable[[], AbstractContextManager[object]]) -> None:
@@ -313,11 +313,11 @@ def _failures(case: _Case, failing: Callable[[], AbstractContextManager[object]]
                 ("a failing read_at", lambda: source.read_at(11, 4)),
                 ("a failing read_into", lambda: _read_into(source, 11, 4)),
             ):
-                error = _must_raise(ReadError, what, call)
+                error = must_raise(ReadError, what, call)
                 named = isinstance(error, ReadError) and error.file == source.path
-                _require(named, f"the error of {what} must have the path")
-                _require(error.__cause__ is not None, f"the error of {what} must be raised from the system's error")
-        _require(source.read_at(11, 4) == case.content[11:15], "reads must work after a failed read")
+                require(named, f"the error of {what} must have the path")
+                require(error.__cause__ is not None, f"the error of {what} must be raised from the system's error")
+        require(source.read_at(11, 4) == case.content[11:15], "reads must work after a failed read")
 
 
 def _changes(case: _Case, change: Callable[[], object]) -> None:
@@ -326,9 +326,9 @@ def _changes(case: _Case, change: Callable[[], object]) -> None:
         closed.read_at(0, 1)
         closed.close()
         change()
-        _must_raise(SourceChangedError, "check_unchanged after a change", kept.check_unchanged)
+        must_raise(SourceChangedError, "check_unchanged after a change", kept.check_unchanged)
         what = "a read after close and a change"
-        _must_raise(SourceChangedError, what, lambda: closed.read_at(0, 1))
+        must_raise(SourceChangedError, what, lambda: closed.read_at(0, 1))
 
 
 _CHECKS: tuple[Callable[[_Case], None], ...] = (

@@ -16,6 +16,7 @@ from sluice._options import Limits
 from sluice.checkpoint.opening import open_path
 from sluice.checkpoint.survey import PARAMETER_SUFFIX, survey
 from sluice.records import Entry
+from sluice.sources.directory import LocalDirectory
 from sluice.writing.durable.directories import replaced_directory
 from sluice.writing.durable.partial_files import saving
 
@@ -94,7 +95,7 @@ def _no_check(directory: str) -> None:
 def _check_new(directory: str) -> None:
     """Check that readers will recognize the directory, given the other files that are kept."""
     try:
-        surveyed = survey(directory, Limits())
+        surveyed = survey(LocalDirectory(directory), Limits())
     except SluiceError as error:
         raise SaveError(
             f"the directory would not be readable: {error.problem}", file=directory, found=error.found

@@ -67,7 +67,7 @@ def test_strict_counts_warnings(tmp_path: Path) -> None:
     index.write_text(json.dumps(content), encoding="utf-8")
     done = run(tmp_path / "c")
     assert done.exit_code == 0
-    assert "warning: The index gives a total size of 1 bytes" in " ".join(done.stdout.split())
+    assert "warning: The index declares a total size of 1 bytes" in " ".join(done.stdout.split())
     strict = run(tmp_path / "c", "--strict", "--json")
     assert strict.exit_code == 1
     assert json.loads(strict.stdout)["ok"] is True

@@ -24,5 +24,5 @@ def test_further_files(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("name", [".", "./m.safetensors", "m.safetensors/", "x\0y", "C:x", "m.safetensors/../m", ""])
 def test_further_names_of_shards(tmp_path: Path, name: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(sluice.PathEscapeError, match="no plain path"):
+    with pytest.raises(sluice.PathEscapeError, match="not a plain path"):
         sluice.open(tmp_path)

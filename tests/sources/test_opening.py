@@ -1,0 +1,135 @@
+"""Paths, URLs and file objects become sources in one place; local paths that look like URLs stay paths."""
+
+from __future__ import annotations
+
+import io
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import sluice
+from sluice import CheckpointError, TruncatedError, UnsupportedError
+from sluice._options import Limits
+from sluice.checkpoint.survey import optimizer_files
+from sluice.formats.manifest import read_manifest
+from sluice.sources.directory import LocalDirectory
+from sluice.sources.local import LocalFile
+from sluice.sources.memory import MemoryFile
+from sluice.sources.opening import SourceLocation, open_directory, open_source, parent_directory, stream_source
+
+URLS = pytest.mark.parametrize(
+    "url",
+    ["https://host/model.safetensors", "s3://bucket/key", "hf://org/model/", "file:///tmp/f", "gs://b/x.index.json"],
+)
+
+
+@pytest.mark.parametrize("kind", [str, os.fsencode, Path], ids=["str", "bytes", "Path"])
+def test_paths_are_local_files(tmp_path: Path, kind: type) -> None:
+    (tmp_path / "f").write_bytes(b"content")
+    with closing(open_source(kind(str(tmp_path / "f")))) as source:
+        assert isinstance(source, LocalFile)
+        assert source.path == str(tmp_path / "f")
+        assert source.read_at(0, 7) == b"content"
+
+
+def test_file_objects_are_their_files_at_any_position(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"content")
+    with (tmp_path / "f").open("rb") as stream:
+        stream.seek(3)
+        for source in (open_source(stream), stream_source(stream)[0]):
+            assert isinstance(source, LocalFile)
+            assert source.read_at(0, 7) == b"content"
+        assert stream_source(stream)[1] == stream.tell() == 3
+    memory = io.BytesIO(b"content")
+    assert isinstance(open_source(memory), MemoryFile)
+
+
+@pytest.mark.parametrize("stream", [5, None, io.StringIO("text")])
+def test_other_objects_are_refused(stream: SourceLocation) -> None:
+    with pytest.raises(TypeError, match=r"io\.BytesIO\(stream\.read\(\)\)"):
+        open_source(stream)
+
+
+@URLS
+def test_urls_are_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """The error does not claim that a file is missing, and it does not show credentials."""
+    monkeypatch.chdir(tmp_path)
+    signed = url.replace("://", "://me:secret@", 1) + "?signature=secret#secret"
+    for opening in (open_source, open_directory, sluice.open, sluice.verify, optimizer_files):
+        with pytest.raises(UnsupportedError, match="remote sources are not supported yet") as caught:
+            opening(signed)
+        assert caught.value.file == url
+        assert "Download the checkpoint first and pass its local path." in str(caught.value)
+        assert "secret" not in str(caught.value)
+        assert "not exist" not in str(caught.value)
+    with pytest.raises(UnsupportedError, match="remote sources"):
+        read_manifest(url, Limits())
+
+
+def test_local_paths_win_over_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data:").mkdir()
+    sluice.save({}, "data:/f.safetensors")
+    (tmp_path / "data:" / "link").symlink_to("nowhere")
+    with closing(open_source("data://f.safetensors")) as source:
+        assert source.path == "data://f.safetensors"
+    assert len(sluice.open("data://f.safetensors")) == 0
+    assert isinstance(open_directory("data://"), LocalDirectory)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_source("data://link")  # a link that leads nowhere is a local path, too
+
+
+@pytest.mark.parametrize("path", ["C:\\x", "C://x", "://x", "a:b", "no such://file", "1://x", "x:/y"])
+def test_odd_paths_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="does not exist") as caught:
+        open_source(path)
+    assert caught.value.file == path
+    assert open_directory(path) is None
+
+
+def test_directories_and_their_members(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "f").write_bytes(b"x")
+    (tmp_path / "empty").touch()
+    (tmp_path / "link").symlink_to("empty")
+    os.mkfifo(tmp_path / "pipe")
+    directory = open_directory(tmp_path)
+    assert directory is not None
+    kinds = {entry.name: entry.kind for entry in directory.entries()}
+    assert kinds == {"sub": "directory", "empty": "file", "link": "link", "pipe": "special"}
+    assert directory.open("sub/f").path == str(tmp_path / "sub" / "f")
+    with pytest.raises(CheckpointError, match="does not exist") as caught:
+        directory.open("none")
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    with pytest.raises(TruncatedError):
+        directory.open("empty")
+    assert open_directory(tmp_path / "empty") is None
+
+
+def test_links_out_of_a_directory_are_found_at_any_depth(tmp_path: Path) -> None:
+    inner = tmp_path / "d"
+    (inner / "sub").mkdir(parents=True)
+    (tmp_path / "outside").write_bytes(b"x")
+    (inner / "sub" / "f").symlink_to("../../outside")
+    (inner / "up").symlink_to("..")
+    (inner / "same").symlink_to("sub")
+    directory = LocalDirectory(str(inner))
+    for name in ("sub", "same/none", "sub/../none"):
+        directory.check_inside(name)
+    for name in ("sub/f", "up/outside", "same/f", "../outside"):
+        with pytest.raises(sluice.PathEscapeError, match="symbolic link leads out") as caught:
+            directory.check_inside(name)
+        assert caught.value.file == os.path.join(inner, name)
+        assert caught.value.found == str((tmp_path / "outside").resolve())
+
+
+def test_the_parent_of_a_bare_name_is_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "f").write_bytes(b"x")
+    directory, name = parent_directory("f")
+    assert name == "f"
+    assert directory.open(name).path == "f"
+    directory.check_inside(name)
