@@ -56,7 +56,7 @@ class Phrase:
     pattern: re.Pattern[str]
     #: Why the phrase is avoided.
     reason: str
-    #: What to write instead.
+    #: Advice on what to write instead.
     better: str
     #: True if only documentation (docstrings and ``#:`` comments) is searched.
     documentation_only: bool
@@ -104,7 +104,7 @@ class Finding:
 
 @dataclass(slots=True)
 class _Scan:
-    """What a file contributes: its paragraphs and its opt-outs."""
+    """Paragraphs and opt-outs of a file."""
 
     paragraphs: list[Paragraph] = field(default_factory=list)
     #: Reason of the opt-out on each line that has one.
@@ -117,11 +117,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("paths", nargs="*", type=Path, help="files or directories; default: `paths` of phrases.toml")
     parser.add_argument("--count", action="store_true", help="print the number of findings of each phrase only")
     options = parser.parse_args(arguments)
-    phrases, default_paths = read_configuration(CONFIGURATION)
-    paths = options.paths or [ROOT / path for path in default_paths]
+    phrases, default_paths, excluded = read_configuration(CONFIGURATION)
+    paths = options.paths or default_paths
     if missing := [path for path in paths if not path.exists()]:
         parser.error(f"not found: {', '.join(map(str, missing))}")
-    findings = [finding for path in files_under(paths) for finding in check_file(path, phrases)]
+    files = [path for path in files_under(paths) if path.resolve() not in excluded]
+    findings = [finding for path in files for finding in check_file(path, phrases)]
     if options.count:
         for phrase, count in Counter(finding.phrase.lower() for finding in findings).most_common():
             print(f"{count:5} {phrase}")
@@ -133,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if findings else 0
 
 
-def read_configuration(path: Path) -> tuple[list[Phrase], list[str]]:
-    """Return the phrases of a configuration file and the paths to scan by default, relative to the repository."""
+def read_configuration(path: Path) -> tuple[list[Phrase], list[Path], set[Path]]:
+    """Return the phrases of a configuration file, the paths to scan by default, and files that are never scanned."""
     settings = tomllib.loads(path.read_text(encoding="utf-8"))
     phrases = [
         Phrase(
@@ -145,7 +146,7 @@ def read_configuration(path: Path) -> tuple[list[Phrase], list[str]]:
         )
         for entry in settings["phrases"]
     ]
-    return phrases, settings["paths"]
+    return phrases, [ROOT / path for path in settings["paths"]], {ROOT / path for path in settings["exclude"]}
 
 
 def files_under(paths: Iterable[Path]) -> Iterator[Path]:

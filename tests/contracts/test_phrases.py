@@ -141,6 +141,11 @@ def test_the_program_prints_findings_and_fails(tmp_path: Path, capsys: pytest.Ca
     assert capsys.readouterr().out == ""
 
 
+def test_excluded_files_are_not_scanned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([__file__]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as stopped:
         main([str(tmp_path / "nothing")])
@@ -173,16 +178,16 @@ def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
     ],
 )
 def test_the_configured_patterns_are_narrow(tmp_path: Path, text: str, phrase: str | None) -> None:
-    phrases, _ = read_configuration(CONFIGURATION)
+    phrases, _, _ = read_configuration(CONFIGURATION)
     path = tmp_path / "page.md"
     path.write_text(text + "\n", encoding="utf-8")
     assert [finding.phrase for finding in check_file(path, phrases)] == ([phrase.strip()] if phrase else [])
 
 
 def test_every_phrase_has_a_reason_and_a_replacement_and_every_path_exists() -> None:
-    phrases, paths = read_configuration(CONFIGURATION)
+    phrases, paths, excluded = read_configuration(CONFIGURATION)
     assert all(len(phrase.reason) > 8 and len(phrase.better) > 8 for phrase in phrases)
-    assert all((ROOT / path).exists() for path in paths)
+    assert all(path.exists() for path in (*paths, *excluded))
     assert len({phrase.pattern.pattern for phrase in phrases}) == len(phrases)
 
 
