@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from tools.layers_picture import PAGE, ROOT, drawn_block, expected_block, head, layers, picture, torch_free
@@ -33,3 +35,14 @@ def test_the_contract_names_every_module_below_the_root() -> None:
 def test_a_head_is_one_sentence(name: str) -> None:
     assert head(name).endswith(".")
     assert len(head(name)) > 20
+
+
+def test_an_internal_package_imports_nothing_when_one_of_its_modules_is_imported() -> None:
+    interfaces = {"hf", "measuring", "rules", "testing"}  # public: __init__ is the interface
+    exceptions = {"cli", "records"}  # the entry point of the command; re-exported records
+    package = ROOT / "src" / "sluice"
+    for path in package.glob("*/**/__init__.py"):
+        if path.relative_to(package).parts[0] not in interfaces | exceptions:
+            body = ast.parse(path.read_text(encoding="utf-8")).body
+            assert len(body) == 1, f"{path} has more than its docstring"
+            assert isinstance(body[0], ast.Expr)
