@@ -68,3 +68,7 @@ def test_names_are_found_in_prose_and_in_code() -> None:
     assert resolves("sluice.load_into")
     assert not resolves("sluice.lod_into")
     assert not resolves("sluice.engine.nothing")
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
