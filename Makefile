@@ -12,8 +12,8 @@ help:
 	@echo "make demo [SIZE=xl]   compare sluice with every other way to load, on this machine"
 	@echo "make test             the tests that CI runs"
 	@echo "make test-long        all tests, with full counts"
-	@echo "make fuzz [SECONDS=60] fuzz every parser, for so many seconds each"
-	@echo "make check            lint, format, types, layers and the documentation's links"
+	@echo "make fuzz [SECONDS=60] fuzz every parser, SECONDS for each"
+	@echo "make check            lint, format, types, layers, phrases and the documentation's links"
 	@echo "make docs             build the documentation site into site/"
 	@echo "make notebook [SIZE=xl] run the notebook and keep its outputs"
 
@@ -44,6 +44,7 @@ check: install
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/check_phrases.py
 	$(MKDOCS) --site-dir $(VENV)/site
 
 # A warning, such as a broken link or a page that is not in the navigation, is an error. The variable silences news.

@@ -1,0 +1,74 @@
+"""Files, tests and modules that the pages name exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from support.documents import DOCUMENTS, ROOT
+
+_PATH = re.compile(r"(?<![\w./-])(?:src|tests|bench|docs|fuzz|tools|notebooks)/[\w./*-]*[\w*]")
+_MODULE_FILE = re.compile(r"`([a-z_]+(?:/[a-z_]+)*\.py)`")
+_TEST = re.compile(r"`(test_\w+)`")
+_DOTTED = re.compile(r"`(sluice(?:\.\w+)+)[`(]")
+
+
+def named_files(text: str) -> set[str]:
+    """Return the patterns, relative to the repository, of the files that a page names."""
+    paths = {path for path in _PATH.findall(text) if not re.search("[A-Z]{4}", path)}  # ROOM/test_MODULE.py is a scheme
+    modules = {f"src/sluice/{name}" for name in _MODULE_FILE.findall(text) if name.partition("/")[0] in _rooms()}
+    tests = {f"tests/**/{name}.py" for name in _TEST.findall(text)}
+    return paths | modules | tests
+
+
+def _rooms() -> set[str]:
+    package = ROOT / "src" / "sluice"
+    return {path.name for path in package.iterdir()}
+
+
+def resolves(dotted: str) -> bool:
+    """Return whether a dotted name is a module, or an attribute of one."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            if not hasattr(value, name):
+                return False
+            value = getattr(value, name)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    missing = [path for path in sorted(named_files(page.read_text(encoding="utf-8"))) if not any(ROOT.glob(path))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_name_of_the_package_that_a_page_mentions_resolves(page: Path) -> None:
+    names = sorted(set(_DOTTED.findall(page.read_text(encoding="utf-8"))))
+    assert [name for name in names if not resolves(name)] == []
+
+
+def test_names_are_found_in_prose_and_in_code() -> None:
+    text = "See `tests/contracts` and `engine/session.py` and `test_failing_reads`.\n```bash\npytest tests/gpu\n```\n"
+    assert named_files(text) == {
+        "tests/contracts",
+        "src/sluice/engine/session.py",
+        "tests/**/test_failing_reads.py",
+        "tests/gpu",
+    }
+    assert resolves("sluice.load_into")
+    assert not resolves("sluice.lod_into")
+    assert not resolves("sluice.engine.nothing")
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120

@@ -1,0 +1,197 @@
+"""The check of phrases finds them where they are prose, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import check_phrases
+from tools.check_phrases import CONFIGURATION, ROOT, Phrase, check_file, files_under, main, read_configuration
+
+PHRASES = [
+    Phrase(pattern=re.compile(r"\bnobody\b", re.IGNORECASE), reason="a", better="b", documentation_only=False),
+    Phrase(pattern=re.compile(r"\bof another\b", re.IGNORECASE), reason="a", better="b", documentation_only=False),
+    Phrase(pattern=re.compile(r"^what ", re.IGNORECASE), reason="a", better="b", documentation_only=True),
+]
+
+
+def found(tmp_path: Path, text: str, name: str = "module.py") -> list[tuple[int, str]]:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    return [(finding.line, finding.phrase) for finding in check_file(path, PHRASES)]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = 1  # Nobody reads this\n", [(1, "Nobody")]),
+        ('"""Head.\n\nSeen by nobody.\n"""\n', [(3, "nobody")]),
+        ("raise ValueError('seen by nobody')\n", [(1, "nobody")]),
+        ("x = f'{1} is seen by nobody'\n", [(1, "nobody")]),
+        ("x = (\n    'a file of '\n    'another kind'\n)\n", [(2, "of another")]),
+        ("# a file of\n# another kind\n", [(1, "of another")]),
+        ('"""A file of\nanother kind."""\n', [(1, "of another")]),
+        ("x = 'none\\nnobody'\n", [(1, "nobody")]),
+        ("x = '''\n{\nnobody\n'''\n", [(3, "nobody")]),
+    ],
+)
+def test_a_phrase_is_found_in_comments_and_strings(
+    tmp_path: Path, source: str, expected: list[tuple[int, str]]
+) -> None:
+    assert found(tmp_path, source) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "nobody = 1\n",
+        "x = nobody.of.another\n",
+        "x = b'nobody'\n",
+        "x = f'{nobody} of them'\n",
+        "# the name ``nobody`` is code\n",
+        '"""Head.\n\n>>> nobody\n... nobody\n"""\n',
+        "x = ['a file of ', 'another kind']\n",
+        "# a file of\nx = 1\n# another kind\n",
+        "x = 'nobodys'\n",
+    ],
+)
+def test_code_is_not_prose(tmp_path: Path, source: str) -> None:
+    assert found(tmp_path, source) == []
+
+
+def test_a_pattern_can_be_for_documentation_only(tmp_path: Path) -> None:
+    source = (
+        '"""What a module holds."""\n'
+        "X = 1\n#: What a constant is for.\nY = 2\n"
+        "# What follows is a comment\n"
+        "Z = 'What a message says'\n"
+        'def f() -> None:\n    """What a function does."""\n'
+    )
+    assert found(tmp_path, source) == [(1, "What"), (3, "What"), (8, "What")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# Title\n\nNobody reads\nthis.\n", [(3, "Nobody")]),
+        ("A file of\nanother kind.\n", [(1, "of another")]),
+        ("A file of\n\nanother kind.\n", []),
+        ("- a file of\n- another kind\n", []),
+        ("- a file of\n  another kind\n", [(1, "of another")]),
+        ("| a | nobody |\n", [(1, "nobody")]),
+        ("```text\nnobody\n```\nnobody\n", [(4, "nobody")]),
+        ("````text\n```\nnobody\n````\n", []),
+        ("The name `nobody` is code.\n", []),
+        ('<!-- skip: next "nobody" -->\n<!--\nnobody\n-->\n', []),
+    ],
+)
+def test_a_phrase_is_found_in_the_prose_of_a_page(tmp_path: Path, text: str, expected: list[tuple[int, str]]) -> None:
+    assert found(tmp_path, text, "page.md") == expected
+
+
+def test_the_prose_of_a_notebook_is_checked_and_its_code_is_not(tmp_path: Path) -> None:
+    cells = [
+        {"cell_type": "code", "source": ["# nobody\n"]},
+        {"cell_type": "markdown", "source": ["# Title\n", "Seen by nobody.\n"]},
+    ]
+    path = tmp_path / "notebook.ipynb"
+    path.write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    [finding] = check_file(path, PHRASES)
+    assert finding.file.endswith("notebook.ipynb[cell 2]")
+    assert finding.line == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("module.py", "x = 'nobody'  # phrase-ok: the name of a user account\n"),
+        ("module.py", "x = (\n    'nobody'  # phrase-ok: the name of a user account\n)\n"),
+        ("module.py", '"""Head.\n\nSeen by nobody.\n"""  # phrase-ok: the name of a user account\n'),
+        ("page.md", "Runs as nobody. <!-- phrase-ok: the name of a user account -->\n"),
+    ],
+)
+def test_a_line_opts_out_with_a_reason(tmp_path: Path, name: str, text: str) -> None:
+    assert found(tmp_path, text, name) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 'nobody'  # phrase-ok:\n",
+        "x = 1  # phrase-ok: nothing to excuse here\n",
+    ],
+)
+def test_an_opt_out_without_a_reason_or_a_use_is_a_finding(tmp_path: Path, text: str) -> None:
+    assert (1, "phrase-ok") in found(tmp_path, text)
+
+
+def test_the_program_prints_findings_and_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "page.md").write_text("Nobody reads this.\n", encoding="utf-8")
+    (tmp_path / "data.txt").write_text("Nobody reads this.\n", encoding="utf-8")
+    assert main([str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"{tmp_path / 'below' / 'page.md'}:1: Nobody: ")
+    assert len(captured.out.splitlines()) == 1
+    (tmp_path / "below" / "page.md").write_text("Every user reads this.\n", encoding="utf-8")
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_excluded_files_are_not_scanned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([__file__]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_path_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "nothing")])
+    assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("This is no checkpoint.", "is no "),
+        ("There is no checkpoint.", None),
+        ("The file is no longer open.", None),
+        ("It is no larger than the file.", None),
+        ("The rest waits behind the first.", "behind "),
+        ("Nothing is left behind.", None),
+        ("It hides behind a small protocol.", None),
+        ("The name as it is.", "as it is"),
+        ("Bytes are counted as they are read.", None),
+        ("If a reader wants the bytes", "wants"),
+        ("If you want the bytes", None),
+        ("None is returned.", None),
+        ("A number where none is.", "none is"),
+        ("Copied where it does not fit.", "where it does"),
+        ("Find out where it is.", None),
+        ("It took so much that it failed.", None),
+        ("It allocates so much.", "so much"),
+        ("The loop goes on.", "goes on"),
+        ("It goes on to the next one.", None),
+        ("The reader asks for bytes.", None),
+    ],
+)
+def test_the_configured_patterns_are_narrow(tmp_path: Path, text: str, phrase: str | None) -> None:
+    phrases, _, _ = read_configuration(CONFIGURATION)
+    path = tmp_path / "page.md"
+    path.write_text(text + "\n", encoding="utf-8")
+    assert [finding.phrase for finding in check_file(path, phrases)] == ([phrase.strip()] if phrase else [])
+
+
+def test_every_phrase_has_a_reason_and_a_replacement_and_every_path_exists() -> None:
+    phrases, paths, excluded = read_configuration(CONFIGURATION)
+    assert all(len(phrase.reason) > 8 and len(phrase.better) > 8 for phrase in phrases)
+    assert all(path.exists() for path in (*paths, *excluded))
+    assert len({phrase.pattern.pattern for phrase in phrases}) == len(phrases)
+
+
+def test_the_check_is_part_of_make_check() -> None:
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\ncheck:")[2].partition("\n\n")[0]
+    assert Path(check_phrases.__file__).name in recipe
+    assert Path(check_phrases.__file__) in files_under([ROOT / "tools"])
