@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from support.fresh_process import serving
 from support.leaks import Holdings
 
 # The same examples in every CI run; new ones, and more of them, in the long run. Shared machines make deadlines lie.
@@ -35,6 +36,13 @@ def _no_leaks() -> Iterator[None]:
     yield
     left = before.left_behind()
     assert not left, "the test left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="session")
+def fresh_processes() -> Iterator[None]:
+    """Keep the server of ``support.fresh_process.run``, from the first test that needs it on."""
+    with serving():
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support import fresh_process
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 CASES = """
 import gc, sys, warnings, torch, sluice
@@ -109,6 +112,5 @@ check("initialised", empty(lambda: nn.Sequential(large(), nn.Linear(2, 2))), dic
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is the kernel's own record")
 def test_every_way_to_fill_a_module_keeps_the_memory_contract(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", CASES, str(tmp_path / "f.pth")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = fresh_process.run(CASES, tmp_path / "f.pth")
     assert done.returncode == 0, done.stdout.splitlines()[-1:] + done.stderr.splitlines()[-8:]

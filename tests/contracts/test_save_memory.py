@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support import fresh_process
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 CODE = """
 import sys, torch, sluice
@@ -49,7 +51,5 @@ with assert_peak((16 + 32) << 20):
     ],
 )
 def test_a_save_stays_within_its_buffer(tmp_path: Path, name: str, kind: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path / name), kind], capture_output=True, text=True, check=False
-    )
+    done = fresh_process.run(CODE, tmp_path / name, kind)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Kills saves and conversions and looks at what they leave. Run as a script: VERB START KILLS DIRECTORY MODE...
+"""Kills saves and conversions and looks at what they leave: ``main(VERB, START, KILLS, DIRECTORY, [MODE, ...])``.
 
 VERB is ``save`` or ``convert``, from a torch file. START is ``over`` (each replaces the one before it) or ``new`` (each
 finds nothing, or what a killed one left). KILLS is how many die at random moments, or ``every``: one before each call
@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -203,7 +202,3 @@ def main(verb: str, start: str, kills: str, directory: Path, names: list[str]) -
             job.clear()
         died, effective = before_every_call(job) if kills == "every" else at_random_moments(job, int(kills))
         print(f"{verb} {name}, {start}: {died} kills, {effective} of them after it had taken effect", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), sys.argv[5:])
