@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 
@@ -10,6 +11,10 @@ from hypothesis import settings
 
 from support.fresh_process import serving
 from support.leaks import Holdings
+
+# Set before torch is imported: waiting threads of OpenMP sleep. By default they spin, which takes more of two cores that
+# several processes share than the tests themselves.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The same examples in every CI run; new ones, and more of them, in the long run. Shared machines make deadlines lie.
 settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True)
