@@ -29,7 +29,7 @@ assert report.tensors == int(tensors), report.tensors
 #: Several times the bound: 16 tensors of 16 MiB, of which none fits the half of staging that puts tensors together.
 LARGE = """
 import sys, torch
-torch.save({f"w{i}": torch.randn(2048, 2048) for i in range(16)}, sys.argv[1])
+torch.save({f"w{i}": torch.full((2048, 2048), float(i)) for i in range(16)}, sys.argv[1])
 """
 
 MANY = """

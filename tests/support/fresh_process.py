@@ -9,6 +9,7 @@ interpreter itself, or what is imported, starts ``sys.executable`` instead.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import select
@@ -181,6 +182,8 @@ def _import_everything() -> None:
     assert torch.get_num_threads()  # asked, not set: a thread pool would not survive a fork
     [threads] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:")]
     assert threads.split()[1] == "1", threads
+    gc.collect()
+    gc.freeze()  # a collection in a child neither walks nor copies what was imported
 
 
 if __name__ == "__main__":
