@@ -12,7 +12,7 @@ from hypothesis import settings
 from support.fresh_process import serving
 from support.leaks import Holdings
 
-# Set before torch is imported: waiting threads of OpenMP sleep. By default they spin, which takes more of two cores that
+# Set before torch is imported: waiting threads of OpenMP sleep. By default they spin, and take more of two cores that
 # several processes share than the tests themselves.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
