@@ -10,6 +10,7 @@ interpreter itself, or what is imported, starts ``sys.executable`` instead.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import select
@@ -23,7 +24,7 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn, Self
 
 #: Seconds until a run is killed, unless the caller gives its own limit: less than the timeout of a test.
 _TIMEOUT = 200.0
@@ -35,6 +36,7 @@ _MESSAGE = 1 << 20
 _FORKING = sys.platform.startswith("linux")
 
 _server: socket.socket | None = None
+_numbers = itertools.count()
 
 
 def run(
@@ -57,27 +59,74 @@ def run(
             [sys.executable, *command[:1], code, *command[1:]],
             capture_output=True, text=True, check=False, env=env, timeout=timeout,
         )  # fmt: skip
-    if _server is None:
-        raise RuntimeError('the module needs pytestmark = pytest.mark.usefixtures("fresh_processes")')
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")) for _ in range(2)]
-        request = {
-            "code": code,
-            "argv": command,
-            "path": sys.path,
-            "directory": str(Path.cwd()),
-            "environment": dict(os.environ if env is None else env),
-            "timeout": timeout,
-        }
-        socket.send_fds(_server, [json.dumps(request).encode()], [output.fileno() for output in outputs])
-        reply = _server.recv(_MESSAGE)
-        if not reply:
-            raise RuntimeError("the server of fresh processes has ended")
-        status = json.loads(reply)
+        request = {**_program(code, command, env), "timeout": timeout}
+        with open(os.devnull, encoding="utf-8") as nothing:
+            status = _asked(request, nothing, *outputs)
         out, err = (_text(output) for output in outputs)
     if status is None:
         raise subprocess.TimeoutExpired(command, timeout, out, err)
     return subprocess.CompletedProcess(command, status, out, err)
+
+
+def _program(code: str, argv: list[str], env: Mapping[str, str] | None) -> dict[str, Any]:
+    environment = dict(os.environ if env is None else env)
+    return {"code": code, "argv": argv, "path": sys.path, "directory": str(Path.cwd()), "environment": environment}
+
+
+def _asked(request: dict[str, Any], *files: IO[Any]) -> int | None:
+    """Send a request with the files that become standard input, output and error; return the answer."""
+    if _server is None:
+        raise RuntimeError('the module needs pytestmark = pytest.mark.usefixtures("fresh_processes")')
+    number = next(_numbers)
+    socket.send_fds(_server, [json.dumps({**request, "number": number}).encode()], [file.fileno() for file in files])
+    while reply := _server.recv(_MESSAGE):
+        answer: int | None
+        answered, answer = json.loads(reply)
+        if answered == number:  # and not a request whose test was interrupted while it waited
+            return answer
+    raise RuntimeError("the server of fresh processes has ended")
+
+
+class Process:
+    """What ``subprocess.Popen([sys.executable, "-m", module, ...])`` is to its users, with pipes of text."""
+
+    def __init__(self, command: list[str], *, stderr: IO[bytes], env: Mapping[str, str], **_: object) -> None:
+        assert command[:2] == [sys.executable, "-m"]
+        code = f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
+        ends = [*os.pipe(), *os.pipe()]
+        self.stdin, self.stdout = os.fdopen(ends[1], "w", encoding="utf-8"), os.fdopen(ends[2], encoding="utf-8")
+        with os.fdopen(ends[0], "rb") as their_input, os.fdopen(ends[3], "wb") as their_output:
+            started = _asked(_program(code, command[2:], env), their_input, their_output, stderr)
+        assert started is not None
+        self.pid = started
+        self.returncode: int | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdout.close()
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        self.wait()
+
+    def wait(self) -> int:
+        """Return the exit status, when it has ended."""
+        if self.returncode is None:
+            self.returncode = _asked({"ended": self.pid})
+        assert self.returncode is not None
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it, unless it was waited for."""
+        if self.returncode is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+#: Stands for the module ``subprocess`` where only these names of it are used.
+SUBPROCESS = types.SimpleNamespace(Popen=Process, PIPE=subprocess.PIPE)
 
 
 def _text(output: Any) -> str:
@@ -117,19 +166,22 @@ def serving() -> Iterator[None]:
 
 def _serve(connection: socket.socket) -> None:
     while True:
-        message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 2)
+        message, descriptors, _, _ = socket.recv_fds(connection, _MESSAGE, 3)
         if not message:
             return
         request = json.loads(message)
-        child = os.fork()
-        if child == 0:
-            connection.close()
-            _be(request, *descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        status = _wait(child, connection, request["timeout"])
+        if "ended" in request:
+            answer: int | None = os.waitstatus_to_exitcode(os.waitpid(request["ended"], 0)[1])
+        else:
+            child = os.fork()
+            if child == 0:
+                connection.close()
+                _be(request, descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            answer = _wait(child, connection, request["timeout"]) if "timeout" in request else child
         with suppress(BrokenPipeError):  # the client has ended, and so does this
-            connection.send(json.dumps(status).encode())
+            connection.send(json.dumps([request["number"], answer]).encode())
 
 
 def _wait(child: int, connection: socket.socket, timeout: float) -> int | None:
@@ -144,9 +196,9 @@ def _wait(child: int, connection: socket.socket, timeout: float) -> int | None:
     return os.waitstatus_to_exitcode(status) if ready else None
 
 
-def _be(request: dict[str, Any], out: int, err: int) -> NoReturn:
+def _be(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Become the process that was requested."""
-    for descriptor, standard in ((out, 1), (err, 2)):
+    for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.chdir(request["directory"])
