@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Compiled modules are kept, whatever the environment says: the tests start a hundred processes that import them.
+export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := $(VENV)/.installed
 
 .PHONY: help install demo test test-long fuzz check docs notebook

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from support.fresh_process import serving
 from support.leaks import Holdings
+
+# Set before torch is imported: waiting threads of OpenMP sleep. By default they spin, and take more of two cores that
+# several processes share than the tests themselves.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The same examples in every CI run; new ones, and more of them, in the long run. Shared machines make deadlines lie.
 settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True)
@@ -35,6 +41,13 @@ def _no_leaks() -> Iterator[None]:
     yield
     left = before.left_behind()
     assert not left, "the test left behind:\n" + "\n".join(left)
+
+
+@pytest.fixture(scope="session")
+def fresh_processes() -> Iterator[None]:
+    """Keep the server of ``support.fresh_process.run``, from the first test that needs it on."""
+    with serving():
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import sluice
+from support import fresh_process
 from support.oracles import same
 
 MIB = 1 << 20
@@ -150,6 +151,7 @@ def test_standard_output_is_no_place(tmp_path: Path) -> None:
 UNPRIVILEGED = """
 import os, sys, torch, sluice
 from pathlib import Path
+os.chdir("/")
 place = Path(sys.argv[1])
 sluice.save({"a": torch.ones(1)}, sys.argv[1] + "/warm.pth")
 os.setgid(65534)
@@ -167,6 +169,7 @@ for name, arguments in [
 """
 
 
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can become somebody else")
 def test_what_may_not_be_written_is_refused(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as path:  # above pytest's directories nobody else may look
@@ -178,9 +181,8 @@ def test_what_may_not_be_written_is_refused(tmp_path: Path) -> None:
         for name in ("model.pth", "model.safetensors"):
             (place / "open" / name).write_bytes(b"old")
             (place / "open" / name).chmod(0o444)
-        done = subprocess.run(
-            [sys.executable, "-c", UNPRIVILEGED, path], capture_output=True, text=True, check=True, cwd="/"
-        )
+        done = fresh_process.run(UNPRIVILEGED, path)
+        assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines() == [
             "closed model.pth the operating system refused: Permission denied",
             "open model.pth the file is read-only",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,16 @@ import pytest
 from bench.predict import DTYPES, Comparison, compare, make_files
 from sluice.benchmark.records import Outcome, Precision
 from sluice.benchmark.strategies import STRATEGIES
+from support import fresh_process
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes that are measured from one that has imported torch."""
+    if sys.platform.startswith("linux"):
+        monkeypatch.setattr("sluice.benchmark.process.subprocess", fresh_process.SUBPROCESS)
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,21 @@ import dataclasses
 import errno
 import mmap
 import pkgutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from sluice.benchmark import gpt2
 from sluice.benchmark import raw as _raw
 from sluice.benchmark.child import touch, verdict
 from sluice.benchmark.methods import LOADERS, METHODS, absence
 from sluice.benchmark.peers import GPU_PEERS, PEERS, REFERENCE
-from sluice.benchmark.records import OTHER, MethodJob, Precision, Verdict
+from sluice.benchmark.records import OTHER, Kind, MethodJob, Precision, Verdict
 from sluice.benchmark.strategies import STRATEGIES
+from support.tiny_checkpoints import write_checkpoints
 
 _LOADERS = [
     (method.name, suffix)
@@ -25,6 +28,19 @@ _LOADERS = [
     for suffix in method.reads
     if not method.name.startswith("raw-") and suffix != OTHER
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_vocabulary() -> Iterator[None]:
+    """Make the tiny model a twentieth: what a method does with it, and not its size, is what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpt2, "GPTConfig", lambda **fields: {**fields, "vocab_size": 997})
+        yield
+
+
+@pytest.fixture(scope="module")
+def checkpoints(_short_vocabulary: None, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+    return write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
 def _load(name: str, checkpoint: Path, dtype: Precision) -> nn.Module:
@@ -48,7 +64,7 @@ def truth(dtype: Precision) -> Verdict:
 @pytest.mark.filterwarnings("default")  # peers warn as they like
 @pytest.mark.parametrize(("name", "suffix"), _LOADERS)
 def test_a_method_makes_the_right_model(
-    name: str, suffix: str, dtype: Precision, truth: Verdict, checkpoints: dict[str, Path]
+    name: str, suffix: str, dtype: Precision, truth: Verdict, checkpoints: dict[Kind, Path]
 ) -> None:
     for needed in METHODS[name].imports:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ from sluice.benchmark import process as _process
 from sluice.benchmark.gpt2 import final_bytes
 from sluice.benchmark.process import run_job
 from sluice.benchmark.records import MethodJob, Outcome
+from support import fresh_process
+
+
+@pytest.fixture
+def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of this test from one that has imported torch."""
+    if sys.platform.startswith("linux"):
+        monkeypatch.setattr(_process, "subprocess", fresh_process.SUBPROCESS)
 
 
 def _job(method: str, checkpoint: Path, *, verify: bool = False) -> MethodJob:
@@ -34,6 +43,7 @@ def test_a_copying_method_grows_by_anonymous_memory(checkpoints: dict[str, Path]
     assert len(outcome.verdict.logits) > 100
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_mapping_method_grows_by_file_pages(checkpoints: dict[str, Path]) -> None:
     final = final_bytes("tiny", torch.float32)
     outcome = run_job(_job("mmap", checkpoints[".pth"]))
@@ -43,6 +53,7 @@ def test_a_mapping_method_grows_by_file_pages(checkpoints: dict[str, Path]) -> N
     assert outcome.verdict is None
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
     outcome = run_job(_job("naive", tmp_path / "nowhere.pth"))
     assert outcome.status == "failed"
@@ -50,6 +61,7 @@ def test_a_method_that_raises_is_an_outcome(tmp_path: Path) -> None:
     assert outcome.total_bytes > 0
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_package_that_is_not_there_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "accelerate.py").write_text("raise ImportError('no accelerate here')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -58,6 +70,7 @@ def test_a_package_that_is_not_there_is_an_outcome(tmp_path: Path, monkeypatch: 
     )
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_method_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "endless.pth")
     outcome = run_job(_job("naive", tmp_path / "endless.pth"), timeout_seconds=0.1)

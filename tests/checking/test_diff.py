@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import sluice
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice.checking.comparison import Comparison
-from support import distributed
+from support import distributed, fresh_process
 from support.whole_checkpoints import MAKERS, Tensors, composites, plain_tensors, views
 
 pytestmark = [
@@ -336,6 +334,7 @@ assert report.differences[0].different == 40 << 20
 """
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_memory_stays_below_the_gate_whatever_the_size_of_a_tensor(tmp_path: Path) -> None:
     state = {"large": torch.ones(40 << 20), "transposed": torch.ones(4096, 4096).t()}  # 224 MiB, twice
     sluice.save(state, tmp_path / "a.pt")
@@ -343,7 +342,7 @@ def test_memory_stays_below_the_gate_whatever_the_size_of_a_tensor(tmp_path: Pat
     sluice.save(state, tmp_path / "b.safetensors")
     torch.save({"w": torch.ones(9), "v": torch.zeros(3)}, tmp_path / "warm.pt")
     arguments = [str(tmp_path / name) for name in ("a.pt", "b.safetensors", "warm.pt")]
-    done = subprocess.run([sys.executable, "-c", CODE, *arguments], capture_output=True, text=True, check=False)
+    done = fresh_process.run(CODE, *arguments)
     for name in arguments:
         Path(name).unlink()
     assert done.returncode == 0, done.stderr

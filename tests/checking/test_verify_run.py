@@ -8,8 +8,6 @@ import itertools
 import json
 import shutil
 import struct
-import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterable
@@ -28,6 +26,7 @@ from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._threads import Workers
 from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
 from sluice.formats.manifest import read_manifest
+from support import fresh_process
 from support.fault_injection import Injection, failing
 from support.sparse_files import compressed, coo
 from support.whole_checkpoints import MAKERS, Tensors, files_of, hashed, plain_tensors, views
@@ -497,13 +496,13 @@ assert report.ok, report
 """
 
 
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("kind", ["f.pt", "f.safetensors"])
 def test_memory_stays_below_the_gate_whatever_the_size_of_a_tensor(tmp_path: Path, kind: str) -> None:
     state = {"large": torch.ones(28 << 20), "transposed": torch.ones(4096, 2048).t(), "small": torch.ones(9)}  # 269 MiB
     state |= {f"held {number}": torch.ones(1024, 1000).t() for number in range(32)}
     sluice.save(state, tmp_path / kind)
     sluice.save({"w": torch.ones(9, 9).t()}, tmp_path / f"warm.{kind}")
-    arguments = [sys.executable, "-c", CODE, str(tmp_path / kind), str(tmp_path / f"warm.{kind}")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    done = fresh_process.run(CODE, tmp_path / kind, tmp_path / f"warm.{kind}")
     (tmp_path / kind).unlink()
     assert done.returncode == 0, done.stderr

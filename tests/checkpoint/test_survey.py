@@ -19,6 +19,7 @@ from torch import nn
 
 import sluice
 from sluice._options import INDEXING_THREADS
+from support import fresh_process
 from support.directories import (
     SAFETENSORS_INDEX,
     Net,
@@ -200,6 +201,7 @@ def test_any_distribution_over_shards(
 # Resources
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_five_hundred_shards_under_a_small_limit_of_descriptors(tmp_path: Path) -> None:
     shards = {f"{number:03}.bin": {f"w{number}": torch.full((64,), float(number))} for number in range(500)}
     save_sharded(tmp_path, "pytorch_model.bin.index.json", shards)
@@ -210,7 +212,8 @@ def test_five_hundred_shards_under_a_small_limit_of_descriptors(tmp_path: Path) 
         state_dict = sluice.load_state_dict(sys.argv[1])
         assert all(state_dict[f"w{i}"].eq(i).all() for i in range(500)) and len(state_dict) == 500
     """
-    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, timeout=100)
+    done = fresh_process.run(code, tmp_path)
+    assert done.returncode == 0, done.stderr
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] != 32
 
 

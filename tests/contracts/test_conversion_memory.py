@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support import fresh_process
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 CODE = """
 import sys, torch, sluice
@@ -27,7 +29,7 @@ assert report.tensors == int(tensors), report.tensors
 #: Several times the bound: 16 tensors of 16 MiB, of which none fits the half of staging that puts tensors together.
 LARGE = """
 import sys, torch
-torch.save({f"w{i}": torch.randn(2048, 2048) for i in range(16)}, sys.argv[1])
+torch.save({f"w{i}": torch.full((2048, 2048), float(i)) for i in range(16)}, sys.argv[1])
 """
 
 MANY = """
@@ -37,9 +39,7 @@ torch.save({f"layer.{i}.weight": torch.full((3,), float(i)) for i in range(int(s
 
 
 def run(code: str, *arguments: object) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    done = fresh_process.run(code, *arguments)
     assert done.returncode == 0, done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,10 @@ import pytest
 import torch
 
 from sluice.testing import memory_limit_refusal, run_limited
+from support import fresh_process
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_processes"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and their effects are Linux's"),
     pytest.mark.timeout(600),  # each test is several processes, which import torch
 ]
@@ -71,7 +72,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path, staging: str, **options: Any) -> tuple[int, int, int]:
     """Load under the limit that the plan asks for; return it, the staging, and the growth."""
     arguments = json.dumps([str(path), staging, options])
-    done = subprocess.run([sys.executable, "-c", LOAD, arguments], capture_output=True, text=True, check=False)
+    done = fresh_process.run(LOAD, arguments)
     assert done.returncode == 0, done.stderr
     limit, staged, grown, refused = json.loads(done.stdout)
     assert refused, "one byte less than planned was accepted"
@@ -252,7 +253,7 @@ def test_a_limit_on_virtual_memory_is_found_and_ends_in_success_or_a_budget_erro
 ) -> None:
     room = [16, 64, 100, 120, 140, 160, 180, 200, 230, 260, 300, 400, 600, 1000]
     arguments = json.dumps([str(several), room, options])
-    done = subprocess.run([sys.executable, "-c", VIRTUAL, arguments], capture_output=True, text=True, check=False)
+    done = fresh_process.run(VIRTUAL, arguments)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)
     # Refused with the model untouched, up to the room from which on all loads succeed: nothing that is started before
@@ -269,6 +270,6 @@ def test_what_is_planned_to_fit_under_a_limit_on_virtual_memory_fits(several: Pa
     """
     needed = 96 + 64
     arguments = json.dumps([str(several), [needed - 1, needed + 4], {}])
-    done = subprocess.run([sys.executable, "-c", VIRTUAL, arguments], capture_output=True, text=True, check=False)
+    done = fresh_process.run(VIRTUAL, arguments)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [True, "loaded"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,10 @@ import pytest
 import torch
 
 import sluice
+from support import fresh_process
 from support.distributed import chunks, write
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 MIB = 1 << 20
 
@@ -36,7 +37,7 @@ print(json.dumps([meter.peaks.total_bytes, report.predicted.total_bytes, report.
 def load(path: Path, shapes: list[tuple[int, ...]], limit: int, **options: Any) -> tuple[int, int, int, dict[str, int]]:
     """Load a list of parameters in a fresh process that fails above ``limit`` bytes of growth."""
     arguments = json.dumps([str(path), shapes, options, limit])
-    done = subprocess.run([sys.executable, "-c", LOAD, arguments], capture_output=True, text=True, check=False)
+    done = fresh_process.run(LOAD, arguments)
     assert done.returncode == 0, done.stderr
     measured: tuple[int, int, int, dict[str, int]] = tuple(json.loads(done.stdout))
     return measured

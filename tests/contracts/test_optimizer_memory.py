@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from support import fresh_process
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 MIB = 1 << 20
 COUNT, SHAPE = 8, (2048, 1024)
@@ -66,7 +68,7 @@ def test_growth_is_the_finished_state_and_staging(run: Path, dtype: str, device:
     final = tensors * one
     contract = final + 16 * MIB + (tensors + COUNT) * 2048 + tensors * 8192 + 32 * MIB
     arguments = json.dumps([str(run), dtype, device, whole, contract, COUNT, SHAPE])
-    done = subprocess.run([sys.executable, "-c", RESUME, arguments], capture_output=True, text=True, check=False)
+    done = fresh_process.run(RESUME, arguments)
     assert done.returncode == 0, done.stderr
     grown, predicted, measured = json.loads(done.stdout)
     assert grown >= 0.99 * final

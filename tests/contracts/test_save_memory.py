@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support import fresh_process
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 CODE = """
 import sys, torch, sluice
 from sluice.testing import assert_peak
 path, kind = sys.argv[1:]
 if "many" in kind:
-    state = {f"w{i}": torch.randn(1024, 4096) for i in range(12)}  # 192 MiB
-    state["transposed"] = torch.randn(4096, 1024).t()
+    state = {f"w{i}": torch.ones(1024, 4096) for i in range(12)}  # 192 MiB
+    state["transposed"] = torch.ones(4096, 1024).t()
 elif "strided" in kind:
-    whole = torch.randn(4096, 12288)
+    whole = torch.ones(4096, 12288)
     permuted = whole.view(64, 64, 12288).permute(2, 0, 1)
     state = {"turned": whole.t(), "every second": whole[::2, 1::2], "permuted": permuted}
     if path.endswith(".pt"):  # where views share what they need of a storage
-        state = {"turned": whole.t(), "conjugate": torch.randn(1024, 12288, dtype=torch.complex64).conj()}
+        state = {"turned": whole.t(), "conjugate": torch.ones(1024, 12288, dtype=torch.complex64).conj()}
 else:
-    state = {"huge": torch.randn(12, 4096, 1024)}
+    state = {"huge": torch.ones(12, 4096, 1024)}
 dtype = torch.bfloat16 if "cast" in kind else None
 sluice.save({"w": torch.ones(9, 9).t()}, path + ".warm.pt", dtype=torch.float16)  # imports
 with assert_peak((16 + 32) << 20):
@@ -49,7 +51,5 @@ with assert_peak((16 + 32) << 20):
     ],
 )
 def test_a_save_stays_within_its_buffer(tmp_path: Path, name: str, kind: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(tmp_path / name), kind], capture_output=True, text=True, check=False
-    )
+    done = fresh_process.run(CODE, tmp_path / name, kind)
     assert done.returncode == 0, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import sluice
 from sluice.testing import assert_peak
+from support import fresh_process
 from support.hf_architectures import CASES, Case
 from support.hf_comparing import assert_same
 
@@ -45,9 +45,11 @@ def _edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -
     save_file({name: tensor.clone() for name, tensor in state.items()}, file)
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_importing_it_imports_no_transformers() -> None:
     code = "import sys, sluice; sluice.hf.from_pretrained; assert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = fresh_process.run(code)
+    assert done.returncode == 0, done.stderr
 
 
 # Which class, which dtype

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 import sluice
+from support import fresh_process
 from support.oracles import bits
 
 
@@ -133,9 +133,10 @@ compiled(x).sum().backward()
 """
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_it_compiles(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", _COMPILED, str(tmp_path / "f.pth")]
-    subprocess.run(command, check=True)
+    done = fresh_process.run(_COMPILED, tmp_path / "f.pth")
+    assert done.returncode == 0, done.stderr
 
 
 def resident_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 import sluice
+from support import fresh_process
 
 
 def net() -> nn.Module:
@@ -110,9 +110,9 @@ for k in (1, 2, 4):
 """
 
 
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit")])
 def test_signals_reach_the_caller_with_every_thread_joined(number: int, name: str, file: Path) -> None:
-    command = [sys.executable, "-c", _SIGNALLED, str(file), str(int(number))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = fresh_process.run(_SIGNALLED, file, int(number))
     assert done.stdout.splitlines() == [name] * 6, done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import subprocess
 import sys
 import threading
 import weakref
@@ -17,6 +16,7 @@ from torch.nn.utils import prune
 
 from sluice.modules import empty_init as _empty_init
 from sluice.modules.empty_init import empty_init
+from support import fresh_process
 
 
 class Causal(nn.Module):
@@ -275,11 +275,12 @@ print(status("VmHWM") - before, status("VmRSS") - before, int("torch._dynamo" in
 """
 
 
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_building_costs_little_memory_and_imports_no_compiler() -> None:
-    command = [sys.executable, "-c", _BUILD_AND_MEASURE]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    peak, kept, compiler = map(int, output.split())
+    done = fresh_process.run(_BUILD_AND_MEASURE)
+    assert done.returncode == 0, done.stderr
+    peak, kept, compiler = map(int, done.stdout.split())
     mask = 4 << 20
     assert kept < 4 * mask  # 48 masks and twice that in holes of the heap without care
     assert peak < 24 * mask

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from support import fresh_process
 
 MIB = 1 << 20
 WIDTH, BLOCKS, ROWS = 1536, 4, 6000
@@ -17,6 +17,7 @@ LOAD = """
 import sys, torch, sluice
 from sluice import rules
 from sluice.testing import assert_peak
+from support import fresh_process
 
 path, width, blocks, rows, limit = sys.argv[1], *map(int, sys.argv[2:])
 names = [f"{i}_{part}" for i in range(blocks) for part in "qkv"]
@@ -50,12 +51,13 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_a_fused_split_with_a_cast_stays_within_the_contract_and_reads_once(fused: Path) -> None:
     tensors = 3 * BLOCKS + 1
     final = 2 * WIDTH * (3 * BLOCKS * WIDTH + ROWS + 100)
     contract = final + 16 * MIB + tensors * (2048 + 8192) + 32 * MIB
-    arguments = map(str, (fused, WIDTH, BLOCKS, ROWS, contract))
-    done = subprocess.run([sys.executable, "-c", LOAD, *arguments], capture_output=True, text=True, check=False)
+    arguments = (fused, WIDTH, BLOCKS, ROWS, contract)
+    done = fresh_process.run(LOAD, *arguments)
     assert done.returncode == 0, done.stderr
     grown, read = map(int, done.stdout.split())
     assert grown >= 0.99 * final

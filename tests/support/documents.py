@@ -197,6 +197,7 @@ def session(directory: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
         patch.chdir(directory)
         patch.setattr(sys, "path", [str(directory), *sys.path])
+        patch.setattr(sys, "dont_write_bytecode", True)  # pages count the files of the directory
         try:
             yield
         finally:

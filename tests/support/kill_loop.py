@@ -1,4 +1,4 @@
-"""Kills saves and conversions and looks at what they leave. Run as a script: VERB START KILLS DIRECTORY MODE...
+"""Kills saves and conversions and looks at what they leave: ``main(VERB, START, KILLS, DIRECTORY, [MODE, ...])``.
 
 VERB is ``save`` or ``convert``, from a torch file. START is ``over`` (each replaces the one before it) or ``new`` (each
 finds nothing, or what a killed one left). KILLS is how many die at random moments, or ``every``: one before each call
@@ -13,7 +13,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 import sluice
 from sluice import _options as options
 from sluice.writing.durable import direct as _direct
+from support.contents import once_per_content
 from support.system_calls import SystemCalls
 
 _TENSORS = 6
@@ -96,9 +96,14 @@ def generation(path: Path) -> int | None:
     if not path.exists() or (path.is_dir() and not any(not name.startswith(".") for name in os.listdir(path))):
         return None
     try:
-        loaded = sluice.load_state_dict(path)
+        return _generation_of_files(path)
     except sluice.IncompleteCheckpointError:  # some shards have their names, and the index has not
         return None
+
+
+@once_per_content
+def _generation_of_files(path: Path) -> int:
+    loaded = sluice.load_state_dict(path)
     assert len(loaded) == _TENSORS, sorted(loaded)
     values = {int(tensor.unique().item()) for tensor in loaded.values()}
     numbers = {value // 10 for value in values}
@@ -169,7 +174,7 @@ def before_every_call(job: Job) -> tuple[int, int]:
     """Return how many were killed, each before another call of the operating system, and how many had taken effect."""
     died = effective = 0
     old = 1 if job.overwrite else None
-    for number in itertools.count(2, step=2):
+    for number in itertools.cycle(range(2, 12, 2)):  # few, so that what was loaded before need not be loaded again
         calls = SystemCalls(died + 1, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         was_killed = forked(watching(calls, job.prepare(number)), seconds=None)
         found = generation(job.path)
@@ -203,7 +208,3 @@ def main(verb: str, start: str, kills: str, directory: Path, names: list[str]) -
             job.clear()
         died, effective = before_every_call(job) if kills == "every" else at_random_moments(job, int(kills))
         print(f"{verb} {name}, {start}: {died} kills, {effective} of them after it had taken effect", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], Path(sys.argv[4]), sys.argv[5:])

@@ -17,7 +17,11 @@ from sluice.benchmark.records import PARAMETERS, PTH, SAFETENSORS, SHARDS, TENSO
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
     """Return the tiny model's checkpoint of each kind that a method reads."""
-    folder = tmp_path_factory.mktemp("checkpoints")
+    return write_checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+def write_checkpoints(folder: Path) -> dict[Kind, Path]:
+    """Write the tiny model's checkpoint of each kind that a method reads."""
     made = {kind: folder / f"tiny{kind}" for kind in (PTH, SAFETENSORS)}
     made |= {PARAMETERS: folder / "parameters", SHARDS: folder / "shards"}
     make_checkpoint(made[PTH], "tiny", torch.float32, "torch")

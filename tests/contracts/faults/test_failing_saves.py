@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import sluice
+from support.contents import once_per_content
 from support.direct_writes import forced_direct_writes
 from support.leaks import open_files
 from support.system_calls import SystemCalls, failing
@@ -55,8 +57,11 @@ def save(mode: Mode, path: Path, number: int, *, overwrite: bool) -> None:
 
 def generation(path: Path) -> int | None:
     """Return which save is there, all of it, or None for none."""
-    if not path.exists():
-        return None
+    return generation_of_files(path) if path.exists() else None
+
+
+@once_per_content
+def generation_of_files(path: Path) -> int:
     loaded = sluice.load_state_dict(path)
     assert set(loaded) | {"c"} == set(state(0))  # safetensors holds a tied tensor once
     numbers = {int(value) for tensor in loaded.values() for value in tensor.flatten().tolist()}
@@ -68,16 +73,16 @@ def names(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-def prepare(place: Path, mode: Mode, start: str) -> Path:
-    """Return the path to save to: nothing, a checkpoint, or a link to one that lies elsewhere."""
+def prepare(place: Path, mode: Mode, start: str) -> None:
+    """Make the path to save to: nothing, a checkpoint, or a link to one that lies elsewhere."""
     path = place / mode.name
+    place.mkdir()
     if start == "link":
         (place / "elsewhere").mkdir()
         save(mode, place / "elsewhere" / mode.name, 1, overwrite=True)
         path.symlink_to(Path("elsewhere") / mode.name)
     elif start == "over":
         save(mode, path, 1, overwrite=True)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -88,17 +93,20 @@ def prepare(place: Path, mode: Mode, start: str) -> Path:
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_every_call_that_fails(mode: Mode, start: str, error: int) -> None:
     stopped: list[str] = []
-    while not stopped or stopped[-1]:
-        at = len(stopped) + 1
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as place:
-            stopped.append(one_failure(Path(place), mode, start, at, error))
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+        prepared, place = Path(directory, "prepared"), Path(directory, "place")
+        prepare(prepared, mode, start)
+        while not stopped or stopped[-1]:
+            shutil.copytree(prepared, place, symlinks=True)
+            stopped.append(one_failure(place, mode, start, len(stopped) + 1, error))
+            shutil.rmtree(place)
     assert {"open", "posix_fallocate", "pwrite", "ftruncate", "fsync", "flock"} <= set(stopped)
     assert {"replace", "link", "exchange", "rename"} & set(stopped)
 
 
 def one_failure(place: Path, mode: Mode, start: str, at: int, error: int) -> str:
     """Save with one failing call and return its name; empty when there were fewer calls."""
-    path = prepare(place, mode, start)
+    path = place / mode.name
     before, files = names(place), open_files()
     calls = SystemCalls(at, failing(error))
     problem = ""

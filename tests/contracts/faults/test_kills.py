@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support import fresh_process
+
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 
 @pytest.fixture
@@ -26,16 +28,18 @@ DIRECTORIES = ("huggingface", "sharded", "per-parameter")
 EVERY = FILES + DIRECTORIES
 
 
+KILL = """
+import sys
+from pathlib import Path
+from support.kill_loop import main
+verb, start, kills, directory, *modes = sys.argv[1:]
+main(verb, start, kills, Path(directory), modes)
+"""
+
+
 def run(verb: str, start: str, kills: str, place: Path, modes: tuple[str, ...]) -> list[int]:
     """Return how many were killed in each mode."""
-    script = Path(__file__).parents[2] / "support" / "kill_loop.py"
-    done = subprocess.run(
-        [sys.executable, str(script), verb, start, kills, str(place), *modes],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parent.parent), *sys.path])},
-    )
+    done = fresh_process.run(KILL, verb, start, kills, place, *modes)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     return [int(count) for count in re.findall(r": (\d+) kills", done.stdout)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and their effects are Linux's")
+from support import fresh_process
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and their effects are Linux's"),
+    pytest.mark.usefixtures("fresh_processes"),
+]
 
 MIB = 1 << 20
 
@@ -74,9 +78,7 @@ def load(file: Path, limits: dict[str, Any], **options: Any) -> tuple[list[str],
     final = FILE_BYTES // 2 if "dtype" in options else FILE_BYTES
     limits.setdefault("growth", final + (64 + 32) * MIB)
     arguments = json.dumps([str(file), COUNT, WIDTH, options, limits])
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, arguments], capture_output=True, text=True, check=False, timeout=100
-    )
+    done = fresh_process.run(LOAD, arguments, timeout=100)
     assert done.returncode == 0, done.stderr
     threads, reads, grown = json.loads(done.stdout)
     return threads, reads, grown

@@ -283,7 +283,7 @@ def test_pickles_longer_than_any_window(protocol: int) -> None:
     value = {
         "text": "x" * 3_000_000,
         "data": b"y" * 2_500_000,
-        **{f"w{number}": torch.tensor([number]) for number in range(20_000)},
+        **{f"w{number}": torch.tensor([number]) for number in range(12_000)},
     }
     content = saved(value, protocol)
     assert same(loaded(MemorySource(content), index_of(content)), value)

@@ -1,0 +1,32 @@
+"""What a checkpoint holds, read once for each content: loops over faults look at the same bytes again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+#: Digest of each file by its path below the checkpoint.
+_Contents: TypeAlias = frozenset[tuple[str, bytes]]
+
+
+def _contents(path: Path) -> _Contents:
+    """Return digests of a checkpoint's files, hidden ones included; a link to a checkpoint is followed."""
+    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return frozenset((str(each.relative_to(path)), blake2b(each.read_bytes()).digest()) for each in files)
+
+
+def once_per_content(read: Callable[[Path], T]) -> Callable[[Path], T]:
+    """Return ``read``, which is not called again for files whose names and bytes it has read without an error."""
+    known: dict[tuple[str, _Contents], T] = {}
+
+    def remembered(path: Path) -> T:
+        key = path.name, _contents(path)
+        if key not in known:
+            known[key] = read(path)
+        return known[key]
+
+    return remembered
