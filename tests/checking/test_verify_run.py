@@ -233,13 +233,13 @@ def test_a_tensor_that_the_index_names_and_no_shard_has_is_a_problem(tmp_path: P
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (coo([[0, 4], [0, 4]], (4, 5)), "index of dimension 0 of a sparse tensor points outside it"),
-        (coo([[0, 3], [-1, 4]], (4, 5)), "index of dimension 1 of a sparse tensor points outside it"),
-        (coo([[1, 0], [0, 0]], (4, 5), coalesced=True), "not in order, or not distinct"),
+        (coo([[0, 4], [0, 4]], (4, 5)), "index of dimension 0 of a sparse tensor is out of range"),
+        (coo([[0, 3], [-1, 4]], (4, 5)), "index of dimension 1 of a sparse tensor is out of range"),
+        (coo([[1, 0], [0, 0]], (4, 5), coalesced=True), "not sorted or not distinct"),
         (compressed("sparse_csr", [0, 1, 1, 2], [2, 0, 3], (3, 4)), "do not run from 0"),
         (compressed("sparse_csc", [0, 2, 1, 3], [2, 3, 3], (4, 3)), "compressed indices of a sparse tensor are not"),
         (compressed("sparse_bsr", [0, 1, 1, 3], [2, 0, 4], (3, 4)), "plain index of a sparse tensor points outside"),
-        (compressed("sparse_bsc", [0, 1, 1, 3], [2, 3, 3], (4, 3)), "not in order in a row, or not distinct"),
+        (compressed("sparse_bsc", [0, 1, 1, 3], [2, 3, 3], (4, 3)), "not sorted in a row or not distinct"),
     ],
 )
 def test_sparse_indices_that_lie(

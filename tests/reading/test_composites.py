@@ -219,7 +219,7 @@ def test_coo_indices_in_no_dimension() -> None:
 @pytest.mark.parametrize("indices", [[[1, 0], [0, 0]], [[1, 1], [2, 2]], [[0, 0], [3, 2]]])
 def test_coalesced_tensors_that_are_not(indices: list[list[int]]) -> None:
     assert not sluice.load_state_dict(io.BytesIO(coo(indices, (4, 5))))["w"].is_coalesced()
-    refused(coo(indices, (4, 5), coalesced=True), "not in order, or not distinct")
+    refused(coo(indices, (4, 5), coalesced=True), "not sorted or not distinct")
 
 
 def test_order_is_checked_across_pieces() -> None:
@@ -252,5 +252,5 @@ def test_compressed_indices_that_lie(layout: str) -> None:
     refuse([0, 2**40, 1, 3], [2, 0, 3], "not in order", (3, 2**50))  # torch would follow this one out of its memory
     refuse([0, 1, 1, 3], [2, 0, 4], "plain index of a sparse tensor points outside")
     refuse([0, 1, 1, 3], [-1, 0, 3], "plain index of a sparse tensor points outside")
-    refuse([0, 1, 1, 3], [2, 3, 0], "plain indices of a sparse tensor are not in order in a row")
-    refuse([0, 1, 1, 3], [2, 3, 3], "plain indices of a sparse tensor are not in order in a row")
+    refuse([0, 1, 1, 3], [2, 3, 0], "plain indices of a sparse tensor are not sorted in a row")
+    refuse([0, 1, 1, 3], [2, 3, 3], "plain indices of a sparse tensor are not sorted in a row")

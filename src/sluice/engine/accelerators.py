@@ -1,12 +1,12 @@
-"""The one place that talks to accelerators: allocation, page-locked staging, asynchronous copies.
+"""Accelerators: allocation, page-locked staging and asynchronous copies.
 
-``Accelerator`` is all that the engine needs of a device. ``CudaAccelerator`` copies on a stream of its own out of
-page-locked staging; ``BlockingAccelerator`` does the same with plain copies on any device that torch knows (mps, xpu,
-npu); tests have one that copies late and in any order.
+``Accelerator`` is the engine's interface to a device. ``CudaAccelerator`` copies from page-locked staging on a side
+stream. ``BlockingAccelerator`` uses plain copies on any device that torch supports (mps, xpu, npu). Tests use
+``sluice.testing.FakeAccelerator``, which copies late and in any order.
 
-A copy may read its source until the ticket of a later ``mark`` has fired. A source is a run of bytes and the strided
-view that is wanted of it: casts and views are made on the device, out of a scratch the size of one staging buffer, so
-that the bus carries the file's bytes once and the host does nothing but read.
+A copy may read its source until the ticket of a later ``mark`` has fired. The source is a run of bytes with a strided
+view: casts and views are made on the device, from a scratch buffer the size of one staging buffer. The bus carries the
+bytes of the file once, and the host only reads.
 """
 
 from __future__ import annotations
@@ -50,45 +50,45 @@ class Accelerator(Protocol):
         ...
 
     def reserve(self, nbytes: int) -> None:
-        """Let the allocator keep one free block of ``nbytes`` for the allocations that follow; no more than a hint."""
+        """Let the allocator cache one free block of ``nbytes`` for the allocations that follow. This is a hint."""
         ...
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised memory of one dimension.
+        """Return uninitialised one-dimensional memory.
 
         Raises:
-            BudgetError: The device has no room; it carries the allocator's figures.
+            BudgetError: The device is out of memory; the message has the allocator's figures.
         """
         ...
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
-        """Start to copy ``source`` to ``target``, multiplied by its factors, then cast where the dtypes differ."""
+        """Start to copy ``source`` to ``target``, computed by its function and cast if the dtypes differ."""
         ...
 
     def mark(self) -> Ticket | None:
-        """Return a ticket for the copies started so far, or None when they have read their sources already."""
+        """Return a ticket for the copies started so far, or None if they have already read their sources."""
         ...
 
     def finish(self) -> None:
-        """Return once all copies are done and what the caller starts next sees them."""
+        """Return once all copies are done and visible to the work that the caller starts next."""
         ...
 
     def release(self) -> None:
-        """Give back what the allocator caches: a load that failed leaves the device as it found it."""
+        """Empty the allocator's cache, after a load that failed."""
         ...
 
 
 class BlockingAccelerator:
-    """Any device, by copies that return when they are done."""
+    """Any device, with copies that return when they are done."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
 
     def begin(self, scratch_bytes: int) -> None:
-        """Do nothing: each copy brings what it needs."""
+        """Do nothing: copies allocate what they need."""
 
     def reserve(self, nbytes: int) -> None:
-        """Do nothing: the allocator's habits are not known."""
+        """Do nothing: the behavior of the allocator is unknown."""
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return _allocate(self._device, count, dtype)
@@ -106,17 +106,17 @@ class BlockingAccelerator:
         torch.accelerator.synchronize(self._device)
 
     def release(self) -> None:
-        """Do nothing: the allocator's habits are not known."""
+        """Do nothing: the behavior of the allocator is unknown."""
 
 
 class CudaAccelerator:
-    """One CUDA device: copies on a stream of its own."""
+    """One CUDA device, with copies on a side stream."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
         self._callers = torch.cuda.current_stream(self._device)
         self._stream = _side_stream(self._device)
-        # What the caller has queued may still read from tensors that are about to be filled in place.
+        # Kernels that the caller has queued may still read tensors that are about to be filled in place.
         self._stream.wait_stream(self._callers)
         self._scratch_bytes = 0
         self._scratch: torch.Tensor | None = None
@@ -128,22 +128,22 @@ class CudaAccelerator:
     def reserve(self, nbytes: int) -> None:
         with self._on(self._callers):
             if 0 < torch.cuda.memory_stats(self._device).get("max_split_size", 0) < nbytes:
-                return  # the user forbids to cut blocks of this size: it could serve no tensor
+                return  # blocks of this size must not be split, so that it could not hold the tensors
             try:
                 torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             except torch.OutOfMemoryError:
-                return  # each tensor by itself may still find room in what is cached
+                return  # single tensors may still fit into cached blocks
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        # On the caller's stream: the memory is theirs once the load has finished. Its last user may be a kernel that is
-        # still queued there, from any thread, and the copies have to come after that.
+        # On the caller's stream, which owns the memory after the load. A kernel that is still queued there may be the
+        # last user of the memory, so that the copies must wait for it.
         with self._lock, self._on(self._callers):
             memory = _allocate(self._device, count, dtype)
             self._stream.wait_stream(self._callers)
             return memory
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
-        with self._lock, self._on(self._stream):  # one at a time, so that the scratch is used in stream order
+        with self._lock, self._on(self._stream):  # one copy at a time: the scratch is used in stream order
             same = (target.dtype, target.stride()) == (source.dtype, source.stride) and target.is_contiguous()
             if same and not source.computed:
                 _bytes_of(target).copy_(source.raw, non_blocking=True)
@@ -163,14 +163,14 @@ class CudaAccelerator:
 
     def mark(self) -> Ticket:
         with torch.cuda.device(self._device):
-            # Blocking: readers that wait must leave the cores to those that cast.
+            # Blocking, so that waiting readers leave the cores to threads that cast.
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._stream)
             return _CudaTicket(event)
 
     def finish(self) -> None:
         try:
-            # On the host, not only on the caller's stream: staging goes away next.
+            # On the host, not only on the caller's stream: staging is freed next.
             self._stream.synchronize()
         finally:
             self._scratch = None
@@ -181,15 +181,15 @@ class CudaAccelerator:
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        # The device first: leaving a stream sets the device that was current before, and a thread that never chose one
-        # would get a context on device 0.
+        # The device first: leaving a stream context restores the previous device, and a thread that never selected one
+        # would create a context on device 0.
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for copies to a device: one for the process, since the allocator caches scratch by stream."""
+    """Return the side stream of a device: one per process, because the allocator caches scratch memory by stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -202,7 +202,7 @@ class _CudaTicket:
 
 
 def accelerator(device: str) -> Accelerator:
-    """Return the accelerator of a device, as torch writes it with its index: ``"cuda:0"``."""
+    """Return the accelerator for a device name with its index, such as ``"cuda:0"``."""
     if _is_cuda(device):
         return CudaAccelerator(device)
     return BlockingAccelerator(device)
@@ -210,9 +210,9 @@ def accelerator(device: str) -> Accelerator:
 
 @contextmanager
 def page_locked(memory: HostMemory, devices: Iterable[str]) -> Iterator[None]:
-    """Page-lock staging for the length of the block, once for all CUDA devices, so that they copy without the host.
+    """Page-lock staging during the ``with`` block, for all CUDA devices, so that they copy without the host.
 
-    Where the driver refuses, copies are slower and nothing else changes.
+    If the driver refuses, copies are slower and nothing else changes.
     """
     cuda = [device for device in devices if _is_cuda(device)]
     if not cuda:
@@ -233,24 +233,24 @@ def page_locked(memory: HostMemory, devices: Iterable[str]) -> Iterator[None]:
 
 
 def _forget_last_error() -> None:
-    """Clear the CUDA runtime's error, which the caller's next kernel would raise: a checked failure does that."""
+    """Clear the error of the CUDA runtime, which the next kernel would report; a checked failure clears it."""
     with suppress(RuntimeError):
         torch.cuda.set_device(torch.cuda.device_count())
 
 
 def accelerators() -> tuple[str, ...]:
-    """Return every accelerator that torch can use here, in its order."""
+    """Return the names of all available accelerators, in torch's order."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return () if kind is None else tuple(f"{kind.type}:{i}" for i in range(torch.accelerator.device_count()))
 
 
 def device_facts(device: str) -> DeviceFacts:
-    """Return what a device says of its memory."""
+    """Return the memory figures of a device."""
     if not _is_cuda(device):
         return DeviceFacts(device=device)
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
-    # A process may have promised to take only a part of the device; torch can be asked for it since 2.10.
+    # A process may be limited to a fraction of the device; torch reports it since 2.10.
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     allowed = max(0, int(fraction * total) - reserved)
     cached = reserved - torch.cuda.memory_allocated(device)
@@ -258,7 +258,7 @@ def device_facts(device: str) -> DeviceFacts:
 
 
 def allocator_bytes(device: str) -> tuple[int, int] | None:
-    """Return what torch's allocator has allocated and reserved of a device, or None where it does not say."""
+    """Return the bytes that torch's allocator has allocated and reserved on a device; None if unknown."""
     if not _is_cuda(device):
         return None
     return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -273,7 +273,7 @@ def _allocate(device: torch.device, count: int, dtype: torch.dtype) -> torch.Ten
         return torch.empty(count, dtype=dtype, device=device)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
-            raise  # some devices say it with a plain RuntimeError
+            raise  # some devices report it as a plain RuntimeError
         facts = device_facts(str(device))
         free = "unknown" if facts.free_bytes is None else format_bytes(facts.free_bytes)
         raise BudgetError(
@@ -283,5 +283,5 @@ def _allocate(device: torch.device, count: int, dtype: torch.dtype) -> torch.Ten
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as one dimension of bytes; ``view`` cannot, of a tensor without dimensions."""
+    """Return a contiguous tensor as one dimension of bytes. ``view`` alone does not accept a scalar."""
     return tensor.view(-1).view(torch.uint8)

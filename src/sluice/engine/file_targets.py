@@ -1,7 +1,7 @@
-"""Targets that are parts of files under construction: what the engine reads is written on, cast where it has to be.
+"""Targets that are parts of output files: what the engine reads is written, cast if needed.
 
-Bytes that the file wants as they are go from the staging buffer to the system; no tensor is made of them. The rest
-goes through a small scratch in the order of the target, which is written run by run.
+Bytes that do not change are written directly from the staging buffer. Other elements go through a small scratch buffer
+in the order of the target, and each contiguous run is written from there.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["FileTargets"]
 
 
 class FileTargets:
-    """The targets of one plan, each a part of a file; see ``TargetMemory``."""
+    """The targets of one plan, each a part of an output file; see ``TargetMemory``."""
 
     def __init__(self, plan: LoadPlan, write: Callable[[int, int, memoryview], None]) -> None:
         """Write nothing yet.
 
         Args:
             plan: From ``plan_stream``.
-            write: Writes a piece of a target: its position, where the piece begins in it, in bytes, and the bytes.
-                Called from any thread, for each byte once.
+            write: Called as ``write(position, offset, data)`` to write a piece of a target, with the byte offset in it.
+                Called from any thread, once for each byte.
         """
         self._plan = plan
         self._write_piece = write
@@ -46,18 +46,18 @@ class FileTargets:
         self.written = 0
 
     def map_files(self, sources: Sequence[Source]) -> None:
-        """Do nothing: nothing is mapped."""
+        """Do nothing: output files are not mapped."""
 
-    def begin(self, staging: StagingPool) -> None:  # noqa: ARG002  (accelerators would lock it)
-        """Write what no file fills."""
+    def begin(self, staging: StagingPool) -> None:  # noqa: ARG002  (only accelerators use it)
+        """Write the constants, which are not read from any file."""
         with torch.inference_mode(mode=False), torch.no_grad():
             for position, target in enumerate(self._plan.targets):
                 for constant in target.constants:
                     self._write_constant(position, constant)
 
     def window(self, position: int, offset: int, nbytes: int) -> memoryview:
-        """Refuse: a file is no memory."""
-        raise NotImplementedError(f"target {position} is no memory")
+        """Refuse: an output file is not memory."""
+        raise NotImplementedError(f"target {position} is not memory")
 
     def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
         """Write strided boxes of a staging buffer to their targets."""
@@ -69,10 +69,10 @@ class FileTargets:
             self._write_copy(copy, buffer, first)
 
     def complete(self, position: int) -> None:
-        """Do nothing: parts of files have no finishers."""
+        """Do nothing: output files have no finishers."""
 
     def finish(self) -> None:
-        """Do nothing: writes have ended when they return."""
+        """Do nothing: writes are complete when they return."""
 
     def _write_copy(self, copy: Copy, buffer: StagingBuffer, first: int) -> None:
         if self._is_verbatim(copy):
@@ -130,11 +130,11 @@ class FileTargets:
 
 
 def _runs(shape: tuple[int, ...], stride: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """Yield first element, place and length, in elements, of what lies together in the target.
+    """Yield ``(first element, position in the target, length)`` of each contiguous run, in elements.
 
     Args:
         shape: Sizes of a row-major box, in elements.
-        stride: Its steps in the target; those behind the last ones that are row-major are not.
+        stride: Its steps in the target, in elements.
     """
     length, outer = 1, len(shape)
     while outer and (shape[outer - 1] == 1 or stride[outer - 1] == length):

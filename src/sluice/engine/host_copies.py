@@ -22,7 +22,7 @@ from sluice.records import Constant, Copy, Elements
 
 __all__ = ["BITS", "StridedBytes", "constant_bytes", "copy_in_pieces", "copy_in_thread", "staged_bytes"]
 
-#: The dtype in which elements of so many bytes are copied if nothing is computed.
+#: By item size in bytes: the dtype in which elements are copied if nothing is computed.
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -38,7 +38,7 @@ class StridedBytes:
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
-    #: What is computed with the elements; None copies or casts them.
+    #: The computation with the elements; None copies or casts them.
     elements: Elements | None = None
     #: The function that computes it.
     function: RowFunction = cast
@@ -167,7 +167,7 @@ def _moved(target: torch.Tensor, source: StridedBytes) -> Iterator[tuple[torch.T
     whole = Piece(0, nbytes, shape, step, target_step, int(target.storage_offset()))
     scratch = torch.empty(min(nbytes, options.MOVED_BYTES), dtype=torch.uint8)
     for piece in cut(whole, source.dtype.itemsize, limit_bytes=options.MOVED_BYTES, gap_bytes=options.MOVED_BYTES):
-        # Not copy_: torch would start a pool of threads for so many bytes.
+        # Not copy_, which starts torch's threads for this many bytes.
         ctypes.memmove(scratch.data_ptr(), source.raw.data_ptr() + piece.start_byte, piece.nbytes)
         part = target.as_strided(piece.shape, piece.target_stride, piece.target_start)
         yield part, replace(source, raw=scratch[: piece.nbytes], shape=piece.shape, stride=piece.source_stride)

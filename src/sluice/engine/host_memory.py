@@ -1,8 +1,8 @@
-"""Anonymous host memory on huge pages: what targets and staging buffers are made of.
+"""Anonymous host memory on huge pages, for targets and staging buffers.
 
-A first touch of 4 KiB pages costs several times the copy that causes it; 2 MiB pages make it cheap. They need an
-address that is a multiple of 2 MiB and a madvise, and they must not cover a partial tail: the rest of the last huge
-page would count as resident.
+The first touch of 4 KiB pages takes several times as long as the copy that causes it; 2 MiB pages make it cheap. They
+need an address that is a multiple of 2 MiB and ``madvise``. They must not cover a partial tail, because the rest of the
+last huge page would count as resident.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["HostMemory"]
 
 
 class HostMemory:
-    """Zeroed private memory, given back when the last object that views it dies.
+    """Zeroed private memory, freed when the last object that views it is deleted.
 
     Attributes:
         mapping: The mapping, for ``torch.frombuffer``.
@@ -32,7 +32,7 @@ class HostMemory:
         """Map at least ``nbytes``; only pages that are touched become resident.
 
         Raises:
-            BudgetError: The operating system refuses the mapping.
+            BudgetError: The operating system refused the mapping.
         """
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
         huge = huge_pages and self.nbytes >= options.HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
@@ -40,11 +40,11 @@ class HostMemory:
             self.mapping = _map(self.nbytes)
             self.start = 0
             return
-        # Since Linux 6.7 a mapping whose length is a multiple of 2 MiB is aligned to it; older kernels need room.
+        # Linux 6.7 and later align a mapping whose length is a multiple of 2 MiB; older kernels need a margin.
         self.mapping = _map(round_up(self.nbytes, options.HUGE_PAGE_BYTES))
         self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
         if self.start:
-            del self.mapping  # before the next is made: a limit on virtual memory would count both
+            del self.mapping  # first, because a limit on virtual memory would count both
             self.mapping = _map(self.nbytes + options.HUGE_PAGE_BYTES)
             self.start = -_address(self.mapping) % options.HUGE_PAGE_BYTES
         whole = round_down(self.nbytes, options.HUGE_PAGE_BYTES)
@@ -63,7 +63,7 @@ def _map(nbytes: int) -> mmap.mmap:
             return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return mmap.mmap(-1, nbytes)
     except OSError as error:
-        raise BudgetError(f"the operating system refuses memory: {error}", found=f"{nbytes} bytes") from error
+        raise BudgetError(f"the operating system refused memory: {error}", found=f"{nbytes} bytes") from error
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -69,7 +69,7 @@ class TargetMemory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What running a plan took."""
+    """The time and the reads that a plan took."""
 
     #: Seconds from the start of the plan to its last copy.
     seconds: float
@@ -190,7 +190,7 @@ class Session:
             self._staging = None
 
     def close(self) -> None:
-        """Stop and join the threads, whatever happens, and finish the targets of plans that were not waited for."""
+        """Stop and join the threads, and finish the targets of plans that were not waited for. Interrupts are raised after."""
         self.ended = True
         try:
             self._plans.put(None)
@@ -202,7 +202,7 @@ class Session:
                 self._filled.put(None)
                 join_threads(self._copiers)
             finally:
-                with ExitStack() as stack:  # each is done, whatever another one raises
+                with ExitStack() as stack:  # each callback runs, even if another raises
                     stack.callback(self.release_staging)
                     running, self._running = self._running, []
                     for run in running:
@@ -232,7 +232,7 @@ class Session:
         self._plans.put(None)  # for the other readers
 
     def read_all(self, run: RunningPlan) -> None:
-        """Do the reads of a plan until none is left or one has failed."""
+        """Do the reads of a plan until all are taken or one has failed."""
         try:
             while (read := run.next_read()) is not None and not self.ended:
                 if read.into is not None:
@@ -265,7 +265,7 @@ class Session:
         self._filled.put(None)  # for the other copiers
 
     def _empty(self, filled: _Filled) -> None:
-        """Copy a buffer's content to its targets and return it, whatever happens: a reader may be waiting for it."""
+        """Copy the content of a buffer to its targets and return the buffer, also on failure: a reader may wait for it."""
         read, run = filled.done.read, filled.run
         try:
             if self.ended:
@@ -351,7 +351,7 @@ class RunningPlan:
                 self._permits.put(None)
 
     def next_read(self) -> Read | None:
-        """Wait until the plan allows one more read, and take the next in file order; None if none is left."""
+        """Wait until the plan allows one more read, and take the next in file order; None if all are taken."""
         if self._permits is not None and self.has_reader:
             self._permits.get()
         with self._take:
@@ -388,7 +388,7 @@ class RunningPlan:
         return RunResult(seconds=time.perf_counter() - self._started, read_bytes=read_bytes, stepped_down=stepped_down)
 
     def abandon(self) -> None:
-        """Finish the targets after the session's threads have ended; whoever waits for the plan gets an error."""
+        """Finish the targets after the session's threads have ended; ``wait`` raises ``SessionEndedError``."""
         self.results.put(SessionEndedError("the session ended before this plan was run"))
         self.targets.finish()
 

@@ -41,7 +41,7 @@ class Targets:
         kernels: Mapping[str, RowFunction] | None = None,
         finishers: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
     ) -> None:
-        """Allocate nothing yet.
+        """Prepare targets without allocating memory.
 
         Args:
             plan: The plan; ``Block.kind == "existing"`` targets must all be in ``existing``.
@@ -79,7 +79,7 @@ class Targets:
         if position in self._existing:
             tensor = self._existing[position]
             total = self._plan.targets[position].nbytes
-            # Reads without staging are planned only for dense memory, whatever the order of its dimensions.
+            # Reads without staging are planned only for dense memory, in any order of dimensions.
             raw = (ctypes.c_char * total).from_address(tensor.data_ptr())
             return memoryview(raw).cast("B")[offset : offset + nbytes]
         memory = self._mapping(position)
@@ -87,47 +87,47 @@ class Targets:
         return memory.view()[start : start + nbytes]
 
     def map_files(self, sources: Sequence[Source]) -> None:
-        """Map the ranges of files that the plan wants mapped; their pages are loaded when they are first touched."""
+        """Map the file ranges that the plan maps; their pages are loaded when first touched."""
         for each in self._plan.mapped_ranges:
             source = sources[each.file]
             assert isinstance(source, MappableSource)  # the planner was told which are
             self._ranges.append(source.map(each.offset, each.nbytes))
 
     def begin(self, staging: StagingPool) -> None:
-        """Prepare accelerators for copies out of ``staging``; ``finish`` has to follow, whatever happens."""
+        """Prepare accelerators for copies out of ``staging``. ``finish`` must always be called afterwards."""
         staging.page_lock(lambda memory: page_locked(memory, self._accelerators))
         for device in self._plan.devices:
             link = self._accelerators[device.device]
-            self._cleanup.callback(link.finish)  # each, whatever another one raises
+            self._cleanup.callback(link.finish)  # each one, even if another raises
             link.begin(self._plan.device_scratch_bytes)
         self.reserve()
         with torch.inference_mode(mode=False), torch.no_grad():
             for position, target in enumerate(self._plan.targets):
                 if target.constants and not target.fills:
-                    self._flat(position)  # no read will ask for it
+                    self._flat(position)  # no read allocates it
 
     def reserve(self) -> None:
-        """Reserve the memory of accelerators, once: before the first tensor of the plan is allocated."""
+        """Reserve the memory of accelerators, once, before the first tensor of the plan is allocated."""
         for device in () if self._reserved else self._plan.devices:
             if device.reservation.block_bytes:
                 self._accelerators[device.device].reserve(device.reservation.block_bytes)
         self._reserved = True
 
     def finish(self) -> None:
-        """Return once every copy is done, whether the load succeeded or not; staging is the host's again."""
+        """Return once every copy is done, whether the load succeeded or not."""
         self._cleanup.close()
 
     def discard(self) -> None:
-        """Give back everything that was allocated: the load failed."""
+        """Free everything that was allocated, after a load that failed."""
         for held in (self._flats, self._mappings, self._arenas, self._ranges, self._finished):
             held.clear()
         for link in self._accelerators.values():
             link.release()
 
     def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
-        """Copy strided boxes out of a staging buffer into their targets, cast where the dtypes differ.
+        """Copy strided boxes from a staging buffer to their targets, cast if the dtypes differ.
 
-        Copies to accelerators may go on after the return: the buffer keeps their tickets.
+        Copies to accelerators may continue after the return; the buffer keeps their tickets.
 
         Args:
             read: What to copy.
@@ -142,7 +142,7 @@ class Targets:
                 swap_bytes(swap, buffer, first)
             for copy in read.copies[read.copies_before_swaps :]:
                 self._copy(copy, buffer, first, started)
-        finally:  # a copy that fails leaves those before it under way
+        finally:  # after a failure too: earlier copies are still under way
             tickets = [self._accelerators[device].mark() for device in started]
             buffer.tickets.extend(ticket for ticket in tickets if ticket is not None)
 
@@ -200,7 +200,7 @@ class Targets:
         return _with_math_bits(empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride), view)
 
     def _flat(self, position: int) -> torch.Tensor:
-        """Return the target's memory as one dimension, its constants written; a live tensor is returned as it is."""
+        """Return the memory of a target as one dimension, with its constants written; a live tensor keeps its shape."""
         with self._lock:
             if position not in self._flats:
                 known = position in self._existing

@@ -1,7 +1,7 @@
-"""Sparse and quantized tensors, put together from the dense ones that were read.
+"""Sparse and quantized tensors, assembled from the dense tensors that were read.
 
-An index that points outside its tensor makes torch read or write foreign memory, and ``torch.load`` does not look. So
-indices are checked here before torch is given them, piece by piece: no check takes memory in proportion to the tensor.
+An index outside its tensor makes torch access memory out of bounds, and ``torch.load`` does not check for it.
+Therefore indices are checked here before torch uses them, piece by piece, in a constant amount of memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from sluice._dtypes import torch_dtype
 from sluice._errors import FormatError, UnsafeContentError
-from sluice.entries import tree as _tree
+from sluice.entries import tree as trees
 from sluice.reading.sparse_indices import check_indices, pieces_of
 from sluice.records import Entry, Quantized, Request, Sparse, TorchSize, TorchText
 
@@ -25,13 +25,13 @@ __all__ = ["assemble", "component_requests", "torch_value", "with_tensors"]
 
 
 def component_requests(name: str, entry: Entry, *, device: str, dtype: str | None = None) -> list[Request]:
-    """Return the requests for what an entry is made of: itself, where it is dense.
+    """Return the requests for the components of an entry; a dense entry is its only component.
 
     Args:
         name: Its name.
         entry: The entry.
         device: Where the tensor goes.
-        dtype: Dtype of its elements; None keeps the file's. The integers of a quantized tensor keep theirs.
+        dtype: Dtype of its elements; None keeps that of the file. The integers of a quantized tensor are not cast.
     """
     composite = entry.composite
     components = entry.components
@@ -45,16 +45,16 @@ def component_requests(name: str, entry: Entry, *, device: str, dtype: str | Non
 
 
 def assemble(name: str, entry: Entry, tensors: Sequence[torch.Tensor], *, file: str) -> torch.Tensor:
-    """Return the tensor of an entry, which shares memory with those it is made of.
+    """Return the tensor of an entry. It shares memory with its components.
 
     Args:
         name: Its name, for messages.
         entry: The entry.
-        tensors: What was read for ``component_requests``.
+        tensors: The tensors read for ``component_requests``.
         file: The checkpoint, for messages.
 
     Raises:
-        FormatError: An index points outside the tensor, or they are not in the order that the layout wants.
+        FormatError: An index is outside the tensor, or indices are not in the order that the layout requires.
     """
     composite = entry.composite
     if composite is None:
@@ -69,25 +69,25 @@ def assemble(name: str, entry: Entry, tensors: Sequence[torch.Tensor], *, file: 
     except FormatError as error:
         error.file, error.tensor = file, name
         raise
-    except (RuntimeError, IndexError) as error:  # what torch itself finds, in words of its own
-        problem = f"a {composite.layout} tensor that torch refuses: {str(error).splitlines()[0]}"
+    except (RuntimeError, IndexError) as error:  # torch's own checks
+        problem = f"torch refuses this {composite.layout} tensor: {str(error).splitlines()[0]}"
         raise FormatError(problem, file=file, tensor=name) from error
 
 
 def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch.Tensor], *, file: str) -> Any:
-    """Return a copy of a tree with tensors in place of its entries: Parameters, attributes and all, as in the file.
+    """Return a copy of a tree with tensors in place of entries, with their Parameters and attributes.
 
     Args:
         tree: A part of ``Index.tree``.
-        entries: All its entries, as ``_tree.every_entry`` yields them.
-        tensors: What was read for the ``component_requests`` of each, one after the other.
+        entries: All its entries, as ``tree.every_entry`` yields them.
+        tensors: The tensors read for the ``component_requests`` of each entry, in order.
         file: The checkpoint, for messages.
 
     Raises:
         FormatError: See ``assemble``.
-        UnsafeContentError: An attribute would take the place of one of torch's own.
+        UnsafeContentError: An attribute would replace one that torch defines.
     """
-    names = {id(entry): name for name, entry in _tree.walk(tree)}
+    names = {id(entry): name for name, entry in trees.walk(tree)}
     left = iter(tensors)
     finished: dict[int, torch.Tensor] = {}
     for entry in entries:
@@ -96,11 +96,11 @@ def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch
         finished[id(entry)] = _as_in_file(tensor, entry)
     for entry in entries:
         _set_attributes(entry, finished, file)
-    return _tree.map_leaves(tree, lambda entry: finished[id(entry)], plain=torch_value)
+    return trees.map_leaves(tree, lambda entry: finished[id(entry)], plain=torch_value)
 
 
 def torch_value(value: Any) -> Any:
-    """Return what torch has for a value that an index holds without it; any other value, and unknown text, as it is."""
+    """Return the torch object for a value that an index holds as text; other values are returned unchanged."""
     kind = type(value)
     if kind is TorchSize:
         return torch.Size(value)
@@ -113,7 +113,7 @@ def torch_value(value: Any) -> Any:
         return found
     try:
         return torch.device(value)
-    except RuntimeError:  # a device or a layout that this torch does not know
+    except RuntimeError:  # a device or layout that this version of torch lacks
         return str(value)
 
 
@@ -124,10 +124,12 @@ def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def _set_attributes(entry: Entry, finished: Mapping[int, torch.Tensor], file: str) -> None:
-    values = _tree.map_leaves(entry.attributes or {}, lambda inner: finished[id(inner)], plain=torch_value)
+    values = trees.map_leaves(entry.attributes or {}, lambda inner: finished[id(inner)], plain=torch_value)
     for name, value in values.items():
-        if hasattr(torch.nn.Parameter, name):  # torch.load would let the file replace data, gradients or methods
-            raise UnsafeContentError(f"a tensor's attribute {name!r}, which torch itself defines", file=file)
+        if hasattr(torch.nn.Parameter, name):  # torch.load lets the file replace data, gradients or methods
+            raise UnsafeContentError(
+                f"the attribute {name!r} of a tensor would replace one that torch defines", file=file
+            )
         setattr(finished[id(entry)], name, value)
 
 
@@ -141,7 +143,7 @@ def _coo(entry: Entry, composite: Sparse, indices: torch.Tensor, values: torch.T
 def _compressed(
     entry: Entry, composite: Sparse, compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    # torch's own check follows each pair of compressed indices into the plain ones: these have to be right before.
+    # torch's own check follows compressed indices into the plain ones: both must be valid before it.
     check_indices(entry, [pieces_of(compressed), pieces_of(plain)])
     return torch.sparse_compressed_tensor(
         compressed,
@@ -164,7 +166,7 @@ def _quantized(entry: Entry, composite: Quantized, tensors: Sequence[torch.Tenso
         )
     else:
         scales, zero_points = parameters or _listed(composite, device)
-        # Empty but for the channels: its memory is replaced at once.
+        # Empty except for the channels: its memory is replaced below.
         shape = [size if dim == composite.axis else 0 for dim, size in enumerate(entry.shape)]
         made = torch._empty_per_channel_affine_quantized(
             shape, scales=scales, zero_points=zero_points, axis=composite.axis, dtype=dtype, device=device
@@ -176,7 +178,7 @@ def _quantized(entry: Entry, composite: Quantized, tensors: Sequence[torch.Tenso
 
 
 def _listed(composite: Quantized, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zero points that stood in the pickle as lists."""
+    """Return scales and zero points that the pickle holds as lists."""
     assert isinstance(composite.scales, tuple)
     assert isinstance(composite.zero_points, tuple)
     floats = any(isinstance(point, float) for point in composite.zero_points)

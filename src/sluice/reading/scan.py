@@ -40,11 +40,11 @@ _Read = TypeVar("_Read")
 
 @dataclass(frozen=True, slots=True)
 class Piece(Generic[_Item]):
-    """Something to read, and what it is for."""
+    """An entry to read, with data of the caller."""
 
-    #: A tensor, or a part of one, that fits a batch.
+    #: A tensor, or a part of one, that fits into a batch.
     entry: Entry
-    #: Whatever the caller wants to know when it was read.
+    #: Data of the caller, for use with the tensor.
     item: _Item
 
 
@@ -52,7 +52,7 @@ Batch = list[Piece[_Item]]
 
 
 def row_major(entry: Entry) -> bool:
-    """Return whether the bytes of an entry lie in a file as those of a contiguous tensor do."""
+    """Return whether the bytes of an entry in the file are those of a contiguous tensor."""
     if entry.parts or entry.composite is not None or entry.elements.computed or entry.constant is not None:
         return False
     steps = zip(entry.shape, entry.stride, contiguous_stride(entry.shape), strict=True)
@@ -60,22 +60,22 @@ def row_major(entry: Entry) -> bool:
 
 
 def identity(entry: Entry) -> object:
-    """Return what tells tensors of one checkpoint apart by what they hold: several names of one are read once."""
+    """Return a key that is equal for entries with the same elements, so that tied tensors are read once."""
     if entry.parts or entry.composite is not None:
         return id(entry)
     return entry.storage, entry.storage_offset, entry.elements, entry.shape, entry.stride
 
 
 def check_repeats(checkpoint: OpenCheckpoint, name: str, entry: Entry) -> None:
-    """Refuse a tensor that a stride of 0 makes so much larger than what is stored that reading it would not end.
+    """Refuse a tensor whose strides of 0 make it far larger than its stored bytes.
 
     Raises:
-        LimitError: It is such a tensor.
+        LimitError: Its elements repeat more than ``SCAN_REPEATS`` times.
     """
     stored = sum(checkpoint.index.storages[number].nbytes for number in entry.storages)
     if entry.nbytes > options.SCAN_REPEATS * max(1 << 20, stored):
         raise LimitError(
-            "this tensor repeats its stored elements too often to be read one by one",
+            "the tensor repeats its stored elements too often to be read element by element",
             file=checkpoint.path,
             tensor=name,
             expected=f"at most {options.SCAN_REPEATS} times",
@@ -84,7 +84,7 @@ def check_repeats(checkpoint: OpenCheckpoint, name: str, entry: Entry) -> None:
 
 
 def windows(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges in which a file is read: begin and end of each, inner boundaries on a grid."""
+    """Yield the ranges ``(first, end)`` in which a file is read; inner boundaries lie on a grid."""
     while first < end:
         last = min(end, round_down(first, options.SCAN_WINDOW_BYTES) + options.SCAN_WINDOW_BYTES)
         yield first, last
@@ -92,7 +92,7 @@ def windows(first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def in_batches(pieces: Iterable[Piece[_Item]], batch_bytes: int) -> Iterator[Batch[_Item]]:
-    """Yield the pieces in batches of at most ``batch_bytes``, each at least one piece."""
+    """Yield the items in batches of at most ``batch_bytes``, at least one item each."""
     batch: Batch[_Item] = []
     nbytes = 0
     for piece in pieces:
@@ -129,7 +129,7 @@ def pipeline(
 
 
 def work_through(workers: Workers, tasks: Iterable[tuple[int, Callable[[], None]]]) -> None:
-    """Do all tasks, small ones together, and return when they are done.
+    """Run all tasks, small ones grouped together, and return when they are done.
 
     Args:
         workers: The threads that do them.

@@ -1,7 +1,7 @@
-"""Whether the indices of a sparse tensor stay inside of it and are in order, piece by piece.
+"""Checks that the indices of a sparse tensor are inside it and in order.
 
-Rules are those of torch's ``check_invariants``. Indices come in pieces, so that no check takes memory in proportion to
-the tensor, whether they lie in memory or are read from a file meanwhile.
+The rules are those of torch's ``check_invariants``. Indices are passed in pieces, from memory or while they are
+read from a file, so that a check takes a constant amount of memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["check_indices", "index_lines", "pieces_of"]
 
 
 def index_lines(composite: Sparse) -> list[Entry]:
-    """Return the indices as they are looked at: of COO a line for each dimension, else the compressed and the plain."""
+    """Return the index tensors that are checked: one per dimension for COO, else the compressed and plain ones."""
     if composite.layout != "sparse_coo":
         return list(composite.indices)
     (indices,) = composite.indices
@@ -46,10 +46,10 @@ def check_indices(entry: Entry, lines: Sequence[Iterable[torch.Tensor]]) -> None
 
     Args:
         entry: The tensor.
-        lines: The elements of each of ``index_lines`` in row-major order, in pieces of one dimension and any size.
+        lines: The elements of each of ``index_lines`` in row-major order, in one-dimensional pieces of any size.
 
     Raises:
-        FormatError: An index points outside the tensor, or they are not in the order that the layout wants.
+        FormatError: An index is outside the tensor, or indices are not in the order that the layout requires.
     """
     composite = entry.composite
     assert isinstance(composite, Sparse)
@@ -61,14 +61,14 @@ def check_indices(entry: Entry, lines: Sequence[Iterable[torch.Tensor]]) -> None
 
 
 class _Cursor:
-    """Gives out the elements of a sequence of pieces, as many at a time as are asked for."""
+    """Reads any number of elements at a time from a sequence of pieces."""
 
     def __init__(self, pieces: Iterable[torch.Tensor]) -> None:
         self._pieces = iter(pieces)
         self._held = torch.empty(0, dtype=torch.int64)
 
     def take(self, count: int) -> torch.Tensor:
-        """Return the next ``count`` elements as int64; there have to be so many."""
+        """Return the next ``count`` elements as int64. The pieces must have that many."""
         found = []
         while count:
             if not self._held.numel():
@@ -80,7 +80,7 @@ class _Cursor:
 
 
 def _windows(count: int) -> Iterator[int]:
-    """Yield sizes of pieces that make ``count``."""
+    """Yield the sizes of pieces that add up to ``count``."""
     for first in range(0, count, CAST_PIECE_ELEMENTS):
         yield min(CAST_PIECE_ELEMENTS, count - first)
 
@@ -89,11 +89,11 @@ def _check_coo(shape: Sequence[int], composite: Sparse, rows: Sequence[_Cursor])
     count = composite.indices[0].shape[1]
     last: torch.Tensor | None = None
     for length in _windows(count):
-        # Positions in the order of the dimensions: below 2**63, as the index has checked.
+        # Row-major positions, which are below 2**63: the index has checked that.
         position: torch.Tensor | None = None
         for dim, (row, size) in enumerate(zip(rows, shape, strict=False)):  # sparse dimensions come first
             piece = row.take(length)
-            _check_range(piece, size, f"an index of dimension {dim} of a sparse tensor points outside it")
+            _check_range(piece, size, f"an index of dimension {dim} of a sparse tensor is out of range")
             position = piece if position is None else position * size + piece
         if not composite.coalesced:
             continue
@@ -102,7 +102,7 @@ def _check_coo(shape: Sequence[int], composite: Sparse, rows: Sequence[_Cursor])
         if last is not None:
             position = torch.cat([last, position])
         if not bool((position[1:] > position[:-1]).all()):
-            raise FormatError("the indices of a coalesced sparse tensor are not in order, or not distinct")
+            raise FormatError("the indices of a coalesced sparse tensor are not sorted or not distinct")
         last = position[-1:]
 
 
@@ -113,7 +113,7 @@ def _check_range(piece: torch.Tensor, size: int, problem: str) -> None:
 
 
 def _check_compressed(shape: Sequence[int], composite: Sparse, compressed: _Cursor, plain: _Cursor) -> None:
-    """Check compressed and plain indices; a batch is looked at as one matrix, its lines one behind the other."""
+    """Check compressed and plain indices; the lines of a batch are checked as one matrix."""
     per_line, count = composite.indices[0].shape[-1], composite.indices[1].shape[-1]
     size = _plain_size(shape, composite)
     last: torch.Tensor | None = None
@@ -124,20 +124,20 @@ def _check_compressed(shape: Sequence[int], composite: Sparse, compressed: _Curs
         done += length
         ends = (number % per_line == 0) & (found != 0) | (number % per_line == per_line - 1) & (found != count)
         if bool(ends.any()):
-            problem = "the compressed indices of a sparse tensor do not run from 0 to its elements"
+            problem = "the compressed indices of a sparse tensor do not run from 0 to the number of its elements"
             raise FormatError(problem, expected=count)
         starts = found + number // per_line * count
         if last is not None:
             starts = torch.cat([last, starts])
-        # Lines are in order too, so that one step back anywhere is an error, and so is what lies outside a line.
+        # Lines follow each other, so that any decrease is an error, as is a value outside its line.
         if not bool((starts[1:] >= starts[:-1]).all()) or bool(((found < 0) | (found > count)).any()):
-            raise FormatError("the compressed indices of a sparse tensor are not in order")
+            raise FormatError("the compressed indices of a sparse tensor are not sorted")
         _check_plain(plain, starts, size)
         last = starts[-1:]
 
 
 def _plain_size(shape: Sequence[int], composite: Sparse) -> int:
-    """Return below what the plain indices have to stay."""
+    """Return the exclusive upper bound of the plain indices."""
     batch = len(composite.indices[0].shape) - 1
     other = batch + (composite.layout in {"sparse_csr", "sparse_bsr"})
     blocked = composite.layout in {"sparse_bsr", "sparse_bsc"}
@@ -145,16 +145,16 @@ def _plain_size(shape: Sequence[int], composite: Sparse) -> int:
 
 
 def _check_plain(plain: _Cursor, starts: torch.Tensor, size: int) -> None:
-    """Check the plain indices from the first to the last of ``starts``, the places where rows begin."""
+    """Check the plain indices between the first and last of ``starts``, the positions where rows begin."""
     first = int(starts[0])
     before: torch.Tensor | None = None
     for length in _windows(int(starts[-1]) - first):
         piece = plain.take(length)
-        _check_range(piece, size, "a plain index of a sparse tensor points outside it")
+        _check_range(piece, size, "a plain index of a sparse tensor is out of range")
         joined = piece if before is None else torch.cat([before, piece])
         (backward,) = torch.nonzero(joined[1:] <= joined[:-1], as_tuple=True)
         backward = backward + (first + 1 if before is None else first)
         if not bool(torch.isin(backward, starts).all()):
-            raise FormatError("the plain indices of a sparse tensor are not in order in a row, or not distinct")
+            raise FormatError("the plain indices of a sparse tensor are not sorted in a row or not distinct")
         before = piece[-1:]
         first += length

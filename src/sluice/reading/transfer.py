@@ -1,4 +1,4 @@
-"""The one path from requests to finished tensors: locate, lay out, ask the machine, plan, check the budget, run."""
+"""From requests to finished tensors: locate, lay out, collect facts, plan, check the budget, run."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ __all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_tran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A plan, and the views that the requests asked for."""
+    """A plan, and the finished tensors as views of its targets."""
 
-    #: What the engine will do.
+    #: The plan.
     plan: LoadPlan
-    #: One finished tensor for each request.
+    #: One view for each request.
     views: tuple[View, ...]
-    #: Those that the caller computes.
+    #: One view for each tensor that the caller computes.
     computed: tuple[View, ...] = ()
 
 
@@ -49,7 +49,7 @@ def plan_transfer(
 
     Args:
         checkpoint: Where the entries come from.
-        requests: What is wanted.
+        requests: The tensors to read.
         share_storages: Whether views of the same bytes share memory, as in the file.
         computed: Further tensors that get memory and no values.
         options: How; None for the defaults.
@@ -57,7 +57,7 @@ def plan_transfer(
     Limits are not checked: ``prepare`` and the verbs do that.
 
     Raises:
-        CheckpointError: A header that belongs to the wanted data is damaged.
+        CheckpointError: A header of the requested data is damaged.
     """
     options = options or TransferOptions()
     memory = options.memory or MemoryLimits()
@@ -90,7 +90,7 @@ def plan_transfer(
 
 
 def _selected(request: Request) -> Request:
-    """Return a request for a part of an entry as one for an entry that is this part."""
+    """Return a request whose entry is the requested region."""
     if request.region is None:
         return request
     return replace(request, entry=select_region(request.entry, request.region), region=None)
@@ -103,11 +103,11 @@ def prepare(
     share_storages: bool = False,
     options: TransferOptions | None = None,
 ) -> Prepared:
-    """Plan the transfer of ``requests`` and check that it keeps its limits; see ``plan_transfer``.
+    """Plan the transfer of ``requests`` and check the memory limits; see ``plan_transfer``.
 
     Raises:
         BudgetError: The plan cannot keep the limits; it says whether smaller staging would.
-        CheckpointError: A header that belongs to the wanted data is damaged.
+        CheckpointError: A header of the requested data is damaged.
     """
     options = options or TransferOptions()
 
@@ -121,7 +121,7 @@ def prepare(
 
 
 def changed(options: TransferOptions, change: Change) -> TransferOptions:
-    """Return options with what a change says of staging and place."""
+    """Return options with the staging size and place of a change."""
     memory = options.memory or MemoryLimits()
     if change.staging_bytes is not None:
         memory = replace(memory, staging=change.staging_bytes)
@@ -155,12 +155,12 @@ def run(
 
 
 def allocator_state(plan: LoadPlan) -> dict[str, tuple[int, int] | None]:
-    """Return what torch's allocator has allocated and reserved of each accelerator of a plan, before it runs."""
+    """Return the bytes that torch's allocator has allocated and reserved on each accelerator of a plan."""
     return {device.device: allocator_bytes(device.device) for device in plan.devices}
 
 
 def device_memory(plan: LoadPlan, before: Mapping[str, tuple[int, int] | None]) -> tuple[DeviceMemory, ...]:
-    """Return how the memory of each accelerator of a plan has grown since ``before``."""
+    """Return the growth of memory on each accelerator of a plan since ``before``."""
     return tuple(_grown(device, before[device.device]) for device in plan.devices)
 
 
