@@ -18,7 +18,7 @@ from torch import nn
 
 import sluice
 from sluice import _options as options
-from sluice.machine import facts as _facts
+from sluice.machine import facts as machine_facts
 from sluice.sources.local import LocalFile
 from sluice.testing import RecordingSource, record_reads
 from support import distributed
@@ -307,9 +307,9 @@ def test_direct_reads_round_to_blocks(tmp_path: Path, monkeypatch: pytest.Monkey
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with path.open("r+b") as file:
         file.truncate(8 + len(header) + rows * columns * 4)
-    monkeypatch.setattr(_facts, "_probe_cache", lambda _, offsets: (False,) * len(offsets))
+    monkeypatch.setattr(machine_facts, "_probe_cache", lambda _, offsets: (False,) * len(offsets))
     with closing(LocalFile(path)) as source:
-        if not (known := _facts.file_facts(source)).direct_io:
+        if not (known := machine_facts.file_facts(source)).direct_io:
             pytest.skip(f"no direct reads on {known.filesystem}")
     reads: list[tuple[int, int, bool]] = []
     real = LocalFile.read_into

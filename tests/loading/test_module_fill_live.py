@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.engine import targets as _targets
+from sluice.engine import targets as engine_targets
 from sluice.engine.host_memory import HostMemory
 from support.oracles import bits
 
@@ -148,7 +148,7 @@ def test_whichever_allocation_fails_meta_models_stay_on_meta_and_live_ones_are_d
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with monkeypatch.context() as patch:
             fail = FailAt(k)
-            patch.setattr(_targets, "HostMemory", fail)
+            patch.setattr(engine_targets, "HostMemory", fail)
             try:
                 sluice.load_into(model, tmp_path / "f.pth", dtype=torch.bfloat16)
             except sluice.BudgetError:

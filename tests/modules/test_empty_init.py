@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from sluice.modules import empty_init as _empty_init
+from sluice.modules import empty_init as empty_init_module
 from sluice.modules.empty_init import empty_init
 from support import fresh_process
 
@@ -180,7 +180,7 @@ def test_contexts_nest_and_exceptions_restore_torch() -> None:
         fail_inside()
     assert not nn.Linear(2, 2).weight.is_meta
     assert (nn.Parameter.__new__, nn.Module.register_parameter, nn.Module.register_buffer) == originals
-    assert _empty_init._contexts == 0
+    assert empty_init_module._contexts == 0
 
 
 def test_a_wrapper_installed_inside_the_context_survives_it() -> None:

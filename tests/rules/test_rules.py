@@ -14,7 +14,7 @@ from torch import nn
 import sluice
 from sluice import rules
 from sluice.entries.tree import flatten
-from sluice.reading import transfer as _transfer
+from sluice.reading.transfer import prepare
 from sluice.rules._apply import apply_rules
 from support.plans import request
 
@@ -364,7 +364,7 @@ def test_the_plan_says_what_each_target_is_made_of(file: Path) -> None:
     with sluice.open(file) as checkpoint:
         made = apply_rules(checkpoint.entries, wanted)
         requests = [request(name, made[name]) for name in ("a", "b", "ids")]
-        plan = _transfer.prepare(checkpoint, requests).plan
+        plan = prepare(checkpoint, requests).plan
     assert [target.origin for target in plan.targets] == [
         "wte transposed, columns 0:5 cast to bfloat16",
         "wte transposed, columns 5:10",
