@@ -190,7 +190,7 @@ class Session:
             self._staging = None
 
     def close(self) -> None:
-        """Stop and join the threads, and finish the targets of plans that were not waited for. Interrupts are raised after."""
+        """Stop and join the threads, and finish the targets of plans that were not waited for."""
         self.ended = True
         try:
             self._plans.put(None)
@@ -265,7 +265,7 @@ class Session:
         self._filled.put(None)  # for the other copiers
 
     def _empty(self, filled: _Filled) -> None:
-        """Copy the content of a buffer to its targets and return the buffer, also on failure: a reader may wait for it."""
+        """Copy the content of a buffer to its targets, and return the buffer, also on failure."""
         read, run = filled.done.read, filled.run
         try:
             if self.ended:
