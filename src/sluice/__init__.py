@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from sluice.api.convert import convert
     from sluice.api.load import load_into, load_optimizer, load_state_dict
     from sluice.api.plan import plan
-    from sluice.api.save import SaveReport, save
+    from sluice.api.save import save
     from sluice.api.verify import verify
     from sluice.checking.diff import diff
     from sluice.measuring import MemoryReport, measure
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from sluice.reports.diff import DiffReport, TensorDifference
     from sluice.reports.load import LoadReport
     from sluice.reports.plan import PlanReport
+    from sluice.reports.save import SaveReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
 
 __version__ = "0.1.0"
@@ -121,7 +122,7 @@ _HOMES = {
     "PlanReport": "reports.plan",
     "UnsupportedValue": "records",
     "ProgressEvent": "_progress",
-    "SaveReport": "api.save",
+    "SaveReport": "reports.save",
     "VerifyProblem": "reports.verify",
     "VerifyReport": "reports.verify",
     "convert": "api.convert",

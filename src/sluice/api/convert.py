@@ -14,7 +14,7 @@ from sluice._errors import MismatchError, UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache
 from sluice._progress import Progress
 from sluice._units import parse_bytes
-from sluice.api.save import SaveFormat, SaveReport, choose_format
+from sluice.api.save import SaveFormat, choose_format
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.contents import flat_contents, whole_contents
 from sluice.converting.conversion import Conversion, Written
@@ -24,6 +24,7 @@ from sluice.converting.torch_files import convert_to_parameters, convert_to_torc
 from sluice.entries.tree import every_entry, walk
 from sluice.formats.manifest import HashAlgorithm
 from sluice.matching.renaming import Rename
+from sluice.reports.save import SaveReport
 from sluice.rules._apply import Rule
 from sluice.writing.manifest import manifest_writer
 

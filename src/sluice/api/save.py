@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -18,8 +18,9 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._errors import SaveError
 from sluice._progress import Progress, byte_progress
-from sluice._units import format_bytes, parse_bytes
+from sluice._units import parse_bytes
 from sluice.formats.manifest import HashAlgorithm
+from sluice.reports.save import SaveReport
 from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import NewFile, Replacement, saving
 from sluice.writing.items import flat_tensors, named_tensors, outlines
@@ -30,7 +31,7 @@ from sluice.writing.shards import write_model_directory
 from sluice.writing.torch_zip import lay_out_torch_zip, write_torch_zip
 from sluice.writing.write_queue import write_queue
 
-__all__ = ["SaveFormat", "SaveReport", "choose_format", "save"]
+__all__ = ["SaveFormat", "choose_format", "save"]
 
 #: ``huggingface`` is a directory: one safetensors file, or shards and their index.
 SaveFormat = Literal["safetensors", "torch", "huggingface", "per-parameter"]
@@ -42,57 +43,6 @@ _SUFFIXES: dict[str, SaveFormat] = {
     ".bin": "torch",
     ".ckpt": "torch",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """What a save wrote."""
-
-    #: The file or directory, as it was given.
-    destination: str
-    #: Name of the format; see ``save``.
-    format: str
-    #: Paths of the files that were written; the index of a sharded model is the last.
-    files: tuple[str, ...]
-    #: Number of tensors in the files; several names of one tensor count once.
-    tensors: int
-    #: Bytes of tensor data that were written.
-    nbytes: int
-    #: Seconds from the call until everything was on the disk.
-    seconds: float
-    #: Names that are not stored because another name has the same tensor: ``{name: stored name}``.
-    tied: Mapping[str, str]
-    #: Bytes of each of ``files``.
-    file_bytes: tuple[int, ...]
-    #: Files that existed and were replaced or removed.
-    replaced: tuple[str, ...] = ()
-    #: How many tensors were cast, by both dtypes: ``{"float32 -> bfloat16": 148}``.
-    casts: Mapping[str, int] = field(default_factory=dict)
-    #: What a reader should know, such as what was left out of a conversion; a sentence each.
-    notes: tuple[str, ...] = ()
-    #: Whether nothing was written, because only that was asked for.
-    dry_run: bool = False
-
-    def to_json(self) -> dict[str, object]:
-        """Return every field as plain values that ``json.dumps`` takes."""
-        lists = {name: list(getattr(self, name)) for name in ("files", "file_bytes", "replaced", "notes")}
-        return {**asdict(self), **lists, "casts": dict(self.casts)}
-
-    @property
-    def gb_per_second(self) -> float:
-        """Bytes of tensor data in a second, in GB."""
-        return self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
-
-    def __str__(self) -> str:
-        if self.dry_run:
-            return (
-                f"{self.destination} ({self.format}): {self.tensors} tensors, {format_bytes(self.nbytes)} would be "
-                f"written to {len(self.files)} files"
-            )
-        return (
-            f"{self.destination} ({self.format}): {self.tensors} tensors, {format_bytes(self.nbytes)} in "
-            f"{self.seconds:.2f} s, {self.gb_per_second:.2f} GB/s"
-        )
 
 
 def save(

@@ -6,7 +6,7 @@ import click
 
 from sluice import __version__
 from sluice._errors import BudgetError, SluiceError
-from sluice.cli.text import printable_paragraph
+from sluice.reports.printable import printable_paragraph
 
 __all__ = ["Failure", "Interrupted", "OverBudget", "describe", "failure_of"]
 

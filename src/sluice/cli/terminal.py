@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from sluice.cli.failures import Failure
-from sluice.cli.text import printable
+from sluice.reports.printable import printable
 
 __all__ = ["allow_replacing", "progress_wanted"]
 

@@ -130,9 +130,9 @@ def convert_command(
         click.echo(json.dumps(report.to_json()))
     elif not quiet:
         # Here, not above: rich takes 50 ms to import, and only tables need it.
-        from sluice.cli.views.written import print_written
+        from sluice.cli.views.console import print_sections
 
-        print_written(report)
+        print_sections(report.sections())
 
 
 def _rules(texts: Sequence[str], *, regex: bool) -> Iterator[sluice.rules.Rule]:

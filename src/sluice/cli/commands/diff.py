@@ -76,8 +76,8 @@ def diff_command(
         click.echo(json.dumps(report.to_json()))
     elif not quiet:
         # Here, not above: rich takes 50 ms to import, and JSON goes without.
-        from sluice.cli.views.checks import print_diff
+        from sluice.cli.views.console import print_sections
 
-        print_diff(report)
+        print_sections(report.sections())
     if not report.same:
         raise click.exceptions.Exit(1)

@@ -7,9 +7,8 @@ import json
 import click
 
 import sluice
-from sluice.cli.text import path_and_key
 from sluice.cli.views.outline import print_outline
-from sluice.cli.views.summary import summarise, to_json
+from sluice.cli.views.summary import path_and_key, summarise, to_json
 
 __all__ = ["inspect_command"]
 
@@ -66,6 +65,6 @@ def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool
             click.echo(json.dumps(to_json(summary, checkpoint.limits)))
             return
     # Here, not above: rich takes 50 ms to import, and JSON goes without.
-    from sluice.cli.views.render import print_summary
+    from sluice.cli.views.console import print_sections
 
-    print_summary(summary, everything=everything)
+    print_sections(summary.sections(everything=everything))

@@ -102,8 +102,8 @@ def load_command(
         click.echo(json.dumps(report.to_json() | rows))
     elif not quiet:
         # Here, not above: rich takes 50 ms to import, and only tables need it.
-        from sluice.cli.views.render import print_report
+        from sluice.cli.views.console import print_sections
 
-        print_report(report)
+        print_sections(report.sections())
         if table:
             click.echo(f"\n{report.table()}")

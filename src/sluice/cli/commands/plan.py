@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -104,9 +105,9 @@ def plan_command(
         click.echo(json.dumps({**report.to_json(), **explanation}))
     else:
         # Here, not above: rich takes 50 ms to import, and only tables need it.
-        from sluice.cli.views.render import print_plan
+        from sluice.cli.views.console import print_sections
 
-        print_plan(report, explain=explain)
+        print_sections(chain(report.sections(), report.explain().sections() if explain else ()))
     if not report.fits:
         ctx.exit(_DOES_NOT_FIT)
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import get_args
 
 import click
@@ -125,8 +126,9 @@ def verify_command(
         click.echo(json.dumps(report.to_json()))
     elif not quiet:
         # Here, not above: rich takes 50 ms to import, and JSON goes without.
-        from sluice.cli.views.checks import print_verification
+        from sluice.cli.views.console import print_sections
 
-        print_verification(report, written=write_manifest if report.ok else None)
+        written = [f"manifest written: {write_manifest}"] if write_manifest and report.ok else []
+        print_sections(chain(written, report.sections()))
     if not report.ok or (strict and report.warnings):
         raise click.exceptions.Exit(1)
