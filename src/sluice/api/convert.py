@@ -14,7 +14,6 @@ from sluice._errors import MismatchError, UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache
 from sluice._progress import Progress
 from sluice._units import parse_bytes
-from sluice.api.save import SaveFormat, choose_format
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.contents import flat_contents, whole_contents
 from sluice.converting.conversion import Conversion, Written
@@ -27,6 +26,7 @@ from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
 from sluice.rules._apply import Rule
 from sluice.writing.manifest import manifest_writer
+from sluice.writing.save_formats import SaveFormat, choose_format
 
 __all__ = ["convert"]
 

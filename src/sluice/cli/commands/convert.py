@@ -19,20 +19,18 @@ from sluice.cli.failures import Failure
 from sluice.cli.options import Size, parse_dtype, staging_option
 from sluice.cli.terminal import allow_replacing, progress_wanted
 from sluice.formats.manifest import HashAlgorithm, new_hash
+from sluice.writing.save_formats import SAVE_FORMATS, choose_format
 
 __all__ = ["convert_command"]
 
 _DTYPES = tuple(name for name in ITEM_BYTES if is_castable(name))
-
-#: As ``sluice.save`` has them; asking it would import torch before the options were looked at.
-_FORMATS = ("safetensors", "torch", "huggingface", "per-parameter")
 
 
 @click.command("convert")
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
-@click.option("--format", "kind", type=click.Choice(_FORMATS), help="Default: what the suffix of DESTINATION says.")
+@click.option("--format", "kind", type=click.Choice(SAVE_FORMATS), help="Default: what the suffix of DESTINATION says.")
 @click.option("--dtype", type=click.Choice(_DTYPES), metavar="NAME", help="float32, bfloat16, ... for real floats.")
 @click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="* is one part of a name; OLD= drops it.")
 @click.option("--rename-regex", "regexes", multiple=True, metavar="REGEX=NEW", help=r"Whole names; \1 is a group.")
@@ -154,9 +152,6 @@ def _check(
     destination: str, kind: str | None, max_shard_size: int | None, manifest: str | None, algorithm: HashAlgorithm
 ) -> None:
     """Refuse options that do not go together."""
-    # Here, not above: torch takes a second to import, and --help goes without.
-    from sluice.api.save import choose_format
-
     try:
         choose_format(Path(destination), kind, max_shard_size)
         if manifest is not None:
