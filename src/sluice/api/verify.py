@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from sluice._errors import FormatError, IncompleteCheckpointError, IntegrityError, TruncatedError
 from sluice._options import Limits
 from sluice._progress import Progress
-from sluice.checking.findings import compare
-from sluice.checking.verify_run import Verification
+from sluice.checking.problems import compare
+from sluice.checking.verification import Verification
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.tree import unsupported, walk
 from sluice.formats.manifest import HashAlgorithm, new_hash, read_manifest

@@ -14,9 +14,9 @@ from sluice._errors import ReadError
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
 from sluice.checking.consumers import Content, Flow, Taker, bytes_of, feed
-from sluice.checking.findings import wrong_checksum
+from sluice.checking.problems import wrong_checksum
 from sluice.checking.read_order import Span
-from sluice.checking.verify_plan import IndexCheck, VerifyPlan
+from sluice.checking.verification_plan import IndexCheck, VerifyPlan
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.formats.manifest import HashAlgorithm, TensorHash
