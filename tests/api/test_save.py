@@ -278,7 +278,7 @@ def test_two_dtypes_over_one_storage_are_refused(tmp_path: Path) -> None:
 def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no format for the suffix '\.xyz'"):
         sluice.save({}, tmp_path / "f.xyz")
-    with pytest.raises(ValueError, match="unknown format 'zip': one of torch"):
+    with pytest.raises(ValueError, match="unknown format 'zip': one of safetensors, torch"):
         sluice.save({}, tmp_path / "f", format="zip")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_shard_size applies to a directory"):
         sluice.save({}, tmp_path / "f.pt", format="torch", max_shard_size=1)

@@ -310,9 +310,9 @@ def test_errors(tmp_path: Path) -> None:
     torch.save(some(), tmp_path / "a.pt")
     with pytest.raises(sluice.CheckpointError, match="does not exist"):
         sluice.diff(tmp_path / "a.pt", tmp_path / "b.pt")
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt", rtol=-1)
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="must not be negative"):
         sluice.diff(tmp_path / "a.pt", tmp_path / "a.pt", atol=float("nan"))
     torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "b.pt")
     with pytest.raises(sluice.LimitError, match="repeats its stored elements too often"):

@@ -167,7 +167,7 @@ def test_a_missing_name_is_told_what_comes_close(tmp_path: Path) -> None:
     state["model.a.w"] = state.pop("a.w")
     sluice.save(state, tmp_path / "f.pt", overwrite=True)
     missing, extra = sluice.verify(tmp_path / "f.pt", manifest=tmp_path / "m.json").problems
-    assert missing.found == "'model.a.w', which the manifest does not have"
+    assert missing.found == "'model.a.w', which is not in the manifest"
     assert (extra.kind, extra.tensor) == ("extra", "model.a.w")
 
 

@@ -1,25 +1,31 @@
-"""One verification: everything is read once, and each byte goes to whoever wants it."""
+"""Verification of a checkpoint: every byte is read once and passed to the checks that need it."""
 
 from __future__ import annotations
 
+import os
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
+from operator import itemgetter
 
 import torch
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import ReadError
+from sluice._errors import FormatError, IncompleteCheckpointError, IntegrityError, ReadError, TruncatedError
+from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
-from sluice.checking.consumers import Content, Flow, Taker, bytes_of, feed
-from sluice.checking.problems import wrong_checksum
-from sluice.checking.read_order import Span
-from sluice.checking.verification_plan import IndexCheck, VerifyPlan
-from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.checking.consumers import ByteStream, Consumer, TensorCheck, bytes_of, feed
+from sluice.checking.problems import compare, wrong_checksum
+from sluice.checking.read_order import FileRange
+from sluice.checking.verification_plan import IndexCheck, VerificationPlan
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.slicing import boxes, slice_entry
-from sluice.formats.manifest import HashAlgorithm, TensorHash
+from sluice.entries.tree import unsupported, walk
+from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
 from sluice.reading.reader import CheckpointReader, PendingTensors
 from sluice.reading.scan import (
     Batch,
@@ -31,31 +37,86 @@ from sluice.reading.scan import (
 )
 from sluice.reading.sparse_indices import index_lines
 from sluice.records import Entry
-from sluice.reports.verify import NonFinite, VerifyProblem
+from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
 
-__all__ = ["Verification"]
+__all__ = ["Verification", "verify_checkpoint"]
 
-#: Shares of a piece: the flow, who takes it, and the first and the last byte of it.
-_Shares = list[tuple[Flow, Taker, int, int]]
+#: Parts of a piece: stream, consumer, first byte, and byte after the last, counted from the start of the piece.
+_Shares = list[tuple[ByteStream, Consumer, int, int]]
+
+
+#: Errors that mean damage. Other errors mean that the file is something else, or cannot be read at all.
+_DAMAGE = (FormatError, TruncatedError, IntegrityError, IncompleteCheckpointError)
+
+
+def verify_checkpoint(
+    source: CheckpointSource,
+    *,
+    manifest: str | os.PathLike[str] | None,
+    hashes: HashAlgorithm | None,
+    nan: bool,
+    limits: Limits | None,
+    progress: Progress,
+) -> VerifyReport:
+    """Verify a checkpoint; ``sluice.verify`` documents arguments and errors."""
+    started = time.perf_counter()
+    expected = None if manifest is None else read_manifest(os.fsdecode(manifest), limits or Limits())
+    algorithm = expected.algorithm if expected else hashes
+    if algorithm:
+        new_hash(algorithm)  # raises early if a library is missing
+    with ExitStack() as stack:
+        try:
+            checkpoint = stack.enter_context(borrow(source, limits=limits))
+        except _DAMAGE as error:
+            seconds = time.perf_counter() - started
+            return VerifyReport(source=_path(source), problems=(VerifyProblem.of(error),), seconds=seconds)
+        run = Verification(checkpoint, algorithm, nan=nan)
+        run.run(progress)
+        tree, computed, problems = checkpoint.index.tree, run.hashes, run.problems
+        unread = unsupported(tree)
+        if expected:
+            problems += compare(expected, computed, checkpoint.entries, ties=checkpoint.stored_names, unread=unread)
+        contradictions = checkpoint.index.contradictions
+        return VerifyReport(
+            source=checkpoint.path,
+            format=checkpoint.format,
+            problems=tuple(problems),
+            tensors=sum(1 for _ in walk(tree)),
+            nbytes=run.read_bytes,
+            seconds=time.perf_counter() - started,
+            checksums=len(run.plan.records),
+            without_checksum=tuple(run.plan.unrecorded),
+            algorithm=algorithm,
+            hashes=computed,
+            non_finite=run.non_finite,
+            unsupported=tuple(unread),
+            warnings=contradictions,
+            notes=tuple(note for note in checkpoint.index.notes if note not in contradictions),
+        )
+
+
+def _path(source: CheckpointSource) -> str:
+    path = source if isinstance(source, (str, bytes, os.PathLike)) else getattr(source, "name", "")
+    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
 
 
 class Verification:
-    """One run over one checkpoint.
+    """One verification of one checkpoint.
 
     Attributes:
-        plan: What is looked at, and what was found of it.
+        plan: The checks and their results.
         read_bytes: Bytes read so far.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, algorithm: HashAlgorithm | None, *, nan: bool) -> None:
-        """Decide what is looked at and in which order it is read; only headers of records are read for that.
+        """Plan the verification; only headers of records are read.
 
         Args:
-            checkpoint: What is verified.
-            algorithm: Hashes every tensor; None for no hashes.
-            nan: Whether elements that are not finite are counted.
+            checkpoint: The checkpoint to verify.
+            algorithm: Hash algorithm for every tensor; None for no hashes.
+            nan: Whether to count non-finite elements.
         """
-        self.plan = VerifyPlan(checkpoint, algorithm, nan=nan)
+        self.plan = VerificationPlan(checkpoint, algorithm, nan=nan)
         self.read_bytes = 0
         self._checkpoint = checkpoint
         self._reader = CheckpointReader(checkpoint)
@@ -63,41 +124,41 @@ class Verification:
 
     @property
     def problems(self) -> list[VerifyProblem]:
-        """What was found so far, each problem once."""
+        """Problems found so far, each once."""
         wrong = [
-            wrong_checksum(crc.checksum, crc.value, self._checkpoint.files[crc.file])
-            for crc in self.plan.crcs
-            if crc.value != crc.checksum.crc and not crc.flow.failed
+            wrong_checksum(record.checksum, record.value, self._checkpoint.files[record.file])
+            for record in self.plan.records
+            if record.value != record.checksum.crc and not record.stream.failed
         ]
-        indices = [check.problem for check in self.plan.checks if check.problem is not None]
+        indices = [check.problem for check in self.plan.index_checks if check.problem is not None]
         return list(dict.fromkeys([*self.plan.problems, *self._unreadable, *wrong, *indices]))
 
     @property
     def hashes(self) -> dict[str, TensorHash]:
         """The hash of each tensor that could be read, in the order of the checkpoint."""
-        made: dict[str, TensorHash] = {}
-        for content in self.plan.contents:
-            entry, hasher = content.entry, content.hasher
-            if hasher is not None and content.whole:
+        hashes: dict[str, TensorHash] = {}
+        for check in self.plan.tensors:
+            entry, hasher = check.entry, check.hasher
+            if hasher is not None and check.whole:
                 digest = hasher.hexdigest()
-                found = TensorHash(dtype=entry.dtype, shape=entry.shape, layout=entry.layout, hash=digest)
-                made.update(dict.fromkeys(content.names, found))
-        return {name: made[name] for name in self._checkpoint.entries if name in made} if made else {}
+                value = TensorHash(dtype=entry.dtype, shape=entry.shape, layout=entry.layout, hash=digest)
+                hashes.update(dict.fromkeys(check.names, value))
+        return {name: hashes[name] for name in self._checkpoint.entries if name in hashes} if hashes else {}
 
     @property
     def non_finite(self) -> dict[str, NonFinite]:
         """The tensors with elements that are NaN or infinite."""
         return {
-            name: NonFinite(nan=content.counter.nan, inf=content.counter.inf)
-            for content in self.plan.contents
-            if content.counter and (content.counter.nan or content.counter.inf)
-            for name in content.names
+            name: NonFinite(nan=check.counter.nan, inf=check.counter.inf)
+            for check in self.plan.tensors
+            if check.counter and (check.counter.nan or check.counter.inf)
+            for name in check.names
         }
 
     def run(self, progress: Progress) -> None:
-        """Read everything."""
-        total = sum(span.nbytes for span in self.plan.spans)
-        total += sum(content.entry.nbytes for content in self._apart())
+        """Read the checkpoint and run all checks."""
+        total = sum(each.nbytes for each in self.plan.ranges)
+        total += sum(check.entry.nbytes for check in self._apart())
         total += sum(one.nbytes for check in self._unchecked() for one in check.composite.indices)
         with (
             byte_progress(progress, self._checkpoint.path, total) as report,
@@ -119,34 +180,38 @@ class Verification:
             self._check_apart(advance)
         if report and not total:
             report(0)
-        for content in self.plan.contents:
-            content.finish()
+        for check in self.plan.tensors:
+            check.finish()
 
-    def _apart(self) -> list[Content]:
-        """Return the tensors that are read by themselves."""
-        return [content for content in self.plan.contents if content.apart]
+    def _apart(self) -> list[TensorCheck]:
+        """Return the tensors that are read entry by entry."""
+        return [check for check in self.plan.tensors if check.apart]
 
     def _unchecked(self) -> list[IndexCheck]:
         """Return the indices that are too many to be held."""
-        return [one for one in self.plan.checks if one.flow is not None and not one.flow.spans]
+        return [one for one in self.plan.index_checks if one.stream is not None and not one.stream.ranges]
 
     def _windows(self) -> Iterator[Piece[_Shares]]:
-        wanted = [(span, flow, flow.takers[n]) for flow in self.plan.flows() for n, span in enumerate(flow.spans)]
-        wanted.sort(key=lambda one: one[0])
-        for span in self.plan.spans:
-            low, high = (bisect_left(wanted, (span.file, at), key=_begin) for at in (span.first, span.end))
-            for first, last, shares in _shared(windows(span.first, span.end), wanted[low:high]):
-                yield Piece(self._reader.window(span.file, first, last), shares)
+        parts = [
+            (each, stream, consumer)
+            for stream in self.plan.streams()
+            for each, consumer in zip(stream.ranges, stream.consumers, strict=True)
+        ]
+        parts.sort(key=itemgetter(0))
+        for each in self.plan.ranges:
+            low, high = (bisect_left(parts, (each.file, at), key=_begin) for at in (each.first, each.end))
+            for first, last, shares in _shared(windows(each.first, each.end), parts[low:high]):
+                yield Piece(self._reader.window(each.file, first, last), shares)
 
     def _parts(self) -> Iterator[Piece[_Shares]]:
-        for content in self._apart():
-            (flow,) = content.flows
-            for component in content.entry.components:
-                taker = content.taker(component)
+        for check in self._apart():
+            (stream,) = check.streams
+            for component in check.entry.components:
+                consumer = check.consumer(component)
                 for key in boxes(component.shape, options.SCAN_BATCH_BYTES // ITEM_BYTES[component.dtype]):
                     part = slice_entry(component, key)
                     if part.numel:
-                        yield Piece(part, [(flow, taker, 0, part.nbytes)])
+                        yield Piece(part, [(stream, consumer, 0, part.nbytes)])
 
     def _start(self, batch: Batch[_Shares]) -> Callable[[], list[torch.Tensor | ReadError]]:
         try:
@@ -161,7 +226,7 @@ class Verification:
                 return [*pending.result()]
             except ReadError:
                 pass
-        # Find out which cannot be read, and go on with the others.
+        # Find the unreadable entries, and continue with the others.
         return [self._read_alone(piece.entry) for piece in batch]
 
     def _read_alone(self, entry: Entry) -> torch.Tensor | ReadError:
@@ -171,22 +236,22 @@ class Verification:
             return error
 
     def _jobs(self, batch: Batch[_Shares], read: Sequence[torch.Tensor | ReadError]) -> list[tuple[int, partial[None]]]:
-        """Return the work on a batch: for each flow one job, which takes its bytes in order."""
-        work: dict[int, list[tuple[Taker, memoryview]]] = {}
-        for piece, found in zip(batch, read, strict=True):
-            if isinstance(found, ReadError):
-                self._unreadable.append(VerifyProblem.of(found))
-                for flow, *_ in piece.item:
-                    flow.failed = True
+        """Return one job per stream, which consumes its bytes of a batch in order."""
+        work: dict[int, list[tuple[Consumer, memoryview]]] = {}
+        for piece, result in zip(batch, read, strict=True):
+            if isinstance(result, ReadError):
+                self._unreadable.append(VerifyProblem.of(result))
+                for stream, *_ in piece.item:
+                    stream.failed = True
                 continue
-            data = bytes_of(found)
-            for flow, taker, first, last in piece.item:
-                if not flow.failed:  # what follows a gap would be arranged wrongly
-                    work.setdefault(id(flow), []).append((taker, data[first:last]))
+            data = bytes_of(result)
+            for stream, consumer, first, last in piece.item:
+                if not stream.failed:  # bytes after a gap would be out of order
+                    work.setdefault(id(stream), []).append((consumer, data[first:last]))
         return [(sum(len(data) for _, data in pieces), partial(feed, pieces)) for pieces in work.values()]
 
     def _check_apart(self, advance: Callable[[int], None]) -> None:
-        """Read and check the indices that nothing held."""
+        """Read and check the indices that were too large to buffer."""
         for check in self._unchecked():
             lines = index_lines(check.composite)
             limit = options.SCAN_BATCH_BYTES // max(1, len(lines))
@@ -202,16 +267,16 @@ class Verification:
             advance(part.nbytes)
 
 
-def _begin(one: tuple[Span, Flow, Taker]) -> tuple[int, int]:
-    return one[0].file, one[0].first
+def _begin(part: tuple[FileRange, ByteStream, Consumer]) -> tuple[int, int]:
+    return part[0].file, part[0].first
 
 
 def _shared(
-    ranges: Iterable[tuple[int, int]], wanted: Iterable[tuple[Span, Flow, Taker]]
+    ranges: Iterable[tuple[int, int]], parts: Iterable[tuple[FileRange, ByteStream, Consumer]]
 ) -> Iterator[tuple[int, int, _Shares]]:
-    """Yield each of ascending ranges with the shares that each taker has in it, counted from its first byte."""
-    waiting = list(wanted)[::-1]
-    active: list[tuple[Span, Flow, Taker]] = []
+    """Yield each of ascending ranges with the parts of it that streams consume, counted from its first byte."""
+    waiting = list(parts)[::-1]
+    active: list[tuple[FileRange, ByteStream, Consumer]] = []
     for first, last in ranges:
         while waiting and waiting[-1][0].first < last:
             active.append(waiting.pop())
@@ -219,8 +284,8 @@ def _shared(
             first,
             last,
             [
-                (flow, taker, max(span.first, first) - first, min(span.end, last) - first)
-                for span, flow, taker in active
+                (stream, consumer, max(each.first, first) - first, min(each.end, last) - first)
+                for each, stream, consumer in active
             ],
         )
-        active = [one for one in active if one[0].end > last]
+        active = [part for part in active if part[0].end > last]

@@ -1,7 +1,7 @@
-"""What a verification looks at, and in which order it is read.
+"""The plan of a verification: the checks of a checkpoint, and the order in which its bytes are read for them.
 
-A tensor whose elements do not follow each other in the files is held until it is whole and then hashed in its own
-order, where it is small; otherwise it is read a second time.
+A small tensor whose elements are not in order in the files is buffered and hashed after its last byte; a large one is
+read a second time, entry by entry.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ import torch
 
 from sluice import _options as options
 from sluice._errors import CheckpointError, FormatError
-from sluice.checking.consumers import Content, Crc, Flow, Gathering, Taker, Turned, bytes_of, feed
+from sluice.checking.consumers import (
+    ByteStream,
+    ByteSwapped,
+    Consumer,
+    RecordChecksum,
+    TensorAssembler,
+    TensorCheck,
+    bytes_of,
+    feed,
+)
 from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
-from sluice.checking.read_order import Span, schedule
+from sluice.checking.read_order import FileRange, schedule
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
 from sluice.formats.manifest import HashAlgorithm, new_hash
@@ -23,21 +32,22 @@ from sluice.reading.sparse_indices import check_indices, pieces_of
 from sluice.records import Entry, Quantized, Sparse
 from sluice.reports.verify import VerifyProblem
 
-__all__ = ["IndexCheck", "VerifyPlan"]
+__all__ = ["IndexCheck", "VerificationPlan"]
 
 
 class IndexCheck:
     """The indices of one sparse tensor.
 
     Attributes:
-        composite: How the tensor is made.
-        flow: How the bytes come; without spans, where they are too many to be held. None where some cannot be found.
-        problem: What is wrong with them.
+        composite: The components of the tensor.
+        stream: The bytes of the indices; without ranges if they are too large to buffer. None if a damaged header hides
+            some of them.
+        problem: The problem found, or None.
     """
 
     def __init__(self, name: str, entry: Entry, composite: Sparse, file: str) -> None:
         self.composite = composite
-        self.flow: Flow | None = None
+        self.stream: ByteStream | None = None
         self.problem: VerifyProblem | None = None
         self._name, self._entry, self._file = name, entry, file
 
@@ -55,25 +65,25 @@ class IndexCheck:
         self.run([pieces_of(one) for one in held])
 
 
-class VerifyPlan:
-    """What is looked at in one checkpoint; only headers of records are read to find out.
+class VerificationPlan:
+    """The checks of one checkpoint. Only headers of records are read to make it.
 
     Attributes:
-        crcs: The checksums that are recorded.
-        unrecorded: Names of records whose writer recorded none.
-        contents: The tensors that are hashed or counted, each once.
-        checks: The indices of sparse tensors.
-        spans: The bytes of the files in the order in which they are read.
-        problems: What headers show already.
+        records: Recorded checksums.
+        unrecorded: Names of records without a checksum.
+        tensors: Tensors that are hashed or counted, each once.
+        index_checks: Indices of sparse tensors.
+        ranges: All bytes of the files, in read order.
+        problems: Problems of headers.
     """
 
     def __init__(self, checkpoint: OpenCheckpoint, algorithm: HashAlgorithm | None, *, nan: bool) -> None:
-        """Decide.
+        """Make the plan.
 
         Args:
-            checkpoint: What is verified.
-            algorithm: Hashes every tensor; None for no hashes.
-            nan: Whether elements that are not finite are counted.
+            checkpoint: The checkpoint to verify.
+            algorithm: Hash algorithm for every tensor; None for no hashes.
+            nan: Whether to count non-finite elements.
 
         Raises:
             FormatError: Tensors have the same name.
@@ -84,65 +94,65 @@ class VerifyPlan:
         self._nan = nan
         self.problems: list[VerifyProblem] = []
         self.unrecorded: list[str] = []
-        self.crcs = list(self._checksums())
-        self.contents = self._wanted() if algorithm or nan else []
-        self.checks = self._sparse()
+        self.records = list(self._checksums())
+        self.tensors = self._tensor_checks() if algorithm or nan else []
+        self.index_checks = self._sparse_indices()
         self._offsets = self._locate(self._storages())
-        for check in self.checks:
-            check.flow = self._held(check.composite.indices, check.run_held)
-        for content in self.contents:
-            if self._located(content.entry.pieces):
-                self._assign(content)
-        self.spans = self._order()
+        for check in self.index_checks:
+            check.stream = self._held(check.composite.indices, check.run_held)
+        for tensor in self.tensors:
+            if self._located(tensor.entry.pieces):
+                self._assign(tensor)
+        self.ranges = self._order()
 
-    def _checksums(self) -> Iterator[Crc]:
-        for file, found in enumerate(self._checkpoint.checksums()):
-            for one in found:
-                if isinstance(one, CheckpointError):
-                    self.problems.append(VerifyProblem.of(one))
-                elif one.crc:
-                    yield Crc(file, one)
-                elif one.nbytes:
-                    self.unrecorded.append(one.name)
+    def _checksums(self) -> Iterator[RecordChecksum]:
+        for file, checksums in enumerate(self._checkpoint.checksums()):
+            for checksum in checksums:
+                if isinstance(checksum, CheckpointError):
+                    self.problems.append(VerifyProblem.of(checksum))
+                elif checksum.crc:
+                    yield RecordChecksum(file, checksum)
+                elif checksum.nbytes:
+                    self.unrecorded.append(checksum.name)
 
-    def _wanted(self) -> list[Content]:
+    def _tensor_checks(self) -> list[TensorCheck]:
         """Return each tensor once, with its names."""
-        found: dict[object, Content] = {}
+        checks: dict[object, TensorCheck] = {}
         for name, entry in self._checkpoint.entries.items():
             check_repeats(self._checkpoint, name, entry)
-            content = found.setdefault(identity(entry), Content(entry))
-            if not content.names:
+            check = checks.setdefault(identity(entry), TensorCheck(entry))
+            if not check.names:
                 values = entry if entry.composite is None else entry.composite.values
                 counted = self._nan and has_non_finite(values.dtype) and not isinstance(entry.composite, Quantized)
-                content.hasher = new_hash(self._algorithm) if self._algorithm else None
-                content.counter = NonFiniteCounter(values.dtype) if counted else None
-            content.names.append(name)
-        return [content for content in found.values() if content.hasher or content.counter]
+                check.hasher = new_hash(self._algorithm) if self._algorithm else None
+                check.counter = NonFiniteCounter(values.dtype) if counted else None
+            check.names.append(name)
+        return [check for check in checks.values() if check.hasher or check.counter]
 
-    def _sparse(self) -> list[IndexCheck]:
-        """Return each sparse tensor once; its first name is enough."""
-        found: dict[int, IndexCheck] = {}
+    def _sparse_indices(self) -> list[IndexCheck]:
+        """Return each sparse tensor once, under its first name."""
+        checks: dict[int, IndexCheck] = {}
         for name, entry in walk(self._checkpoint.index.tree):
-            if isinstance(entry.composite, Sparse) and id(entry) not in found:
+            if isinstance(entry.composite, Sparse) and id(entry) not in checks:
                 for indices in entry.composite.indices:
                     check_repeats(self._checkpoint, name, indices)
-                found[id(entry)] = IndexCheck(name, entry, entry.composite, self._checkpoint.path)
-        return list(found.values())
+                checks[id(entry)] = IndexCheck(name, entry, entry.composite, self._checkpoint.path)
+        return list(checks.values())
 
     def _storages(self) -> set[int]:
-        pieces = [piece for content in self.contents for piece in content.entry.pieces]
-        pieces += [piece for check in self.checks for piece in check.composite.indices]
+        pieces = [piece for tensor in self.tensors for piece in tensor.entry.pieces]
+        pieces += [piece for check in self.index_checks for piece in check.composite.indices]
         return {number for piece in pieces if piece.numel for number in piece.storages}
 
-    def _locate(self, wanted: Iterable[int]) -> dict[int, int]:
-        """Return the data offsets of storages, without those behind damaged headers."""
+    def _locate(self, numbers: Iterable[int]) -> dict[int, int]:
+        """Return the data offsets of storages, without those hidden by damaged headers."""
         storages = self._checkpoint.index.storages
-        known = {number: storages[number].offset for number in wanted if storages[number].located}
-        unknown = [number for number in wanted if number not in known]
+        known = {number: storages[number].offset for number in numbers if storages[number].located}
+        unknown = [number for number in numbers if number not in known]
         try:
             found = self._checkpoint.locate(unknown)
             return known | {number: found[number] for number in unknown}
-        except CheckpointError:  # find out which
+        except CheckpointError:  # find the damaged ones
             for number in unknown:
                 try:
                     known[number] = self._checkpoint.locate([number])[number]
@@ -153,71 +163,76 @@ class VerifyPlan:
     def _located(self, pieces: Iterable[Entry]) -> bool:
         return all(number in self._offsets for piece in pieces if piece.numel for number in piece.storages)
 
-    def _span(self, piece: Entry) -> Span:
-        """Return where a view of a storage lies."""
+    def _span(self, piece: Entry) -> FileRange:
+        """Return the file range of a view of a storage."""
         offset, (first, end) = self._offsets[piece.storage], piece.byte_span
-        return Span(self._checkpoint.index.storages[piece.storage].file, offset + first, offset + end)
+        return FileRange(self._checkpoint.index.storages[piece.storage].file, offset + first, offset + end)
 
-    def _turn(self, piece: Entry) -> int:
+    def _swapped(self, piece: Entry) -> int:
+        """Return the item size of a view that is stored big-endian, or 0."""
         return self._checkpoint.index.storages[piece.storage].swap_bytes
 
-    def _assign(self, content: Content) -> None:
-        """Decide how the bytes of a tensor come."""
-        composite = content.entry.composite
-        components = content.entry.components
+    def _assign(self, check: TensorCheck) -> None:
+        """Choose the streams of a tensor."""
+        composite = check.entry.composite
+        components = check.entry.components
         if all(_in_order(one) is not None for one in components):
             counted = components if composite is None else (composite.values,)
-            wanted = ((content.hasher, components), (content.counter, counted))
-            content.flows = tuple(self._flow(taker, some) for taker, some in wanted if taker is not None)
+            consumers = ((check.hasher, components), (check.counter, counted))
+            check.streams = tuple(
+                self._in_order_stream(consumer, some) for consumer, some in consumers if consumer is not None
+            )
             return
 
         def take(tensors: Sequence[torch.Tensor]) -> None:
-            feed((content.taker(one), bytes_of(tensor)) for one, tensor in zip(components, tensors, strict=True))
+            feed((check.consumer(one), bytes_of(tensor)) for one, tensor in zip(components, tensors, strict=True))
 
-        held = self._held(components, take) or Flow()
-        content.flows, content.apart = (held,), not held.spans
+        held = self._held(components, take) or ByteStream()
+        check.streams, check.apart = (held,), not held.ranges
 
-    def _flow(self, taker: Taker, components: Iterable[Entry]) -> Flow:
-        """Return the flow of tensors whose bytes come as they are wanted, but for the order in a number."""
+    def _in_order_stream(self, consumer: Consumer, components: Iterable[Entry]) -> ByteStream:
+        """Return the stream of tensors whose elements are in order in the files, apart from their byte order."""
         pieces = [piece for one in components for piece in _in_order(one) or () if piece.numel]
-        takers = (Turned(taker, self._turn(piece)) if self._turn(piece) else taker for piece in pieces)
-        return Flow(tuple(map(self._span, pieces)), tuple(takers))
+        consumers = (
+            ByteSwapped(consumer, self._swapped(piece)) if self._swapped(piece) else consumer for piece in pieces
+        )
+        return ByteStream(tuple(map(self._span, pieces)), tuple(consumers))
 
-    def _held(self, components: Sequence[Entry], done: Callable[[Sequence[torch.Tensor]], None]) -> Flow | None:
-        """Return the flow that holds tensors until they are whole; one without spans, where they are too large.
+    def _held(self, components: Sequence[Entry], done: Callable[[Sequence[torch.Tensor]], None]) -> ByteStream | None:
+        """Return a stream that buffers tensors until they are complete; without ranges if they are too large.
 
-        None where some of them are behind damaged headers.
+        None if a damaged header hides some of them.
         """
         if not self._located(piece for one in components for piece in one.pieces):
             return None
-        gathering = Gathering(components, self._span, self._turn, done)
-        nbytes = max(gathering.nbytes, sum(one.nbytes for one in components))
-        fits = gathering.nbytes > 0 and nbytes <= options.SCAN_GATHERED_BYTES
-        return Flow(gathering.spans, (gathering,) * len(gathering.spans)) if fits else Flow()
+        assembler = TensorAssembler(components, self._span, self._swapped, done)
+        nbytes = max(assembler.nbytes, sum(one.nbytes for one in components))
+        fits = assembler.nbytes > 0 and nbytes <= options.SCAN_GATHERED_BYTES
+        return ByteStream(assembler.ranges, (assembler,) * len(assembler.ranges)) if fits else ByteStream()
 
-    def flows(self) -> list[Flow]:
-        """Return what is served while the files are read."""
-        found = [crc.flow for crc in self.crcs]
-        found += [flow for content in self.contents for flow in content.flows]
-        found += [check.flow for check in self.checks if check.flow is not None]
-        return [flow for flow in found if flow.spans]
+    def streams(self) -> list[ByteStream]:
+        """Return the streams that consume bytes while the files are read in order."""
+        streams = [record.stream for record in self.records]
+        streams += [stream for tensor in self.tensors for stream in tensor.streams]
+        streams += [check.stream for check in self.index_checks if check.stream is not None]
+        return [stream for stream in streams if stream.ranges]
 
-    def _order(self) -> tuple[Span, ...]:
-        """Return the order of reading; what it cannot serve is read apart."""
-        flows = self.flows()
-        made = schedule(self._checkpoint.extents, [flow.spans for flow in flows])
-        refused = {id(flows[number]) for number in made.refused}
-        for content in self.contents:
-            if any(id(flow) in refused for flow in content.flows):
-                content.flows, content.apart = (Flow(),), True
-        for check in self.checks:
-            if id(check.flow) in refused:
-                check.flow = Flow()
-        return made.spans
+    def _order(self) -> tuple[FileRange, ...]:
+        """Return the read order; checks whose streams are refused are read entry by entry."""
+        streams = self.streams()
+        order = schedule(self._checkpoint.extents, [stream.ranges for stream in streams])
+        refused = {id(streams[number]) for number in order.refused}
+        for tensor in self.tensors:
+            if any(id(stream) in refused for stream in tensor.streams):
+                tensor.streams, tensor.apart = (ByteStream(),), True
+        for check in self.index_checks:
+            if id(check.stream) in refused:
+                check.stream = ByteStream()
+        return order.ranges
 
 
 def _in_order(component: Entry) -> list[Entry] | None:
-    """Return the views of storages whose bytes, one after the other, are those of a dense tensor; None without such."""
+    """Return the views whose concatenated bytes are the elements of a dense tensor in order; None if there are none."""
     if not component.parts:
         return [component] if row_major(component) else None
     parts = sorted(component.parts, key=lambda part: part.start)
