@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
 
 from sluice._units import format_bytes
-from sluice.reports.document import Grid, plain
+from sluice.reports.document import Grid, Section, plain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,7 +81,11 @@ class TensorTable(Sequence[TensorRow]):
         return [plain(row) for row in self._rows]
 
     def _grid(self) -> Grid:
-        return Grid(_HEADERS, [row.cells() for row in self._rows])
+        return Grid(_HEADERS, [row.cells() for row in self._rows], aligned=True)
+
+    def sections(self) -> Iterator[Section]:
+        """Yield the table as it is printed by the command line."""
+        yield self._grid()
 
     def __str__(self) -> str:
         return "\n".join(self._grid().lines())

@@ -71,7 +71,7 @@ def test_what_exists_is_replaced_only_when_asked(source: Path, tmp_path: Path, m
     out.write_bytes(b"old")
     done = run(source, out)
     assert done.exit_code == 1
-    assert "exists already: say --force" in done.stderr
+    assert "exists already: use --force" in done.stderr
     monkeypatch.setattr(_terminal, "_at_terminal", lambda: True)
     done = run(source, out, answer="n\n")
     assert done.exit_code == 1
@@ -105,7 +105,7 @@ def test_a_directory_with_other_files_needs_no_question(source: Path, tmp_path: 
         (("out.pt", "--rename", "mosk=x"), 1, "matches no tensor"),
         (("out.pt", "--key", "nowhere"), 1, "nothing at key 'nowhere'"),
         (("out.pt", "--memory", "10MiB"), 3, "the conversion needs"),
-        (("out.pt", "--manifest", "out.pt"), 2, "a name of its own"),
+        (("out.pt", "--manifest", "out.pt"), 2, "a different path"),
         (("out.pt", "--dtype", "int8"), 2, "'int8' is not one of"),
     ],
 )
