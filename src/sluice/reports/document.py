@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from sluice._units import counted
@@ -65,7 +66,7 @@ class Grid:
     @classmethod
     def first(cls, headers: tuple[str, ...], rows: Iterable[Sequence[str]], total: int) -> Grid:
         """Return the first ``ROWS_SHOWN`` of ``total`` rows; the others are never made."""
-        shown = [row for row, _ in zip(rows, range(ROWS_SHOWN), strict=False)]
+        shown = list(islice(rows, ROWS_SHOWN))
         return cls(headers, shown, total - len(shown))
 
     def lines(self) -> Iterator[str]:
