@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice._units import format_bytes, parse_bytes
+from sluice._units import counted, format_bytes, format_rate, gb_per_second, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,14 @@ def test_what_is_formatted_parses_to_about_the_same(nbytes: int) -> None:
 def test_whole_numbers_are_exact(nbytes: int) -> None:
     assert parse_bytes(str(nbytes)) == parse_bytes(f"{nbytes}B") == nbytes
     assert parse_bytes(f"{nbytes} KiB") == nbytes << 10
+
+
+def test_rates_are_decimal_and_zero_without_a_duration() -> None:
+    assert gb_per_second(3 * 10**9, 2.0) == 1.5
+    assert gb_per_second(1, 0.0) == 0.0
+    assert format_rate(3 * 10**9, 2.0) == "2.00 s, 1.50 GB/s"
+
+
+def test_counts_agree_with_their_nouns() -> None:
+    assert [counted(1, "tensor"), counted(2000, "tensor")] == ["1 tensor", "2,000 tensors"]
+    assert counted(2, "hash", "hashes") == "2 hashes"

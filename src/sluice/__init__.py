@@ -40,17 +40,18 @@ if TYPE_CHECKING:
     from sluice._progress import ProgressEvent
     from sluice.api.checkpoint import Checkpoint, LazyTensor, open  # noqa: A004  the name is the public API
     from sluice.api.convert import convert
+    from sluice.api.diff import diff
     from sluice.api.load import load_into, load_optimizer, load_state_dict
     from sluice.api.plan import plan
-    from sluice.api.save import SaveReport, save
+    from sluice.api.save import save
     from sluice.api.verify import verify
-    from sluice.checking.diff import diff
     from sluice.measuring import MemoryReport, measure
     from sluice.modules.empty_init import empty_init
     from sluice.records import Opaque, Peaks, UnsupportedValue
     from sluice.reports.diff import DiffReport, TensorDifference
     from sluice.reports.load import LoadReport
     from sluice.reports.plan import PlanReport
+    from sluice.reports.save import SaveReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
 
 __version__ = "0.1.0"
@@ -121,12 +122,12 @@ _HOMES = {
     "PlanReport": "reports.plan",
     "UnsupportedValue": "records",
     "ProgressEvent": "_progress",
-    "SaveReport": "api.save",
+    "SaveReport": "reports.save",
     "VerifyProblem": "reports.verify",
     "VerifyReport": "reports.verify",
     "convert": "api.convert",
     "TensorDifference": "reports.diff",
-    "diff": "checking.diff",
+    "diff": "api.diff",
     "empty_init": "modules.empty_init",
     "load_into": "api.load",
     "load_optimizer": "api.load",

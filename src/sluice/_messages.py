@@ -8,10 +8,13 @@ from difflib import SequenceMatcher
 
 from sluice._errors import MismatchError
 
-__all__ = ["SHOWN", "Findings", "closest", "section"]
+__all__ = ["SHOWN", "Findings", "closest", "listed", "section"]
 
 #: Maximum number of lines shown for each kind of problem.
 SHOWN = 20
+
+#: Maximum number of names in a line that lists them.
+_NAMES_SHOWN = 8
 
 #: Maximum number of names compared to find the closest one: a comparison is quadratic in the length of the names.
 _COMPARED = 200
@@ -93,6 +96,13 @@ def section(title: str, lines: Sequence[str], of: Sequence[object]) -> str:
         return ""
     more = [f"    and {len(of) - len(lines)} more"] if len(of) > len(lines) else []
     return "\n".join([f"  {title} ({len(of)}):", *(f"    {line}" for line in lines), *more])
+
+
+def listed(label: str, names: Sequence[str]) -> str:
+    """Return a line that counts names and lists the first of them: ``"missing (9): a, b, c and 6 more"``."""
+    first = ", ".join(name or "''" for name in names[:_NAMES_SHOWN])
+    more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{label} ({len(names):,}): {first}{more}"
 
 
 def _with_shape(text: str, shape: Shape | None) -> str:

@@ -1,10 +1,10 @@
-"""Sizes as people write them: "64MiB" to bytes and back. Text sizes exist only at the edge of the API."""
+"""Sizes, rates and counts as text, and sizes from text: ``"64MiB"``. Text sizes exist only at the edge of the API."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["counted", "format_bytes", "format_rate", "gb_per_second", "parse_bytes"]
 
 _FACTORS = {
     "": 1,
@@ -52,3 +52,18 @@ def format_bytes(nbytes: float) -> str:
         return f"{int(value)} B"
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
     return f"{value:.{digits}f} {unit}"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a count with its noun: ``"1 tensor"``, ``"2,000 tensors"``."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def gb_per_second(nbytes: int, seconds: float) -> float:
+    """Return a rate in units of 10**9 bytes per second; 0.0 if no time was measured."""
+    return nbytes / seconds / 1e9 if seconds > 0 else 0.0
+
+
+def format_rate(nbytes: int, seconds: float) -> str:
+    """Return a duration and the rate at which ``nbytes`` were moved in it: ``"0.50 s, 2.10 GB/s"``."""
+    return f"{seconds:.2f} s, {gb_per_second(nbytes, seconds):.2f} GB/s"

@@ -249,7 +249,7 @@ class Mine:
         ({"a": torch.ones(2, device="meta")}, "f.safetensors", "meta device have no values"),
         ({"a": 1}, "f.safetensors", "tensors only; .* found int"),
         ({1: torch.ones(1)}, "f.safetensors", "tensor names must be strings"),
-        ([torch.ones(1)], "f.safetensors", "holds a state dict; found list"),
+        ([torch.ones(1)], "f.safetensors", "can only hold a state dict; found list"),
         ({"__metadata__": torch.ones(1)}, "f.safetensors", "safetensors reserves this name"),
         ({"\ud800": torch.ones(1)}, "f.safetensors", "lone surrogate"),
         (
@@ -278,9 +278,9 @@ def test_two_dtypes_over_one_storage_are_refused(tmp_path: Path) -> None:
 def test_arguments_that_do_not_go_together(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no format for the suffix '\.xyz'"):
         sluice.save({}, tmp_path / "f.xyz")
-    with pytest.raises(ValueError, match="unknown format 'zip': one of torch"):
+    with pytest.raises(ValueError, match="unknown format 'zip': one of safetensors, torch"):
         sluice.save({}, tmp_path / "f", format="zip")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="max_shard_size goes with a directory"):
+    with pytest.raises(ValueError, match="max_shard_size applies to a directory"):
         sluice.save({}, tmp_path / "f.pt", format="torch", max_shard_size=1)
 
 

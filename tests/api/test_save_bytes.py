@@ -18,9 +18,9 @@ import torch
 
 import sluice
 from sluice._dtypes import ITEM_BYTES, torch_dtype
-from sluice.api.save import SaveFormat
 from sluice.writing.durable.replacement import NewFile
 from sluice.writing.pickle_walk import elements, walk_object
+from sluice.writing.save_formats import SaveFormat
 from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import Described, Geometry
 from sluice.writing.torch_zip import TorchZipWriter
@@ -183,12 +183,12 @@ def test_metadata_is_in_every_header(tmp_path: Path, form: Form) -> None:
 
 def test_metadata_that_has_no_place(tmp_path: Path) -> None:
     for form in (FORMS[0], FORMS[4]):
-        with pytest.raises(ValueError, match="metadata goes into the header of safetensors files"):
+        with pytest.raises(ValueError, match="metadata is written to the header of safetensors files"):
             form.save(state(), tmp_path / form.name, metadata={"a": "b"})
     for wrong in ({"a": 1}, {1: "a"}):
-        with pytest.raises(sluice.SaveError, match="metadata of safetensors is text to text"):
+        with pytest.raises(sluice.SaveError, match="safetensors metadata must map text to text"):
             FORMS[1].save(state(), tmp_path / "f.safetensors", metadata=wrong)
-    with pytest.raises(sluice.SaveError, match="has the name of a tensor that is stored under another"):
+    with pytest.raises(sluice.SaveError, match="is the name of a tensor that is stored under another name"):
         FORMS[1].save(state(), tmp_path / "f.safetensors", metadata={"c": "text"})
     assert not list(tmp_path.iterdir())
 

@@ -112,7 +112,7 @@ def test_a_script_is_never_asked(
 ) -> None:
     arguments, kept, code = replacing(files, command)
     streams(stdin(), stderr())
-    with pytest.raises(click.ClickException, match="say --force to replace it") as caught:
+    with pytest.raises(click.ClickException, match="use --force to replace it") as caught:
         main(arguments, standalone_mode=False)
     assert caught.value.exit_code == code
     assert kept.read_text(encoding="utf-8") == "mine"
@@ -140,7 +140,7 @@ def test_a_manifest_never_takes_the_place_of_its_checkpoint(files: dict[str, lis
     before = Path(source).read_bytes()
     done = CliRunner().invoke(main, ["verify", source, "--write-manifest", source, "--force"])
     assert done.exit_code == 2
-    assert "a name of its own" in done.stderr
+    assert "a different path" in done.stderr
     assert Path(source).read_bytes() == before
 
 

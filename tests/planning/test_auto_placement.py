@@ -206,7 +206,7 @@ def test_a_load_fills_the_accelerators_and_reports_the_choice(file: Path, fakes:
         "head": "fake:0",
     }
     assert report.devices == ("cpu", "fake:0", "fake:1")
-    assert "on fake:1: 'blocks.1', 'blocks.2'" in str(report)
+    assert "on fake:1 (2): blocks.1, blocks.2" in str(report)
     assert [fake.allocated_bytes for fake in fakes.values()] == [3 * MIB, 4 * MIB]
     for fake in fakes.values():
         fake.assert_filled_once()

@@ -16,8 +16,9 @@ from torch import nn
 import sluice
 from sluice.cli import main
 from sluice.records import Entry, Index, Part, elements_of
+from sluice.reports.document import aligned
 from sluice.reports.report_rows import Decided, _SourceNames, tensor_rows
-from sluice.reports.table import TensorRow, TensorTable, aligned
+from sluice.reports.table import TensorRow, TensorTable
 
 
 class Net(nn.Module):

@@ -174,7 +174,7 @@ def test_padding_reaches_live_tensors_too(file: Path, live: bool) -> None:
     assert model.weight[10:].count_nonzero() == 0
     assert (model.weight.data_ptr() == place) is live
     assert report.origins == {"weight": "wte padded with 0 to 14 rows"}
-    assert "made by rules: 'weight = wte padded with 0 to 14 rows'" in str(report)
+    assert "produced by rules (1): weight = wte padded with 0 to 14 rows" in str(report)
 
 
 def test_rules_and_pages_of_the_file(tmp_path: Path) -> None:

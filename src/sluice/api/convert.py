@@ -1,4 +1,4 @@
-"""``sluice.convert``: any readable checkpoint in any form that ``save`` writes, through a fixed amount of memory."""
+"""``sluice.convert``: write a checkpoint in another format, dtype or naming."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from sluice._errors import MismatchError, UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache
 from sluice._progress import Progress
 from sluice._units import parse_bytes
-from sluice.api.save import SaveFormat, SaveReport, choose_format
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.contents import flat_contents, whole_contents
 from sluice.converting.conversion import Conversion, Written
@@ -24,8 +23,10 @@ from sluice.converting.torch_files import convert_to_parameters, convert_to_torc
 from sluice.entries.tree import every_entry, walk
 from sluice.formats.manifest import HashAlgorithm
 from sluice.matching.renaming import Rename
+from sluice.reports.save import SaveReport
 from sluice.rules._apply import Rule
 from sluice.writing.manifest import manifest_writer
+from sluice.writing.save_formats import SaveFormat, choose_format
 
 __all__ = ["convert"]
 
@@ -49,44 +50,44 @@ def convert(
     page_cache: PageCache = "auto",
     dry_run: bool = False,
 ) -> SaveReport:
-    """Write a checkpoint in another form, with a fixed amount of memory, whatever its size.
+    """Write a checkpoint in another format, dtype or naming, with a fixed amount of memory.
 
-    Bytes go from the source through the staging buffers to the new file; what stays as it is never becomes a tensor.
-    Host memory grows by at most the staging buffers, 1 KiB for each tensor and 32 MiB. The new file is written beside
-    its final name, synced and renamed, as ``save`` does it.
+    Bytes go from the source through the staging buffers to the new file; data that is not changed never becomes a
+    tensor. Host memory grows by at most the staging buffers, 1 KiB per tensor and 32 MiB. The new file is written next
+    to its final name, synced and renamed, as by ``save``.
 
     Args:
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
         destination: A file or a directory. It may be the source, if that is a single file or a Hugging Face model.
-        key: Part of the checkpoint, as in ``load_into``. None takes the whole object where the format can hold it
-            (``"torch"``), and otherwise the only state dict in it; the report says what was left out.
+        key: Part of the checkpoint, as in ``load_into``. None takes the whole object if the format can hold it
+            (``"torch"``), and otherwise the only state dict in it; the report lists what was left out.
         format: As in ``save``. ``"torch"`` keeps nested objects, plain values, Parameters and shared storages; the
             others hold tensors by name.
-        dtype: Cast real floating-point tensors to this; None keeps each one's own.
+        dtype: Dtype that real floating-point tensors are cast to; None keeps each dtype.
         rename: New names, as in ``load_into``.
-        rules: What the tensors become, by their new names; see ``sluice.rules``. With ``rename`` or ``rules`` a torch
-            file holds a flat state dict.
+        rules: Rules that transform tensors, by their new names; see ``sluice.rules``. With ``rename`` or ``rules``, a
+            torch file holds a flat state dict.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"``; only for ``"huggingface"``.
-        manifest: Where to write the hash, dtype and shape of each tensor, as in ``save``.
+        manifest: File for the hash, dtype and shape of each tensor, as in ``save``.
         manifest_hash: ``"sha256"``, or ``"xxh3_128"``, which is faster and only finds damage.
-        overwrite: Whether what exists may be replaced, the manifest too.
+        overwrite: Whether existing files may be replaced, including the manifest.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
-        memory: How much host memory may grow, and the size of the staging buffers; at least 2 MiB.
+        memory: Limit on the growth of host memory, and the size of the staging buffers (at least 2 MiB).
         limits: Bounds for hostile files.
         page_cache: How the source is read, as in ``load_into``.
-        dry_run: Decide everything and write nothing: the report says what would be written.
+        dry_run: Write nothing; the report lists what would be written.
 
     Returns:
-        What was written, its files and their bytes, casts, ties, and what was left out.
+        The files that were written and their sizes, casts, ties, and what was left out.
 
     Raises:
-        CheckpointError: The source is damaged, unsafe or of an unknown kind, or holds what cannot be written.
-        MismatchError: There is no single state dict, or ``key``, ``rename`` or ``rules`` do not fit it.
+        CheckpointError: The source is damaged, unsafe or not supported, or has data that cannot be written.
+        MismatchError: There is not exactly one state dict, or ``key``, ``rename`` or ``rules`` do not match it.
         BudgetError: The memory limits cannot be kept; nothing was read.
-        SaveError: It cannot be written so, or the operating system failed; what existed is intact.
+        SaveError: The format cannot hold the data, or the operating system failed; existing files are intact.
         ReadError: The operating system failed a read.
-        SourceChangedError: The source changed meanwhile.
-        ValueError: The format is unknown or does not go with the other arguments.
+        SourceChangedError: The source changed during the conversion.
+        ValueError: The format is unknown or contradicts the other arguments.
         ImportError: The hash needs a library that is not installed.
 
     Example:
@@ -133,21 +134,21 @@ def convert(
 
 
 def _check(conversion: Conversion, tree: object, chosen: str) -> None:
-    """Refuse what the format cannot hold, before anything is made."""
+    """Refuse data that the format cannot hold, before anything is written."""
     names = {id(entry): name for name, entry in walk(tree)}
     for entry in every_entry(tree):
         name = names.get(id(entry), "_metadata")
         if entry.composite is not None and (conversion.manifest or chosen not in _TORCH_FILES):
             where = "a manifest has no hash for it" if chosen in _TORCH_FILES else f"{chosen} files hold dense tensors"
             raise UnsupportedError(
-                f"a {entry.layout} tensor cannot be written so: {where}", file=conversion.checkpoint.path, tensor=name
+                f"a {entry.layout} tensor cannot be written: {where}", file=conversion.checkpoint.path, tensor=name
             )
         why = why_no_cast(entry.dtype, conversion.finished(entry), requires_grad=entry.requires_grad)
         if why:
             raise MismatchError(why, file=conversion.checkpoint.path, tensor=name)
 
 
-#: Formats whose files are pickles: they say how a sparse or quantized tensor is made of dense ones.
+#: Formats whose files are pickles, which can describe sparse and quantized tensors.
 _TORCH_FILES = frozenset({"torch", "per-parameter"})
 
 _WRITERS: dict[str, Callable[[Conversion, object], Written]] = {

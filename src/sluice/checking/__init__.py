@@ -1,6 +1,6 @@
-"""Verification of a checkpoint against its checksums and manifest, and comparison of two checkpoints.
+"""Verification of a checkpoint against its checksums and a manifest, and comparison of two checkpoints.
 
 In: open checkpoints. Out: a ``VerifyReport`` or a ``DiffReport``.
 
-Start with ``verify_run`` and ``diff``.
+Entry functions: ``verification.verify_checkpoint`` and ``diff.compare_checkpoints``.
 """

@@ -1,7 +1,8 @@
-"""Tensors compared as numbers, block by block.
+"""Comparison of tensors as numbers, block by block.
 
-Blocks of equal bytes are equal; only the others become numbers. Floating point is compared as float64, which holds
-every value of the narrower dtypes, integers as 64-bit integers, an integer with a floating-point number as float64.
+Blocks with equal bytes are equal; only the others are converted. Floating-point numbers are compared as float64, which
+holds every value of the narrower dtypes, integers as 64-bit integers, and an integer with a floating-point number as
+float64.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ __all__ = ["Comparison"]
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
-#: Elements compared together: as float64 both sides stay in a processor's cache.
+#: Elements compared together, so that both sides stay in the cache of a processor as float64.
 _BLOCK_ELEMENTS = 1 << 15
 
-#: A dtype that packs two values in a byte, and has no conversion: only its bytes are compared.
+#: A dtype with two values per byte and without conversions: only its bytes are compared.
 _PACKED = "float4_e2m1fn_x2"
 
 
 class Comparison:
-    """What was found of one pair of tensors so far. Pieces may come in any order and from any thread.
+    """The differences of one pair of tensors so far. Pieces may arrive in any order and from any thread.
 
-    Two elements are the same when they are equal as numbers (so 0.0 and -0.0 are) or both NaN, whatever the bits of
-    it; a complex element with a NaN part is NaN. With tolerances also where ``|a - b| <= atol + rtol * |b|``.
+    Two elements are the same if they are equal as numbers (0.0 and -0.0 are) or both NaN, with any bits; a complex
+    element with a NaN part is NaN. With tolerances, they are also the same if ``|a - b| <= atol + rtol * |b|``.
 
     Attributes:
         different: Number of elements that are not the same.
-        nan: Those of them where one side is NaN and the other is not.
-        max_abs: Largest ``|a - b|`` of the others; infinite where one side is.
-        max_rel: Largest ``|a - b| / max(|a|, |b|)`` of the others: at most 2, or infinite.
+        nan: Number of these elements that are NaN on one side only.
+        max_abs: Largest ``|a - b|`` of the other elements; infinite if one side is.
+        max_rel: Largest ``|a - b| / max(|a|, |b|)`` of the other elements: at most 2, or infinite.
     """
 
     def __init__(self, *, rtol: float, atol: float) -> None:
@@ -48,12 +49,12 @@ class Comparison:
         self._lock = threading.Lock()
 
     def update(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Compare two pieces of one shape, both row-major on the host."""
+        """Compare two pieces of the same shape, both row-major on the host."""
         ours, theirs = a.flatten(), b.flatten()
-        alike = a.dtype == b.dtype
+        same_dtype = a.dtype == b.dtype
         for first in range(0, ours.numel(), _BLOCK_ELEMENTS):
             left, right = ours[first : first + _BLOCK_ELEMENTS], theirs[first : first + _BLOCK_ELEMENTS]
-            if not (alike and np.array_equal(_words(left), _words(right))):
+            if not (same_dtype and np.array_equal(_words(left), _words(right))):
                 self._compare(left, right)
 
     def _compare(self, left: torch.Tensor, right: torch.Tensor) -> None:
@@ -86,8 +87,8 @@ class Comparison:
                 self.max_rel = max(self.max_rel, float(relative.max()))
 
     def _add_bytes(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        alike = left.dtype == right.dtype
-        count = int(np.count_nonzero(_bytes(left) != _bytes(right))) if alike else left.numel()
+        same_dtype = left.dtype == right.dtype
+        count = int(np.count_nonzero(_bytes(left) != _bytes(right))) if same_dtype else left.numel()
         with self._lock:
             self.different += count
 
@@ -98,7 +99,7 @@ def _bytes(tensor: torch.Tensor) -> _Array:
 
 
 def _words(tensor: torch.Tensor) -> _Array:
-    """Return the bytes of a piece, eight at a time where they divide so."""
+    """Return the bytes of a piece as 64-bit words if their number is a multiple of eight."""
     raw = _bytes(tensor)
     return raw.view(np.uint64) if len(raw) % 8 == 0 else raw
 
@@ -108,7 +109,7 @@ def _numbers(tensor: torch.Tensor) -> _Array:
         wide = tensor.to(torch.complex64).to(torch.complex128) if tensor.dtype == torch.complex32 else tensor
         return np.asarray(wide.to(torch.complex128).numpy())
     if tensor.is_floating_point():
-        # The smallest dtypes have a conversion to float32 only.
+        # Dtypes of one byte can only be converted to float32.
         return np.asarray((tensor.to(torch.float32) if tensor.itemsize == 1 else tensor).to(torch.float64).numpy())
     whole = tensor.numpy()
     return whole if whole.dtype == np.uint64 else whole.astype(np.int64)
@@ -116,7 +117,7 @@ def _numbers(tensor: torch.Tensor) -> _Array:
 
 def _same(a: _Array, b: _Array) -> _Array:
     if {a.dtype.kind, b.dtype.kind} == {"i", "u"}:
-        # As float64, which numpy would take, large ones would be equal that are not.
+        # Numpy would compare as float64, in which different large integers are equal.
         return np.asarray((a.astype(np.uint64) == b.astype(np.uint64)) & _positive(a) & _positive(b))
     equal = np.asarray(a == b)
     floating = a.dtype.kind in "fc" or b.dtype.kind in "fc"
@@ -128,9 +129,9 @@ def _positive(a: _Array) -> _Array:
 
 
 def _distance(a: _Array, b: _Array) -> _Array:
-    """Return ``|a - b|`` as float64; of integers rounded from the exact distance."""
+    """Return ``|a - b|`` as float64; for integers, the exact distance rounded."""
     if a.dtype == b.dtype and a.dtype.kind in "iu":
-        # In 64 bits without a sign the distance is exact, however far they are apart.
+        # As unsigned 64-bit integers the distance is always exact.
         return np.asarray((np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)).astype(np.float64))
     if {a.dtype.kind, b.dtype.kind} == {"i", "u"}:
         exact = _distance(a.astype(np.uint64), b.astype(np.uint64))

@@ -1,4 +1,4 @@
-"""What takes the bytes of a verification: checksums, hashes, counts, and what brings bytes into order first."""
+"""Consumers of verified bytes: checksums, hashes, counters, and buffers that restore the order of elements."""
 
 from __future__ import annotations
 
@@ -16,102 +16,112 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import span_elements
 from sluice.checking.non_finite import NonFiniteCounter, WholeItems
-from sluice.checking.read_order import Span
+from sluice.checking.read_order import FileRange
 from sluice.engine.host_copies import BITS, StridedBytes, copy_in_pieces
 from sluice.engine.host_memory import HostMemory
 from sluice.formats.manifest import Hasher
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Part, Quantized
 
-__all__ = ["Content", "Crc", "Flow", "Gathering", "Several", "Taker", "Turned", "bytes_of", "feed"]
+__all__ = [
+    "ByteStream",
+    "ByteSwapped",
+    "Consumer",
+    "RecordChecksum",
+    "Tee",
+    "TensorAssembler",
+    "TensorCheck",
+    "bytes_of",
+    "feed",
+]
 
-#: Arrangements take memory, so that one is made at a time, whatever the number of processors.
-_ARRANGING = threading.Lock()
+#: Held while tensors are assembled: that takes memory, so one thread does it at a time.
+_ASSEMBLING = threading.Lock()
 
 
-class Taker(Protocol):
-    """Takes bytes in order."""
+class Consumer(Protocol):
+    """Receives bytes in order."""
 
     def update(self, data: memoryview, /) -> None: ...
 
 
-class Several:
-    """Passes bytes on to each of several takers."""
+class Tee:
+    """Passes bytes on to several consumers."""
 
-    def __init__(self, takers: Sequence[Taker]) -> None:
-        self._takers = takers
+    def __init__(self, consumers: Sequence[Consumer]) -> None:
+        self._takers = consumers
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
-        for taker in self._takers:
-            taker.update(data)
+        """Receive the next bytes."""
+        for consumer in self._takers:
+            consumer.update(data)
 
 
 @dataclass(slots=True, eq=False)
-class Flow:
-    """Bytes that are taken one after the other, and whether all of them came."""
+class ByteStream:
+    """Ranges of files that are consumed one after the other."""
 
-    #: What is wanted, in order; empty for what is not read as it lies in the files.
-    spans: tuple[Span, ...] = ()
-    #: Who takes each of them.
-    takers: tuple[Taker, ...] = ()
-    #: Whether some of them could not be read.
+    #: Ranges in the order of consumption; empty if the bytes are read entry by entry instead.
+    ranges: tuple[FileRange, ...] = ()
+    #: Consumer of each range.
+    consumers: tuple[Consumer, ...] = ()
+    #: Whether a range could not be read.
     failed: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Crc:
-    """The CRC-32 of a record."""
+class RecordChecksum:
+    """The CRC-32 of a record, computed and recorded."""
 
     #: Position of the file.
     file: int
-    #: What the file says.
+    #: Checksum recorded in the file, and the range that it covers.
     checksum: Checksum
-    #: What was found.
+    #: CRC-32 of the bytes so far.
     value: int = 0
-    #: How its bytes come.
-    flow: Flow = field(init=False)
+    #: Range of the record.
+    stream: ByteStream = field(init=False)
 
     def __post_init__(self) -> None:
         first = self.checksum.offset
-        self.flow = Flow((Span(self.file, first, first + self.checksum.nbytes),), (self,))
+        self.stream = ByteStream((FileRange(self.file, first, first + self.checksum.nbytes),), (self,))
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
+        """Receive the next bytes."""
         self.value = zlib.crc32(data, self.value)
 
 
 @dataclass(slots=True, eq=False)
-class Content:
-    """What is found out of one tensor, whatever its names."""
+class TensorCheck:
+    """The hash and the counts of one tensor, under all its names."""
 
     #: The tensor.
     entry: Entry
     #: Its names.
     names: list[str] = field(default_factory=list)
-    #: Where hashes are wanted.
+    #: Hash of its elements; None if not requested.
     hasher: Hasher | None = None
-    #: Where its elements are counted.
+    #: Counter of its non-finite elements; None if not requested.
     counter: NonFiniteCounter | None = None
-    #: How its bytes come, to the hash and to the counter apart; none where some lie behind damaged headers.
-    flows: tuple[Flow, ...] = ()
-    #: Whether it is read by itself, for its only flow.
+    #: Streams of its bytes, for the hash and for the counter; empty if a damaged header hides some of them.
+    streams: tuple[ByteStream, ...] = ()
+    #: Whether it is read entry by entry, for its only stream.
     apart: bool = False
 
     @property
     def whole(self) -> bool:
-        """Whether all of its bytes came."""
-        return bool(self.flows) and not any(flow.failed for flow in self.flows)
+        """Whether all of its bytes were read."""
+        return bool(self.streams) and not any(stream.failed for stream in self.streams)
 
-    def taker(self, component: Entry) -> Taker:
-        """Return what takes the bytes of one of the dense tensors that it is made of: of itself, where it is dense."""
+    def consumer(self, component: Entry) -> Consumer:
+        """Return the consumer of one dense component; the tensor itself if it is dense."""
         composite = self.entry.composite
         counted = composite is None or component is composite.values
-        wanted = (self.hasher, self.counter if counted else None)
-        return Several([taker for taker in wanted if taker is not None])
+        consumers = (self.hasher, self.counter if counted else None)
+        return Tee([consumer for consumer in consumers if consumer is not None])
 
     def finish(self) -> None:
-        """Hash what a quantized tensor keeps as plain numbers."""
+        """Hash the scales and zero points of a quantized tensor that are plain numbers."""
         composite = self.entry.composite
         if isinstance(composite, Quantized) and self.hasher:
             for numbers in (composite.scales, composite.zero_points):
@@ -119,10 +129,10 @@ class Content:
                     self.hasher.update(struct.pack(f"<{len(numbers)}d", *numbers))
 
 
-def feed(pieces: Iterable[tuple[Taker, memoryview]]) -> None:
-    """Give each piece to its taker, in order."""
-    for taker, data in pieces:
-        taker.update(data)
+def feed(pieces: Iterable[tuple[Consumer, memoryview]]) -> None:
+    """Pass each piece to its consumer, in order."""
+    for consumer, data in pieces:
+        consumer.update(data)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -130,83 +140,83 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.flatten().view(torch.uint8).numpy().data)
 
 
-class Turned:
-    """Passes on numbers with the least significant byte first that come with the most significant one first."""
+class ByteSwapped:
+    """Passes big-endian items on as little-endian ones."""
 
-    def __init__(self, taker: Taker, item_bytes: int) -> None:
-        """Begin with nothing.
+    def __init__(self, consumer: Consumer, item_bytes: int) -> None:
+        """Start a stream.
 
         Args:
-            taker: Who gets them.
-            item_bytes: Bytes of one number.
+            consumer: Receives the swapped items.
+            item_bytes: Bytes of one item.
         """
-        self._taker = taker
+        self._taker = consumer
         self._item = item_bytes
         self._items = WholeItems(item_bytes)
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes, which may begin and end inside a number."""
+        """Receive the next bytes, which may begin and end inside an item."""
         step = options.MOVED_BYTES // self._item * self._item
         for whole in self._items.take(data):
             for first in range(0, len(whole), step):
-                turned = np.frombuffer(whole[first : first + step], dtype=f"u{self._item}").byteswap()
-                self._taker.update(memoryview(turned.view(np.uint8).data))
+                swapped = np.frombuffer(whole[first : first + step], dtype=f"u{self._item}").byteswap()
+                self._taker.update(memoryview(swapped.view(np.uint8).data))
 
 
-class Gathering:
-    """Holds the bytes of small tensors until all are there, then arranges each in the order of its elements."""
+class TensorAssembler:
+    """Buffers the bytes of small tensors, then arranges each in the order of its elements."""
 
     def __init__(
         self,
         components: Sequence[Entry],
-        locate: Callable[[Entry], Span],
-        turn: Callable[[Entry], int],
+        locate: Callable[[Entry], FileRange],
+        swapped: Callable[[Entry], int],
         done: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
-        """Begin with nothing.
+        """Start with an empty buffer.
 
         Args:
             components: Dense tensors.
-            locate: Returns where a view of a storage lies.
-            turn: Returns the bytes of each number of a view that is stored with the most significant byte first, or 0.
-            done: Gets them, row-major, when the last byte has come.
+            locate: Returns the file range of a view of a storage.
+            swapped: Returns the item size of a view that is stored big-endian, or 0.
+            done: Receives the tensors, row-major, after the last byte.
         """
         self._components = components
         self._locate = locate
-        self._turn = turn
+        self._swapped = swapped
         self._done = done
-        self._begins: dict[Span, int] = {}
-        # Mappings of their own, because what the heap is given back it often keeps.
-        self._held: HostMemory | None = None
-        self._come = 0
-        #: Bytes that it takes.
+        self._begins: dict[FileRange, int] = {}
+        # Separate mappings, because the heap often keeps freed memory.
+        self._buffer: HostMemory | None = None
+        self._received_bytes = 0
+        #: Bytes of ``ranges``.
         self.nbytes = 0
         pieces = [piece for component in components for piece in component.pieces if piece.numel]
-        #: What it takes, in order.
-        self.spans = tuple(_joined(sorted(locate(piece) for piece in pieces)))
-        for span in self.spans:
-            self._begins[span] = self.nbytes
-            self.nbytes += span.nbytes
+        #: Ranges of files that it receives, in order.
+        self.ranges = tuple(_joined(sorted(locate(piece) for piece in pieces)))
+        for each in self.ranges:
+            self._begins[each] = self.nbytes
+            self.nbytes += each.nbytes
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
-        if not self._come and len(data) == self.nbytes:
+        """Receive the next bytes."""
+        if not self._received_bytes and len(data) == self.nbytes:
             self._finish(data)
             return
-        if self._held is None:
-            self._held = HostMemory(self.nbytes, huge_pages=False)
-        self._held.view()[self._come : self._come + len(data)] = data
-        self._come += len(data)
-        if self._come == self.nbytes:
-            self._finish(self._held.view()[: self.nbytes])
-            self._held = None
+        if self._buffer is None:
+            self._buffer = HostMemory(self.nbytes, huge_pages=False)
+        self._buffer.view()[self._received_bytes : self._received_bytes + len(data)] = data
+        self._received_bytes += len(data)
+        if self._received_bytes == self.nbytes:
+            self._finish(self._buffer.view()[: self.nbytes])
+            self._buffer = None
 
     def _finish(self, data: memoryview) -> None:
-        with _ARRANGING:
+        with _ASSEMBLING:
             raw = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))
-            self._done([self._arranged(component, raw) for component in self._components])
+            self._done([self._assembled(component, raw) for component in self._components])
 
-    def _arranged(self, entry: Entry, raw: torch.Tensor) -> torch.Tensor:
+    def _assembled(self, entry: Entry, raw: torch.Tensor) -> torch.Tensor:
         item = ITEM_BYTES[entry.dtype]
         computed = any(piece.math_bits for piece in entry.pieces)
         dtype = torch_dtype(entry.dtype) if computed else BITS[item]
@@ -218,25 +228,27 @@ class Gathering:
             piece = part.entry
             if not piece.numel:
                 continue
-            span = self._locate(piece)
-            whole = next(one for one in self.spans if one.file == span.file and one.first <= span.first < one.end)
-            first = self._begins[whole] + span.first - whole.first
+            each = self._locate(piece)
+            whole = next(
+                whole for whole in self.ranges if whole.file == each.file and whole.first <= each.first < whole.end
+            )
+            first = self._begins[whole] + each.first - whole.first
             own = raw[first : first + span_elements(piece.shape, piece.stride) * item]
-            turn = self._turn(piece)
-            if turn:
-                own = torch.from_numpy(own.numpy().view(f"u{turn}").byteswap().view(np.uint8))
+            swap_bytes = self._swapped(piece)
+            if swap_bytes:
+                own = torch.from_numpy(own.numpy().view(f"u{swap_bytes}").byteswap().view(np.uint8))
             box = tuple(slice(start, start + size) for start, size in zip(part.start, piece.shape, strict=True))
             copy_in_pieces(out[box], StridedBytes(own, dtype, piece.shape, piece.stride, piece.elements))
         return out
 
 
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Return ascending spans with those joined that overlap."""
-    joined: list[Span] = []
-    for span in spans:
+def _joined(ranges: Iterable[FileRange]) -> list[FileRange]:
+    """Return ascending ranges, with overlapping ones joined."""
+    joined: list[FileRange] = []
+    for each in ranges:
         last = joined[-1] if joined else None
-        if last is not None and last.file == span.file and span.first <= last.end:
-            joined[-1] = Span(last.file, last.first, max(last.end, span.end))
+        if last is not None and last.file == each.file and each.first <= last.end:
+            joined[-1] = FileRange(last.file, last.first, max(last.end, each.end))
         else:
-            joined.append(span)
+            joined.append(each)
     return joined

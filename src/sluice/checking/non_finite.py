@@ -1,4 +1,7 @@
-"""What bytes say as numbers: NaN and infinities by their bits, in pieces. No torch: some dtypes numpy does not have."""
+"""Counts of NaN and infinite elements, from the bits of bytes that arrive in pieces.
+
+Bits are compared as integers, because numpy does not have all dtypes.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,19 @@ from sluice._dtypes import ITEM_BYTES
 
 __all__ = ["NonFiniteCounter", "WholeItems", "has_non_finite"]
 
-#: Elements looked at together: their copies stay in a processor's cache.
+#: Elements tested together, so that temporary arrays stay in the cache of a processor.
 _BLOCK_ELEMENTS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """Which bits of a real number make it NaN or infinite."""
+    """The bit patterns of NaN and infinity of a real dtype."""
 
-    #: Bits that are looked at.
+    #: Mask without the sign bit, if that is not significant.
     mask: int
-    #: These bits, where it is infinite; None for a dtype without infinities.
+    #: Masked bits of infinity; None for a dtype without infinities.
     infinity: int | None
-    #: The lowest and the highest of them that are NaN.
+    #: Lowest and highest masked bits of NaN.
     nan: tuple[int, int]
 
 
@@ -42,15 +45,15 @@ _PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64
 
 
 def has_non_finite(dtype: str) -> bool:
-    """Return whether numbers of a dtype can be NaN or infinite."""
+    """Return whether elements of a dtype can be NaN or infinite."""
     return _PARTS.get(dtype, dtype) in _BITS
 
 
 class WholeItems:
-    """Cuts bytes that come in pieces of any length at the ends of items; the start of an item waits for the rest."""
+    """Splits bytes that arrive in pieces of any length at the ends of items; keeps the start of an incomplete item."""
 
     def __init__(self, item_bytes: int) -> None:
-        """Begin with nothing.
+        """Start a stream.
 
         Args:
             item_bytes: Bytes of one item.
@@ -59,7 +62,7 @@ class WholeItems:
         self._rest = b""
 
     def take(self, data: memoryview) -> Iterator[memoryview]:
-        """Take the next bytes, and yield what is whole now, in order."""
+        """Receive the next bytes, and yield the complete items, in order."""
         if self._rest:
             missing = self._item - len(self._rest)
             self._rest += bytes(data[:missing])
@@ -73,13 +76,13 @@ class WholeItems:
 
 
 class NonFiniteCounter:
-    """Counts the elements that are NaN, or infinite; of a complex one either part decides, and it can be both."""
+    """Counts elements that are NaN or infinite. A complex element counts for either part, and can count as both."""
 
     def __init__(self, dtype: str) -> None:
-        """Begin with none.
+        """Start at zero.
 
         Args:
-            dtype: One for which ``has_non_finite`` is true.
+            dtype: A dtype for which ``has_non_finite`` is true.
         """
         self.nan = 0
         self.inf = 0
@@ -89,7 +92,7 @@ class NonFiniteCounter:
         self._items = WholeItems(ITEM_BYTES[dtype])
 
     def update(self, data: memoryview) -> None:
-        """Take the next bytes, which may begin and end inside an element."""
+        """Receive the next bytes, which may begin and end inside an element."""
         for whole in self._items.take(data):
             self._count(whole)
 
@@ -101,10 +104,10 @@ class NonFiniteCounter:
         for first in range(0, len(numbers), step):
             block = numbers[first : first + step] & mask
             if block.max() < min(self._bits.nan[0], self._bits.infinity or self._bits.nan[0]):
-                continue  # nearly always
+                continue  # nearly every block
             self.nan += self._elements((block >= low) & (block <= high))
             if self._bits.infinity is not None:
                 self.inf += self._elements(block == self._unsigned.type(self._bits.infinity))
 
-    def _elements(self, found: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
-        return int(np.count_nonzero(found.reshape(-1, self._parts).any(axis=1) if self._parts > 1 else found))
+    def _elements(self, hits: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+        return int(np.count_nonzero(hits.reshape(-1, self._parts).any(axis=1) if self._parts > 1 else hits))

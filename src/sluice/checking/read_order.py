@@ -1,9 +1,9 @@
-"""In which order the bytes of files are read so that each is read once and whoever takes some gets them in order. Pure.
+"""Read order: every byte of the files once, and in order for each stream. Pure.
 
-Checksums and hashes take bytes in order. Most take one range of a file, in any order of ranges. A tensor in several
-chunks takes several ranges, one behind the other, wherever they lie: these ranges are read in its order, together with
-everything that overlaps them, and the rest of the files after that. Two tensors that want the same ranges in different
-orders cannot both have them; then the second is refused.
+Checksums and hashes consume bytes in order. Most streams are a single range, which can be read at any time. A tensor in
+several chunks is a stream of several ranges, anywhere in the files: these are read first, in the order of the stream
+and with every range that overlaps them, followed by the rest of the files. If two streams need the same ranges in
+different orders, the second is refused.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from operator import attrgetter
 
 from sluice import _options as options
 
-__all__ = ["Schedule", "Span", "schedule"]
+__all__ = ["FileRange", "ReadOrder", "schedule"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Span:
+class FileRange:
     """A range of bytes of a file."""
 
     #: Position of the file.
     file: int
     #: First byte.
     first: int
-    #: First byte behind it.
+    #: Byte after the last.
     end: int
 
     @property
@@ -37,73 +37,76 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """An order of reading."""
+class ReadOrder:
+    """The order in which the files are read."""
 
-    #: All bytes of the files, each once. What one wish has in one of them it has there in order.
-    spans: tuple[Span, ...]
-    #: Positions of wishes that do not get their bytes in order.
+    #: All bytes of the files, each once. Within a range, the bytes of a stream are in order.
+    ranges: tuple[FileRange, ...]
+    #: Positions of the streams whose bytes are not in order.
     refused: frozenset[int]
 
 
-def schedule(extents: Sequence[tuple[int, int]], wishes: Sequence[Sequence[Span]]) -> Schedule:
-    """Return the order in which files are read.
+def schedule(extents: Sequence[tuple[int, int]], streams: Sequence[Sequence[FileRange]]) -> ReadOrder:
+    """Return the order in which the files are read.
 
     Args:
-        extents: The bytes of each file that are read: the first, and the first behind them.
-        wishes: What each taker wants, in its order; inside of the extents, and without empty spans.
+        extents: The first byte of each file to read, and the byte after the last.
+        streams: The ranges of each stream, in its order: inside the extents, and not empty.
     """
-    blocks = _blocks(wishes)
+    blocks = _blocks(streams)
     order: dict[int, int] = {}
     refused = []
-    for number, spans in enumerate(wishes):
-        path = _path(blocks, spans)
-        if not _fits(path, spans, order):
+    for number, ranges in enumerate(streams):
+        path = _path(blocks, ranges)
+        if not _fits(path, ranges, order):
             refused.append(number)
-        elif len(spans) > 1:
+        elif len(ranges) > 1:
             for block in path:
                 order.setdefault(block, len(order))
     early = [blocks[number] for number in order]
-    return Schedule(spans=(*early, *_rest(extents, sorted(early))), refused=frozenset(refused))
+    return ReadOrder(ranges=(*early, *_rest(extents, sorted(early))), refused=frozenset(refused))
 
 
-def _blocks(wishes: Sequence[Sequence[Span]]) -> list[Span]:
-    """Return what is read as a whole: spans that overlap are one. A small gap is read with what follows it."""
-    blocks: list[Span] = []
-    for span in sorted(span for spans in wishes for span in spans):
+def _blocks(streams: Sequence[Sequence[FileRange]]) -> list[FileRange]:
+    """Return the blocks that are read as a whole: overlapping ranges joined, small gaps included."""
+    blocks: list[FileRange] = []
+    for each in sorted(each for ranges in streams for each in ranges):
         last = blocks[-1] if blocks else None
-        if last is not None and last.file == span.file and span.first < last.end:
-            blocks[-1] = Span(last.file, last.first, max(last.end, span.end))
+        if last is not None and last.file == each.file and each.first < last.end:
+            blocks[-1] = FileRange(last.file, last.first, max(last.end, each.end))
             continue
-        near = last is not None and last.file == span.file and span.first - last.end <= options.COALESCE_GAP_BYTES
-        blocks.append(Span(span.file, last.end if last is not None and near else span.first, span.end))
+        near = last is not None and last.file == each.file and each.first - last.end <= options.COALESCE_GAP_BYTES
+        blocks.append(FileRange(each.file, last.end if last is not None and near else each.first, each.end))
     return blocks
 
 
-def _path(blocks: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Return the position of the block that each span lies in."""
-    return [bisect_right(blocks, (span.file, span.first), key=lambda one: (one.file, one.first)) - 1 for span in spans]
+def _path(blocks: Sequence[FileRange], ranges: Sequence[FileRange]) -> list[int]:
+    """Return the position of the block that contains each range."""
+    return [
+        bisect_right(blocks, (each.file, each.first), key=lambda block: (block.file, block.first)) - 1
+        for each in ranges
+    ]
 
 
-def _fits(path: Sequence[int], spans: Sequence[Span], order: dict[int, int]) -> bool:
-    """Return whether blocks can be read such that the spans come in order, after those that have a place already."""
-    for (block, span), (following, behind) in pairwise(zip(path, spans, strict=True)):
-        if block == following and behind.first < span.end:
+def _fits(path: Sequence[int], ranges: Sequence[FileRange], order: dict[int, int]) -> bool:
+    """Return whether the blocks of a path can be read in its order, given the order decided so far."""
+    for (block, each), (next_block, successor) in pairwise(zip(path, ranges, strict=True)):
+        if block == next_block and successor.first < each.end:
             return False
     steps = [block for position, block in enumerate(path) if not position or path[position - 1] != block]
     places = [order.get(block, len(order)) for block in steps]
     return len(set(steps)) == len(steps) and places == sorted(places)
 
 
-def _rest(extents: Sequence[tuple[int, int]], early: Sequence[Span]) -> Iterator[Span]:
-    """Yield what is left of the files."""
+def _rest(extents: Sequence[tuple[int, int]], early: Sequence[FileRange]) -> Iterator[FileRange]:
+    """Yield the ranges of the files between the early blocks."""
     for file, (begin, end) in enumerate(extents):
         left = begin
         low = bisect_left(early, file, key=attrgetter("file"))
         high = bisect_right(early, file, key=attrgetter("file"))
         for block in early[low:high]:
             if left < block.first:
-                yield Span(file, left, block.first)
+                yield FileRange(file, left, block.first)
             left = max(left, block.end)
         if left < end:
-            yield Span(file, left, end)
+            yield FileRange(file, left, end)

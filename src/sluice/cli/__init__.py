@@ -1,6 +1,6 @@
-"""The command line: one file for each command, which parses with click, calls the API and renders what it returns.
+"""The command line: ``commands`` parse options and call the API, ``views`` print what it returns.
 
-Every failure leaves as one paragraph on stderr and an exit code; ``--debug`` adds the traceback.
+Every failure is one paragraph on stderr and an exit code; ``--debug`` adds the traceback.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["main"]
 
 
 class _Commands(click.Group):
-    """A group that turns every exception of its commands into a paragraph and an exit code."""
+    """A group that turns exceptions of its commands into a paragraph and an exit code."""
 
     def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
-        # Click ends these itself: --help, and a reader such as `head` that went away.
+        # Click handles these itself: --help, and a closed pipe.
         except (click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except (Exception, KeyboardInterrupt) as error:
@@ -44,7 +44,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="sluice", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where errors are handled
+def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context by _Commands
     """Put the weights of a PyTorch checkpoint into a model, with peak memory = the finished model + a small gate.
 
     \b
@@ -56,17 +56,18 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context where e
       sluice convert model.pth model.safetensors --dtype bfloat16
       sluice verify model.pth
       sluice diff model.pth model.safetensors
+      sluice bench --size small
 
     \b
     Exit codes (verify and diff have their own, see their --help):
-      0    done
+      0    success
       1    the checkpoint, the model or the disk is at fault
       2    the command line is wrong
       3    the load does not fit into the memory limits
       130  interrupted
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a letter gets its escape, not an error
+        if isinstance(stream, io.TextIOWrapper):  # letters that the terminal cannot show become escapes
             stream.reconfigure(errors="backslashreplace")
 
 

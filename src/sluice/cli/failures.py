@@ -1,4 +1,4 @@
-"""How a command fails: one paragraph on stderr and an exit code."""
+"""Failures of a command: one paragraph on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import click
 
 from sluice import __version__
 from sluice._errors import BudgetError, SluiceError
-from sluice.cli.text import printable_paragraph
+from sluice.reports.printable import printable_paragraph
 
 __all__ = ["Failure", "Interrupted", "OverBudget", "describe", "failure_of"]
 
@@ -17,7 +17,7 @@ class Failure(click.ClickException):
     exit_code = 1
 
     def format_message(self) -> str:
-        """Return the paragraph; what it quotes from files is made safe."""
+        """Return the paragraph, with text from files made printable."""
         return printable_paragraph(self.message)
 
 
@@ -28,13 +28,13 @@ class OverBudget(Failure):
 
 
 class Interrupted(Failure):
-    """The user stopped it."""
+    """The user interrupted the command."""
 
-    exit_code = 130  # 128 + SIGINT, as shells count
+    exit_code = 130  # 128 + SIGINT, by convention of shells
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Return what the user is told about an exception that ended a command."""
+    """Return the failure for an exception that ended a command."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("interrupted")
     if isinstance(error, BudgetError):
@@ -48,5 +48,5 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and the text of an exception, in one clause."""
+    """Return the type and text of an exception, as one clause."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""Options that several commands share: what builds the model, its arguments, dtypes, devices and sizes."""
+"""Options shared by several commands: the model and its arguments, dtypes, devices and sizes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = [
     "staging_option",
 ]
 
-#: What ``--dtype`` takes.
+#: Choices of ``--dtype``.
 DTYPES = ("auto", *(name for name in ITEM_BYTES if is_castable(name)))
 
 
 class Size(click.ParamType[int]):
-    """A size such as ``2GiB``, as bytes."""
+    """A size such as ``2GiB``, converted to bytes."""
 
     name = "size"
 
@@ -51,7 +51,7 @@ class Size(click.ParamType[int]):
 
 
 def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and named arguments out of the JSON of ``--model-args``."""
+    """Return the positional and keyword arguments in the JSON of ``--model-args``."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -64,7 +64,7 @@ def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def parse_dtype(name: str | None) -> torch.dtype | Literal["auto"] | None:
-    """Return the dtype that a ``--dtype`` option names; None if it was not given."""
+    """Return the dtype of a ``--dtype`` option; None if it was not given."""
     if name is None:
         return None
     if name == "auto":
@@ -77,15 +77,15 @@ def parse_dtype(name: str | None) -> torch.dtype | Literal["auto"] | None:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that torch does not know or cannot use, before anything is built."""
+    """Refuse a device that torch cannot use, before a model is built."""
     import torch
 
     try:
-        useless = torch.empty(0, device=device).is_meta
-    # A torch without CUDA says so with an AssertionError.
+        is_meta = torch.empty(0, device=device).is_meta
+    # A torch without CUDA raises an AssertionError.
     except (RuntimeError, AssertionError) as error:
         raise click.BadParameter(f"{device!r} cannot be used: {error}", param_hint="--device") from error
-    if useless:
+    if is_meta:
         raise click.BadParameter("the meta device holds no weights", param_hint="--device")
 
 
@@ -96,23 +96,23 @@ def find_factory(spec: str) -> Callable[..., Any]:
         raise click.BadParameter(f"{spec!r} is not of the form package.module:name", param_hint="--model")
     sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise click.BadParameter(f"there is no module {error.name!r}", param_hint="--model") from error
+            raise click.BadParameter(f"no module {error.name!r}", param_hint="--model") from error
         raise Failure(f"{module_name} needs the module {error.name!r}, which is not installed") from error
     except Exception as error:
         raise Failure(f"importing {module_name} raised {describe(error)}") from error
     for attribute in name.split("."):
-        found = getattr(found, attribute, None)
-    if not callable(found):
+        target = getattr(target, attribute, None)
+    if not callable(target):
         raise click.BadParameter(f"{module_name} has no class or function {name!r}", param_hint="--model")
-    return found  # type: ignore[no-any-return]  # callable() narrows Any to a callable of anything
+    return target  # type: ignore[no-any-return]  # callable() narrows Any to a callable of anything
 
 
 def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], named: dict[str, Any]) -> torch.nn.Module:
-    """Call a model factory from the command line and check that it returns a module."""
-    # Here, not above: torch takes a second to import, and wrong options should be refused before that.
+    """Build the model of ``--model`` inside ``empty_init``, and check that it is a module."""
+    # Here, not above: torch takes a second to import, and wrong options are refused before.
     from torch import nn
 
     try:
@@ -129,23 +129,24 @@ def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], name
     return model
 
 
-#: Options that several commands have in common.
 dtype_option = click.option(
     "--dtype", type=click.Choice(DTYPES), metavar="NAME", help="float32, bfloat16, ... or auto: as in the file."
 )
 
 staging_option = click.option(
-    "--staging", type=Size(), default=MemoryLimits().staging, show_default=True, help="Size of the gate."
+    "--staging",
+    type=Size(),
+    default=MemoryLimits().staging,
+    show_default=True,
+    help="Size of the staging buffers.",
 )
 
-no_strict_option = click.option(
-    "--no-strict", is_flag=True, help="Allow names that are missing in the file or in the model."
-)
+no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing and unexpected names.")
 
 place_option = click.option(
     "--place",
     type=click.Choice(get_args(Place)),
     default="copy",
     show_default=True,
-    help="map: tensors on the CPU that need no change are pages of the file.",
+    help="map: unchanged CPU tensors become mapped pages of the file.",
 )

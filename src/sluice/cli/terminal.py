@@ -1,4 +1,4 @@
-"""What a command does only for people: bars, and questions before something is replaced. Scripts are never asked."""
+"""Interaction at a terminal: progress bars, and questions before files are replaced. Scripts never get a question."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 
 from sluice.cli.failures import Failure
-from sluice.cli.text import printable
+from sluice.reports.printable import printable
 
 __all__ = ["allow_replacing", "progress_wanted"]
 
@@ -17,25 +17,25 @@ _SHOWN = 3
 
 
 def progress_wanted(*, quiet: bool) -> bool:
-    """Return whether somebody sees a bar on stderr, which may be closed."""
+    """Return whether to draw a bar: stderr is a terminal, and not closed."""
     return not quiet and sys.stderr is not None and sys.stderr.isatty()
 
 
-def allow_replacing(found: Sequence[str], failure: type[Failure]) -> None:
-    """Return when nothing would be replaced, or the user at the terminal wants it to be.
+def allow_replacing(existing: Sequence[str], failure: type[Failure]) -> None:
+    """Return if no file would be replaced, or the user at the terminal agrees.
 
     Args:
-        found: What exists and would be replaced.
-        failure: What to raise otherwise; without a terminal that is at once.
+        existing: Files that would be replaced.
+        failure: Error to raise otherwise; raised without a question if there is no terminal.
 
     Raises:
-        Failure: Something would be replaced.
+        Failure: A file would be replaced.
     """
-    if not found:
+    if not existing:
         return
-    names = ", ".join(printable(name) for name in found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+    names = ", ".join(printable(name) for name in existing[:_SHOWN]) + (", ..." if len(existing) > _SHOWN else "")
     if not _at_terminal():
-        raise failure(f"{names} exists already: say --force to replace it. Nothing was written.")
+        raise failure(f"{names} exists already: use --force to replace it. Nothing was written.")
     if not click.confirm(f"{names} exists already. Replace it?", err=True):
         raise failure("nothing was written")
 

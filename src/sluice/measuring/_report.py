@@ -1,14 +1,15 @@
-"""What ``sluice.measure`` found: figures, a timeline, a table, a picture."""
+"""The result of ``sluice.measure``: figures, a timeline, a table, a picture."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sluice._units import format_bytes
 from sluice.records import Peaks
+from sluice.reports.document import Grid, Report, Section, Strong, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,25 +20,28 @@ __all__ = ["CgroupReport", "DeviceReport", "Mark", "MemoryReport", "Timeline"]
 
 _GIB = 1 << 30
 
-#: Kinds of host memory from the bottom of the picture up, in colours that differ in brightness too.
+#: Fields of a report that its JSON holds unchanged.
+_JSON_FIELDS = ("start", "peaks", "final", "pss_bytes", "cgroup", "devices", "marks")
+
+#: Kinds of host memory from the bottom of the picture up, in colours that also differ in brightness.
 _KIND_COLOURS = {"anon": "#d95f02", "file": "#7fb3d5", "shmem": "#4d4d4d"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """All samples, column by column; times are seconds since the block began, all else is bytes."""
+    """All samples, column by column: times in seconds since the block began, everything else in bytes."""
 
-    #: Moments.
+    #: Time of each sample.
     seconds: array[float]
-    #: Readings by name: ``anon``, ``file``, ``shmem``, ``peak`` (the kernel's own record), and, where they were taken,
-    #: ``pss``, ``cgroup``, ``device0`` and so on.
+    #: Readings by name: ``anon``, ``file``, ``shmem``, ``peak`` (recorded by the kernel), and if measured ``pss``,
+    #: ``cgroup``, ``device0`` and so on.
     columns: Mapping[str, array[int]]
 
     def __len__(self) -> int:
         return len(self.seconds)
 
     def rows(self) -> Iterator[dict[str, float]]:
-        """Yield a dict for each sample, as ``pandas.DataFrame`` takes them."""
+        """Yield a dict for each sample, suitable for ``pandas.DataFrame``."""
         for number, seconds in enumerate(self.seconds):
             yield {"seconds": seconds, **{f"{name}_bytes": column[number] for name, column in self.columns.items()}}
 
@@ -46,29 +50,29 @@ class Timeline:
 class Mark:
     """A named moment."""
 
-    #: What the caller called it.
+    #: Name given by the caller.
     name: str
-    #: Since the block began.
+    #: Seconds since the block began.
     seconds: float
-    #: Growth of host memory since the block began, at that moment.
+    #: Growth of host memory since the block began.
     growth: Peaks
-    #: Bytes that torch's allocator held on each accelerator at that moment.
+    #: Bytes allocated by torch on each accelerator.
     allocated_bytes: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CgroupReport:
-    """The control group of the process that has the least room."""
+    """The control group of the process that is closest to its limit."""
 
     #: 1 or 2.
     version: int
     #: Its path below the mount.
     path: str
-    #: What it may use, in bytes; None without a limit.
+    #: Limit, in bytes; None if there is none.
     limit_bytes: int | None
     #: Usage when the block began, in bytes.
     start_bytes: int
-    #: Largest usage seen, in bytes. It counts the page cache of its files too.
+    #: Largest usage seen, in bytes, including the page cache of its files.
     peak_bytes: int
 
 
@@ -78,37 +82,37 @@ class DeviceReport:
 
     #: Name as torch writes it: ``"cuda:0"``.
     device: str
-    #: Largest growth of what torch's allocator has given out, in bytes.
+    #: Largest growth of the bytes allocated by torch.
     allocated_bytes: int
-    #: Largest growth of what torch's allocator holds, in bytes.
+    #: Largest growth of the bytes reserved by torch.
     reserved_bytes: int
-    #: What the allocator has given out at the end, as growth in bytes.
+    #: Growth of the bytes allocated by torch, at the end.
     final_bytes: int
-    #: Largest growth of the whole device's use, by all processes, through NVML; None where that is not installed.
+    #: Largest growth of the bytes used by all processes, from NVML; None if NVML is not installed.
     whole_device_bytes: int | None
-    #: What the whole device used more at the end than when the block began, in bytes; None where NVML is not installed.
+    #: Growth of the bytes used by all processes, at the end; None if NVML is not installed.
     whole_device_final_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
-    """What a block of code did to memory. All figures are growth since the block began unless they say otherwise."""
+class MemoryReport(Report):
+    """Memory used by a block of code. Figures are growth since the block began unless stated otherwise."""
 
-    #: Length of the block.
+    #: Duration of the block, in seconds.
     seconds: float
-    #: Between two samples, as asked for.
+    #: Requested time between two samples, in seconds.
     interval_seconds: float
-    #: Whether a process of its own took the samples; a thread, where none could be started, sees less.
+    #: Whether a separate process took the samples; a thread, used if none could be started, misses more.
     separate_process: bool
     #: Resident host memory when the block began, by kind.
     start: Peaks
-    #: Largest growth of each kind. The total is exact on Linux: the kernel records it, no sample can miss it.
+    #: Largest growth of each kind. On Linux the total is exact, because the kernel records it.
     peaks: Peaks
-    #: Growth that remained at the end.
+    #: Growth that remains at the end.
     final: Peaks
-    #: Largest growth of the proportional set size (shared pages divided among their processes); None unless asked for.
+    #: Largest growth of the proportional set size (shared pages divided among processes); None unless requested.
     pss_bytes: int | None
-    #: The control group; None where there is none.
+    #: The control group; None if there is none.
     cgroup: CgroupReport | None
     #: Accelerators that torch used.
     devices: tuple[DeviceReport, ...]
@@ -124,15 +128,11 @@ class MemoryReport:
             "interval_seconds": self.interval_seconds,
             "separate_process": self.separate_process,
             "samples": len(self.timeline),
-            **{name: asdict(getattr(self, name)) for name in ("start", "peaks", "final")},
-            "pss_bytes": self.pss_bytes,
-            "cgroup": self.cgroup and asdict(self.cgroup),
-            "devices": [asdict(device) for device in self.devices],
-            "marks": [asdict(mark) for mark in self.marks],
+            **{name: plain(getattr(self, name)) for name in _JSON_FIELDS},
         }
 
     def lines(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield what the table shows: label, peak, at the end, at the start."""
+        """Yield the rows of the table: label, peak, at the end, at the start."""
         for label, field in (
             ("host, total", "total_bytes"),
             ("  anonymous", "anon_bytes"),
@@ -159,22 +159,24 @@ class MemoryReport:
                 final = "" if device.whole_device_final_bytes is None else format_bytes(device.whole_device_final_bytes)
                 yield f"{device.device} all processes", format_bytes(device.whole_device_bytes), final, ""
 
+    def _grid(self) -> Grid:
+        marks = [
+            (f"at {mark.seconds:.2f} s: {mark.name}", "", format_bytes(mark.growth.total_bytes), "")
+            for mark in self.marks
+        ]
+        return Grid(("growth of memory", ">peak", ">at the end", ">before"), [*self.lines(), *marks])
+
     def table(self) -> Table:
         """Return the figures as a rich table."""
-        from rich.table import Table
+        return self._grid().rich()
 
-        table = Table(title=f"memory over {self.seconds:.2f} s, growth", title_justify="left")
-        table.add_column("")
-        for title in ("peak", "at the end", "before"):
-            table.add_column(title, justify="right")
-        for row in self.lines():
-            table.add_row(*row)
-        for mark in self.marks:
-            table.add_row(f"at {mark.seconds:.2f} s: {mark.name}", "", format_bytes(mark.growth.total_bytes), "")
-        return table
+    def sections(self) -> Iterator[Section]:
+        """Yield the length of the block and the table of figures."""
+        yield Strong(f"peak growth of memory over {self.seconds:.2f} s")
+        yield self._grid()
 
     def figure(self) -> Figure:
-        """Return the timeline as a matplotlib figure; what ``draw`` shows, with a legend.
+        """Return the timeline drawn by ``draw`` as a matplotlib figure with a legend.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -190,18 +192,18 @@ class MemoryReport:
         return figure
 
     def draw(self, axes: Axes) -> None:
-        """Draw the timeline into axes of a matplotlib figure, so that several reports can share one picture.
+        """Draw the timeline into axes of a matplotlib figure, so that several reports can share a figure.
 
         Growth of host memory by kind is stacked, in GiB over seconds; each device that NVML saw is a line, and each
         mark a dotted one.
 
         Args:
-            axes: Where to draw. Limits and legend are the caller's.
+            axes: Axes to draw into. The caller sets limits and legend.
         """
         columns = self.timeline.columns
         seconds = self.timeline.seconds
         bases = {kind: getattr(self.start, f"{kind}_bytes") for kind in _KIND_COLOURS}
-        # Pages that the process had before the block and lost in it would make a stack of negative height.
+        # Pages that the process had before the block and lost in it would give a negative height.
         grown = [[max(0, value - bases[kind]) / _GIB for value in columns.get(kind, ())] for kind in _KIND_COLOURS]
         if seconds:
             labels = ("host, anonymous", "host, file-backed", "host, shared")
@@ -217,9 +219,5 @@ class MemoryReport:
         axes.set_ylabel("growth of memory, GiB")
 
     def _repr_mimebundle_(self, include: Sequence[str], exclude: Sequence[str], **options: Any) -> dict[str, str]:
-        """Show the table where a notebook shows the report."""
+        """Return the table as notebooks display it."""
         return self.table()._repr_mimebundle_(include, exclude, **options)
-
-    def __str__(self) -> str:
-        rows = "; ".join(f"{label.strip()} {peak}" for label, peak, _, _ in self.lines())
-        return f"peak growth of memory over {self.seconds:.2f} s: {rows}"

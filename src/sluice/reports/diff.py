@@ -1,20 +1,33 @@
-"""What a comparison of two checkpoints found."""
+"""The result of a comparison of two checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Literal
 
-from sluice._messages import SHOWN, section
-from sluice._units import format_bytes
+from sluice._messages import listed
+from sluice._units import counted, format_bytes, format_rate
+from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title, plain_fields
 
 __all__ = ["DiffReport", "DifferenceKind", "TensorDifference"]
 
-#: ``only_a``, ``only_b``: the other checkpoint has no such name. ``shape``, ``layout``: the values were not compared;
-#: with ``layout`` one is sparse or quantized and the other not, or they store other elements. ``dtype``, ``values``.
-#: ``unsupported``: at least one is of a kind that sluice does not read, so that nobody knows.
+#: ``only_a``, ``only_b``: the other checkpoint does not have the name. ``shape``, ``layout``: the values were not
+#: compared; with ``layout`` only one is sparse or quantized, or they store different elements. ``dtype``, ``values``.
+#: ``unsupported``: the values were not compared, because sluice does not read at least one of the tensors.
 DifferenceKind = Literal["only_a", "only_b", "layout", "shape", "dtype", "values", "unsupported"]
+
+#: How each kind is printed.
+_KINDS: dict[DifferenceKind, str] = {
+    "only_a": "only in a",
+    "only_b": "only in b",
+    "layout": "layout or stored elements",
+    "shape": "shape",
+    "dtype": "dtype",
+    "values": "values",
+    "unsupported": "not compared: sluice does not read it",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +36,9 @@ class TensorDifference:
 
     #: Its dotted name.
     name: str
-    #: In what it differs.
+    #: Kinds of difference.
     kinds: tuple[DifferenceKind, ...]
-    #: Name of its dtype in the first checkpoint; None where that has no such tensor.
+    #: Name of its dtype in the first checkpoint; None if that does not have the tensor.
     dtype_a: str | None = None
     #: Name of its dtype in the second.
     dtype_b: str | None = None
@@ -33,21 +46,21 @@ class TensorDifference:
     shape_a: tuple[int, ...] | None = None
     #: Size of each dimension in the second, in elements.
     shape_b: tuple[int, ...] | None = None
-    #: For a name that one of them lacks: the closest name that only the other has, of the same shape.
+    #: For a name that only one has: the closest name of the same shape that only the other has; None if there is none.
     similar: str | None = None
-    #: Number of elements that were compared.
+    #: Number of elements compared.
     elements: int = 0
-    #: Those of them that differ.
+    #: Number of elements that differ.
     different: int = 0
-    #: Those of them that are NaN on one side only; the maxima leave them out.
+    #: Number of elements that are NaN on one side only; the maxima ignore them.
     nan: int = 0
-    #: Largest ``|a - b|``; infinite where one side is.
+    #: Largest ``|a - b|``; infinite if one side is.
     max_abs: float = 0.0
     #: Largest ``|a - b| / max(|a|, |b|)``.
     max_rel: float = 0.0
 
     def to_json(self) -> dict[str, object]:
-        """Return every field as plain values; an infinite maximum is the text ``"inf"``: JSON has no number for it."""
+        """Return every field as plain values; an infinite maximum is the text ``"inf"``, because JSON lacks it."""
         maxima = {name: getattr(self, name) for name in ("max_abs", "max_rel")}
         return asdict(self) | {name: value if isfinite(value) else "inf" for name, value in maxima.items()}
 
@@ -62,7 +75,7 @@ class TensorDifference:
         if "shape" in self.kinds:
             parts.append(f"shape {list(self.shape_a or ())} and {list(self.shape_b or ())}")
         if "layout" in self.kinds:
-            parts.append("another layout, or other elements are stored")
+            parts.append("different layouts or stored elements")
         if "dtype" in self.kinds:
             parts.append(f"dtype {self.dtype_a} and {self.dtype_b}")
         if "values" in self.kinds:
@@ -75,24 +88,24 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiffReport:
-    """What ``sluice.diff`` found."""
+class DiffReport(Report):
+    """The result of ``sluice.diff``."""
 
-    #: The first checkpoint.
+    #: Path of the first checkpoint.
     a: str
-    #: The second.
+    #: Path of the second checkpoint.
     b: str
-    #: Name of the first one's format.
+    #: Name of the format of the first.
     format_a: str
-    #: Name of the second one's format.
+    #: Name of the format of the second.
     format_b: str
-    #: The tensors that differ: those of the first in its order, then those that only the second has.
+    #: Tensors that differ: those of the first checkpoint in its order, then those that only the second has.
     differences: tuple[TensorDifference, ...]
     #: Number of names that both have.
     common: int
-    #: Names that one of them lacks, but has the same tensor under another name.
+    #: Names that only one has, for tensors that it also has under a common name.
     tied: tuple[str, ...]
-    #: Bytes of tensors that were compared, both sides together.
+    #: Bytes of the compared tensors, both sides together.
     nbytes: int
     #: Seconds from the call to the report.
     seconds: float
@@ -104,14 +117,31 @@ class DiffReport:
 
     def to_json(self) -> dict[str, object]:
         """Return every field and ``same`` as plain values that ``json.dumps`` takes."""
-        return {"same": self.same, **asdict(self), "differences": [one.to_json() for one in self.differences]}
+        return {"same": self.same, **plain_fields(self)}
 
-    def __str__(self) -> str:
-        speed = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
-        what = "the same" if self.same else "different"
-        lines = [
-            f"{self.a} ({self.format_a}) and {self.b} ({self.format_b}): {what}, {self.common} common names",
-            f"  {format_bytes(self.nbytes)} in {self.seconds:.2f} s, {speed:.2f} GB/s",
-            section("differences", [str(one) for one in self.differences[:SHOWN]], self.differences),
-        ]
-        return "\n".join(line for line in lines if line)
+    def sections(self) -> Iterator[Section]:
+        """Yield both checkpoints, a table of differences, and the verdict."""
+        yield Strong(f"a: {checkpoint_title(self.a, self.format_a)}")
+        yield Strong(f"b: {checkpoint_title(self.b, self.format_b)}")
+        rate = format_rate(self.nbytes, self.seconds)
+        yield f"{counted(self.common, 'common name')}; compared {format_bytes(self.nbytes)} in {rate}"
+        if self.tied:
+            yield listed("tied to a common name", self.tied)
+        if self.differences:
+            headers = ("tensor", "difference", "a", "b", ">elements", ">max abs", ">max rel")
+            yield Grid.first(headers, map(_cells, self.differences), len(self.differences))
+        count = len(self.differences)
+        yield Strong("the same" if self.same else counted(count, "tensor differs", "tensors differ"))
+
+
+def _cells(difference: TensorDifference) -> tuple[str, ...]:
+    sides = ((difference.dtype_a, difference.shape_a), (difference.dtype_b, difference.shape_b))
+    described = ["" if dtype is None else f"{dtype} {list(shape or ())}" for dtype, shape in sides]
+    kinds = ", ".join(_KINDS[kind] for kind in difference.kinds)
+    similar = f"; similar: {difference.similar or repr('')}" if difference.similar is not None else ""
+    amounts = ["", "", ""]
+    if "values" in difference.kinds:
+        nan = f", {difference.nan:,} NaN" if difference.nan else ""
+        elements = f"{difference.different:,} of {difference.elements:,}{nan}"
+        amounts = [elements, f"{difference.max_abs:.3g}", f"{difference.max_rel:.3g}"]
+    return difference.name or "''", kinds + similar, *described, *amounts

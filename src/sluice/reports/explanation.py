@@ -1,46 +1,47 @@
-"""What a plan does, group by group: which tensors are read how, through what, and into what. Pure; no torch."""
+"""The explanation of a plan: how each group of tensors is read, staged and cast. Pure; no torch."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._units import format_bytes
+from sluice._units import counted, format_bytes
 from sluice.records import LoadPlan, Read, Target
-from sluice.reports.table import aligned
+from sluice.reports.document import Grid, Report, Section
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["Explanation", "TensorGroup", "explain"]
 
-_HEADERS = ("tensors", "bytes", "in the file", "finished", "device", "how", "reads", "bytes read", "methods")
+_HEADERS = (">tensors", ">bytes", "in the file", "finished", "device", "how", ">reads", ">bytes read", "methods")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGroup:
-    """Tensors that are moved in the same way."""
+    """Tensors that are moved the same way."""
 
     #: Number of tensors.
     tensors: int
     #: Bytes of the finished tensors.
     nbytes: int
-    #: Their dtypes in the file; empty for tensors that come from no file.
+    #: Their dtypes in the file; empty for tensors that are not in a file.
     file_dtype: str
-    #: Their dtype when they are finished.
+    #: Their final dtype.
     dtype: str
     #: Their device, as torch writes it.
     device: str
     #: ``direct into place``, ``through staging``, ``cast``, ``mapped``, ``computed`` or ``empty``.
     how: str
-    #: Reads that bring bytes of theirs; a read of neighbours counts in each of their groups.
+    #: Number of reads that contain their bytes; a read shared by several groups counts in each.
     reads: int
-    #: Bytes of the file that are theirs.
+    #: Bytes read from files for them.
     read_bytes: int
-    #: Permitted methods, the preferred first, for each way in which they are read, with the number of reads.
+    #: Number of reads by permitted methods, the preferred one first: ``{"direct or buffered": 12}``.
     methods: Mapping[str, int]
 
     def cells(self) -> tuple[str, ...]:
@@ -59,80 +60,69 @@ class TensorGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What a plan does. ``str()`` is aligned text, ``to_json()`` plain data, and rich prints it as a table.
+class Explanation(Report):
+    """How a plan moves tensors. ``str()`` is aligned text, ``to_json()`` plain data, and rich prints it as a table.
 
     Example:
         >>> print(sluice.plan(model, "model.pth").explain())
     """
 
-    #: Tensors that are moved in the same way, the largest group first.
+    #: Tensors that are moved the same way, the largest group first.
     groups: tuple[TensorGroup, ...]
     #: Number of reads.
     reads: int
-    #: Bytes that they bring, the gaps between neighbours included.
+    #: Bytes of all reads, including gaps between neighbours.
     read_bytes: int
-    #: Threads that read.
+    #: Number of threads that read.
     readers: int
-    #: Threads that copy out of staging what was read into it; with 0 each reader does it.
+    #: Number of threads that copy out of staging; with 0 each reader copies what it read.
     copiers: int
     #: Number of staging buffers.
     staging_buffers: int
-    #: Bytes of one.
+    #: Bytes of one staging buffer.
     staging_buffer_bytes: int
     #: Bytes that pass through staging.
     staged_bytes: int
-    #: Whether buffered pages are dropped from the page cache once they were used.
+    #: Whether buffered pages are dropped from the page cache after use.
     drop_behind: bool
-    #: Why the plan is as it is, a sentence each.
+    #: Reasons for the decisions, one sentence each.
     reasons: tuple[str, ...] = field(default=())
 
     def lines(self) -> Iterator[str]:
-        """Yield what is said beside the table, a sentence each."""
-        by = f"{self.readers} readers" if self.readers else "the caller's thread: no other fits beside the weights"
-        yield f"{self.reads:,} reads of {format_bytes(self.read_bytes)} in all, by {by}"
+        """Yield the sentences below the table: reads, staging, page cache, reasons."""
+        by = (
+            counted(self.readers, "reader")
+            if self.readers
+            else "the caller's thread: no other fits next to the weights"
+        )
+        yield f"{counted(self.reads, 'read')}, {format_bytes(self.read_bytes)} in total, by {by}"
         held = self.staging_buffers * self.staging_buffer_bytes
-        copiers = f", emptied by {self.copiers} copiers" if self.copiers else ""
+        copiers = f", emptied by {counted(self.copiers, 'copier')}" if self.copiers else ""
         yield (
-            f"staging: {format_bytes(self.staged_bytes)} pass through {self.staging_buffers} buffers of "
-            f"{format_bytes(self.staging_buffer_bytes)}, {format_bytes(held)} in all{copiers}"
+            f"staging: {format_bytes(self.staged_bytes)} pass through {counted(self.staging_buffers, 'buffer')} of "
+            f"{format_bytes(self.staging_buffer_bytes)}, {format_bytes(held)} in total{copiers}"
             if held
             else "staging: none, every read goes to its final place"
         )
         if self.drop_behind:
-            yield "file pages are dropped from the page cache once they were used"
+            yield "file pages are dropped from the page cache after use"
         yield from self.reasons
 
-    def to_json(self) -> dict[str, object]:
-        """Return everything as plain values that ``json.dumps`` takes."""
-        return {**asdict(self), "groups": [asdict(group) for group in self.groups], "reasons": list(self.reasons)}
+    def _groups(self) -> Grid:
+        return Grid(_HEADERS, [group.cells() for group in self.groups])
 
     def table(self) -> Table:
         """Return the groups as a rich table."""
-        from rich.table import Table
+        return self._groups().rich()
 
-        table = Table()
-        for header in _HEADERS:
-            table.add_column(
-                header, justify="right" if header in {"tensors", "bytes", "reads", "bytes read"} else "left"
-            )
-        for group in self.groups:
-            table.add_row(*group.cells())
-        return table
-
-    def __rich__(self) -> Table:
-        table = self.table()
-        table.caption = "\n".join(self.lines())
-        table.caption_justify = "left"
-        return table
-
-    def __str__(self) -> str:
-        rows = aligned(_HEADERS, [group.cells() for group in self.groups])
-        return "\n".join([*rows, *self.lines()])
+    def sections(self) -> Iterator[Section]:
+        """Yield the groups, then the reads, staging and reasons."""
+        yield self._groups()
+        yield from self.lines()
 
 
 def explain(plan: LoadPlan) -> Explanation:
-    """Return what a plan does."""
+    """Return how a plan moves each group of tensors."""
     members: defaultdict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     in_place = {read.into for read in plan.reads}
     for position, target in enumerate(plan.targets):
@@ -141,10 +131,10 @@ def explain(plan: LoadPlan) -> Explanation:
     reads: defaultdict[tuple[str, str, str, str], list[Read]] = defaultdict(list)
     nbytes: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
     for read in plan.reads:
-        found = _bytes_by_target(read)
-        for key in dict.fromkeys(group_of[position] for position in found):
+        by_target = _bytes_by_target(read)
+        for key in dict.fromkeys(group_of[position] for position in by_target):
             reads[key].append(read)
-        for position, count in found.items():
+        for position, count in by_target.items():
             nbytes[group_of[position]] += count
     groups = [
         TensorGroup(
@@ -191,16 +181,13 @@ def _kind(plan: LoadPlan, position: int, target: Target, in_place: set[int | Non
 
 
 def _bytes_by_target(read: Read) -> dict[int, int]:
-    """Return the bytes of a read by the target that they are for; what two targets view counts for both."""
+    """Return the bytes of a read by target; bytes that two targets view count for both."""
     if read.into is not None:
         return {read.into: read.nbytes}
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for copy in read.copies:
-        count = ITEM_BYTES[copy.dtype]
-        for size in copy.shape:
-            count *= size
-        found[copy.target] = found.get(copy.target, 0) + count
-    return found
+        counts[copy.target] = counts.get(copy.target, 0) + prod(copy.shape) * ITEM_BYTES[copy.dtype]
+    return counts
 
 
 def _methods(reads: Sequence[Read]) -> dict[str, int]:

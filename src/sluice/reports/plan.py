@@ -1,34 +1,33 @@
-"""What a load would do and take, and what other ways to load would: the result of ``sluice.plan``. No torch."""
+"""The result of a dry run: what a load would read and need, next to the usual ways to load. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sluice._errors import Alternative
-from sluice._units import format_bytes
+from sluice._messages import listed
+from sluice._units import counted, format_bytes
 from sluice.planning.budget import MemoryLimit
 from sluice.planning.other_methods import Rates
 from sluice.planning.recommendation import MethodVerdict
 from sluice.records import Peaks
+from sluice.reports.document import Grid, Report, Section, Strong, cast_lines, checkpoint_title, plain_fields
 from sluice.reports.explanation import Explanation
-from sluice.reports.table import aligned
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["PlanReport"]
 
-_HEADERS = ("method", "host peak", "anonymous", "file pages", "seconds", "fits", "remark")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
-    """What a load would read, place and take. Nothing was read and nothing was touched.
+class PlanReport(Report):
+    """What a load would read, place and need. Nothing was read and nothing was changed.
 
-    ``str(report)`` is the summary for people, ``report.to_json()`` the complete record for programs, ``report.table()``
-    compares the ways to load, and ``report.explain()`` says how each group of tensors is moved.
+    ``str(report)`` is a summary to read, ``report.to_json()`` the complete record for programs, ``report.table()``
+    compares the ways to load, and ``report.explain()`` lists how each group of tensors is moved.
 
     Example:
         >>> report = sluice.plan(model, "model.pth", dtype=torch.bfloat16)
@@ -37,63 +36,63 @@ class PlanReport:
         >>> groups = report.explain()
     """
 
-    #: Path of the checkpoint, as it was given.
+    #: Path of the checkpoint, as given.
     source: str
     #: Name of its format: ``"torch-zip"``, ``"safetensors"``, ...
     format: str
     #: Paths of its files.
     files: tuple[str, ...]
-    #: Part of the checkpoint that would be loaded, as a dotted path; None is the whole.
+    #: Dotted path of the part that would be loaded; None for the whole checkpoint.
     key: str | None = None
     #: Prefix that would be stripped from the names of the file.
     prefix: str = ""
     #: Devices of the finished tensors, as torch writes them.
     devices: tuple[str, ...]
-    #: Device for each prefix of names, as it was asked for or as ``device="auto"`` chose.
+    #: Device for each name prefix, as requested or as ``device="auto"`` chose.
     placement: Mapping[str, str] = field(default_factory=dict)
     #: Number of finished tensors; tied names count once.
     tensors: int
     #: F: bytes of the finished tensors.
     final_bytes: int
-    #: Bytes of tensor data in the checkpoint, whether the load wants it or not.
+    #: Bytes of tensor data in the checkpoint, including data that the load does not need.
     checkpoint_bytes: int
     #: Bytes that would be read.
     read_bytes: int
-    #: Bytes of finished tensors that would be pages of the files.
+    #: Bytes of finished tensors that would be mapped pages of the files.
     mapped_bytes: int = 0
     #: Bytes of the staging buffers.
     staging_bytes: int
     #: Predicted growth of host memory, from the call on.
     predicted: Peaks
-    #: Predicted growth of what the allocator of each accelerator reserves, in bytes.
+    #: Predicted growth of the memory reserved by the allocator of each accelerator, in bytes.
     device_bytes: Mapping[str, int]
-    #: What memory may grow by, and where that number comes from.
+    #: Limits on the growth of memory, each with its origin.
     limits: tuple[MemoryLimit, ...]
-    #: What is short, a sentence each; empty when the load fits.
+    #: What is short, one sentence each; empty if the load fits.
     shortages: tuple[str, ...] = ()
-    #: What would fit instead, where the load does not.
+    #: What would fit instead, if the load does not.
     alternatives: tuple[Alternative, ...] = ()
     #: Number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``.
     cast: Mapping[str, int] = field(default_factory=dict)
-    #: Names of the model that the checkpoint does not have.
+    #: Names of the model that are not in the checkpoint.
     missing: tuple[str, ...] = ()
-    #: Names of the checkpoint that the model does not have.
+    #: Names of the checkpoint that are not in the model.
     unexpected: tuple[str, ...] = ()
     #: Groups of names that are one tensor.
     tied: tuple[tuple[str, ...], ...] = ()
     #: Missing names that the modules' own ``reset_parameters`` would fill.
     initialised: tuple[str, ...] = ()
-    #: What sluice and the usual ways to load would take, from before the model exists.
+    #: What sluice and the usual ways to load would need, counted from before the model exists.
     methods: tuple[MethodVerdict, ...]
-    #: The method to take; None when nothing fits.
+    #: The recommended method; None if nothing fits.
     recommended: str | None
-    #: Why.
+    #: The reason for the recommendation.
     reason: str
-    #: How fast the machine was; None without a probe.
+    #: Measured speed of the machine; None without a probe.
     rates: Rates | None = None
-    #: What a reader should know, a sentence each.
+    #: Remarks, one sentence each.
     notes: tuple[str, ...] = ()
-    #: Makes the explanation. Until the report goes it keeps the records of the plan, about 2 KiB a tensor.
+    #: Builds the explanation. It keeps the records of the plan alive, about 2 KiB per tensor.
     explanation: Callable[[], Explanation] = field(repr=False, compare=False)
 
     @property
@@ -112,19 +111,15 @@ class PlanReport:
 
     def to_json(self) -> dict[str, object]:
         """Return every field but ``explanation``, and ``fits``, as plain values that ``json.dumps`` takes."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "explanation"}
         return {
-            **values,
-            "predicted": asdict(self.predicted),
-            "limits": [asdict(limit) for limit in self.limits],
+            **plain_fields(self),
             "alternatives": [{"change": each.change, "needs": dict(each.needs)} for each in self.alternatives],
-            "methods": [{**asdict(each), "possible": each.possible} for each in self.methods],
-            "rates": self.rates and asdict(self.rates),
+            "methods": [{**plain_fields(each), "possible": each.possible} for each in self.methods],
             "fits": self.fits,
         }
 
     def rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield what ``table()`` shows, as text."""
+        """Yield the rows of ``table()`` as text."""
         for each in self.methods:
             devices = [format_bytes(each.devices.get(device, 0)) for device in self.device_bytes]
             yield (
@@ -140,34 +135,28 @@ class PlanReport:
 
     @property
     def headers(self) -> tuple[str, ...]:
-        """What stands above the columns of ``rows()``."""
-        return (*_HEADERS[:4], *self.device_bytes, *_HEADERS[4:])
+        """Titles of the columns of ``rows()``."""
+        return ("method", "host peak", "anonymous", "file pages", *self.device_bytes, "seconds", "fits", "remark")
+
+    def _methods(self) -> Grid:
+        left = {"method", "fits", "remark"}
+        headers = tuple(header if header in left else f">{header}" for header in self.headers)
+        recommended = [position for position, each in enumerate(self.methods) if each.method == self.recommended]
+        return Grid(headers, list(self.rows()), strong=recommended[0] if recommended else None)
 
     def table(self) -> Table:
         """Return the comparison of the ways to load as a rich table."""
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table()
-        for header in self.headers:
-            table.add_column(header, justify="left" if header in {"method", "fits", "remark"} else "right")
-        for row in self.rows():
-            table.add_row(*map(Text, row), style="bold" if row[0] == self.recommended else None)
-        return table
-
-    def __rich__(self) -> Table:
-        return self.table()
+        return self._methods().rich()
 
     def lines(self) -> Iterator[str]:
-        """Yield the summary without the comparison, a line each."""
-        part = f", key {self.key!r}" if self.key else ""
+        """Yield the summary without the comparison, line by line."""
         yield (
-            f"{self.source} ({self.format}{part}): {self.tensors} tensors, {format_bytes(self.final_bytes)} finished "
-            f"on {', '.join(self.devices)}, {format_bytes(self.read_bytes)} to read"
+            f"{checkpoint_title(self.source, self.format, self.key)}: {counted(self.tensors, 'tensor')}, "
+            f"{format_bytes(self.final_bytes)} finished on {', '.join(self.devices)}, "
+            f"{format_bytes(self.read_bytes)} to read"
             + (f", {format_bytes(self.mapped_bytes)} to map" if self.mapped_bytes else "")
         )
-        if self.cast:
-            yield "cast: " + ", ".join(f"{change} ({count})" for change, count in self.cast.items())
+        yield from cast_lines(self.cast)
         yield f"predicted growth: {format_bytes(self.predicted.total_bytes)} of host memory" + "".join(
             f", {format_bytes(nbytes)} of {device} memory" for device, nbytes in self.device_bytes.items()
         )
@@ -178,9 +167,17 @@ class PlanReport:
             yield f"would fit: {each}"
 
     def verdict(self) -> str:
-        """Return what to do, in one sentence."""
+        """Return the recommendation, in one sentence."""
         return f"recommended: {self.recommended or 'none'}, because {self.reason}"
 
-    def __str__(self) -> str:
-        notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([*self.lines(), *aligned(self.headers, list(self.rows())), self.verdict(), *notes])
+    def sections(self) -> Iterator[Section]:
+        """Yield the summary, names that do not match, the comparison of the ways to load, and the recommendation."""
+        title, *others = self.lines()
+        yield Strong(title)
+        yield from others
+        for label, names in (("missing", self.missing), ("unexpected", self.unexpected)):
+            if names:
+                yield listed(label, names)
+        yield self._methods()
+        yield Strong(self.verdict())
+        yield from (f"note: {note}" for note in self.notes)

@@ -1,4 +1,4 @@
-"""The rows of a report's table, out of what a load decided. Pure; no torch."""
+"""Rows of the table of a load, from its plan. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["Decided", "casts", "request_rows", "tensor_rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What a load into a module decided. A report keeps it, so that the table costs nothing until it is asked for."""
+    """The decisions of a load into a module. A report keeps them and builds its table on demand."""
 
     #: The tensors of the module.
     outline: Outline
-    #: What fills them. Its requests run in parallel with the targets of the plan.
+    #: Match of checkpoint and module. Its requests correspond to the targets of the plan, in order.
     match: Match
-    #: How.
+    #: The plan.
     plan: LoadPlan
-    #: Devices that were asked for, or chosen.
+    #: Requested or chosen devices.
     placement: Placement
     #: The checkpoint.
     index: Index
-    #: Buffers that no state dict holds.
+    #: Rows of non-persistent buffers.
     computed: tuple[TensorRow, ...] = ()
 
 
 def tensor_rows(decided: Decided) -> tuple[TensorRow, ...]:
-    """Return one row for each name of the module, in its order; computed buffers come last."""
+    """Return one row per name of the module, in its order; computed buffers are last."""
     fates = {
         **dict.fromkeys(decided.match.kept, "kept"),
         **dict.fromkeys((*decided.match.zeroed, *decided.match.initialised), "initialised"),
@@ -67,7 +67,7 @@ def casts(requests: Iterable[Request]) -> dict[str, int]:
 def request_rows(
     requests: Sequence[Request], targets: Sequence[int], plan: LoadPlan, index: Index
 ) -> tuple[TensorRow, ...]:
-    """Return one row for each request, whose target has the position in ``targets``."""
+    """Return one row per request; ``targets`` has the position of its target in the plan."""
     in_place = {read.into for read in plan.reads}
     names = _SourceNames(index)
     return tuple(
@@ -116,7 +116,7 @@ def _absent(slot: Slot, how: str, decided: Decided, position: int) -> TensorRow:
 
 
 class _SourceNames:
-    """Finds the names of entries: of those in the tree by identity, of parts of them by the bytes that they view."""
+    """Names of entries: by identity for entries of the tree, by byte range for parts of them."""
 
     def __init__(self, index: Index) -> None:
         self._by_entry: dict[int, str] = {}

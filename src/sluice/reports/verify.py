@@ -1,10 +1,10 @@
-"""What a verification found."""
+"""The result of a verification."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from sluice._errors import (
@@ -16,15 +16,20 @@ from sluice._errors import (
     SluiceError,
     TruncatedError,
 )
-from sluice._messages import SHOWN, section
-from sluice._units import format_bytes
+from sluice._messages import listed
+from sluice._units import counted, format_bytes, format_rate
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash
+from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title, plain_fields
+from sluice.reports.printable import shorten
 
 __all__ = ["NonFinite", "ProblemKind", "VerifyProblem", "VerifyReport"]
 
-#: ``structure``, ``truncated``, ``incomplete``: what opening refuses, and damaged headers of records. ``checksum``: a
-#: record has another CRC-32. ``unreadable``: the operating system failed a read. The others are against a manifest;
-#: ``unsupported``: it names a tensor of a kind that sluice does not read.
+#: Characters of an expected or found value that are printed.
+_VALUE_CHARACTERS = 80
+
+#: ``structure``, ``truncated``, ``incomplete``: refused when opening, or a damaged record header. ``checksum``: the
+#: CRC-32 of a record differs. ``unreadable``: the operating system failed a read. The others compare with a manifest;
+#: ``unsupported``: it lists a tensor of a kind that sluice does not read.
 ProblemKind = Literal[
     "structure",
     "truncated",
@@ -51,11 +56,11 @@ _KINDS: tuple[tuple[type[SluiceError], ProblemKind], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyProblem:
-    """One thing that is wrong."""
+    """One problem of a checkpoint."""
 
-    #: What kind of thing.
+    #: Kind of problem.
     kind: ProblemKind
-    #: What is wrong, as one clause.
+    #: Description of the problem, one clause.
     problem: str
     #: Path of the file concerned, or None.
     file: str | None = None
@@ -63,14 +68,14 @@ class VerifyProblem:
     tensor: str | None = None
     #: First byte concerned in ``file``, or None.
     offset: int | None = None
-    #: What was declared, or None.
+    #: Declared value, or None.
     expected: str | None = None
-    #: What was found instead, or None.
+    #: Value found instead, or None.
     found: str | None = None
 
     @classmethod
     def of(cls, error: SluiceError) -> VerifyProblem:
-        """Return what an error says."""
+        """Return an error as a problem."""
         return cls(
             kind=next(kind for type_, kind in _KINDS if isinstance(error, type_)),
             problem=error.problem,
@@ -95,17 +100,17 @@ class VerifyProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
-    """How many elements of a tensor are no finite numbers. A complex one can count in both."""
+    """Counts of the non-finite elements of a tensor. A complex element can count in both."""
 
-    #: Elements that are NaN.
+    #: Number of elements that are NaN.
     nan: int
-    #: Elements that are infinite.
+    #: Number of elements that are infinite.
     inf: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport:
-    """What ``sluice.verify`` found.
+class VerifyReport(Report):
+    """The result of ``sluice.verify``.
 
     Example:
         >>> report = sluice.verify("model.pth", hashes="sha256")
@@ -115,78 +120,103 @@ class VerifyReport:
         ...     print(report)
     """
 
-    #: What was verified.
+    #: Path of the checkpoint.
     source: str
-    #: Name of its format; empty where it could not even be indexed.
+    #: Name of its format; empty if it could not be indexed.
     format: str = ""
-    #: Everything that is wrong.
+    #: Every problem found.
     problems: tuple[VerifyProblem, ...] = ()
-    #: Number of tensors, each name counted.
+    #: Number of tensor names.
     tensors: int = 0
-    #: Bytes that were read of the files' contents.
+    #: Bytes read from the files.
     nbytes: int = 0
     #: Seconds from the call to the report.
     seconds: float = 0.0
     #: Number of records whose CRC-32 was compared.
     checksums: int = 0
-    #: Names of records for which their writer recorded no CRC-32, as torch can be told to.
+    #: Names of records that were written without a CRC-32, an option of torch.
     without_checksum: tuple[str, ...] = ()
-    #: Name of the hash of ``hashes``; None where none were asked for.
+    #: Hash algorithm of ``hashes``; None if no hashes were requested.
     algorithm: HashAlgorithm | None = None
-    #: Dtype, shape and hash of each tensor that could be read, by its dotted name.
+    #: Dtype, shape and hash of each tensor that could be read, by dotted name.
     hashes: Mapping[str, TensorHash] = field(default_factory=dict)
-    #: The tensors with elements that are NaN or infinite; empty unless they were counted.
+    #: Tensors with elements that are NaN or infinite; empty unless they were counted.
     non_finite: Mapping[str, NonFinite] = field(default_factory=dict)
     #: Names of tensors of kinds that sluice does not read: their bytes were read, but not hashed or counted.
     unsupported: tuple[str, ...] = ()
-    #: Where the files contradict each other though every tensor is there, a sentence each: no reader minds. A shard
-    #: index with another ``total_size``, which its writers count in several ways, or without some of the tensors.
+    #: Contradictions between files that no reader depends on, one sentence each: a shard index with a different
+    #: ``total_size``, which writers count in several ways, or without some of the tensors of its shards.
     warnings: tuple[str, ...] = ()
-    #: What a reader should know of the checkpoint otherwise, a sentence each.
+    #: Other remarks on the checkpoint, one sentence each.
     notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no problem."""
         return not self.problems
 
     def write_manifest(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the hashes as a manifest, for later verifications.
+        """Write the hashes as a manifest for later verifications.
 
         Args:
-            path: The file to make.
-            overwrite: Whether a file that exists may be replaced.
+            path: The manifest to write.
+            overwrite: Whether an existing file may be replaced.
 
         Raises:
             ValueError: Tensors were not hashed.
-            SaveError: The checkpoint is not ok, or the operating system failed.
+            SaveError: The checkpoint has problems, or the operating system failed.
         """
         from sluice.writing.durable.replacement import Replacement
         from sluice.writing.manifest import write_manifest
 
         if self.algorithm is None:
-            raise ValueError("there are no hashes: verify with hashes='sha256'")
+            raise ValueError("the report has no hashes: verify with hashes='sha256'")
         if not self.ok:
-            problem = "the checkpoint has problems, which a manifest would make the truth"
+            problem = "a manifest cannot be written for a damaged checkpoint"
             raise SaveError(problem, file=os.fsdecode(path), found=f"{len(self.problems)} problems")
         file = Replacement(path, overwrite=overwrite)
         write_manifest(Manifest(algorithm=self.algorithm, tensors=self.hashes), file)
 
     def to_json(self) -> dict[str, object]:
         """Return every field and ``ok`` as plain values that ``json.dumps`` takes."""
-        return {"ok": self.ok, **asdict(self)}
+        return {"ok": self.ok, **plain_fields(self)}
 
-    def __str__(self) -> str:
-        speed = self.nbytes / self.seconds / 1e9 if self.seconds else 0.0
-        what = f"{self.tensors} tensors, " if self.format else ""
-        kind = f" ({self.format})" if self.format else ""
-        read = f"{what}{format_bytes(self.nbytes)} in {self.seconds:.2f} s, {speed:.2f} GB/s"
-        lines = [f"{self.source}{kind}: {'ok' if self.ok else 'damaged'}, {read}"]
-        lines.append(section("problems", [f"{one.kind}: {one}" for one in self.problems[:SHOWN]], self.problems))
-        names = self.without_checksum
-        lines.append(section("warnings", list(self.warnings[:SHOWN]), self.warnings))
-        lines.append(section("records without a CRC-32", [repr(name) for name in names[:SHOWN]], names))
-        lines.append(section("not hashed or counted", list(map(repr, self.unsupported[:SHOWN])), self.unsupported))
-        counts = [f"{name!r}: {one.nan} NaN, {one.inf} infinite" for name, one in self.non_finite.items()]
-        lines.append(section("elements that are not finite", counts[:SHOWN], counts))
-        return "\n".join(line for line in lines if line)
+    def sections(self) -> Iterator[Section]:
+        """Yield what was read, tables of problems and of non-finite elements, remarks, and the verdict."""
+        yield Strong(checkpoint_title(self.source, self.format) if self.format else self.source)
+        if self.format:
+            hashes = f", {counted(len(self.hashes), 'hash', 'hashes')}" if self.algorithm else ""
+            yield (
+                f"{counted(self.tensors, 'tensor')}, {counted(self.checksums, 'checksum')}{hashes}; read "
+                f"{format_bytes(self.nbytes)} in {format_rate(self.nbytes, self.seconds)}"
+            )
+        if self.problems:
+            yield self._problems()
+        if self.non_finite:
+            rows = ((name or "''", f"{each.nan:,}", f"{each.inf:,}") for name, each in self.non_finite.items())
+            yield Grid.first(("elements that are not finite", ">NaN", ">infinite"), rows, len(self.non_finite))
+        if self.without_checksum:
+            yield listed("records without a CRC-32", self.without_checksum)
+        if self.unsupported:
+            yield listed("not hashed or counted", self.unsupported)
+        yield from (f"warning: {warning}" for warning in self.warnings)
+        yield from (f"note: {note}" for note in self.notes)
+        yield Strong("ok" if self.ok else f"damaged: {counted(len(self.problems), 'problem')}")
+
+    def _problems(self) -> Grid:
+        """Return the problems as a table, with a column of files if one is not the source itself."""
+        several = any(problem.file not in {None, self.source} for problem in self.problems)
+        headers = ("problem", *(("file",) if several else ()), "tensor", ">byte", "what", "expected", "found")
+        rows = (
+            (
+                problem.kind,
+                *((problem.file or "",) if several else ()),
+                "" if problem.tensor is None else problem.tensor or "''",
+                "" if problem.offset is None else f"{problem.offset:,}",
+                problem.problem,
+                shorten(problem.expected or "", _VALUE_CHARACTERS),
+                shorten(problem.found or "", _VALUE_CHARACTERS),
+            )
+            for problem in self.problems
+        )
+        return Grid.first(headers, rows, len(self.problems))

@@ -71,7 +71,7 @@ def test_what_exists_is_replaced_only_when_asked(source: Path, tmp_path: Path, m
     out.write_bytes(b"old")
     done = run(source, out)
     assert done.exit_code == 1
-    assert "exists already: say --force" in done.stderr
+    assert "exists already: use --force" in done.stderr
     monkeypatch.setattr(_terminal, "_at_terminal", lambda: True)
     done = run(source, out, answer="n\n")
     assert done.exit_code == 1
@@ -99,13 +99,13 @@ def test_a_directory_with_other_files_needs_no_question(source: Path, tmp_path: 
     ("arguments", "code", "problem"),
     [
         (("out.xyz",), 2, "no format for the suffix"),
-        (("out.pt", "--format", "torch", "--max-shard-size", "1GB"), 2, "max_shard_size goes with a directory"),
+        (("out.pt", "--format", "torch", "--max-shard-size", "1GB"), 2, "max_shard_size applies to a directory"),
         (("out.pt", "--rename", "mask"), 2, "not of the form OLD=NEW"),
         (("out.pt", "--rename-regex", "(=x"), 2, "'(=x'"),
         (("out.pt", "--rename", "mosk=x"), 1, "matches no tensor"),
         (("out.pt", "--key", "nowhere"), 1, "nothing at key 'nowhere'"),
         (("out.pt", "--memory", "10MiB"), 3, "the conversion needs"),
-        (("out.pt", "--manifest", "out.pt"), 2, "a name of its own"),
+        (("out.pt", "--manifest", "out.pt"), 2, "a different path"),
         (("out.pt", "--dtype", "int8"), 2, "'int8' is not one of"),
     ],
 )

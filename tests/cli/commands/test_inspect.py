@@ -16,7 +16,7 @@ from rich.console import Console
 
 import sluice
 from sluice.cli import main
-from sluice.cli.views import render as _render
+from sluice.cli.views import console as _console
 from sluice.cli.views.summary import summarise
 from sluice.entries.tree import flatten
 from support import distributed
@@ -186,7 +186,7 @@ def test_a_training_checkpoint() -> None:
         "epoch 3",
         "args argparse.Namespace (not loaded)",
         "betas tuple of 2: (0.9, 0.99)",
-        "state dicts, to choose from with --key: ema, model",
+        "state dicts to choose from with --key (2): ema, model",
         "dtype tensors bytes",
     ]
     assert inspect("run.pt", "--key", "model")[3] == "dtype tensors bytes"
@@ -235,10 +235,12 @@ def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "transformer.encoder.layers.11.self_attention.query_key_value.weight"
     torch.save({"state_dict": {name: torch.ones(300, 400)}, "hyper_parameters_of_the_run": {}}, "f.pth")
     screen = io.StringIO()
-    monkeypatch.setattr(_render, "make_console", lambda: Console(file=screen, width=60, markup=False, highlight=False))
+    console = Console(file=screen, width=60, markup=False, highlight=False)
+    monkeypatch.setattr(_console, "make_console", lambda: console)
     with sluice.open("f.pth") as checkpoint:
         index = checkpoint.index
-        _render.print_summary(summarise("f.pth", None, index, flatten(index.tree, sluice.Limits())), everything=False)
+        summary = summarise("f.pth", None, index, flatten(index.tree, sluice.Limits()))
+        _console.print_sections(summary.sections(everything=False))
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= 60
     assert f"state_dict.{name}" in "".join(line[1:].split("  ")[0].strip() for line in lines)  # folded, not cut

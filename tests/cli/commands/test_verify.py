@@ -34,7 +34,7 @@ def test_0_when_all_is_well(checkpoint: Path, tmp_path: Path) -> None:
     assert "2 tensors" in done.stdout
     assert "manifest written" in done.stdout
     assert "not finite" in done.stdout
-    assert done.stdout.rstrip().endswith("ok")
+    assert done.stdout.splitlines()[-2] == "ok"
     assert run(checkpoint, "--manifest", tmp_path / "m.json", "--quiet").stdout == ""
     found = json.loads(run(checkpoint, "--manifest", tmp_path / "m.json", "--json", "--nan").stdout)
     assert found["ok"] is True
@@ -47,7 +47,7 @@ def test_1_when_something_is_damaged(checkpoint: Path, tmp_path: Path) -> None:
     spoil(checkpoint)
     done = run(checkpoint, "--manifest", tmp_path / "m.json")
     assert done.exit_code == 1
-    assert "another xxh3_128" in done.stdout
+    assert "the xxh3_128 of its elements differs" in done.stdout
     assert "1 problem" in done.stdout
     answer = run(checkpoint, "--manifest", tmp_path / "m.json", "--json")
     assert answer.exit_code == 1

@@ -1,1 +1,1 @@
-"""One module per command: options, one call of the API, and the view that prints the result."""
+"""One module per command: its options, one call of the API, and the view that prints the result."""

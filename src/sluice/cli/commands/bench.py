@@ -1,4 +1,4 @@
-"""``sluice bench``: every way to load one checkpoint, each in a process of its own, side by side."""
+"""``sluice bench``: compare the ways to load one checkpoint, each in a separate process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DTYPES: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": 
 
 _SIZES = ("tiny", "small", "medium", "large", "xl")
 
-#: Where things are put and how they are shown is not what was compared; size and states are said as they were chosen.
+#: Parameters that the repeated command line omits: output options, and the size and states, which are added as chosen.
 _NOT_REPEATED = {"size", "cold", "directory", "keep", "out", "as_json"}
 
 _PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", "runai-model-streamer", "tensorizer")
@@ -39,25 +39,33 @@ _PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", 
 @click.option("--model", "factory", metavar="MODULE:NAME", help="What builds the model of CHECKPOINT.")
 @click.option("--model-args", metavar="JSON", default="{}", help="Its arguments: an object by name, an array in order.")
 @click.option("--key", help="Part of CHECKPOINT that holds the weights, such as model_state_dict.")
+@click.option("--size", type=click.Choice(_SIZES), envvar="SIZE", help="A built-in GPT-2, with a generated checkpoint.")
 @click.option(
-    "--size", type=click.Choice(_SIZES), envvar="SIZE", help="A built-in GPT-2, with a checkpoint made for the purpose."
-)
-@click.option(
-    "--method", "methods", multiple=True, metavar="NAME", help="Only this method; repeatable. 'all': every one."
+    "--method", "methods", multiple=True, metavar="NAME", help="Only this method; repeatable. 'all': all of them."
 )
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(list(_DTYPES)), help="Finished dtype; repeatable.")
 @click.option("--cold/--warm", "cold", default=None, help="Only with the checkpoint out of, or in, the page cache.")
 @click.option("--runs", type=click.IntRange(1), default=1, show_default=True, help="Repetitions; tables show medians.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where models go; default: cuda if there is one.")
-@click.option("--ram-limit", type=Size(), help="Host memory for each process, such as 2GiB, interpreter included.")
+@click.option("--ram-limit", type=Size(), help="Host memory per process, such as 2GiB, with the interpreter.")
 @click.option(
-    "--timeout", type=click.FloatRange(1), default=900.0, show_default=True, help="Seconds after which one is stopped."
+    "--timeout",
+    type=click.FloatRange(1),
+    default=900.0,
+    show_default=True,
+    help="Seconds until a load is stopped.",
 )
 @click.option(
-    "--directory", type=click.Path(path_type=Path), help="For checkpoints that are made; else the temp folder"
+    "--directory", type=click.Path(path_type=Path), help="For generated checkpoints. Default: the temporary directory."
 )
-@click.option("--keep", is_flag=True, help="Keep the checkpoints that are made.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
+@click.option("--keep", is_flag=True, help="Keep the generated checkpoints.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("bench-out"),
+    show_default=True,
+    help="Results.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the results as one JSON object, and nothing else.")
 def bench_command(
     checkpoint: Path | None,
@@ -78,23 +86,23 @@ def bench_command(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Load one checkpoint in every way and compare peak memory and time.
+    """Load one checkpoint in several ways and compare peak memory and time.
 
-    With CHECKPOINT and --model it is your own; with --size a GPT-2 that is made for the purpose; with neither, the
-    largest GPT-2 that fits this machine and about two minutes, cold as well as warm where there is time for both.
-    Each load has a process of its own, which is watched from outside. One that dies is shown with the reason and with
-    how far it came.
+    Give CHECKPOINT and --model for your own checkpoint, or --size for a GPT-2 with a generated one. With neither, the
+    largest GPT-2 is used that fits this machine and about two minutes, both cold and warm if there is time. Each load
+    runs in a separate process, which is measured from outside. A process that dies is listed with the reason and its
+    progress.
 
     Writes report.html (a page that works offline, with the memory of all methods over time), results.md and
     results.json into --out.
 
     \b
-    The tutorial's methods, which run unless --method says otherwise:
+    Methods of the tutorial, which run unless --method is given:
       naive, sequential, meta-sequential, mmap, per-parameter, sluice
-    Other loaders, which run by name where they are installed:
+    Other loaders, which run by name if they are installed:
       torch-load, torch-mmap, safetensors-load-model, safetensors-load-file,
       accelerate, runai-streamer, fastsafetensors, tensorizer, instanttensor
-    And to compare them with: sluice-load-into, sluice-map, raw-direct, raw-buffered
+    For comparison: sluice-load-into, sluice-map, raw-direct, raw-buffered
 
     \b
     Examples:
@@ -106,7 +114,7 @@ def bench_command(
     _check_options(checkpoint, factory, model_args, size)
     if ram_limit is not None and (refusal := memory_limit_refusal()):
         raise Failure(f"--ram-limit: {refusal}")
-    # Here, not above: torch takes a second to import, and wrong options should be refused before that.
+    # Here, not above: torch takes a second to import, and wrong options are refused before.
     from sluice.benchmark import machine as _machine
     from sluice.benchmark.comparison import Checkpoints, builtin_subject, own_subject
     from sluice.benchmark.folder import temporary_folder
@@ -146,27 +154,27 @@ def bench_command(
 
 
 def _check_options(checkpoint: Path | None, factory: str | None, model_args: str, size: str | None) -> None:
-    """Refuse what cannot be meant, before torch is imported."""
+    """Refuse options that contradict each other, before torch is imported."""
     if sys.platform != "linux":
         raise Failure("sluice bench needs Linux: it reads the memory of other processes from /proc")
     if (checkpoint is None) != (factory is None):
-        raise click.UsageError("CHECKPOINT and --model belong together: the one is loaded into the other")
+        raise click.UsageError("CHECKPOINT and --model belong together: one is loaded into the other")
     if checkpoint is not None and size is not None:
-        raise click.UsageError("--size names a built-in model: give either that or CHECKPOINT and --model")
+        raise click.UsageError("--size names a built-in model: give either --size, or CHECKPOINT and --model")
     parse_arguments(model_args)
     if factory is not None:
         find_factory(factory)
 
 
 def _states(cold: bool | None) -> list[tuple[State, ...]]:  # noqa: FBT001 - the value of --cold/--warm
-    """Return the states that can be compared, the most first."""
+    """Return the choices of states to compare, the largest first."""
     if cold is None:
         return [("cold", "warm"), ("warm",)]
     return [("cold",) if cold else ("warm",)]
 
 
 def _choose(console: Console, folder: Path, device: str, counts: dict[tuple[State, ...], int]) -> Choice:
-    """Let the machine choose size and states; ``counts`` has the processes to run for each choice of states."""
+    """Choose size and states for this machine; ``counts`` has the number of processes for each choice of states."""
     from sluice.benchmark.sizes import choose_here
 
     with console.status("looking at memory, disk and time"):
@@ -220,7 +228,7 @@ def _scenarios(
 
 
 def _command(context: click.Context, subject: ComparedModel, states: tuple[State, ...]) -> str:
-    """Return the command line that does the same again, with the size and the states that were chosen."""
+    """Return the command line that repeats the comparison, with the chosen size and states."""
     words = ["sluice", "bench"]
     if subject.original is None:
         words += ["--size", subject.model]
@@ -241,7 +249,7 @@ def _command(context: click.Context, subject: ComparedModel, states: tuple[State
 def _write(
     out: Path, title: str, machine: dict[str, str], command: str, scenarios: list[Scenario], runs: list[MethodRun]
 ) -> dict[str, Any]:
-    """Write the results and the page; return what the JSON file holds."""
+    """Write the results and the page, and return the content of the JSON file."""
     from sluice.benchmark.report import write_report
     from sluice.benchmark.results import write_results
 
@@ -273,7 +281,7 @@ def _print_end(
 
 
 def _fail_if_wrong(scenarios: list[Scenario], runs: list[MethodRun]) -> None:
-    """Fail where sluice was wrong, or a method with the built-in model: the table alone says it of other people's."""
+    """Fail if sluice loaded wrong weights, or any method did so into a built-in model."""
     from sluice.benchmark.summary import summarise
 
     wrong = {row.method for scenario in scenarios for row in summarise(scenario, runs) if row.right is False}

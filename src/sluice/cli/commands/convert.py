@@ -1,8 +1,7 @@
-"""``sluice convert``: write a checkpoint in another form, and say what that made."""
+"""``sluice convert``: write a checkpoint in another format, dtype or naming."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -18,28 +17,31 @@ from sluice._options import MemoryLimits, PageCache
 from sluice.cli.failures import Failure
 from sluice.cli.options import Size, parse_dtype, staging_option
 from sluice.cli.terminal import allow_replacing, progress_wanted
+from sluice.cli.views.report import show_report
 from sluice.formats.manifest import HashAlgorithm, new_hash
+from sluice.writing.save_formats import SAVE_FORMATS, choose_format
 
 __all__ = ["convert_command"]
 
 _DTYPES = tuple(name for name in ITEM_BYTES if is_castable(name))
-
-#: As ``sluice.save`` has them; asking it would import torch before the options were looked at.
-_FORMATS = ("safetensors", "torch", "huggingface", "per-parameter")
 
 
 @click.command("convert")
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
-@click.option("--format", "kind", type=click.Choice(_FORMATS), help="Default: what the suffix of DESTINATION says.")
+@click.option("--format", "kind", type=click.Choice(SAVE_FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--dtype", type=click.Choice(_DTYPES), metavar="NAME", help="float32, bfloat16, ... for real floats.")
 @click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="* is one part of a name; OLD= drops it.")
 @click.option("--rename-regex", "regexes", multiple=True, metavar="REGEX=NEW", help=r"Whole names; \1 is a group.")
 @click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
 @click.option("--manifest", type=click.Path(), help="Write the hash of each tensor to this file.")
 @click.option(
-    "--manifest-hash", type=click.Choice(get_args(HashAlgorithm)), default="sha256", show_default=True, help="Its hash."
+    "--manifest-hash",
+    type=click.Choice(get_args(HashAlgorithm)),
+    default="sha256",
+    show_default=True,
+    help="Its hash.",
 )
 @click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 200MiB.")
 @staging_option
@@ -48,10 +50,10 @@ _FORMATS = ("safetensors", "torch", "huggingface", "per-parameter")
     type=click.Choice(get_args(PageCache)),
     default="auto",
     show_default=True,
-    help="keep: leave the source cached. bypass: leave the cache alone.",
+    help="keep: leave the source in the page cache. bypass: do not change the cache.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
-@click.option("--force", is_flag=True, help="Replace what exists without asking.")
+@click.option("--force", is_flag=True, help="Replace existing files without asking.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def convert_command(
@@ -74,12 +76,12 @@ def convert_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Write the checkpoint at SOURCE in another form to DESTINATION, with a fixed amount of memory.
+    """Write the checkpoint at SOURCE to DESTINATION in another format, with a fixed amount of memory.
 
-    SOURCE is whatever sluice reads: a file, a model directory, the index file of shards, a
-    torch.distributed.checkpoint directory, one file for each parameter. DESTINATION is a .safetensors file, a torch
-    file (.pt, .pth, .bin, .ckpt), or a directory in the Hugging Face layout. What exists is replaced after a question,
-    or with --force; it stays whole until the new file is on the disk.
+    SOURCE is a file, a model directory, the index file of shards, a torch.distributed.checkpoint directory, or a
+    directory with one file per parameter. DESTINATION is a .safetensors file, a torch file (.pt, .pth, .bin, .ckpt), or
+    a directory in the Hugging Face layout. Existing files are replaced after a question, or with --force; they stay
+    intact until the new file is on the disk.
 
     \b
     Examples:
@@ -94,7 +96,7 @@ def convert_command(
     \b
     Exit codes:
       0    written, or with --dry-run could be
-      1    SOURCE or the disk is at fault, or DESTINATION exists and nobody said --force
+      1    SOURCE or the disk is at fault, or DESTINATION exists and --force was not given
       2    the command line is wrong
       3    the conversion does not fit into --memory
       130  interrupted
@@ -112,8 +114,8 @@ def convert_command(
         source,
         destination,
         key=key,
-        format=kind,  # type: ignore[arg-type]  # click knows the choices
-        dtype=parse_dtype(dtype),  # type: ignore[arg-type]  # "auto" is no choice here
+        format=kind,  # type: ignore[arg-type]  # click checks the choices
+        dtype=parse_dtype(dtype),  # type: ignore[arg-type]  # "auto" is not a choice here
         rules=rules,
         max_shard_size=max_shard_size,
         manifest=manifest,
@@ -126,20 +128,14 @@ def convert_command(
         _ask(destination, manifest, run)
     shown = progress_wanted(quiet=quiet or dry_run)
     report = run(overwrite=True, progress=shown, dry_run=dry_run)
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    elif not quiet:
-        # Here, not above: rich takes 50 ms to import, and only tables need it.
-        from sluice.cli.views.written import print_written
-
-        print_written(report)
+    show_report(report, as_json=as_json, quiet=quiet)
 
 
 def _rules(texts: Sequence[str], *, regex: bool) -> Iterator[sluice.rules.Rule]:
-    """Yield the rules of ``--rename`` or ``--rename-regex``; each has to match a name."""
+    """Yield the rules of ``--rename`` or ``--rename-regex``; each must match a name."""
     option = "--rename-regex" if regex else "--rename"
     for text in texts:
-        # Of a regular expression the last sign: look-aheads have one, names of tensors have none.
+        # A regular expression can contain "=" in a look-ahead, a name of a tensor cannot: split at the last one.
         old, sign, new = text.rpartition("=") if regex else text.partition("=")
         if not (old and sign):
             raise click.BadParameter(f"{text!r} is not of the form OLD=NEW", param_hint=option)
@@ -153,10 +149,7 @@ def _rules(texts: Sequence[str], *, regex: bool) -> Iterator[sluice.rules.Rule]:
 def _check(
     destination: str, kind: str | None, max_shard_size: int | None, manifest: str | None, algorithm: HashAlgorithm
 ) -> None:
-    """Refuse options that do not go together."""
-    # Here, not above: torch takes a second to import, and --help goes without.
-    from sluice.api.save import choose_format
-
+    """Refuse options that contradict each other."""
     try:
         choose_format(Path(destination), kind, max_shard_size)
         if manifest is not None:
@@ -166,12 +159,12 @@ def _check(
     except ImportError as error:
         raise Failure(str(error)) from error
     if manifest is not None and os.path.realpath(manifest) == os.path.realpath(destination):
-        raise click.UsageError("the manifest needs a name of its own, not that of the checkpoint")
+        raise click.UsageError("the manifest needs a different path than the checkpoint")
 
 
 def _ask(destination: str, manifest: str | None, run: partial[sluice.SaveReport]) -> None:
-    """Return when nothing that exists would be replaced, or the user at the terminal wants it to be."""
-    found = [manifest] if manifest and os.path.lexists(manifest) else []
+    """Return if no existing file would be replaced, or the user at the terminal agrees."""
+    existing = [manifest] if manifest and os.path.lexists(manifest) else []
     if os.path.lexists(destination):
-        found += run(dry_run=True).replaced
-    allow_replacing(found, Failure)
+        existing += run(dry_run=True).replaced
+    allow_replacing(existing, Failure)

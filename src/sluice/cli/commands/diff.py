@@ -1,8 +1,7 @@
-"""``sluice diff``: which tensors of two checkpoints differ, and by how much."""
+"""``sluice diff``: compare the tensors of two checkpoints."""
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 
 import click
@@ -10,6 +9,7 @@ import click
 import sluice
 from sluice.cli.commands.verify import unreadable
 from sluice.cli.terminal import progress_wanted
+from sluice.cli.views.report import show_report
 
 __all__ = ["diff_command"]
 
@@ -34,12 +34,12 @@ def diff_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Say which tensors of the checkpoints at A and B differ in presence, dtype, shape and values.
+    """Compare presence, dtype, shape and values of the tensors of the checkpoints at A and B.
 
     A and B are files, directories or index files of shards, in any two formats. Tensors are compared by name, as
     numbers: 0.0 and -0.0 are the same, and so are two NaNs. Elements differ when |a - b| > atol + rtol * |b|. A name
-    that only one of them has is no difference where it is tied to a name that both have. Memory stays below 100 MiB,
-    whatever the size of the files.
+    that only one of them has is not a difference if it is tied to a name that both have. Memory stays below 100 MiB
+    for files of any size.
 
     \b
     Examples:
@@ -65,19 +65,13 @@ def diff_command(
                    nan counts elements that are NaN on one side only; an infinite
                    maximum is the text "inf"
       common       number of names that both have
-      tied         names that one lacks, but has under another name
+      tied         names that only one has, for tensors with a common name
       nbytes, seconds
     """
     with unreadable(), ExitStack() as stack:
         left = stack.enter_context(sluice.open(a, key=key_a))
         right = stack.enter_context(sluice.open(b, key=key_b))
         report = sluice.diff(left, right, rtol=rtol, atol=atol, progress=progress_wanted(quiet=quiet))
-    if as_json:
-        click.echo(json.dumps(report.to_json()))
-    elif not quiet:
-        # Here, not above: rich takes 50 ms to import, and JSON goes without.
-        from sluice.cli.views.checks import print_diff
-
-        print_diff(report)
+    show_report(report, as_json=as_json, quiet=quiet)
     if not report.same:
         raise click.exceptions.Exit(1)

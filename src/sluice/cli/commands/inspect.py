@@ -1,4 +1,4 @@
-"""``sluice inspect``: what a checkpoint holds, from its headers alone. This path never imports torch."""
+"""``sluice inspect``: the contents of a checkpoint, from its headers alone. This path never imports torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import click
 
 import sluice
-from sluice.cli.text import path_and_key
 from sluice.cli.views.outline import print_outline
-from sluice.cli.views.summary import summarise, to_json
+from sluice.cli.views.summary import path_and_key, summarise, to_json
 
 __all__ = ["inspect_command"]
 
@@ -18,13 +17,13 @@ __all__ = ["inspect_command"]
 @click.argument("path", type=click.Path())
 @click.option("--tree", "as_tree", is_flag=True, help="Show the nested object of the file instead of tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
-@click.option("--all", "everything", is_flag=True, help="Cut no list.")
+@click.option("--all", "everything", is_flag=True, help="Show complete lists.")
 @click.option("--key", help="Show only this part: a path such as ema.model, or a prefix of names.")
 def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool, key: str | None) -> None:
-    """Show what the checkpoint at PATH holds: format, contents, dtypes, bytes, largest tensors, shared storages.
+    """Show format, contents, dtypes, bytes, largest tensors and shared storages of the checkpoint at PATH.
 
-    PATH is a file, a directory or the index file of shards. Only headers are read. Nothing that the file names is
-    imported or called, and torch is not imported.
+    PATH is a file, a directory or the index file of shards. Only headers are read. No class or
+    function that the file names is imported or called, and torch is not imported.
 
     \b
     Examples:
@@ -48,24 +47,24 @@ def inspect_command(path: str, *, as_tree: bool, as_json: bool, everything: bool
                       storages for a tensor made of several
       storages      [{key, file, nbytes}]; "storages" and "file" count from 0
       shared        [{storage, names}], storages that several names view
-      state_dicts   keys of what could be a model's state dict, the largest first;
+      state_dicts   keys of possible state dicts, the largest first;
                     "" is the whole
       unsupported   [{name, reason, found, file}], tensors that sluice does not read
       values        [{name, value}] for other values, {name, text} for those that
                     JSON cannot hold, {name, not_loaded} for objects never built
     """
     if as_json and (as_tree or everything):
-        raise click.UsageError("--json shows everything; leave out --tree and --all")
+        raise click.UsageError("--json already shows everything: omit --tree and --all")
     with sluice.open(path, key=key) as checkpoint:
         index = checkpoint.index
-        if as_tree:  # needs no dotted names, which can be ambiguous
+        if as_tree:  # does not need dotted names, which can be ambiguous
             print_outline(path_and_key(path, key), index.tree, everything=everything)
             return
         summary = summarise(path, key, index, checkpoint.entries)
         if as_json:
             click.echo(json.dumps(to_json(summary, checkpoint.limits)))
             return
-    # Here, not above: rich takes 50 ms to import, and JSON goes without.
-    from sluice.cli.views.render import print_summary
+    # Here, not above: rich takes 50 ms to import, and JSON does not need it.
+    from sluice.cli.views.console import print_sections
 
-    print_summary(summary, everything=everything)
+    print_sections(summary.sections(everything=everything))

@@ -1,8 +1,7 @@
-"""``sluice load``: build a model without memory, fill it, and print what that took."""
+"""``sluice load``: build a model without memory, fill it, and report time and memory."""
 
 from __future__ import annotations
 
-import json
 from typing import get_args
 
 import click
@@ -22,6 +21,7 @@ from sluice.cli.options import (
     staging_option,
 )
 from sluice.cli.terminal import progress_wanted
+from sluice.cli.views.report import show_report
 
 __all__ = ["load_command"]
 
@@ -29,12 +29,12 @@ __all__ = ["load_command"]
 @click.command("load")
 @click.argument("path", type=click.Path())
 @click.option(
-    "--model", "factory", required=True, metavar="MODULE:NAME", help="What builds the model: class or function."
+    "--model", "factory", required=True, metavar="MODULE:NAME", help="Class or function that builds the model."
 )
 @click.option("--model-args", metavar="JSON", default="{}", help="Its arguments: an object by name, an array in order.")
 @click.option(
     "--device",
-    help="Where the tensors go: cpu, cuda:0, ...; auto: fill accelerators in order. Default: as in the model.",
+    help="Device of the tensors: cpu, cuda:0, ...; auto fills accelerators in order. Default: as in the model.",
 )
 @dtype_option
 @click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
@@ -46,10 +46,10 @@ __all__ = ["load_command"]
     type=click.Choice(get_args(PageCache)),
     default="auto",
     show_default=True,
-    help="keep: leave the file cached. bypass: leave the cache alone.",
+    help="keep: leave the file in the page cache. bypass: do not change the cache.",
 )
 @place_option
-@click.option("--table", is_flag=True, help="Say of each tensor how it was filled.")
+@click.option("--table", is_flag=True, help="List how each tensor was filled.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def load_command(
@@ -71,8 +71,8 @@ def load_command(
 ) -> None:
     """Build a model, fill it from the checkpoint at PATH, and report time and peak memory.
 
-    The model is built by MODULE:NAME, which is imported with the current directory on the path, inside
-    sluice.empty_init(): its parameters take no memory until they are read.
+    MODULE:NAME is imported with the current directory on the path, and called inside sluice.empty_init(), so that its
+    parameters take no memory before they are read.
 
     \b
     Examples:
@@ -97,13 +97,10 @@ def load_command(
         place=place,
         progress=progress_wanted(quiet=quiet),
     )
-    if as_json:
-        rows = {"table": report.table().to_json()} if table else {}
-        click.echo(json.dumps(report.to_json() | rows))
-    elif not quiet:
-        # Here, not above: rich takes 50 ms to import, and only tables need it.
-        from sluice.cli.views.render import print_report
-
-        print_report(report)
-        if table:
-            click.echo(f"\n{report.table()}")
+    show_report(
+        report,
+        as_json=as_json,
+        quiet=quiet,
+        more_json={"table": report.table().to_json()} if table and as_json else None,
+        more_sections=report.table().sections() if table else (),
+    )

@@ -1,9 +1,8 @@
-"""``sluice plan``: what a load would take, whether it fits, and how the usual ways to load compare."""
+"""``sluice plan``: predict the memory of a load, whether it fits, and how the usual ways to load compare."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,21 +20,27 @@ from sluice.cli.options import (
     place_option,
     staging_option,
 )
+from sluice.cli.views.report import show_report
 
 if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["plan_command"]
 
-#: As after a load that does not fit.
+#: Exit code of a plan that does not fit, as after a load.
 _DOES_NOT_FIT = 3
 
 
 @click.command("plan")
 @click.argument("path", type=click.Path())
-@click.option("--model", "factory", metavar="MODULE:NAME", help="What builds the model. Default: the checkpoint alone.")
-@click.option("--model-args", metavar="JSON", help="Its arguments: an object by name, an array in order.")
-@click.option("--device", help="Where the tensors go: cpu, cuda:0, ...; with a model also auto.")
+@click.option(
+    "--model",
+    "factory",
+    metavar="MODULE:NAME",
+    help="What builds the model. Default: plan for the checkpoint alone.",
+)
+@click.option("--model-args", metavar="JSON", help="Its arguments: a JSON object by name, or an array in order.")
+@click.option("--device", help="Device of the tensors: cpu, cuda:0, ...; with --model also auto.")
 @dtype_option
 @click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
 @click.option(
@@ -50,7 +55,7 @@ _DOES_NOT_FIT = 3
 @no_strict_option
 @place_option
 @click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
-@click.option("--explain", is_flag=True, help="Say how each group of tensors would be read, staged and cast.")
+@click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
 @click.pass_context
 def plan_command(
@@ -71,11 +76,11 @@ def plan_command(
     explain: bool,
     as_json: bool,
 ) -> None:
-    """Say what loading the checkpoint at PATH would take, and whether it fits. Nothing is loaded.
+    """Predict the memory of loading the checkpoint at PATH, and whether it fits. Nothing is loaded.
 
     Peaks are predicted for sluice and for the usual ways to load, and one of them is recommended. With --model the
-    plan is that of `sluice load` with the same options; without, the tensors of the file are taken for the model's.
-    The exit code is 3 where the load does not fit.
+    plan is that of `sluice load` with the same options; without, the model is assumed to have the tensors of the file.
+    The exit code is 3 if the load does not fit.
 
     \b
     Examples:
@@ -99,14 +104,13 @@ def plan_command(
         memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),
         probe=probe,
     )
-    if as_json:
-        explanation: dict[str, Any] = {"explanation": report.explain().to_json()} if explain else {}
-        click.echo(json.dumps({**report.to_json(), **explanation}))
-    else:
-        # Here, not above: rich takes 50 ms to import, and only tables need it.
-        from sluice.cli.views.render import print_plan
-
-        print_plan(report, explain=explain)
+    explanation = report.explain() if explain else None
+    show_report(
+        report,
+        as_json=as_json,
+        more_json={"explanation": explanation.to_json()} if explanation else None,
+        more_sections=explanation.sections() if explanation else (),
+    )
     if not report.fits:
         ctx.exit(_DOES_NOT_FIT)
 

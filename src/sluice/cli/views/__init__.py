@@ -1,1 +1,1 @@
-"""What commands print. A view is imported by its command only when it is needed."""
+"""Output of commands. A command imports a view with tables only when it prints them."""

@@ -1,6 +1,6 @@
 """The nested object of a checkpoint as lines of text.
 
-Lines are made as they are printed: a file of a kilobyte can describe a tree with millions of places.
+Lines are generated while they are printed: a file of a kilobyte can describe a tree with millions of leaves.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 
 from sluice._units import format_bytes
-from sluice.cli.text import printable, printable_name, printable_value, shorten
 from sluice.records import Entry, Opaque, UnsupportedValue
+from sluice.reports.printable import printable, printable_name, printable_value, shorten
 
 __all__ = ["children", "describe", "describe_dtype", "outline", "print_outline"]
 
-#: What is shown without ``--all``: children of one container, lines, and characters of a name.
+#: Shown without ``--all``: children of one container, lines, and characters of a name.
 _CHILDREN_SHOWN = 40
 _LINES_SHOWN = 2000
 _NAME_SHOWN = 200
@@ -25,13 +25,13 @@ def print_outline(heading: str, tree: object, *, everything: bool) -> None:
     """Print a tree under a heading; without ``everything`` long containers and long outlines are cut."""
     lines = outline(tree, None if everything else _CHILDREN_SHOWN)
     shown = islice(lines, None if everything else _LINES_SHOWN)
-    sys.stdout.writelines(f"{line}\n" for line in chain([f"{heading}: {describe(tree)}"], shown))
+    sys.stdout.writelines(f"{line}\n" for line in chain([f"{printable(heading)}: {describe(tree)}"], shown))
     if next(lines, None) is not None:
-        sys.stdout.write("... the outline goes on; --all shows it\n")
+        sys.stdout.write("... more lines follow; --all shows them\n")
 
 
 def outline(tree: object, shown: int | None, indent: str = "") -> Iterator[str]:
-    """Yield a line for everything in a container, of each container at most ``shown`` children."""
+    """Yield a line for each value of a tree; at most ``shown`` children of each container."""
     if not isinstance(tree, (Mapping, list, tuple)) or (shown is not None and _is_plain_list(tree)):
         return
     last = len(tree) - 1 if shown is None else min(len(tree) - 1, shown)
@@ -45,7 +45,7 @@ def outline(tree: object, shown: int | None, indent: str = "") -> Iterator[str]:
 
 
 def children(container: Mapping[object, object] | list[object] | tuple[object, ...]) -> Iterator[tuple[str, object]]:
-    """Yield a label, safe for terminals, and the value of everything in a container."""
+    """Yield the label, safe for terminals, and the value of each child of a container."""
     if isinstance(container, Mapping):
         for key, child in container.items():
             yield printable_name(key) if isinstance(key, str) else printable_value(key), child
@@ -55,7 +55,7 @@ def children(container: Mapping[object, object] | list[object] | tuple[object, .
 
 
 def describe(value: object) -> str:
-    """Return one line on a value, safe for terminals; of a container only what it is."""
+    """Return a value as one line, safe for terminals; for a container its type and length."""
     if isinstance(value, Entry):
         kind = "Parameter " if value.parameter else ""
         return f"{kind}{describe_dtype(value)} {list(value.shape)}, {format_bytes(value.nbytes)}"
@@ -70,13 +70,13 @@ def describe(value: object) -> str:
 
 
 def describe_dtype(entry: Entry) -> str:
-    """Return its dtype, and what else its elements are: sparse, quantized, conjugated or negated."""
+    """Return the dtype of an entry and its other properties: sparse, quantized, conjugated or negated."""
     layout = () if entry.composite is None else (entry.layout,)
     return " ".join((*layout, *entry.math_bits, entry.dtype))
 
 
 def _is_plain_list(value: object) -> bool:
-    """Return whether one line says enough: parameter numbers of an optimizer, betas, a shape."""
+    """Return whether one line is enough: parameter numbers of an optimizer, betas, a shape."""
     return isinstance(value, (list, tuple)) and not any(
         isinstance(child, (Entry, Opaque, Mapping, list, tuple)) for child in value
     )

@@ -1,29 +1,44 @@
-"""What ``sluice inspect`` says of a checkpoint, as a record and as JSON."""
+"""The result of ``sluice inspect``: a summary of a checkpoint as a record, as lines and tables, and as JSON."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import isfinite
 
 from sluice._errors import LimitError
+from sluice._messages import listed
 from sluice._options import Limits
-from sluice.cli.text import printable_value
-from sluice.cli.views.outline import children, describe
+from sluice._units import counted, format_bytes
+from sluice.cli.views.outline import children, describe, describe_dtype
 from sluice.entries import tree as _tree
 from sluice.matching.candidates import likely_state_dicts
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
+from sluice.reports.document import Grid, Section, Strong
+from sluice.reports.printable import printable_value, shorten
 
-__all__ = ["SharedStorage", "Summary", "summarise", "to_json"]
+__all__ = ["SharedStorage", "Summary", "path_and_key", "summarise", "to_json"]
 
-#: Integers beyond this are no JSON numbers for most readers; they are written as text.
+#: Most JSON readers cannot represent larger integers; they are written as text.
 _JSON_INTEGER_BITS = 64
+
+#: Shown without ``--all``: rows of a table, names in a row, characters of a name and of a metadata text.
+_ROWS_SHOWN = 10
+_NAMES_SHOWN = 8
+_NAME_CHARACTERS = 120
+_TEXT_CHARACTERS = 200
+
+#: Shown values at the top of a checkpoint; a training checkpoint has about a dozen.
+_VALUES_SHOWN = 20
+
+_ELSEWHERE = "--all shows all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedStorage:
-    """Bytes of a file that more than one name views."""
+    """A storage that several names view."""
 
     #: Position in ``Index.storages``.
     storage: int
@@ -32,45 +47,45 @@ class SharedStorage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """Something at the top of a checkpoint."""
+class TopLevelValue:
+    """A value at the top of a checkpoint."""
 
-    #: Its key, safe for terminals.
+    #: Its key.
     label: str
-    #: One line on what it is, safe for terminals.
+    #: A description, one line.
     text: str
-    #: Tensors in it, each name in full.
+    #: Number of tensor names in it.
     tensors: int
-    #: Their bytes.
+    #: Bytes of these tensors, each name counted in full.
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What ``sluice inspect`` says of a checkpoint."""
+    """Facts about a checkpoint, from its headers."""
 
-    #: Path as it was given.
+    #: Path as given.
     path: str
-    #: Part that was asked for, as a dotted path; None is the whole.
+    #: Dotted path of the requested part; None for the whole checkpoint.
     key: str | None
     #: The index of the whole checkpoint.
     index: Index
-    #: The tensors of the part, by dotted name.
+    #: Tensors of the part, by dotted name.
     tensors: Mapping[str, Entry]
-    #: Tensors and bytes of each dtype, the largest first. A name counts in full, also when it shares its bytes.
+    #: Number of tensors and their bytes by dtype, the largest first. Names that share bytes count in full.
     dtypes: Mapping[str, tuple[int, int]]
-    #: Storages that several of the names view.
+    #: Storages that several names view.
     shared: tuple[SharedStorage, ...]
-    #: What stands at the top of the part; empty where that is tensors and nothing else.
-    contents: tuple[Content, ...]
-    #: What sluice does not read, by dotted name.
+    #: Values at the top of the part; empty if all of them are tensors.
+    contents: tuple[TopLevelValue, ...]
+    #: Tensors that sluice does not read, by dotted name.
     unsupported: Mapping[str, UnsupportedValue]
-    #: Keys of what could be the state dict of a model, the largest first; ``""`` is the whole part.
+    #: Keys of possible state dicts, the largest first; ``""`` is the whole part.
     state_dicts: tuple[str, ...]
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors; a name counts in full, also when it shares its bytes."""
+        """Bytes of all tensors; names that share bytes count in full."""
         return sum(nbytes for _, nbytes in self.dtypes.values())
 
     @property
@@ -83,9 +98,106 @@ class Summary:
         """Return the ``count`` largest tensors, the largest first."""
         return sorted(self.tensors.items(), key=lambda item: -item[1].nbytes)[:count]
 
+    def sections(self, *, everything: bool) -> Iterator[Section]:
+        """Yield the lines and tables of ``sluice inspect``; with ``everything`` no list is cut."""
+        index = self.index
+        total = sum(file.identity.nbytes for file in index.files)
+        yield Strong(path_and_key(self.path, self.key))
+        yield f"{index.format}, {counted(len(index.files), 'file')}, {format_bytes(total)}"
+        stored = f", {format_bytes(self.stored_bytes)} stored" if self.shared else ""
+        yield f"{counted(len(self.tensors), 'tensor')}, {format_bytes(self.tensor_bytes)}{stored}"
+        if len(index.files) > 1:
+            files = ((file.path, format_bytes(file.identity.nbytes)) for file in index.files)
+            yield _cut(("file", ">bytes"), files, len(index.files), None if everything else _ROWS_SHOWN)
+        if self.contents:
+            yield self._contents(everything=everything)
+            yield from self._state_dicts()
+        if self.tensors:
+            rows = [(dtype, f"{count:,}", format_bytes(nbytes)) for dtype, (count, nbytes) in self.dtypes.items()]
+            yield Grid(("dtype", ">tensors", ">bytes"), rows)
+        if self.unsupported:
+            opaque = ((_name(name), leaf.reason, leaf.qualified_name) for name, leaf in self.unsupported.items())
+            headers = ("not loaded", "kind", "in the file")
+            yield _cut(headers, opaque, len(self.unsupported), None if everything else _ROWS_SHOWN)
+        yield from self._tensors(everything=everything)
+        yield from self._shared(everything=everything)
+        if index.metadata:
+            yield Strong("Metadata")
+        for name, text in index.metadata.items():
+            yield f"{name}: {text if everything else shorten(text, _TEXT_CHARACTERS)}"
+        yield from (f"note: {note}" for note in index.notes)
+
+    def _contents(self, *, everything: bool) -> Grid:
+        rows = (
+            (
+                shorten(value.label, _NAME_CHARACTERS),
+                value.text,
+                f"{value.tensors:,}" if value.tensors else "",
+                format_bytes(value.nbytes) if value.tensors else "",
+            )
+            for value in self.contents
+        )
+        headers = ("contents", "", ">tensors", ">bytes")
+        return _cut(headers, rows, len(self.contents), None if everything else _VALUES_SHOWN)
+
+    def _state_dicts(self) -> Iterator[str]:
+        """Yield the state dict that a load takes without ``key=``, or those to choose from."""
+        if len(self.state_dicts) > 1:
+            yield listed("state dicts to choose from with --key", list(map(_name, self.state_dicts)))
+        elif self.state_dicts and self.state_dicts[0]:
+            yield f"state dict: {_name(self.state_dicts[0])}"
+
+    def _tensors(self, *, everything: bool) -> Iterator[Section]:
+        if not self.tensors:
+            return
+        count = len(self.tensors)
+        if not everything:
+            cut = f" ({_ROWS_SHOWN} of {count:,}; {_ELSEWHERE})" if count > _ROWS_SHOWN else ""
+            yield Strong(f"Largest tensors{cut}")
+        rows = [
+            (_name(name, cut=not everything), describe_dtype(entry), str(list(entry.shape)), format_bytes(entry.nbytes))
+            for name, entry in (self.tensors.items() if everything else self.largest(_ROWS_SHOWN))
+        ]
+        yield Grid(("name", "dtype", "shape", ">bytes"), rows, aligned=everything)
+
+    def _shared(self, *, everything: bool) -> Iterator[Section]:
+        if not self.shared:
+            return
+        if not everything:
+            yield Strong("Shared storages")
+        rows = (
+            (storage.key, format_bytes(storage.nbytes), _names(shared.names, everything=everything))
+            for shared in self.shared
+            for storage in (self.index.storages[shared.storage],)
+        )
+        headers = ("storage", ">bytes", "shared by")
+        yield _cut(headers, rows, len(self.shared), None if everything else _ROWS_SHOWN)
+
+
+def path_and_key(path: str, key: str | None) -> str:
+    """Return the title of what is shown: a path, and the requested part of it."""
+    return f"{path}, {key}" if key else path
+
+
+def _cut(headers: tuple[str, ...], rows: Iterable[Sequence[str]], total: int, shown: int | None) -> Grid:
+    """Return a table of the first ``shown`` rows; None shows all, in aligned columns."""
+    first = list(islice(rows, shown))
+    return Grid(headers, first, total - len(first), elsewhere=_ELSEWHERE, aligned=shown is None)
+
+
+def _name(name: str, *, cut: bool = True) -> str:
+    """Return a name as it is shown: cut, and quoted if it is empty."""
+    return (shorten(name, _NAME_CHARACTERS) if cut else name) or "''"
+
+
+def _names(names: Sequence[str], *, everything: bool) -> str:
+    text = ", ".join(_name(name, cut=not everything) for name in names[: None if everything else _NAMES_SHOWN])
+    omitted = 0 if everything else max(0, len(names) - _NAMES_SHOWN)
+    return f"{text} and {omitted:,} more" if omitted else text
+
 
 def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, Entry]) -> Summary:
-    """Return the summary of ``tensors``, which are all or part of ``index``."""
+    """Return the summary of ``tensors``, all or part of the tensors of ``index``."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     viewers: defaultdict[int, list[str]] = defaultdict(list)
@@ -105,7 +217,7 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
             for number, names in viewers.items()
             if len(names) > 1 and index.storages[number].nbytes
         ),
-        contents=tuple(_contents(index.tree)),
+        contents=tuple(_top_level(index.tree)),
         unsupported={
             name: leaf for name, leaf in _tree.opaques(index.tree).items() if isinstance(leaf, UnsupportedValue)
         },
@@ -113,21 +225,21 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
     )
 
 
-def _contents(tree: object) -> Iterator[Content]:
-    """Yield what stands at the top, the largest first, unless that is tensors only."""
+def _top_level(tree: object) -> Iterator[TopLevelValue]:
+    """Yield the values at the top, the largest first; nothing if all of them are tensors."""
     tensors_only = (Entry, UnsupportedValue)
     if not isinstance(tree, (dict, list, tuple)) or all(isinstance(value, tensors_only) for _, value in children(tree)):
         return
     below = _tree.sizes(tree)
-    found = []
+    values = []
     for label, value in children(tree):
         tensors, nbytes = (1, value.nbytes) if isinstance(value, Entry) else below.get(id(value), (0, 0))
-        found.append(Content(label=label, text=describe(value), tensors=tensors, nbytes=nbytes))
-    yield from sorted(found, key=lambda content: -content.nbytes)
+        values.append(TopLevelValue(label=label, text=describe(value), tensors=tensors, nbytes=nbytes))
+    yield from sorted(values, key=lambda each: -each.nbytes)
 
 
 def to_json(summary: Summary, limits: Limits) -> dict[str, object]:
-    """Return everything that the headers say, as the help of the command documents it.
+    """Return everything in the headers, as documented in the help of the command.
 
     Raises:
         LimitError: There are more values than ``limits.entries``.

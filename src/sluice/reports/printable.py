@@ -1,16 +1,16 @@
-"""Text from files made safe for terminals.
+"""Text from files, made safe for terminals.
 
-Names and values of a checkpoint are a stranger's: control characters and escape sequences in them could move the
-cursor, recolour or rename what the user sees. Whatever is not printable is shown as an escape.
+Names and values of a checkpoint are untrusted: control characters and escape sequences in them could move the cursor or
+change the colours and text that the user sees. Every character that is not printable is replaced by its escape.
 """
 
 from __future__ import annotations
 
 from reprlib import Repr
 
-__all__ = ["path_and_key", "printable", "printable_name", "printable_paragraph", "printable_value", "shorten"]
+__all__ = ["printable", "printable_name", "printable_paragraph", "printable_value", "shorten"]
 
-#: Integers beyond this are shown in hexadecimal: Python refuses to write very long ones in decimal.
+#: Larger integers are shown in hexadecimal: Python refuses to convert very long ones to decimal.
 _DECIMAL_BITS = 256
 
 
@@ -27,27 +27,22 @@ def printable(text: str) -> str:
 
 
 def printable_name(name: str) -> str:
-    """Return a name like ``printable``; the empty one in quotes, or nothing would be seen of it."""
+    """Return a printable name; the empty name as ``''``, so that it can be seen."""
     return printable(name) or "''"
 
 
 def printable_paragraph(text: str) -> str:
-    """Return ``text`` like ``printable``, with its line breaks kept."""
+    """Return ``text`` with every line made printable, and its line breaks."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
-def path_and_key(path: str, key: str | None) -> str:
-    """Return the heading of what is shown: a path, and the part of it that was asked for."""
-    return printable(f"{path}, {key}" if key else path)
-
-
 def shorten(text: str, limit: int) -> str:
-    """Return at most ``limit`` characters of ``text``, and how many there are when that cuts it."""
+    """Return at most ``limit`` characters of ``text``; if it is longer, followed by its length."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 class _ShortRepr(Repr):
-    """``repr`` that stays short, and cheap for large values: they are cut before they are formatted."""
+    """A short ``repr`` that cuts large values before it formats them."""
 
     def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002  the signature is that of reprlib
         text = repr(x) if x.bit_length() <= _DECIMAL_BITS else hex(x)

@@ -1,4 +1,4 @@
-"""Where a checkpoint is not as its checksums and its manifest say. Pure; no torch."""
+"""Problems of a checkpoint: bytes that differ from its checksums or its manifest. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["compare", "wrong_checksum"]
 
 
 def wrong_checksum(checksum: Checksum, found: int, file: str) -> VerifyProblem:
-    """Return what is wrong with a record whose bytes have another checksum than its file says."""
+    """Return the problem of a record whose CRC-32 differs from the recorded one."""
     return VerifyProblem(
         kind="checksum",
-        problem=f"record {checksum.name!r} has another CRC-32",
+        problem=f"the CRC-32 of record {checksum.name!r} differs",
         file=file,
         offset=checksum.offset,
         expected=f"{checksum.crc:#010x}",
@@ -33,13 +33,13 @@ def compare(
     ties: Mapping[str, str],
     unread: Collection[str],
 ) -> Iterator[VerifyProblem]:
-    """Yield where a checkpoint is not as its manifest says.
+    """Yield the differences between a checkpoint and a manifest.
 
     Args:
-        manifest: What it should be.
-        hashes: What it is, where that could be read.
-        entries: Every tensor by its name.
-        ties: Names that stand for tensors stored under others; these names.
+        manifest: The expected tensors.
+        hashes: The hashes of the tensors that could be read.
+        entries: Every tensor, by name.
+        ties: Stored name of each alias.
         unread: Names of tensors of kinds that sluice does not read.
     """
     extra = [name for name in entries if name not in manifest.tensors]
@@ -51,33 +51,33 @@ def compare(
             continue
         if entry is None:
             close = closest(name, [other for other in extra if entries[other].shape == expected.shape])
-            found = f"{close!r}, which the manifest does not have" if close else None
+            found = f"{close!r}, which is not in the manifest" if close else None
             yield VerifyProblem(kind="missing", problem="not in the checkpoint", tensor=name, found=found)
             continue
         mismatch = _mismatch(name, expected, entry)
-        made = hashes.get(stored)
+        actual = hashes.get(stored)
         if mismatch is not None:
             yield mismatch
-        elif made is not None and made.hash != expected.hash:
+        elif actual is not None and actual.hash != expected.hash:
             yield VerifyProblem(
                 kind="hash",
-                problem=f"its elements have another {manifest.algorithm}",
+                problem=f"the {manifest.algorithm} of its elements differs",
                 tensor=name,
                 expected=expected.hash,
-                found=made.hash,
+                found=actual.hash,
             )
     for name in extra:
         yield VerifyProblem(kind="extra", problem="not in the manifest", tensor=name)
 
 
 def _mismatch(name: str, expected: TensorHash, entry: Entry) -> VerifyProblem | None:
-    """Return why a tensor cannot have the expected hash, before anything is read."""
+    """Return the difference in dtype, shape or layout, which implies a different hash."""
     pairs: tuple[tuple[ProblemKind, str, str], ...] = (
         ("dtype", expected.dtype, entry.dtype),
         ("shape", str(list(expected.shape)), str(list(entry.shape))),
         ("layout", expected.layout, entry.layout),
     )
-    for kind, wanted, found in pairs:
-        if wanted != found:
-            return VerifyProblem(kind=kind, problem=f"another {kind}", tensor=name, expected=wanted, found=found)
+    for kind, declared, found in pairs:
+        if declared != found:
+            return VerifyProblem(kind=kind, problem=f"the {kind} differs", tensor=name, expected=declared, found=found)
     return None

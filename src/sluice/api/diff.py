@@ -1,0 +1,59 @@
+"""``sluice.diff``: compare two checkpoints, in any two formats."""
+
+from __future__ import annotations
+
+from sluice._options import Limits
+from sluice._progress import Progress
+from sluice.checking.diff import compare_checkpoints
+from sluice.checkpoint.open_checkpoint import CheckpointSource
+from sluice.reports.diff import DiffReport
+
+__all__ = ["diff"]
+
+
+def diff(
+    a: CheckpointSource,
+    b: CheckpointSource,
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+    limits: Limits | None = None,
+    progress: Progress = False,
+) -> DiffReport:
+    """Compare presence, dtype, shape and values of the tensors of two checkpoints, with a fixed amount of memory.
+
+    Tensors are compared by dotted name, in any formats, storage layouts, shards or chunks; compare a part of a
+    checkpoint through ``sluice.open(path, key=...)``. Ties are not compared: a name that only one side has is not a
+    difference if that side also has the tensor under a common name. Tensors that sluice does not read count as
+    different, because they cannot be compared.
+
+    Values are compared as numbers, even if the dtypes differ: 0.0 and -0.0 are the same, and so are two NaNs. For
+    sparse and quantized tensors, the component tensors are compared.
+
+    Args:
+        a: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
+        b: The other checkpoint.
+        rtol: Relative tolerance: elements differ if ``|a - b| > atol + rtol * |b|``.
+        atol: Absolute tolerance.
+        limits: Bounds for hostile files.
+        progress: True draws a bar; a function is called with each ``ProgressEvent``.
+
+    Returns:
+        The differences of each tensor; ``.same`` is True if there are none.
+
+    Raises:
+        CheckpointError: One of the checkpoints is damaged, unsafe or not supported.
+        ReadError: The operating system failed a read.
+        SourceChangedError: A file changed during the comparison.
+        ValueError: A tolerance is negative.
+
+    Example:
+        >>> report = sluice.diff("model.pth", "model.pth")
+        >>> report.same
+        True
+        >>> [(tensor.name, tensor.kinds, tensor.max_abs) for tensor in report.differences]
+        []
+    """
+    if not (rtol >= 0 and atol >= 0):
+        raise ValueError("tolerances must not be negative")
+    return compare_checkpoints(a, b, rtol=rtol, atol=atol, limits=limits, progress=progress)

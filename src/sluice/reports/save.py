@@ -1,0 +1,62 @@
+"""The result of a save or a conversion: the files that were written, or that a dry run would write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from sluice._messages import listed
+from sluice._units import counted, format_bytes, format_rate, gb_per_second
+from sluice.reports.document import Grid, Report, Section, Strong, cast_lines, checkpoint_title
+
+__all__ = ["SaveReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport(Report):
+    """What ``sluice.save`` or ``sluice.convert`` wrote."""
+
+    #: The file or directory, as given.
+    destination: str
+    #: Name of the format; see ``save``.
+    format: str
+    #: Paths of the files that were written; the index of a sharded model is the last.
+    files: tuple[str, ...]
+    #: Number of tensors in the files; several names of one tensor count once.
+    tensors: int
+    #: Bytes of tensor data.
+    nbytes: int
+    #: Seconds from the call until everything was on the disk.
+    seconds: float
+    #: Names that are not stored because another name has the same tensor: ``{name: stored name}``.
+    tied: Mapping[str, str]
+    #: Bytes of each of ``files``.
+    file_bytes: tuple[int, ...]
+    #: Existing files that were replaced or removed.
+    replaced: tuple[str, ...] = ()
+    #: Number of tensors for each change of dtype: ``{"float32 -> bfloat16": 148}``.
+    casts: Mapping[str, int] = field(default_factory=dict)
+    #: Remarks, such as what a conversion left out; one sentence each.
+    notes: tuple[str, ...] = ()
+    #: Whether nothing was written, because ``dry_run`` was requested.
+    dry_run: bool = False
+
+    @property
+    def gb_per_second(self) -> float:
+        """Bytes of tensor data per second, in units of 10**9."""
+        return gb_per_second(self.nbytes, self.seconds)
+
+    def sections(self) -> Iterator[Section]:
+        """Yield what was written, the files with their sizes, and what happened to names and dtypes."""
+        size = f"{counted(self.tensors, 'tensor')}, {format_bytes(self.nbytes)}"
+        written = "a dry run: nothing was written" if self.dry_run else f"in {format_rate(self.nbytes, self.seconds)}"
+        separator = "; " if self.dry_run else " "
+        yield Strong(f"{checkpoint_title(self.destination, self.format)}: {size}{separator}{written}")
+        files = zip(self.files, self.file_bytes, strict=True)
+        yield Grid.first(("file", ">bytes"), ((file, f"{nbytes:,}") for file, nbytes in files), len(self.files))
+        yield from cast_lines(self.casts)
+        if self.tied:
+            yield listed("stored once", [f"{name} = {stored}" for name, stored in self.tied.items()])
+        if self.replaced:
+            yield listed("replaced", self.replaced)
+        yield from (f"note: {note}" for note in self.notes)

@@ -1,0 +1,230 @@
+"""Save an object in one of the formats: lay out, write through staging, and put the files in place at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import SaveError
+from sluice._progress import Progress, byte_progress
+from sluice.writing.chunks import Staging
+from sluice.writing.durable.replacement import NewFile, Replacement, saving
+from sluice.writing.items import flat_tensors, named_tensors, outlines
+from sluice.writing.manifest import ManifestWriter
+from sluice.writing.parameters import check_file_names, parameter_directory, parameter_file
+from sluice.writing.safetensors import SafetensorsLayout, lay_out_safetensors
+from sluice.writing.save_formats import SaveFormat
+from sluice.writing.shards import write_model_directory
+from sluice.writing.torch_zip import lay_out_torch_zip, write_torch_zip
+from sluice.writing.write_queue import write_queue
+
+__all__ = ["SaveJob", "SavedFiles", "save_state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveJob:
+    """The arguments of one save."""
+
+    #: The file or directory to write.
+    destination: Path
+    #: Dtype that real floating-point tensors are cast to; None keeps each dtype.
+    dtype: str | None
+    #: Bytes of tensors in one shard; None for a single file.
+    limit_bytes: int | None
+    #: Text for the headers of safetensors files.
+    metadata: Mapping[str, str]
+    #: Whether existing files may be replaced.
+    overwrite: bool
+    #: Buffers for tensors that are cast, strided or on an accelerator.
+    staging: Staging
+    #: Writer of the manifest; None if none was requested.
+    manifest: ManifestWriter | None
+    #: Progress bar or function.
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFiles:
+    """The files of one save."""
+
+    #: Paths, the index of a sharded model last.
+    files: list[Path]
+    #: Number of tensors.
+    tensors: int
+    #: Bytes of tensor data.
+    nbytes: int
+    #: Names that are not stored because another name has the same tensor: ``{name: stored name}``.
+    tied: Mapping[str, str]
+
+
+def save_state(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
+    """Write a state dict or a nested training state, and its manifest.
+
+    Raises:
+        SaveError: The format cannot hold the object, or the operating system failed.
+    """
+    saved = _WRITERS[save_format](job, state)
+    if job.manifest:
+        job.manifest.commit()
+    return saved
+
+
+def _save_torch(job: SaveJob, state: object) -> SavedFiles:
+    saved = lay_out_torch_zip(state, job.dtype)
+    nbytes = saved.writer.nbytes
+    names = named_tensors(state) if job.manifest else {}
+    with ExitStack() as stack:
+        out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
+        wrote = stack.enter_context(_counting(job, nbytes))
+        out.commit(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, names))
+    return SavedFiles(files=[job.destination], tensors=saved.tensors, nbytes=nbytes, tied={})
+
+
+def _save_safetensors(job: SaveJob, state: object) -> SavedFiles:
+    tensors, aliases = _stored_once(_flat(state))
+    layout = lay_out_safetensors(outlines(tensors, job.dtype), _metadata(job, aliases))
+    nbytes = layout.nbytes - len(layout.header)
+    with ExitStack() as stack:
+        out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
+        wrote = stack.enter_context(_counting(job, nbytes))
+        _write_safetensors(layout, tensors, out, job, wrote)
+        out.commit(nbytes=layout.nbytes)
+    return SavedFiles(files=[job.destination], tensors=len(tensors), nbytes=nbytes, tied=aliases)
+
+
+def _save_directory(job: SaveJob, state: object) -> SavedFiles:
+    tensors, aliases = _stored_once(_flat(state))
+    described = outlines(tensors, job.dtype)
+    nbytes = sum(tensor.nbytes for tensor in described.values())
+    with _counting(job, nbytes) as wrote:
+        files = write_model_directory(
+            job.destination,
+            described,
+            metadata=_metadata(job, aliases),
+            limit_bytes=job.limit_bytes,
+            overwrite=job.overwrite,
+            write=lambda layout, out: _write_safetensors(layout, tensors, out, job, wrote),
+        )
+    return SavedFiles(files=files, tensors=len(tensors), nbytes=nbytes, tied=aliases)
+
+
+def _save_parameters(job: SaveJob, state: object) -> SavedFiles:
+    tensors = _flat(state, dense=False)
+    if job.manifest:
+        named_tensors(tensors)  # refuses what has no hash
+    check_file_names(tensors)
+    stored, aliases = _stored_once(tensors)
+    nbytes = sum(lay_out_torch_zip(tensor, job.dtype).writer.nbytes for tensor in stored.values())
+    with ExitStack() as stack:
+        wrote = stack.enter_context(_counting(job, nbytes))
+        hidden = stack.enter_context(parameter_directory(job.destination, tensors, overwrite=job.overwrite))
+        for name, tensor in stored.items():
+            same = [name, *(other for other, kept in aliases.items() if kept == name)]
+            saved = lay_out_torch_zip(tensor, job.dtype)
+            with NewFile(hidden / parameter_file(name)) as out:
+                named = dict.fromkeys(same, tensor)
+                out.seal(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, named))
+        with saving(str(job.destination)):
+            for name, kept in aliases.items():  # stored once, and readable under both names
+                os.link(hidden / parameter_file(kept), hidden / parameter_file(name))
+    files = [job.destination / parameter_file(name) for name in tensors]
+    return SavedFiles(files=files, tensors=len(stored), nbytes=nbytes, tied=aliases)
+
+
+_WRITERS: dict[SaveFormat, Callable[[SaveJob, object], SavedFiles]] = {
+    "torch": _save_torch,
+    "safetensors": _save_safetensors,
+    "huggingface": _save_directory,
+    "per-parameter": _save_parameters,
+}
+
+
+def _flat(state: object, *, dense: bool = True) -> dict[str, torch.Tensor]:
+    if not isinstance(state, Mapping):
+        raise SaveError("this format can only hold a state dict", found=type(state).__name__)
+    return dict(flat_tensors(state, dense=dense))
+
+
+def _metadata(job: SaveJob, aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata of a safetensors header: the caller's, and the aliases of tensors."""
+    invalid = next((part for item in job.metadata.items() for part in item if not isinstance(part, str)), None)
+    if invalid is not None:
+        raise SaveError("safetensors metadata must map text to text", found=repr(invalid))
+    for name in job.metadata.keys() & aliases.keys():
+        if job.metadata[name] != aliases[name]:
+            raise SaveError("a metadata key is the name of a tensor that is stored under another name", tensor=name)
+    return {**job.metadata, **aliases}
+
+
+def _stored_once(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Return each tensor under one name, and its other names: ``{name: stored name}``.
+
+    The stored name is the first in alphabetical order, as in ``save_model`` of safetensors.
+    """
+    firsts: dict[object, str] = {}
+    aliases: dict[str, str] = {}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_quantized:
+            continue
+        same = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        kept = firsts.setdefault(same, name)
+        if kept != name:
+            aliases[name] = kept
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+
+
+def _write_safetensors(
+    layout: SafetensorsLayout,
+    tensors: Mapping[str, torch.Tensor],
+    file: NewFile,
+    job: SaveJob,
+    wrote: Callable[[int], None],
+) -> None:
+    """Write header and tensors of one file, which the caller commits.
+
+    Args:
+        layout: The layout of the file.
+        tensors: The tensors, by name.
+        file: The file to write.
+        job: The arguments of the save.
+        wrote: Called with the bytes of each written piece.
+    """
+    file.reserve(layout.nbytes, job.staging.pool)
+    file.write_at(0, layout.header)
+    with write_queue(layout.nbytes, job.staging, wrote) as queue:
+        for name, dtype, start in layout.tensors:
+            look = None
+            if job.manifest:
+                shape = tensors[name].shape
+                job.manifest.expect(name, dtype=dtype, shape=shape, nbytes=shape.numel() * ITEM_BYTES[dtype])
+                look = job.manifest.in_order(name)
+            queue.write(tensors[name], dtype, start, partial(_write_from, file, start), look)
+            if job.manifest:
+                job.manifest.done(name)
+
+
+def _write_from(file: NewFile, start: int, at: int, piece: memoryview) -> None:
+    file.write_at(start + at, piece)
+
+
+@contextmanager
+def _counting(job: SaveJob, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that is called with the bytes of each piece and reports their sum."""
+    with byte_progress(job.progress, str(job.destination), total_bytes) as report:
+        done = 0
+
+        def wrote(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if report:
+                report(done)
+
+        yield wrote

@@ -1,0 +1,71 @@
+"""``sluice load``: what is loaded and printed, and how its options fail."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from support.command_line import run_command, state_dict
+
+
+def test_load_fills_a_model_and_reports(directory: Path) -> None:
+    torch.save(state_dict(), "net.pth")
+    result = run_command("load", "net.pth", "--model", "cli_model:Net")
+    assert result.exit_code == 0, result.stderr
+    for part in ("3 tensors, 96 B on cpu", "GB/s", "growth of memory", "predicted", "measured", "total"):
+        assert part in result.stdout
+
+
+def test_load_passes_its_options_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"model": state_dict()}, "run.pt")
+    models: list[nn.Module] = []
+    load_into = sluice.load_into
+
+    def spy(model: nn.Module, *arguments: Any, **named: Any) -> sluice.LoadReport:
+        models.append(model)
+        return load_into(model, *arguments, **named)
+
+    monkeypatch.setattr(sluice, "load_into", spy)
+    options = ("--dtype", "bfloat16", "--key", "model", "--device", "cpu", "--memory", "1GiB", "--staging", "8MiB")
+    result = run_command("load", "run.pt", "--model", "cli_model:Net", "--page-cache", "keep", "--json", *options)
+    report = json.loads(result.stdout)
+    assert report["key"] == "model"
+    assert report["cast"] == {"float32->bfloat16": 3}
+    assert report["reads"].get("direct", 0) == 0
+    assert torch.equal(models[0].get_parameter("fc.weight"), state_dict()["fc.weight"].bfloat16())
+
+
+@pytest.mark.parametrize("arguments", ['{"width": 5}', "[5]"])
+def test_load_gives_the_factory_its_arguments(directory: Path, arguments: str) -> None:
+    torch.save(state_dict() | {"fc.weight": torch.ones(3, 5)}, "wide.pth")
+    assert run_command("load", "wide.pth", "--model", "cli_model:Net").exit_code == 1
+    assert run_command("load", "wide.pth", "--model", "cli_model:Net", "--model-args", arguments).exit_code == 0
+
+
+def test_load_may_leave_names_out(directory: Path) -> None:
+    torch.save(state_dict() | {"extra": torch.ones(1)}, "net.pth")
+    refused = run_command("load", "net.pth", "--model", "cli_model:Net")
+    assert refused.exit_code == 1
+    assert "extra" in refused.stderr
+    allowed = run_command("load", "net.pth", "--model", "cli_model:Net", "--no-strict")
+    assert allowed.exit_code == 0
+    assert "unexpected (1): extra" in allowed.stdout
+
+
+def test_load_can_map_the_file(directory: Path) -> None:
+    torch.save(state_dict(), "net.pth")
+    result = run_command("load", "net.pth", "--model", "cli_model:Net", "--place", "map")
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"read 0 B in .* GB/s; 96 B mapped", result.stdout)
+
+
+def test_load_can_be_quiet(directory: Path) -> None:
+    torch.save(state_dict(), "net.pth")
+    assert run_command("load", "net.pth", "--model", "cli_model:Net", "--quiet").output == ""

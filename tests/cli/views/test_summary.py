@@ -1,0 +1,120 @@
+"""The summary of a checkpoint: figures, JSON, and what is printed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import sluice
+from sluice.cli.views.console import print_sections
+from sluice.cli.views.outline import outline
+from sluice.cli.views.summary import Summary, summarise, to_json
+from sluice.entries.tree import flatten
+from sluice.records import Entry, Index, Storage, elements_of
+from sluice.reports.printable import printable
+from support.command_line import index_of_three
+
+_HOSTILE = "w\x1b[31m[red]:smile:\u202e\nEND"
+
+
+def summary_of(index: Index | None = None) -> Summary:
+    index = index or index_of_three()
+    return summarise("x.pth", None, index, flatten(index.tree, sluice.Limits()))
+
+
+def test_summary_counts_names_and_storages() -> None:
+    summary = summary_of()
+    assert summary.dtypes == {"bfloat16": (1, 1024), "float32": (2, 32)}
+    assert summary.tensor_bytes == 1056
+    assert summary.stored_bytes == 1040
+    assert [(shared.storage, shared.names) for shared in summary.shared] == [(1, ("tied.0", "tied.1"))]
+    assert [name for name, _ in summary.largest(1)] == ["big"]
+
+
+def test_empty_storages_are_not_shared() -> None:
+    nothing = Entry(elements=elements_of("float32"), shape=(0,), stride=(1,), storage=0)
+    index = index_of_three(storages=(Storage(file=0, offset=0, nbytes=0, key="0"),), tree={"a": nothing, "b": nothing})
+    assert summary_of(index).shared == ()
+
+
+def test_json_is_complete() -> None:
+    value = json.loads(json.dumps(to_json(summary_of(), sluice.Limits())))
+    assert value == {
+        "path": "x.pth",
+        "key": None,
+        "format": "torch-zip",
+        "files": [{"path": "x.pth", "nbytes": 2048}],
+        "metadata": {},
+        "tensor_bytes": 1056,
+        "stored_bytes": 1040,
+        "dtypes": {"bfloat16": {"count": 1, "nbytes": 1024}, "float32": {"count": 2, "nbytes": 32}},
+        "tensors": [
+            {
+                "name": "big",
+                "dtype": "bfloat16",
+                "layout": "strided",
+                "math_bits": [],
+                "shape": [2, 256],
+                "stride": [256, 1],
+                "nbytes": 1024,
+                "storages": [0],
+                "storage_offset": 0,
+                "parameter": True,
+                "requires_grad": False,
+            },
+            *(
+                {
+                    "name": name,
+                    "dtype": "float32",
+                    "layout": "strided",
+                    "math_bits": [],
+                    "shape": [4],
+                    "stride": [1],
+                    "nbytes": 16,
+                    "storages": [1],
+                    "storage_offset": 0,
+                    "parameter": False,
+                    "requires_grad": False,
+                }
+                for name in ("tied.0", "tied.1")
+            ),
+        ],
+        "storages": [{"key": "0", "file": 0, "nbytes": 1024}, {"key": "1", "file": 0, "nbytes": 16}],
+        "state_dicts": [""],
+        "shared": [{"storage": 1, "names": ["tied.0", "tied.1"]}],
+        "unsupported": [],
+        "values": [
+            {"name": "epoch", "value": 3},
+            {"name": "loss", "text": "nan"},
+            {"name": "args", "not_loaded": "argparse.Namespace"},
+        ],
+        "notes": ["A note."],
+    }
+
+
+def test_json_is_bounded() -> None:
+    with pytest.raises(sluice.LimitError, match="too many values"):
+        to_json(summary_of(index_of_three(tree={"many": list(range(11))})), sluice.Limits(entries=10))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_hostile_names_do_not_paint_the_terminal(capsys: pytest.CaptureFixture[str], everything: bool) -> None:
+    entry = Entry(elements=elements_of("float32"), shape=(4,), stride=(1,), storage=1)
+    index = index_of_three(
+        tree={_HOSTILE: entry, f"{_HOSTILE}2": entry}, metadata={_HOSTILE: _HOSTILE}, notes=(_HOSTILE,)
+    )
+    print_sections(summary_of(index).sections(everything=everything))
+    for line in outline(index.tree, None):
+        print(line)
+    text = capsys.readouterr().out
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+    assert text.count(printable(_HOSTILE)) >= 8  # names, metadata, note and outline, all in full: "[red]:smile:" too
+
+
+def test_long_metadata_is_cut_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    index = index_of_three(metadata={"config": "x" * 5000})
+    print_sections(summary_of(index).sections(everything=False))
+    assert "... (5,000 characters)" in capsys.readouterr().out
+    print_sections(summary_of(index).sections(everything=True))
+    assert "x" * 5000 in capsys.readouterr().out

@@ -1,0 +1,90 @@
+"""One description of a report, rendered as text, with rich, and as plain values."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from rich.console import Console
+
+from sluice.reports.document import ROWS_SHOWN, Grid, Report, Section, Strong, plain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example(Report):
+    name: str
+    parts: tuple[Inner, ...] = ()
+    by_name: MappingProxyType[str, Inner] = field(default_factory=lambda: MappingProxyType({}))
+    maker: object = field(default=None, repr=False)
+
+    def sections(self) -> Iterator[Section]:
+        yield Strong(f"title of {self.name}")
+        yield Grid(("part", ">size"), [(self.name, f"{part.size:,}") for part in self.parts], omitted=2)
+        yield f"note: {self.name}"
+
+
+HOSTILE = Example(name="w\x1b[31m[red]\n", parts=(Inner(size=1000),), by_name=MappingProxyType({"a": Inner(size=2)}))
+SHOWN = "w\\x1b[31m[red]\\n"
+
+
+def test_text_and_rich_show_the_same_lines_and_escape_names() -> None:
+    assert str(HOSTILE).splitlines() == [
+        f"title of {SHOWN}",
+        "part              size",
+        f"{SHOWN}  1,000",
+        "and 2 more; to_json() and --json have all",
+        f"note: {SHOWN}",
+    ]
+    screen = io.StringIO()
+    Console(file=screen, width=80).print(HOSTILE)
+    words = [" ".join(line.split()) for line in screen.getvalue().splitlines()]
+    assert [line for line in words if line.strip("─ ")] == [
+        " ".join(line.split()) for line in str(HOSTILE).splitlines()
+    ]
+
+
+def test_a_strong_line_and_row_are_bold_on_a_terminal() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=40, color_system="standard")
+    console.print(Example(name="x"))
+    console.print(Grid(("a",), [["plain"], ["chosen"]], strong=1).rich())
+    bold = [line for line in screen.getvalue().splitlines() if "\x1b[1m" in line]
+    assert any("title of x" in line for line in bold)
+    assert any("chosen" in line for line in bold)
+    assert not any("plain" in line or "note: x" in line for line in bold)
+
+
+def test_numbers_are_aligned_to_the_right() -> None:
+    screen = io.StringIO()
+    Console(file=screen, width=40).print(Grid(("name", ">bytes"), [["a", "1"], ["b", "1,000"]]).rich())
+    assert [line.rstrip()[-1] for line in screen.getvalue().splitlines() if line.strip("─ ")] == ["s", "1", "0"]
+
+
+def test_only_the_first_rows_are_made() -> None:
+    made: list[int] = []
+
+    def rows() -> Iterator[tuple[str]]:
+        for number in range(100_000):
+            made.append(number)
+            yield (str(number),)
+
+    grid = Grid.first(("n",), rows(), 100_000)
+    assert len(grid.rows) == ROWS_SHOWN
+    assert len(made) == ROWS_SHOWN
+    assert list(grid.rest()) == ["and 99,960 more; to_json() and --json have all"]
+
+
+def test_json_holds_nested_records_and_leaves_out_what_repr_does() -> None:
+    assert HOSTILE.to_json() == {"name": HOSTILE.name, "parts": [{"size": 1000}], "by_name": {"a": {"size": 2}}}
+    assert json.loads(json.dumps(plain({"report": HOSTILE, "numbers": (1, 2.5, None)}))) == {
+        "report": HOSTILE.to_json(),
+        "numbers": [1, 2.5, None],
+    }
