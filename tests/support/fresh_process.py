@@ -90,15 +90,28 @@ def _asked(request: dict[str, Any], *files: IO[Any]) -> int | None:
 
 
 class Process:
-    """What ``subprocess.Popen([sys.executable, "-m", module, ...])`` is to its users, with pipes of text."""
+    """What ``subprocess.Popen`` of an interpreter with ``-m`` or ``-c`` is to its users, with pipes of text."""
 
-    def __init__(self, command: list[str], *, stderr: IO[bytes], env: Mapping[str, str], **_: object) -> None:
-        assert command[:2] == [sys.executable, "-m"]
-        code = f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        stderr: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+        **_: object,
+    ) -> None:
+        program, option, code, *arguments = command
+        assert program == sys.executable
+        if option == "-m":
+            code = f"import runpy; runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
         ends = [*os.pipe(), *os.pipe()]
         self.stdin, self.stdout = os.fdopen(ends[1], "w", encoding="utf-8"), os.fdopen(ends[2], encoding="utf-8")
-        with os.fdopen(ends[0], "rb") as their_input, os.fdopen(ends[3], "wb") as their_output:
-            started = _asked(_program(code, command[2:], env), their_input, their_output, stderr)
+        with (
+            os.fdopen(ends[0], "rb") as their_input,
+            os.fdopen(ends[3], "wb") as their_output,
+            os.fdopen(os.dup(2 if stderr is None else stderr.fileno()), "wb") as their_errors,
+        ):
+            started = _asked(_program(code, [option, *arguments], env), their_input, their_output, their_errors)
         assert started is not None
         self.pid = started
         self.returncode: int | None = None
@@ -126,7 +139,7 @@ class Process:
 
 
 #: Stands for the module ``subprocess`` where only these names of it are used.
-SUBPROCESS = types.SimpleNamespace(Popen=Process, PIPE=subprocess.PIPE)
+SUBPROCESS = types.SimpleNamespace(Popen=Process if _FORKING else subprocess.Popen, PIPE=subprocess.PIPE)
 
 
 def _text(output: Any) -> str:
