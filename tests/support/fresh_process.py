@@ -9,6 +9,7 @@ interpreter itself, or what is imported, starts ``sys.executable`` instead.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import json
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import types
 from collections.abc import Iterator, Mapping
@@ -66,7 +68,9 @@ def run(
             status = _asked(request, nothing, *outputs)
         out, err = (_text(output) for output in outputs)
     if status is None:
-        raise subprocess.TimeoutExpired(command, timeout, out, err)
+        late = subprocess.TimeoutExpired(command, timeout, out, err)
+        late.add_note(err)  # its stacks
+        raise late
     return subprocess.CompletedProcess(command, status, out, err)
 
 
@@ -204,6 +208,8 @@ def _wait(child: int, connection: socket.socket, timeout: float) -> int | None:
     ready, _, _ = select.select(waited_for, [], [], timeout)
     os.close(handle)
     if handle not in ready:
+        os.kill(child, signal.SIGABRT)  # dumps its stacks
+        time.sleep(1)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) if ready else None
@@ -217,6 +223,7 @@ def _be(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    faulthandler.enable()
     sys.argv[:] = request["argv"]
     sys.path[:] = request["path"]
     tempfile.tempdir = None  # from the environment, as in any fresh process
@@ -227,6 +234,8 @@ def _be(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         exec(compile(request["code"], "<string>", "exec"), vars(main))
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if not isinstance(ended.code, int | None):
+            print(ended.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001  an interpreter prints any of them, and ends
         traceback.print_exc()
         status = 1
