@@ -332,10 +332,11 @@ for name, arguments in eval(sys.argv[3]):
 """
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_two_writers_of_one_checkpoint(tmp_path: Path) -> None:
     forms = [(name, {"max_shard_size": 70_000} if name == "sharded" else arguments) for name, arguments in FORMS]
     writers = [
-        subprocess.Popen(
+        fresh_process.SUBPROCESS.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(number), repr(forms)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -345,18 +346,17 @@ def test_two_writers_of_one_checkpoint(tmp_path: Path) -> None:
     ]
     for name, _ in forms:
         for writer in writers:
-            assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"
         for writer in writers:
-            assert writer.stdin is not None
             writer.stdin.write("\n")
             writer.stdin.flush()
-        counts = [int(writer.stdout.readline()) for writer in writers if writer.stdout]
+        counts = [int(writer.stdout.readline()) for writer in writers]
         # Two writers of one model directory exclude each other, and only one can make a directory of parameters.
         assert min(counts) >= {"whole": 0, "sharded": 0, "parameters": 24}.get(name, 25)
         assert max(counts) > 0
         assert value_of(tmp_path / name) in {1, 2}
     for writer in writers:
-        writer.communicate()
+        with writer:
+            pass
     assert [writer.returncode for writer in writers] == [0, 0]
     assert not [each for each in names(tmp_path) if "sluice" in each]

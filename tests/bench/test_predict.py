@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the processes that are measured from one that has imported torch."""
-    if sys.platform.startswith("linux"):
-        monkeypatch.setattr("sluice.benchmark.process.subprocess", fresh_process.SUBPROCESS)
+    monkeypatch.setattr("sluice.benchmark.process.subprocess", fresh_process.SUBPROCESS)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from support import fresh_process
 @pytest.fixture
 def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the processes of this test from one that has imported torch."""
-    if sys.platform.startswith("linux"):
-        monkeypatch.setattr(_process, "subprocess", fresh_process.SUBPROCESS)
+    monkeypatch.setattr(_process, "subprocess", fresh_process.SUBPROCESS)
 
 
 def _job(method: str, checkpoint: Path, *, verify: bool = False) -> MethodJob:

@@ -9,6 +9,7 @@ interpreter itself, or what is imported, starts ``sys.executable`` instead.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import json
@@ -19,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import types
 from collections.abc import Iterator, Mapping
@@ -66,7 +68,9 @@ def run(
             status = _asked(request, nothing, *outputs)
         out, err = (_text(output) for output in outputs)
     if status is None:
-        raise subprocess.TimeoutExpired(command, timeout, out, err)
+        late = subprocess.TimeoutExpired(command, timeout, out, err)
+        late.add_note(err)  # its stacks
+        raise late
     return subprocess.CompletedProcess(command, status, out, err)
 
 
@@ -90,15 +94,28 @@ def _asked(request: dict[str, Any], *files: IO[Any]) -> int | None:
 
 
 class Process:
-    """What ``subprocess.Popen([sys.executable, "-m", module, ...])`` is to its users, with pipes of text."""
+    """What ``subprocess.Popen`` of an interpreter with ``-m`` or ``-c`` is to its users, with pipes of text."""
 
-    def __init__(self, command: list[str], *, stderr: IO[bytes], env: Mapping[str, str], **_: object) -> None:
-        assert command[:2] == [sys.executable, "-m"]
-        code = f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
+    def __init__(
+        self,
+        command: list[str],
+        *,
+        stderr: IO[bytes] | None = None,
+        env: Mapping[str, str] | None = None,
+        **_: object,
+    ) -> None:
+        program, option, code, *arguments = command
+        assert program == sys.executable
+        if option == "-m":
+            code = f"import runpy; runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
         ends = [*os.pipe(), *os.pipe()]
         self.stdin, self.stdout = os.fdopen(ends[1], "w", encoding="utf-8"), os.fdopen(ends[2], encoding="utf-8")
-        with os.fdopen(ends[0], "rb") as their_input, os.fdopen(ends[3], "wb") as their_output:
-            started = _asked(_program(code, command[2:], env), their_input, their_output, stderr)
+        with (
+            os.fdopen(ends[0], "rb") as their_input,
+            os.fdopen(ends[3], "wb") as their_output,
+            os.fdopen(os.dup(2 if stderr is None else stderr.fileno()), "wb") as their_errors,
+        ):
+            started = _asked(_program(code, [option, *arguments], env), their_input, their_output, their_errors)
         assert started is not None
         self.pid = started
         self.returncode: int | None = None
@@ -126,7 +143,7 @@ class Process:
 
 
 #: Stands for the module ``subprocess`` where only these names of it are used.
-SUBPROCESS = types.SimpleNamespace(Popen=Process, PIPE=subprocess.PIPE)
+SUBPROCESS = types.SimpleNamespace(Popen=Process if _FORKING else subprocess.Popen, PIPE=subprocess.PIPE)
 
 
 def _text(output: Any) -> str:
@@ -191,6 +208,8 @@ def _wait(child: int, connection: socket.socket, timeout: float) -> int | None:
     ready, _, _ = select.select(waited_for, [], [], timeout)
     os.close(handle)
     if handle not in ready:
+        os.kill(child, signal.SIGABRT)  # dumps its stacks
+        time.sleep(1)
         os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status) if ready else None
@@ -204,6 +223,7 @@ def _be(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    faulthandler.enable()
     sys.argv[:] = request["argv"]
     sys.path[:] = request["path"]
     tempfile.tempdir = None  # from the environment, as in any fresh process
@@ -214,6 +234,8 @@ def _be(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
         exec(compile(request["code"], "<string>", "exec"), vars(main))
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if not isinstance(ended.code, int | None):
+            print(ended.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001  an interpreter prints any of them, and ends
         traceback.print_exc()
         status = 1
