@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sluice._public import public
 from sluice._units import format_bytes
 
 __all__ = [
@@ -293,3 +294,7 @@ class RemoteError(SluiceError):
     """A remote source failed."""
 
     advice = "Check the address, the credentials and the network, then try again."
+
+
+for _name in __all__:
+    public()(globals()[_name])  # a subclass inherits no ``__module__``: each gets its own

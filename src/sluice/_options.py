@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from sluice._public import public
+
 __all__ = ["Limits", "MemoryLimits", "PageCache", "Place", "TransferOptions"]
 
 #: ``auto``: direct reads for what is not cached, buffered reads for the rest. ``keep``: buffered reads only, so that
@@ -16,6 +18,7 @@ PageCache = Literal["auto", "keep", "bypass"]
 Place = Literal["copy", "map"]
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Bounds that a hostile or damaged file meets before memory or time is spent on it.
@@ -52,6 +55,7 @@ class Limits:
     symlinks_outside: bool = True
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
     """How much memory may grow, from the call on. Sizes are bytes or texts such as ``"2GiB"``.

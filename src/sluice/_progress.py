@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from sluice._public import public
+
 __all__ = ["Progress", "ProgressEvent", "ProgressFunction", "byte_progress", "progress_sink"]
 
 #: Seconds between two drawings of the bar. Drawing takes about a millisecond, and events come once for each read.
@@ -18,6 +20,7 @@ _REDRAW_SECONDS = 0.1
 _BAR_COLUMNS, _DESCRIPTION_COLUMNS = 16, 24
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressEvent:
     """How far a load has come.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import pkgutil
 import subprocess
 import sys
 import tomllib
+import traceback
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,20 @@ def test_every_exception_is_public() -> None:
     from sluice import _errors
 
     assert set(_errors.__all__) <= set(sluice.__all__)
+
+
+@pytest.mark.parametrize("module", ["sluice", "sluice.rules", "sluice.measuring", "sluice.testing", "sluice.hf"])
+def test_public_names_report_the_module_that_exports_them(module: str) -> None:
+    exporter = importlib.import_module(module)
+    for name in exporter.__all__:
+        thing = getattr(exporter, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            assert thing.__module__ in {module, "sluice", "sluice.measuring"}, name  # the first module that exports it
+
+
+def test_tracebacks_name_the_public_class() -> None:
+    error = traceback.format_exception_only(sluice.FormatError("cut", file="f"))
+    assert error[0].startswith("sluice.FormatError: ")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

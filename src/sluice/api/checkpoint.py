@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sluice._dtypes import torch_dtype
 from sluice._options import Limits, MemoryLimits
+from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.slicing import Key, slice_entry
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "LazyTensor", "open"]
 
 
+@public()
 class LazyTensor:
     """One tensor of an open checkpoint. Nothing is read until ``read`` is called.
 
@@ -104,6 +106,7 @@ class LazyTensor:
         return f"LazyTensor({self.name!r}, dtype={self._entry.dtype}, shape={self.shape})"
 
 
+@public()
 class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
     """An open checkpoint: a mapping from dotted names to ``LazyTensor``, and a context manager.
 
@@ -157,6 +160,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
         return f"<Checkpoint {self.format} {self.path}>"
 
 
+@public()
 def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None
 ) -> Checkpoint:

@@ -13,6 +13,7 @@ from sluice._dtypes import dtype_name, why_no_cast
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache
 from sluice._progress import Progress
+from sluice._public import public
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.contents import flat_contents, whole_contents
@@ -31,6 +32,7 @@ from sluice.writing.save_formats import SaveFormat, choose_format
 __all__ = ["convert"]
 
 
+@public()
 def convert(
     source: CheckpointSource,
     destination: str | os.PathLike[str],

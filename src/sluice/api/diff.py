@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sluice._options import Limits
 from sluice._progress import Progress
+from sluice._public import public
 from sluice.checking.diff import compare_checkpoints
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.reports.diff import DiffReport
@@ -11,6 +12,7 @@ from sluice.reports.diff import DiffReport
 __all__ = ["diff"]
 
 
+@public()
 def diff(
     a: CheckpointSource,
     b: CheckpointSource,

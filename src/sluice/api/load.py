@@ -10,6 +10,7 @@ import torch
 
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress
+from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.loading.devices import Device
 from sluice.loading.job import decide, dtype_argument, load, run
@@ -24,6 +25,7 @@ from sluice.rules._apply import Rule
 __all__ = ["load_into", "load_optimizer", "load_state_dict"]
 
 
+@public()
 def load_into(
     model: torch.nn.Module,
     source: CheckpointSource,
@@ -105,6 +107,7 @@ def load_into(
     return load(request, borrow(source, limits=limits), progress=progress)
 
 
+@public()
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     source: CheckpointSource,
@@ -168,6 +171,7 @@ def load_optimizer(
     return load(request, optimizer_checkpoint(request, source, limits=limits), progress=progress)
 
 
+@public()
 def load_state_dict(
     source: CheckpointSource,
     *,

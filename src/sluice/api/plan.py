@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
+from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.loading.devices import Device
 from sluice.loading.dry_run import plan_report
@@ -23,6 +24,7 @@ __all__ = ["plan"]
 _WITHOUT_MODEL = "without a model, its tensors are taken to be those of the checkpoint"
 
 
+@public()
 def plan(
     model: torch.nn.Module | None,
     source: CheckpointSource,

@@ -13,6 +13,7 @@ from torch import nn
 from sluice import _options as options
 from sluice._dtypes import dtype_name
 from sluice._progress import Progress
+from sluice._public import public
 from sluice._units import parse_bytes
 from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.save import SaveReport
@@ -24,6 +25,7 @@ from sluice.writing.save_formats import SaveFormat, choose_format
 __all__ = ["save"]
 
 
+@public()
 def save(
     obj: nn.Module | torch.optim.Optimizer | Mapping[str, object],
     path: str | os.PathLike[str],

@@ -6,6 +6,7 @@ import os
 
 from sluice._options import Limits
 from sluice._progress import Progress
+from sluice._public import public
 from sluice.checking.verification import verify_checkpoint
 from sluice.checkpoint.open_checkpoint import CheckpointSource
 from sluice.formats.manifest import HashAlgorithm
@@ -14,6 +15,7 @@ from sluice.reports.verify import VerifyReport
 __all__ = ["verify"]
 
 
+@public()
 def verify(
     source: CheckpointSource,
     *,

@@ -27,6 +27,7 @@ import torch
 from sluice._errors import UnsupportedError
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress
+from sluice._public import public
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.entries import tree as _tree
 from sluice.hf._configuration import class_and_config, settle_dtype
@@ -44,6 +45,7 @@ __all__ = ["from_pretrained"]
 # ruff: noqa: SLF001  the functions of the library's loader are private; the supported versions are pinned
 
 
+@public("sluice.hf")
 def from_pretrained(
     directory: str | os.PathLike[str],
     model_class: type | None = None,

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from sluice._public import public
 from sluice.machine.cgroups import MemoryGroup, memory_groups
 
 __all__ = ["LimitedGroup", "LimitedRun", "limited_group", "memory_limit_refusal", "run_limited"]
@@ -35,6 +36,7 @@ _REMOVAL_SECONDS = 0.02
 _PAGE_BYTES = 4096
 
 
+@public("sluice.measuring")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitedGroup:
     """A control group with a memory limit for all of its processes together."""
@@ -72,6 +74,7 @@ class LimitedGroup:
             return None
 
 
+@public("sluice.measuring")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitedRun:
     """Result of a program under a memory limit."""
@@ -88,6 +91,7 @@ class LimitedRun:
     stderr: str
 
 
+@public("sluice.measuring")
 @contextlib.contextmanager
 def limited_group(limit_bytes: int, *, root: Path = Path("/")) -> Iterator[LimitedGroup]:
     """Create a control group for the block. Processes that still run in it at the end are killed.
@@ -115,6 +119,7 @@ def limited_group(limit_bytes: int, *, root: Path = Path("/")) -> Iterator[Limit
         _remove(group.path)
 
 
+@public("sluice.measuring")
 def run_limited(
     arguments: Sequence[str],
     limit_bytes: int,
@@ -160,6 +165,7 @@ def run_limited(
         )
 
 
+@public("sluice.measuring")
 def memory_limit_refusal() -> str | None:
     """Return why this process cannot create a control group with a memory limit, and what is needed; None if it can.
 

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from sluice._public import public
 from sluice._threads import Worker, join_threads, start_threads
 from sluice.machine.cgroups import MemoryGroup, memory_groups, tightest
 from sluice.machine.peaks import MemorySample, read_memory, restart_peak
@@ -37,6 +38,7 @@ _NOTICE_SECONDS = 0.02
 _ITEM_BYTES = 8
 
 
+@public()
 def measure(
     *, interval_seconds: float = 0.001, pss: bool = False, on_report: Callable[[MemoryReport], object] | None = None
 ) -> Measurement:
@@ -72,6 +74,7 @@ def measure(
     return Measurement(interval_seconds, pss=pss, on_report=on_report)
 
 
+@public("sluice.measuring")
 class Measurement:
     """One measurement; see ``measure``."""
 

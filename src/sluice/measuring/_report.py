@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sluice._public import public
 from sluice._units import format_bytes
 from sluice.records import Peaks
 from sluice.reports.document import Grid, Report, Section, Strong, plain
@@ -27,6 +28,7 @@ _JSON_FIELDS = ("start", "peaks", "final", "pss_bytes", "cgroup", "devices", "ma
 _KIND_COLOURS = {"anon": "#d95f02", "file": "#7fb3d5", "shmem": "#4d4d4d"}
 
 
+@public("sluice.measuring")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """All samples, column by column: times in seconds since the block began, everything else in bytes."""
@@ -46,6 +48,7 @@ class Timeline:
             yield {"seconds": seconds, **{f"{name}_bytes": column[number] for name, column in self.columns.items()}}
 
 
+@public("sluice.measuring")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
     """A named moment."""
@@ -60,6 +63,7 @@ class Mark:
     allocated_bytes: Mapping[str, int]
 
 
+@public("sluice.measuring")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CgroupReport:
     """The control group of the process that is closest to its limit."""
@@ -76,6 +80,7 @@ class CgroupReport:
     peak_bytes: int
 
 
+@public("sluice.measuring")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
     """Memory of one accelerator."""
@@ -94,6 +99,7 @@ class DeviceReport:
     whole_device_final_bytes: int | None
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport(Report):
     """Memory used by a block of code. Figures are growth since the block began unless stated otherwise."""

@@ -39,6 +39,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sluice._public import public
 from sluice.modules.meta_initialisers import InitialisersSkipMeta
 from sluice.modules.swap import is_plain, swap_data
 
@@ -63,6 +64,7 @@ _scope = _Scope()
 _RETURN_AFTER_BYTES = 32 << 20
 
 
+@public()
 @contextmanager
 def empty_init() -> Iterator[None]:
     """Build modules whose parameters and persistent buffers keep no memory.

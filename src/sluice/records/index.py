@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import span_elements
+from sluice._public import public
 from sluice.records.elements import Elements, MathBit
 
 __all__ = [
@@ -230,6 +231,7 @@ class Entry:
         return self.numel * ITEM_BYTES[self.dtype]
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
     """An object of a pickle that sluice does not build: that would mean to import or call what the file names."""
@@ -241,6 +243,7 @@ class Opaque:
         return f"<not loaded: {self.qualified_name}>"
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsupportedValue(Opaque):
     """A tensor, or another value, of a kind that sluice does not read. Its qualified name is what the file calls it."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sluice._public import public
+
 __all__ = ["DeviceMemory", "Peaks"]
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
     """Growth of memory during a load, in bytes: predicted by a plan or measured beside it."""

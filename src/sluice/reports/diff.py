@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Literal
 
 from sluice._messages import listed
+from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate
 from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title, plain_fields
 
@@ -30,6 +31,7 @@ _KINDS: dict[DifferenceKind, str] = {
 }
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
     """How one tensor differs."""
@@ -87,6 +89,7 @@ class TensorDifference:
         return f"{self.name!r}: {'; '.join(parts)}"
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffReport(Report):
     """The result of ``sluice.diff``."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sluice._messages import listed
+from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate, gb_per_second
 from sluice.records import DeviceMemory, Peaks
 from sluice.reports.document import Grid, Report, Section, Strong, cast_lines, checkpoint_title, plain_fields
@@ -22,6 +23,7 @@ _HOST_MEMORY = {
 }
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
     """What a load read, where the tensors are, and the memory and time it took.

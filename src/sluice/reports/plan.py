@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sluice._errors import Alternative
 from sluice._messages import listed
+from sluice._public import public
 from sluice._units import counted, format_bytes
 from sluice.planning.budget import MemoryLimit
 from sluice.planning.other_methods import Rates
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PlanReport"]
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport(Report):
     """What a load would read, place and need. Nothing was read and nothing was changed.

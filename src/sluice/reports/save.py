@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sluice._messages import listed
+from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate, gb_per_second
 from sluice.reports.document import Grid, Report, Section, Strong, cast_lines, checkpoint_title
 
 __all__ = ["SaveReport"]
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
     """What ``sluice.save`` or ``sluice.convert`` wrote."""

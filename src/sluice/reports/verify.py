@@ -17,6 +17,7 @@ from sluice._errors import (
     TruncatedError,
 )
 from sluice._messages import listed
+from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate
 from sluice.formats.manifest import HashAlgorithm, Manifest, TensorHash
 from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title, plain_fields
@@ -54,6 +55,7 @@ _KINDS: tuple[tuple[type[SluiceError], ProblemKind], ...] = (
 )
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyProblem:
     """One problem of a checkpoint."""
@@ -98,6 +100,7 @@ class VerifyProblem:
         return str(error)
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonFinite:
     """Counts of the non-finite elements of a tensor. A complex element can count in both."""
@@ -108,6 +111,7 @@ class NonFinite:
     inf: int
 
 
+@public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Report):
     """The result of ``sluice.verify``.

@@ -14,6 +14,7 @@ from difflib import get_close_matches
 
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
+from sluice._public import public
 from sluice.records import Entry
 from sluice.records.bulk import collector_paused
 from sluice.rules._patterns import NamePattern, compile_pattern, spell
@@ -24,6 +25,7 @@ __all__ = ["EachRule", "Rule", "RuleFindings", "apply_rules"]
 _COMPARED = 2000
 
 
+@public("sluice.rules")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(ABC):
     """One rule: the tensors to which it applies, and its effect on them."""

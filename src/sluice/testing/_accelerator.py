@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from sluice._errors import BudgetError
+from sluice._public import public
 from sluice.engine.host_copies import StridedBytes
 
 __all__ = ["FakeAccelerator"]
@@ -36,6 +37,7 @@ class _PendingCopy:
     done: threading.Event
 
 
+@public("sluice.testing")
 class FakeAccelerator:
     """A fake accelerator; ``finish`` raises ``AssertionError`` with the problems that it found.
 
@@ -54,7 +56,7 @@ class FakeAccelerator:
         >>> device.allocate(1, torch.float32)
         Traceback (most recent call last):
             ...
-        sluice._errors.BudgetError: the fake accelerator is out of memory...
+        sluice.BudgetError: the fake accelerator is out of memory...
     """
 
     def __init__(self, *, capacity_bytes: int | None = None, seed: int = 0) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from sluice._errors import ReadError, SourceChangedError, TruncatedError
 from sluice._options import BLOCK_BYTES, SMALLEST_STAGING_BYTES
+from sluice._public import public
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
 __all__ = ["check_source"]
@@ -36,6 +37,7 @@ _READS_PER_THREAD = 25
 _UNTOUCHED = 0xA5
 
 
+@public("sluice.testing")
 def check_source(
     make_source: MakeSource,
     content: bytes,

@@ -23,6 +23,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, LimitError, ReadError
 from sluice._geometry import span_elements
 from sluice._options import Limits
+from sluice._public import public
 from sluice.entries.tree import flatten
 from sluice.formats.protocol import Checksum, Format
 from sluice.records import Entry, Index
@@ -50,6 +51,7 @@ _FAULTS = 16
 _THREADS = 4
 
 
+@public("sluice.testing")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedTensor:
     """One tensor that a file holds."""
@@ -62,6 +64,7 @@ class ExpectedTensor:
     data: bytes
 
 
+@public("sluice.testing")
 def check_format(
     file_format: Format,
     content: bytes,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from sluice._errors import TruncatedError
+from sluice._public import public
 from sluice.records import AccessFacts, FileIdentity, local_access
 
 __all__ = ["MemorySource"]
 
 
+@public("sluice.testing")
 class MemorySource:
     """Bytes as a source; see ``Source``.
 

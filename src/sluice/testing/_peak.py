@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from sluice._public import public
 from sluice._units import format_bytes
 from sluice.machine.peaks import PeakMeter
 
 __all__ = ["assert_peak"]
 
 
+@public("sluice.testing")
 @contextmanager
 def assert_peak(limit_bytes: int) -> Iterator[PeakMeter]:
     """Fail if the resident memory of this process, all kinds together, grows by more than ``limit_bytes`` in the block.

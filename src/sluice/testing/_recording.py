@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sluice._errors import ReadError, TruncatedError
+from sluice._public import public
 from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.protocol import MappableSource, Source
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["FaultySource", "RecordedRead", "RecordingSource", "record_reads"]
 
 
+@public("sluice.testing")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRead:
     """One requested read of a source."""
@@ -63,6 +65,7 @@ class _WrappedSource:
         self._source.close()
 
 
+@public("sluice.testing")
 class RecordingSource(_WrappedSource):
     """A source that records its reads, in the order in which they begin.
 
@@ -94,6 +97,7 @@ class RecordingSource(_WrappedSource):
         return self._source.read_into(offset, buffer, direct=direct)
 
 
+@public("sluice.testing")
 def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
     """Record the reads of an open checkpoint from now on.
 
@@ -116,6 +120,7 @@ def record_reads(checkpoint: Checkpoint) -> tuple[RecordingSource, ...]:
     return recordings
 
 
+@public("sluice.testing")
 class FaultySource(_WrappedSource):
     """A source whose ``at``-th read fails, counted from 1 over all threads.
 
