@@ -118,7 +118,8 @@ class OpenCheckpoint:
     @cached_property
     def stored_names(self) -> Mapping[str, str]:
         """Names that safetensors metadata maps to the name under which the tensor is stored, with that name."""
-        texts = {name: text for name, text in self.metadata.items() if name != "format"}  # {"format": "pt"} is not a tie
+        # {"format": "pt"} is not a tie.
+        texts = {name: text for name, text in self.metadata.items() if name != "format"}
         if "safetensors" not in self.format or not texts:
             return {}
         entries = self.entries

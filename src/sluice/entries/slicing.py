@@ -11,7 +11,7 @@ from sluice._errors import UnsupportedError
 from sluice._geometry import contiguous_stride
 from sluice.records import Entry, Part
 
-__all__ = ["Key", "boxes", "slice_entry", "slice_view"]
+__all__ = ["Key", "KeyItem", "boxes", "slice_entry", "slice_view"]
 
 KeyItem: TypeAlias = int | slice | EllipsisType | None
 Key: TypeAlias = KeyItem | tuple[KeyItem, ...]
