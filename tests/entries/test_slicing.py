@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.entries.slicing import Index, slice_view
+from sluice.entries.slicing import KeyItem, slice_view
 
 positions = st.integers(-7, 7)
 slices = st.builds(slice, st.none() | positions, st.none() | positions, st.none() | st.integers(1, 4))
@@ -14,7 +14,7 @@ one_ellipsis = keys.filter(lambda key: sum(one is ... for one in key) <= 1)  # t
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), one_ellipsis)
-def test_views_are_torchs(shape: list[int], selections: list[Index]) -> None:
+def test_views_are_torchs(shape: list[int], selections: list[KeyItem]) -> None:
     key = tuple(selections)
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
     try:
@@ -30,7 +30,7 @@ def test_views_are_torchs(shape: list[int], selections: list[Index]) -> None:
 
 @pytest.mark.parametrize("key", [[0, 1], True, "a", 1.0, torch.tensor([0])])
 def test_selections_that_need_data_are_refused(key: object) -> None:
-    with pytest.raises(TypeError, match="only integers, slices"):
+    with pytest.raises(TypeError, match="only with integers, slices"):
         slice_view((3,), (1,), key)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""An open checkpoint: its index, the sources of its files, and where their data lies. No torch.
+"""An open checkpoint: its index, the sources of its files, and the places of their data. No torch.
 
 ``sluice.Checkpoint`` is this plus tensors that read themselves; everything below the API takes an ``OpenCheckpoint``.
 """
@@ -32,9 +32,9 @@ class OpenCheckpoint:
     """The index of a checkpoint and its open files. A context manager that closes them."""
 
     def __init__(self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits) -> None:
-        #: What was opened: a file or a directory.
+        #: Path of the file or directory that was opened.
         self.path = path
-        #: Every tensor as records that do not need torch.
+        #: The records of every tensor, which do not need torch.
         self.index = index
         self._files = files
         self.limits = limits
@@ -45,7 +45,7 @@ class OpenCheckpoint:
     def open(cls, source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None) -> Self:
         """Open a checkpoint; see ``sluice.open`` for the arguments and errors.
 
-        An open checkpoint shares its files with the result, which then is a view of the part at ``key``.
+        If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files.
         """
         if isinstance(source, OpenCheckpoint):
             opened = cls(source.path, source.index, source._files, source.limits)  # noqa: SLF001  (its own class)
@@ -77,10 +77,10 @@ class OpenCheckpoint:
     def format(self) -> str:
         """Name of the format.
 
-        Of a file ``"torch-zip"`` or ``"safetensors"``; of a Hugging Face directory or a shard index
-        ``"huggingface-safetensors"`` or ``"huggingface-bin"``; of parts without an index ``"safetensors-parts"``; of
-        one file for each parameter ``"per-parameter"``; of a torch.distributed.checkpoint directory
-        ``"torch-distributed"``.
+        ``"torch-zip"``, ``"torch-legacy"`` or ``"safetensors"`` for a file; ``"huggingface-safetensors"`` or
+        ``"huggingface-bin"`` for a Hugging Face directory or a shard index; ``"safetensors-parts"`` for parts without
+        an index; ``"per-parameter"`` for one file per parameter; ``"torch-distributed"`` for a directory of
+        torch.distributed.checkpoint.
         """
         return self.index.format
 
@@ -96,7 +96,7 @@ class OpenCheckpoint:
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Text that the file says of itself; of several files, what all of them say."""
+        """Metadata strings of the file; of several files, those that all of them share."""
         return self.index.metadata
 
     @cached_property
@@ -117,15 +117,16 @@ class OpenCheckpoint:
 
     @cached_property
     def stored_names(self) -> Mapping[str, str]:
-        """Names that a safetensors file keeps in its metadata for tensors that it stores under others; these names."""
-        texts = {name: text for name, text in self.metadata.items() if name != "format"}  # {"format": "pt"} is no tie
+        """Names that safetensors metadata maps to the name under which the tensor is stored, with that name."""
+        # {"format": "pt"} is not a tie.
+        texts = {name: text for name, text in self.metadata.items() if name != "format"}
         if "safetensors" not in self.format or not texts:
             return {}
         entries = self.entries
         return {name: stored for name, stored in texts.items() if stored in entries and name not in entries}
 
     def checksums(self) -> list[list[Checksum | CheckpointError]]:
-        """Return the checksums that each file records, and what is wrong with headers that should lead to one.
+        """Return the checksums that each file records, and an error for each damaged header in place of its checksum.
 
         Raises:
             ValueError: The checkpoint is closed.
@@ -136,7 +137,7 @@ class OpenCheckpoint:
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:
-        """The bytes of each file that are the checkpoint's: the first, and the first behind them."""
+        """The first byte of the checkpoint in each file, and the end of its bytes."""
         ends = (file.index.end for file in self._files)
         return tuple(
             (file.start, file.source.identity.nbytes if end is None else file.start + end)
@@ -144,7 +145,7 @@ class OpenCheckpoint:
         )
 
     def locate(self, storages: Iterable[int]) -> dict[int, int]:
-        """Return the data offset of each of ``storages``; headers that were checked once are not read again."""
+        """Return the data offset of each of ``storages``; headers are checked once."""
         if self._closed:
             raise ValueError("the checkpoint is closed")
         wanted: defaultdict[int, list[int]] = defaultdict(list)
@@ -155,7 +156,7 @@ class OpenCheckpoint:
         return self._offsets
 
     def close(self) -> None:
-        """Release the files. Tensors that were read stay valid; reading more raises ``ValueError``."""
+        """Release the files. Tensors that were read stay valid; further reads raise ``ValueError``."""
         self._closed = True
         for file in self._files:
             file.source.close()
@@ -182,7 +183,7 @@ def _part(tree: object, key: str, path: str) -> object:
 
 @contextmanager
 def borrow(source: CheckpointSource, *, limits: Limits | None = None) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint for the length of the block; one that is open already stays open."""
+    """Open a checkpoint for the block; a checkpoint that is already open stays open."""
     checkpoint = source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source, limits=limits)
     try:
         yield checkpoint

@@ -1,7 +1,7 @@
-"""Entries made from entries: turned, joined, reshaped, padded, multiplied. Pure; no data, no torch.
+"""Entries derived from entries: permuted, joined, reshaped, padded, multiplied. Pure; no data, no torch.
 
-Whatever strides can express stays a view of its storage. The rest is assembled from boxes: a part for each box, and
-parts of parts never nest. Reasons why something cannot be done are ``ValueError`` with a clause for the user.
+A result that strides can express stays a view of its storage. Other results are assembled from boxes, one part per
+box; parts never nest. An operation that cannot be done raises ``ValueError`` with a clause for the user.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 
 
 def permute(entry: Entry, order: Sequence[int]) -> Entry:
-    """Return the entry with its dimensions in another order, as ``tensor.permute(order)``."""
+    """Return the entry with its dimensions permuted, as ``tensor.permute(order)``."""
 
     def reordered(values: Shape) -> Shape:
         return tuple(values[dim] for dim in order)
@@ -33,13 +33,13 @@ def permute(entry: Entry, order: Sequence[int]) -> Entry:
 
 
 def narrow(entry: Entry, dim: int, start: int, size: int) -> Entry:
-    """Return ``size`` elements of a dimension from ``start``, as ``tensor.narrow``."""
+    """Return ``size`` positions of a dimension from ``start``, as ``tensor.narrow``."""
     part = slice_entry(entry, (*(slice(None),) * dim, slice(start, start + size)))
     return _whole(part, part.shape, part.parts) if part.parts else part
 
 
 def multiply(entry: Entry, factor: float) -> Entry:
-    """Return the entry with every element multiplied by a number, in its own dtype."""
+    """Return the entry with every element multiplied by a factor, in the dtype of the entry."""
     if not entry.parts:
         elements = replace(entry.elements, factors=(*entry.elements.factors, factor))
         return replace(entry, elements=elements)
@@ -49,10 +49,10 @@ def multiply(entry: Entry, factor: float) -> Entry:
 
 
 def join(entries: Sequence[Entry], dim: int) -> Entry:
-    """Return the entries one after the other along a dimension, as ``torch.cat``.
+    """Return the entries concatenated along a dimension, as ``torch.cat``.
 
     Raises:
-        ValueError: Their shapes differ elsewhere, or their dtypes differ.
+        ValueError: Their shapes differ in other dimensions, or their dtypes differ.
     """
     first = entries[0]
     dtype, cast = _common_dtype(entries)
@@ -74,7 +74,7 @@ def join(entries: Sequence[Entry], dim: int) -> Entry:
 
 
 def stack(entries: Sequence[Entry], dim: int) -> Entry:
-    """Return the entries one after the other along a new dimension, as ``torch.stack``.
+    """Return the entries stacked along a new dimension, as ``torch.stack``.
 
     Raises:
         ValueError: Their shapes or their dtypes differ.
@@ -87,7 +87,7 @@ def stack(entries: Sequence[Entry], dim: int) -> Entry:
 
 
 def pad(entry: Entry, dim: int, size: int, value: float) -> Entry:
-    """Return the entry with ``value`` behind it up to ``size`` elements in a dimension."""
+    """Return the entry padded at the end of a dimension with ``value``, up to ``size`` positions."""
     shape = (*entry.shape[:dim], size - entry.shape[dim], *entry.shape[dim + 1 :])
     constant = Entry(
         elements=elements_of(entry.dtype),
@@ -103,10 +103,10 @@ def pad(entry: Entry, dim: int, size: int, value: float) -> Entry:
 
 
 def reshape(entry: Entry, shape: Sequence[int]) -> Entry:
-    """Return the entry with its elements, in the order of indices, in another shape, as ``tensor.reshape``.
+    """Return the entry in a new shape, with its elements in row-major order, as ``tensor.reshape``.
 
     Raises:
-        ValueError: The sizes do not fit, or it would take too many boxes.
+        ValueError: The numbers of elements differ, or the result would need too many boxes.
     """
     sizes = _with_inferred(shape, entry)
     if entry.numel == 0:
@@ -118,14 +118,14 @@ def reshape(entry: Entry, shape: Sequence[int]) -> Entry:
             parts.append(box)
             if len(parts) > options.RESHAPE_BOXES:
                 raise ValueError(
-                    f"its elements lie so that {list(sizes)} takes more than {options.RESHAPE_BOXES} boxes; "
-                    "load it as it is and reshape the tensor"
+                    f"shape {list(sizes)} needs more than {options.RESHAPE_BOXES} boxes with these strides; "
+                    "load it unchanged and reshape the tensor"
                 )
     return _whole(entry, sizes, parts)
 
 
 def _parts(entry: Entry) -> tuple[Part, ...]:
-    """Return an entry as parts, without what belongs to the whole."""
+    """Return an entry as parts, without the properties of the whole."""
     if entry.parts:
         return entry.parts
     bare = replace(entry, cast=None, origin="", parameter=False, requires_grad=False)
@@ -133,7 +133,7 @@ def _parts(entry: Entry) -> tuple[Part, ...]:
 
 
 def _whole(like: Entry, shape: Shape, parts: Sequence[Part]) -> Entry:
-    """Return an entry of this shape that is made of parts: a view again where one part is everything."""
+    """Return an entry of the given shape made of parts; a view if one part covers all of it."""
     held = tuple(part for part in parts if part.entry.numel)
     if len(held) == 1 and held[0].entry.constant is None and held[0].entry.dtype == like.dtype:
         only = held[0].entry
@@ -160,13 +160,13 @@ def _whole(like: Entry, shape: Shape, parts: Sequence[Part]) -> Entry:
 
 
 def _common_dtype(entries: Sequence[Entry]) -> tuple[str, str | None]:
-    """Return the dtype of a whole, and what it is cast to."""
+    """Return the dtype of a whole, and the dtype that it is cast to."""
     dtypes = {entry.dtype for entry in entries}
     casts = {entry.cast for entry in entries}
     finished = casts.pop() if len(casts) == 1 else None
     if casts or (len(dtypes) > 1 and finished is None):
         found = " and ".join(sorted({entry.cast or entry.dtype for entry in entries} | dtypes))
-        raise ValueError(f"dtypes {found} differ; cast them to one dtype before")
+        raise ValueError(f"dtypes {found} differ; cast them to one dtype first")
     return (dtypes.pop() if len(dtypes) == 1 else str(finished)), finished
 
 
@@ -179,7 +179,7 @@ def _moved(start: Shape, dim: int, by: int) -> Shape:
 
 
 def _with_inferred(shape: Sequence[int], entry: Entry) -> Shape:
-    """Return a shape with its -1 replaced by the size that fits."""
+    """Return a shape with -1 replaced by the inferred size."""
     known = prod(size for size in shape if size != -1)
     sizes = tuple(shape)
     if -1 in sizes and known and entry.numel % known == 0:
@@ -189,12 +189,12 @@ def _with_inferred(shape: Sequence[int], entry: Entry) -> Shape:
     return sizes
 
 
-#: Dimensions ``first`` to ``last`` of the old shape and of the new one that hold the same elements.
+#: A range of old dimensions, their sizes, and the sizes of the new dimensions that hold the same elements.
 _Group = tuple[slice, Shape, Shape]
 
 
 def _groups(old: Shape, new: Shape) -> list[_Group]:
-    """Divide two shapes of the same, positive number of elements into the smallest groups of equal products."""
+    """Divide two shapes with the same positive number of elements into the smallest groups of equal products."""
     groups: list[_Group] = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -210,38 +210,38 @@ def _groups(old: Shape, new: Shape) -> list[_Group]:
 
 
 def _boxes(part: Part, groups: Sequence[_Group]) -> Iterator[Part]:
-    """Yield the boxes of the new shape that a part of the old one becomes."""
-    waiting = [part]
-    while waiting:
-        box = waiting.pop()
+    """Yield the boxes of the new shape that hold the elements of a part of the old shape."""
+    pending = [part]
+    while pending:
+        box = pending.pop()
         shape: list[int] = []
         stride: list[int] = []
         start: list[int] = []
         for where, old, new in groups:
-            found = _regroup(box.entry.shape[where], box.entry.stride[where], box.start[where], old, new)
-            if found is None:
-                waiting += _halves(box, where)
+            regrouped = _regroup(box.entry.shape[where], box.entry.stride[where], box.start[where], old, new)
+            if regrouped is None:
+                pending += _halves(box, where)
                 break
-            shape += found[0]
-            stride += found[1]
-            start += found[2]
+            shape += regrouped[0]
+            stride += regrouped[1]
+            start += regrouped[2]
         else:
             yield Part(entry=replace(box.entry, shape=tuple(shape), stride=tuple(stride)), start=tuple(start))
 
 
 def _halves(part: Part, where: slice) -> list[Part]:
-    """Cut a part in two along the first dimension of a group that is larger than 1."""
+    """Split a part along the first dimension of a group that is larger than 1."""
     dim = next(dim for dim in range(where.start, where.stop) if part.entry.shape[dim] > 1)
     middle = part.entry.shape[dim] // 2
     before = (slice(None),) * dim
-    return [  # the second half first: the last one is looked at next
+    return [  # the second half first: the last box is processed next
         Part(entry=slice_entry(part.entry, (*before, slice(middle, None))), start=_moved(part.start, dim, middle)),
         Part(entry=slice_entry(part.entry, (*before, slice(0, middle))), start=part.start),
     ]
 
 
 def _regroup(shape: Shape, stride: Shape, start: Shape, old: Shape, new: Shape) -> tuple[Shape, Shape, Shape] | None:
-    """Return shape, stride and start that a box of a group of dimensions has in the new ones; None where it has none.
+    """Return the shape, stride and start of a box in the new dimensions of its group; None if it is not one box there.
 
     Args:
         shape: Sizes of the box in the old dimensions.
@@ -252,7 +252,7 @@ def _regroup(shape: Shape, stride: Shape, start: Shape, old: Shape, new: Shape) 
     """
     varying = [dim for dim, size in enumerate(shape) if size > 1]
     if varying and shape[varying[0] + 1 :] != old[varying[0] + 1 :]:
-        return None  # not one run of elements
+        return None  # not contiguous in the order of elements
     first = sum(at * step for at, step in zip(start, contiguous_stride(old), strict=True))
     box = _box_of_run(first, prod(shape), new)
     if box is None:
@@ -263,7 +263,7 @@ def _regroup(shape: Shape, stride: Shape, start: Shape, old: Shape, new: Shape) 
 
 
 def _box_of_run(first: int, count: int, shape: Shape) -> tuple[Shape, Shape] | None:
-    """Return shape and start of the box that a run of elements is in a tensor of this shape; None where it is none."""
+    """Return the shape and start of a run of elements as a box of a tensor; None if it is not one box."""
     steps = contiguous_stride(shape)
     begin = tuple(first // step % size for step, size in zip(steps, shape, strict=True))
     for dim in reversed(range(len(shape))):
@@ -274,8 +274,8 @@ def _box_of_run(first: int, count: int, shape: Shape) -> tuple[Shape, Shape] | N
 
 
 def _view_stride(shape: Shape, stride: Shape, new: Shape) -> Shape | None:
-    """Return the stride of a view with another shape, as ``tensor.view`` would have it; None where it would copy."""
-    merged: list[tuple[int, int]] = []  # size and step of runs of dimensions that are one
+    """Return the stride of a view with a new shape, as ``tensor.view`` computes it; None if a copy is needed."""
+    merged: list[tuple[int, int]] = []  # size and step of dimensions after merging adjacent ones
     for size, step in zip(shape, stride, strict=True):
         if size == 1:
             continue

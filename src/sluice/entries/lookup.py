@@ -1,4 +1,4 @@
-"""Which part of ``Index.tree`` a key names. Pure; nothing recurses, so depth costs no stack."""
+"""Lookup of a key in ``Index.tree``. Pure; nothing recurses, so depth costs no stack."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sluice.entries.tree import CONTAINERS, children, component, metadata, walk
 
 __all__ = ["subtree"]
 
-#: Keys that a message lists.
+#: Most keys that a message lists.
 _SHOWN = 10
 
-#: Names that are looked at for spellings close to a key that does not exist.
+#: Most names that are compared with a key that does not exist.
 _COMPARED = 2000
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
@@ -27,11 +27,11 @@ def subtree(tree: object, key: str) -> Any:
     """Return the part of the tree that ``key`` names.
 
     ``key`` is a path into the tree (``"ema.model"``, ``"models.0"``), where keys that contain dots are tried first, or
-    such a path and then a prefix of flat names: ``"model.blocks.0"`` takes the names in ``model`` that start with
+    such a path followed by a prefix of flat names: ``"model.blocks.0"`` selects the names in ``model`` that start with
     ``blocks.0.``, without that prefix. An empty key is the whole tree.
 
     Raises:
-        MismatchError: There is nothing; it lists what is at the top and which names come close.
+        MismatchError: The key names nothing; the error lists the top-level keys and similar names.
     """
     reached: dict[tuple[int, int], object] = {}
     states: list[tuple[object, int]] = [(tree, 0 if key else 1)]
@@ -45,14 +45,14 @@ def subtree(tree: object, key: str) -> Any:
         ends = [match.start() for match in re.finditer(r"\.|$", key) if match.start() >= start]
         states += [(child, end + 1) for end in ends for child in _lookup(value, key[start:end])]
     for (_, start), value in reached.items():
-        part = _behind_prefix(value, f"{key[start:]}.")
+        part = _under_prefix(value, f"{key[start:]}.")
         if part:
             return part
-    raise _nothing_at(tree, key)
+    raise _missing_key(tree, key)
 
 
 def _lookup(value: object, component: str) -> Iterator[object]:
-    """Yield what a part of a dotted name can mean in a container."""
+    """Yield the children of a container that one component of a dotted name can mean."""
     number = int(component) if _INTEGER.fullmatch(component) else None
     if isinstance(value, dict):
         if number in value:
@@ -63,8 +63,8 @@ def _lookup(value: object, component: str) -> Iterator[object]:
         yield value[number]
 
 
-def _behind_prefix(value: object, prefix: str) -> Any:
-    """Return the items whose names start with ``prefix``, without it; torch's versions of modules likewise."""
+def _under_prefix(value: object, prefix: str) -> Any:
+    """Return the items and the module versions whose names start with ``prefix``, without the prefix."""
     if not isinstance(value, dict):
         return None
     part: Any = type(value)()
@@ -81,7 +81,7 @@ def _behind_prefix(value: object, prefix: str) -> Any:
     return part
 
 
-def _nothing_at(tree: object, key: str) -> MismatchError:
+def _missing_key(tree: object, key: str) -> MismatchError:
     top = [component(name) for name, _ in islice(children(tree), _SHOWN)] if isinstance(tree, CONTAINERS) else []
     parts = dict.fromkeys(
         name[:end]
@@ -92,5 +92,5 @@ def _nothing_at(tree: object, key: str) -> MismatchError:
     return MismatchError(
         f"the checkpoint has nothing at key {key!r}",
         expected="one of " + ", ".join(map(repr, top)) + (", ..." if len(top) == _SHOWN else "") if top else None,
-        found="close to it: " + ", ".join(map(repr, close)) if close else None,
+        found="similar names: " + ", ".join(map(repr, close)) if close else None,
     )

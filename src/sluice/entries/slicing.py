@@ -1,4 +1,4 @@
-"""Basic indexing on entries, shapes and strides, as torch does it: pure, without data."""
+"""Basic indexing of entries, shapes and strides with the semantics of torch. Pure; no data is read."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sluice._errors import UnsupportedError
 from sluice._geometry import contiguous_stride
 from sluice.records import Entry, Part
 
-__all__ = ["Key", "boxes", "slice_entry", "slice_view"]
+__all__ = ["Key", "KeyItem", "boxes", "slice_entry", "slice_view"]
 
-Index: TypeAlias = int | slice | EllipsisType | None
-Key: TypeAlias = Index | tuple[Index, ...]
+KeyItem: TypeAlias = int | slice | EllipsisType | None
+Key: TypeAlias = KeyItem | tuple[KeyItem, ...]
 
 
 def boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[slice, ...]]:
-    """Yield keys that cut a tensor into boxes of at most ``most_elements``, in the order of its elements.
+    """Yield keys that divide a tensor into boxes of at most ``most_elements``, in the order of its elements.
 
     Args:
         shape: Sizes of the tensor, in elements.
@@ -27,7 +27,7 @@ def boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[slice, .
     if not shape or 0 in shape:
         yield (slice(None),) * len(shape)
         return
-    row = 1  # elements behind one position of the dimension that is looked at
+    row = 1  # elements at one position of the first dimension
     for size in shape[1:]:
         row *= size
     if row > most_elements:
@@ -41,11 +41,11 @@ def boxes(shape: tuple[int, ...], most_elements: int) -> Iterator[tuple[slice, .
 
 
 def slice_entry(entry: Entry, key: Key) -> Entry:
-    """Return the entry that ``tensor[key]`` is; of an assembled one only the parts that the key touches remain.
+    """Return the entry of ``tensor[key]``; an assembled entry keeps only the parts that the key touches.
 
     Raises:
         IndexError: An integer is out of range, or there are more indices than dimensions.
-        TypeError: The key is of another kind.
+        TypeError: The key is of an unsupported type.
         ValueError: A step is not positive.
         UnsupportedError: The tensor is sparse or quantized.
     """
@@ -56,7 +56,7 @@ def slice_entry(entry: Entry, key: Key) -> Entry:
         return replace(entry, shape=shape, stride=stride, storage_offset=entry.storage_offset + start)
     keys = _expand(key if isinstance(key, tuple) else (key,), len(entry.shape))
     parts = tuple(_slice_parts(entry, keys)) if 0 not in shape else ()
-    if not parts:  # an empty tensor has no elements to assemble, only a shape
+    if not parts:  # an empty tensor has a shape, but no elements to assemble
         first = entry.parts[0].entry.storage
         return replace(entry, shape=shape, stride=contiguous_stride(shape), storage=first, parts=())
     return replace(entry, shape=shape, stride=contiguous_stride(shape), parts=parts)
@@ -73,37 +73,37 @@ def _slice_parts(entry: Entry, keys: list[int | slice | None]) -> Iterator[Part]
 def _pick(
     part: Part, keys: list[int | slice | None], whole: tuple[int, ...]
 ) -> tuple[tuple[int | slice | None, ...], tuple[int, ...]] | None:
-    """Return the key that selects a part's share, and where that lands in the selection; None where it has no share."""
+    """Return the key of the selected box of a part and its start in the selection; None if nothing is selected."""
     inner: list[int | slice | None] = []
-    landed: list[int] = []
+    start: list[int] = []
     dim = 0
-    for one in keys:
-        if one is None:
+    for item in keys:
+        if item is None:
             inner.append(None)
-            landed.append(0)
+            start.append(0)
             continue
         first, size = part.start[dim], part.entry.shape[dim]
-        if isinstance(one, slice):
-            wanted = range(*one.indices(whole[dim]))
-            low = max(0, -(-(first - wanted.start) // wanted.step))
-            high = min(len(wanted), -(-(first + size - wanted.start) // wanted.step))
+        if isinstance(item, slice):
+            selected = range(*item.indices(whole[dim]))
+            low = max(0, -(-(first - selected.start) // selected.step))
+            high = min(len(selected), -(-(first + size - selected.start) // selected.step))
             if low >= high:
                 return None
-            inner.append(slice(wanted[low] - first, wanted[high - 1] - first + 1, wanted.step))
-            landed.append(low)
+            inner.append(slice(selected[low] - first, selected[high - 1] - first + 1, selected.step))
+            start.append(low)
         else:
-            at = _position(one, whole[dim], dim) - first
+            at = _position(item, whole[dim], dim) - first
             if not 0 <= at < size:
                 return None
             inner.append(at)
         dim += 1
-    return tuple(inner), tuple(landed)
+    return tuple(inner), tuple(start)
 
 
 def slice_view(
     shape: tuple[int, ...], stride: tuple[int, ...], key: Key
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return shape, stride and first element of the view that ``tensor[key]`` is.
+    """Return the shape, the stride and the first element of the view ``tensor[key]``.
 
     Args:
         shape: Sizes of the tensor, in elements.
@@ -112,48 +112,50 @@ def slice_view(
 
     Raises:
         IndexError: An integer is out of range, or there are more indices than dimensions.
-        TypeError: The key is of another kind.
+        TypeError: The key is of an unsupported type.
         ValueError: A step is not positive.
     """
     keys = _expand(key if isinstance(key, tuple) else (key,), len(shape))
     new_shape: list[int] = []
     new_stride: list[int] = []
     start = dim = 0
-    for one in keys:
-        if one is None:
+    for item in keys:
+        if item is None:
             new_shape.append(1)
             new_stride.append(0)
             continue
         size, step = shape[dim], stride[dim]
         dim += 1
-        if isinstance(one, slice):
-            if one.step is not None and one.step <= 0:
-                raise ValueError(f"a slice step must be positive, not {one.step}")
-            picked = range(*one.indices(size))
-            start += (picked.start if picked else 0) * step
-            new_shape.append(len(picked))
-            new_stride.append(step * picked.step)
+        if isinstance(item, slice):
+            if item.step is not None and item.step <= 0:
+                raise ValueError(f"a slice step must be positive, not {item.step}")
+            selected = range(*item.indices(size))
+            start += (selected.start if selected else 0) * step
+            new_shape.append(len(selected))
+            new_stride.append(step * selected.step)
         else:
-            start += _position(one, size, dim - 1) * step
+            start += _position(item, size, dim - 1) * step
     return tuple(new_shape), tuple(new_stride), start
 
 
-def _expand(keys: tuple[Index, ...], rank: int) -> list[int | slice | None]:
-    """Return one key for each dimension, with None where one is added."""
-    for one in keys:
-        is_integer = isinstance(one, int) and not isinstance(one, bool)
-        if not (is_integer or one is None or one is Ellipsis or isinstance(one, slice)):
-            raise TypeError(f"only integers, slices, ... and None select without reading, not {type(one).__name__}")
-    used = sum(one is not None and one is not Ellipsis for one in keys)
+def _expand(keys: tuple[KeyItem, ...], rank: int) -> list[int | slice | None]:
+    """Return one key per dimension, and None for each added dimension."""
+    for item in keys:
+        is_integer = isinstance(item, int) and not isinstance(item, bool)
+        if not (is_integer or item is None or item is Ellipsis or isinstance(item, slice)):
+            raise TypeError(
+                f"a lazy tensor can be indexed only with integers, slices, ... and None, not {type(item).__name__}"
+            )
+    used = sum(item is not None and item is not Ellipsis for item in keys)
     if used > rank:
         raise IndexError(f"too many indices: {used} for a tensor of {rank} dimensions")
-    gaps = [number for number, one in enumerate(keys) if one is Ellipsis]
+    gaps = [position for position, item in enumerate(keys) if item is Ellipsis]
     if len(gaps) > 1:
         raise IndexError("an index can have only one ellipsis")
     at = gaps[0] if gaps else len(keys)
     filler: list[int | slice | None] = [slice(None)] * (rank - used)
-    before = [one for one in keys[:at] if one is not Ellipsis]
-    after = [one for one in keys[at + 1 :] if one is not Ellipsis]
+    before = [item for item in keys[:at] if item is not Ellipsis]
+    after = [item for item in keys[at + 1 :] if item is not Ellipsis]
     return [*before, *filler, *after]
 
 

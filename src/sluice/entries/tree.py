@@ -1,10 +1,10 @@
 """Pure functions on ``Index.tree``: the nested object of a checkpoint with ``Entry`` and ``Opaque`` leaves.
 
-A tree is made of dicts (also ordered ones), lists and tuples. A container may stand at several places, but none holds
-itself: formats see to that. Nothing here recurses, so depth costs no stack.
+A tree consists of dicts (also ordered ones), lists and tuples. A container may occur at several places, but never
+inside itself: formats ensure that. Nothing here recurses, so depth costs no stack.
 
-The dotted name of a leaf is its keys from the top, joined by dots; positions in lists and tuples are numbers, so that
-``{"models": [{"w": tensor}]}`` has the name ``models.0.w``. A tree that is a single tensor gives it the name ``""``.
+The dotted name of a leaf is the path of keys from the root, joined by dots; positions in lists and tuples are numbers:
+the tensor in ``{"models": [{"w": tensor}]}`` is ``models.0.w``. The name of a tree that is a single tensor is ``""``.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ def walk(tree: object) -> Iterator[tuple[str, Entry]]:
 
 
 def leaves(tree: object) -> Iterator[tuple[str, object]]:
-    """Yield the dotted name and the value of everything that is no container: tensors, plain values and ``Opaque``."""
+    """Yield the dotted name and the value of every leaf: tensors, plain values and ``Opaque``."""
     return ((name, leaf) for name, leaf, _ in _leaves(tree))
 
 
 def opaques(tree: object) -> dict[str, Opaque]:
-    """Return the objects that were not built, by dotted name."""
+    """Return the objects that sluice does not build, by dotted name."""
     return {name: leaf for name, leaf, _ in _leaves(tree) if isinstance(leaf, Opaque)}
 
 
 def refusal(leaf: Opaque, name: str, file: str) -> CheckpointError:
-    """Return the error for something that was not built, and that is asked for.
+    """Return the error for a requested object that sluice does not build.
 
     Args:
-        leaf: What stands in its place.
+        leaf: The placeholder of the object.
         name: Its dotted name.
         file: The checkpoint, for messages.
     """
@@ -78,16 +78,16 @@ def refusal(leaf: Opaque, name: str, file: str) -> CheckpointError:
 
 
 def refuse_opaques(tree: object, file: str, *, prefix: str = "") -> None:
-    """Refuse a part of a checkpoint that is to be loaded whole and holds an object that was not built.
+    """Refuse a part of a checkpoint that holds an object which sluice does not build.
 
     Args:
-        tree: The part.
+        tree: The part, which is to be loaded completely.
         file: The checkpoint, for messages.
-        prefix: Only names that start with it count.
+        prefix: Only names that start with it are checked.
 
     Raises:
-        UnsafeContentError: There is one that only running code could build.
-        UnsupportedError: There is one of a kind that sluice does not read.
+        UnsafeContentError: Only running code could build the object.
+        UnsupportedError: The object is of a kind that sluice does not read.
     """
     for name, leaf in opaques(tree).items():
         if name.startswith(prefix):
@@ -95,7 +95,7 @@ def refuse_opaques(tree: object, file: str, *, prefix: str = "") -> None:
 
 
 def unsupported(tree: object) -> dict[str, UnsupportedValue]:
-    """Return the tensors and values of kinds that are not read, by dotted name."""
+    """Return the tensors and values of unsupported kinds, by dotted name."""
     return {name: leaf for name, leaf, _ in _leaves(tree) if isinstance(leaf, UnsupportedValue)}
 
 
@@ -109,7 +109,7 @@ def flatten(tree: object, limits: Limits) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for name, leaf, keys in _leaves(tree):
         if len(keys) > limits.depth:
-            raise LimitError("the checkpoint nests too deep", expected=f"at most {limits.depth} levels (depth)")
+            raise LimitError("the checkpoint is nested too deeply", expected=f"at most {limits.depth} levels (depth)")
         if not isinstance(leaf, Entry):
             continue
         if name in entries:
@@ -121,7 +121,7 @@ def flatten(tree: object, limits: Limits) -> dict[str, Entry]:
 
 
 def odd_keys(tree: object) -> Iterator[object]:
-    """Yield the keys of dicts with tensors below them that are neither text nor integers."""
+    """Yield the keys that are neither strings nor integers, of dicts with tensors below them."""
     below = sizes(tree)
     for container in _bottom_up(tree):
         if isinstance(container, dict) and below[id(container)][0]:
@@ -129,16 +129,16 @@ def odd_keys(tree: object) -> Iterator[object]:
 
 
 def every_entry(tree: object) -> Iterator[Entry]:
-    """Yield each entry once, also those in ``_metadata`` and among attributes, where no dotted name leads."""
+    """Yield each entry once, including those in ``_metadata`` and attributes, which have no dotted name."""
     seen: set[int] = set()
-    waiting = [tree]
-    while waiting:
-        for entry in _entries(waiting.pop()):
+    pending = [tree]
+    while pending:
+        for entry in _entries(pending.pop()):
             if id(entry) not in seen:
                 seen.add(id(entry))
                 yield entry
                 if entry.attributes is not None:
-                    waiting.append(entry.attributes)
+                    pending.append(entry.attributes)
 
 
 def _entries(tree: object) -> Iterator[Entry]:
@@ -153,10 +153,10 @@ def _entries(tree: object) -> Iterator[Entry]:
 def map_leaves(
     tree: object, function: Callable[[Entry], object], *, plain: Callable[[Any], object] = lambda value: value
 ) -> Any:
-    """Return a copy of the tree with ``function(entry)`` in place of each entry, and ``plain(value)`` of other values.
+    """Return a copy of the tree with ``function(entry)`` for each entry and ``plain(value)`` for other values.
 
-    Every entry is given to ``function`` once, and a container that stands at several places is copied once.
-    Dicts keep their type, and ordered ones their ``_metadata``.
+    ``function`` is called once per entry, and a container that occurs at several places is copied once. Dicts keep
+    their type, and ordered dicts their ``_metadata``.
     """
     finished: dict[int, object] = {}
 
@@ -180,28 +180,28 @@ def map_leaves(
 
 
 def sizes(tree: object) -> dict[int, tuple[int, int]]:
-    """Return the number of tensors below each container and their bytes, by its ``id``; each name counts in full."""
-    found: dict[int, tuple[int, int]] = {}
+    """Return the number and the bytes of the tensors below each container, by its ``id``; every name counts in full."""
+    totals: dict[int, tuple[int, int]] = {}
     for container in _bottom_up(tree):
         count = nbytes = 0
         for _, child in children(container):
-            more = (1, child.nbytes) if isinstance(child, Entry) else found.get(id(child), (0, 0))
+            more = (1, child.nbytes) if isinstance(child, Entry) else totals.get(id(child), (0, 0))
             count, nbytes = count + more[0], nbytes + more[1]
-        found[id(container)] = count, nbytes
-    return found
+        totals[id(container)] = count, nbytes
+    return totals
 
 
 def _same_name(tree: object, name: str, first: Entry, keys: list[object]) -> FormatError:
     other = next(_spell(path) for seen, leaf, path in _leaves(tree) if seen == name and leaf is first)
     return FormatError(
-        "two tensors have the same dotted name; the tree still tells them apart",
+        "two tensors have the same dotted name; only the tree distinguishes them",
         tensor=name,
         found=f"{other} and {_spell(keys)}",
     )
 
 
 def _leaves(tree: object) -> Iterator[tuple[str, object, list[object]]]:
-    """Yield the dotted name, the leaf and the keys that lead to it; the list of keys is reused."""
+    """Yield the dotted name, the leaf and its path of keys; the list of keys is reused."""
     if not isinstance(tree, CONTAINERS):
         yield "", tree, []
         return
@@ -223,16 +223,16 @@ def _leaves(tree: object) -> Iterator[tuple[str, object, list[object]]]:
 
 
 def _bottom_up(tree: object) -> Iterator[Container]:
-    """Yield each container once, after those inside of it."""
+    """Yield each container once, after the containers inside it."""
     finished: set[int] = set()
     stack = [tree] if isinstance(tree, CONTAINERS) else []
     while stack:
         container = stack[-1]
         inside = [child for _, child in children(container)]
         inside.append(metadata(container))
-        waiting = [child for child in inside if isinstance(child, CONTAINERS) and id(child) not in finished]
-        if waiting:
-            stack += reversed(waiting)
+        pending = [child for child in inside if isinstance(child, CONTAINERS) and id(child) not in finished]
+        if pending:
+            stack += reversed(pending)
             continue
         stack.pop()
         if id(container) not in finished:
@@ -241,7 +241,7 @@ def _bottom_up(tree: object) -> Iterator[Container]:
 
 
 def children(container: object) -> Iterator[tuple[object, object]]:
-    """Return key and value of everything that stands in a container itself."""
+    """Return the keys and values of a container."""
     if isinstance(container, dict):
         return iter(container.items())
     assert isinstance(container, (list, tuple))
@@ -249,12 +249,12 @@ def children(container: object) -> Iterator[tuple[object, object]]:
 
 
 def metadata(container: object) -> object:
-    """Return the versions of modules that torch keeps as an attribute of ordered state dicts, or None."""
+    """Return the module versions that torch keeps as an attribute of ordered state dicts, or None."""
     return getattr(container, "_metadata", None) if isinstance(container, OrderedDict) else None
 
 
 def component(key: object) -> str:
-    """Return a key as a part of a dotted name; keys of odd types can be long or deep."""
+    """Return a key as a component of a dotted name; keys of other types are shortened."""
     return str(key) if isinstance(key, (str, int)) else short_repr(key)
 
 

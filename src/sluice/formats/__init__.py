@@ -1,6 +1,7 @@
-"""What bytes mean: one package for each file format, and ``detection.detect``, which tells them apart.
+"""File formats: one package for each, and ``detection.detect``, which recognizes them.
 
 In: a ``Source`` and the ``Limits`` for hostile files. Out: an ``Index`` of every tensor, without tensor data.
 
-Start with ``detection.detect``; ``protocol.Format`` is what a format implements.
+Start with ``detection.detect`` and ``protocol.Format``. ``sluice.testing.check_format`` is the conformance suite of
+new formats.
 """
