@@ -18,12 +18,12 @@ from sluice.formats.detection import detect
 from sluice.formats.distributed.metadata import read_metadata
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Format
-from sluice.formats.safetensors.reader import Safetensors
+from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.shard_index import parse_shard_index
-from sluice.formats.torch_save.legacy import Legacy
-from sluice.formats.torch_save.objects import TorchObjects
-from sluice.formats.torch_save.root import check_object
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.torch_save.allowlist import TorchAllowlist
+from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
+from sluice.formats.torch_save.pickled_object import check_object
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.testing import MemorySource
 
 __all__ = ["MOST_SECONDS", "TARGETS", "run"]
@@ -36,8 +36,8 @@ _LIMITS = Limits()
 
 def safetensors_header(data: bytes) -> None:
     """A whole safetensors file; its first eight bytes are set to the length of the rest, so that the rest is read."""
-    _index(Safetensors(), data)
-    _index(Safetensors(), max(0, len(data) - 8).to_bytes(8, "little") + data[8:])
+    _index(SafetensorsFormat(), data)
+    _index(SafetensorsFormat(), max(0, len(data) - 8).to_bytes(8, "little") + data[8:])
 
 
 def zip_directory(data: bytes) -> None:
@@ -47,12 +47,12 @@ def zip_directory(data: bytes) -> None:
         directory = read_directory(source, _LIMITS)
         records = [directory.record(name) for name in directory.positions]
         locate_records(source, [record for record in records if record is not None])
-    _index(TorchZip(), data)
+    _index(TorchZipFormat(), data)
 
 
 def pickle_program(data: bytes) -> None:
     """The pickle of a torch file."""
-    objects = TorchObjects(_LIMITS, len(data))
+    objects = TorchAllowlist(_LIMITS, len(data))
     unpickler = Unpickler(data, objects, limits=_LIMITS, file="memory")
     with suppress(CheckpointError):
         check_object(unpickler.load(), unpickler, objects, _LIMITS, "memory")
@@ -60,7 +60,7 @@ def pickle_program(data: bytes) -> None:
 
 def legacy_file(data: bytes) -> None:
     """A legacy file of torch, or whatever ``detect`` takes it for."""
-    _index(Legacy(), data)
+    _index(TorchLegacyFormat(), data)
     with suppress(CheckpointError):
         _index(detect(MemorySource(data)), data)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
-from sluice.formats.torch_save.objects import TorchObjects
-from sluice.formats.torch_save.tree_checks import check_tree
+from sluice.formats.torch_save.allowlist import TorchAllowlist
+from sluice.formats.torch_save.tree_limits import check_tree
 from sluice.testing._archives import Global, pickled
 
 LIMITS = Limits()
@@ -17,7 +17,7 @@ MISSING = Global("sluice_no_such_module", "run")
 
 
 def machine(data: bytes, limits: Limits = LIMITS) -> Unpickler:
-    return Unpickler(data, TorchObjects(limits, len(data)), limits=limits, file="file", offset=1000)
+    return Unpickler(data, TorchAllowlist(limits, len(data)), limits=limits, file="file", offset=1000)
 
 
 def load(value: object, limits: Limits = LIMITS) -> Any:

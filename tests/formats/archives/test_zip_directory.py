@@ -19,9 +19,9 @@ from torch.utils.serialization import config
 
 from sluice._errors import FormatError, IntegrityError, LimitError, SluiceError, TruncatedError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.archives.zip_directory import Directory, read_directory
+from sluice.formats.archives.zip_directory import CentralDirectory, read_directory
 from sluice.formats.archives.zip_records import locate_records, read_record
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.sources.local import LocalFile
 from sluice.testing import MemorySource, RecordingSource
 from sluice.testing._archives import ArchiveRecord, build_archive
@@ -35,7 +35,7 @@ HONEST = (
 )
 
 
-def directory_of(content: bytes, limits: Limits | None = None) -> Directory:
+def directory_of(content: bytes, limits: Limits | None = None) -> CentralDirectory:
     return read_directory(MemorySource(content), limits or Limits())
 
 
@@ -277,7 +277,7 @@ def test_a_bomb_of_compressed_data() -> None:
         assert isinstance(directory_of(archive).unsupported, UnsupportedError)
         assert isinstance(directory_of(archive, Limits(header_bytes=20 << 20)).unsupported, LimitError)
         with pytest.raises(LimitError, match="is compressed, and has more than 20971520 bytes; found 33554432"):
-            TorchZip().read_index(MemorySource(archive), Limits(header_bytes=20 << 20))
+            TorchZipFormat().read_index(MemorySource(archive), Limits(header_bytes=20 << 20))
 
 
 def test_a_record_marked_as_a_directory() -> None:

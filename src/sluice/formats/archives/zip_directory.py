@@ -28,7 +28,15 @@ from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedEr
 from sluice._options import Limits
 from sluice.sources.protocol import Source
 
-__all__ = ["KNOWN_FLAGS", "LOCAL_HEADER_BYTES", "Directory", "Record", "first_names", "read_directory", "zip64_fields"]
+__all__ = [
+    "KNOWN_FLAGS",
+    "LOCAL_HEADER_BYTES",
+    "CentralDirectory",
+    "ZipRecord",
+    "first_names",
+    "read_directory",
+    "zip64_fields",
+]
 
 #: Bytes of a local header without name and extra field.
 LOCAL_HEADER_BYTES = 30
@@ -69,7 +77,7 @@ _NAME = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+(?:/(?!\Z)|\Z))+
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class ZipRecord:
     """One record of an archive, as the central directory describes it."""
 
     #: Its full name.
@@ -85,7 +93,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Directory:
+class CentralDirectory:
     """The central directory, in columns: archives with 100,000 records are ordinary."""
 
     #: The directory that all names share.
@@ -108,12 +116,12 @@ class Directory:
     def __contains__(self, name: str) -> bool:
         return name.lower() in self.positions
 
-    def record(self, name: str) -> Record | None:
+    def record(self, name: str) -> ZipRecord | None:
         """Return the record of this name below ``archive``, or None."""
         position = self.positions.get(name.lower())
         if position is None:
             return None
-        return Record(
+        return ZipRecord(
             name=f"{self.archive}/{name}",
             header=self.headers[position],
             nbytes=self.sizes[position],
@@ -121,7 +129,7 @@ class Directory:
             crc=self.crcs[position],
         )
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[ZipRecord]:
         """Yield every record, in the order of the file."""
         for name in self.positions:
             record = self.record(self.spelled.get(name, name))
@@ -143,7 +151,7 @@ class _End:
     offset: int
 
 
-def read_directory(source: Source, limits: Limits) -> Directory:
+def read_directory(source: Source, limits: Limits) -> CentralDirectory:
     """Return the central directory of the archive.
 
     Raises:
@@ -158,7 +166,7 @@ def read_directory(source: Source, limits: Limits) -> Directory:
         raise LimitError(
             f"the archive's directory has more than {limits.header_bytes} bytes", file=source.path, found=end.nbytes
         )
-    return _Parser(source.read_at(end.offset, end.nbytes), end, limits, source.path).parse()
+    return _DirectoryParser(source.read_at(end.offset, end.nbytes), end, limits, source.path).parse()
 
 
 def first_names(source: Source, limits: Limits) -> list[str]:
@@ -239,7 +247,7 @@ def _missing_end(source: Source) -> FormatError | TruncatedError:
     return TruncatedError("the file ends before the archive's end record", file=source.path, offset=size)
 
 
-class _Parser:
+class _DirectoryParser:
     """Parses the central directory, one entry after the other."""
 
     def __init__(self, raw: bytes, end: _End, limits: Limits, file: str) -> None:
@@ -251,7 +259,7 @@ class _Parser:
         self._spelled: dict[str, str] = {}
         self._unsupported: UnsupportedError | LimitError | None = None
 
-    def parse(self) -> Directory:
+    def parse(self) -> CentralDirectory:
         positions: dict[str, int] = {}
         headers, sizes, crcs = array("Q"), array("Q"), array("I")
         at = free = 0
@@ -270,7 +278,7 @@ class _Parser:
             at = following
         if at != len(self._raw) or not free <= self._end.offset <= free + _MAX_SLACK_BYTES:
             raise self._error("the central directory does not end where the end record says", at)
-        return Directory(
+        return CentralDirectory(
             archive=self._prefix[:-1].decode(),
             positions=positions,
             headers=headers,

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 
 from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
-from sluice.formats.archives.zip_directory import KNOWN_FLAGS, LOCAL_HEADER_BYTES, Record, read_directory, zip64_fields
+from sluice.formats.archives.zip_directory import (
+    KNOWN_FLAGS,
+    LOCAL_HEADER_BYTES,
+    ZipRecord,
+    read_directory,
+    zip64_fields,
+)
 from sluice.formats.coalesced import read_ranges
 from sluice.formats.protocol import Checksum
 from sluice.sources.protocol import Source
@@ -29,7 +35,7 @@ _IN_ZIP64 = 0xFFFFFFFF
 _SIZES_FOLLOW = 0x0008
 
 
-def locate_records(source: Source, records: Sequence[Record]) -> list[int]:
+def locate_records(source: Source, records: Sequence[ZipRecord]) -> list[int]:
     """Return the first byte of the data of each record.
 
     Args:
@@ -47,7 +53,7 @@ def locate_records(source: Source, records: Sequence[Record]) -> list[int]:
     return [located[position] for position in range(len(records))]
 
 
-def read_record(source: Source, record: Record, max_bytes: int) -> tuple[int, bytes]:
+def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int, bytes]:
     """Return the offset and the bytes of a small record, checked against its CRC.
 
     Raises:
@@ -88,18 +94,18 @@ def record_checksums(source: Source, limits: Limits) -> list[Checksum | Checkpoi
     ]
 
 
-def _place_or_error(source: Source, record: Record) -> int | CheckpointError:
+def _place_or_error(source: Source, record: ZipRecord) -> int | CheckpointError:
     try:
         return locate_records(source, [record])[0]
     except CheckpointError as error:
         return error
 
 
-def _header_bytes(record: Record) -> int:
+def _header_bytes(record: ZipRecord) -> int:
     return LOCAL_HEADER_BYTES + len(record.name.encode())
 
 
-def _locate(source: Source, record: Record, header: bytes) -> int:
+def _locate(source: Source, record: ZipRecord, header: bytes) -> int:
     signature, flags, method, packed, nbytes, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
     name = header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + name_bytes]
     known = signature == b"PK\3\4" and not method and not flags & ~KNOWN_FLAGS

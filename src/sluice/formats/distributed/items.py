@@ -23,8 +23,8 @@ from sluice.formats.archives.zip_records import record_checksums
 from sluice.formats.coalesced import read_ranges
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import Checksum
-from sluice.formats.safetensors.reader import Safetensors
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.safetensors.reader import SafetensorsFormat
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
@@ -95,7 +95,7 @@ def check_items(source: Source, items: Sequence[Item]) -> None:
     placeholder = recognise_placeholder(start, source.path)
     if placeholder is not None:
         raise placeholder
-    if Safetensors().matches(start):
+    if SafetensorsFormat().matches(start):
         problem = "the data of this distributed checkpoint is written as safetensors, which sluice does not read"
         raise UnsupportedError(problem, file=source.path)
     end = 0
@@ -116,7 +116,7 @@ class ItemReader:
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._format = TorchZip(remembered=_REMEMBERED, whole_objects=True)
+        self._format = TorchZipFormat(remembered=_REMEMBERED, whole_objects=True)
         self._chunks: dict[bytes, tuple[Entry, int]] = {}
 
     def value(self, source: Source, item: Item, limits: Limits) -> Index:

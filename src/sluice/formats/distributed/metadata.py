@@ -30,17 +30,17 @@ from typing import Any
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.distributed.cover import cut_dimensions, first_miscount
-from sluice.formats.distributed.objects import BYTES, MEMORY_FORMAT, MetadataObjects, Record
+from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
+from sluice.formats.distributed.metadata_allowlist import BYTES, MEMORY_FORMAT, MetadataAllowlist, MetadataRecord
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.shard_index import is_plain_path
-from sluice.formats.torch_save.values import DTYPE_PREFIX
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX
 from sluice.records import TorchSize, TorchText, UnsupportedValue
 from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
 
-__all__ = ["Chunk", "Contents", "Place", "TensorItem", "read_metadata"]
+__all__ = ["DistributedMetadata", "ItemPlace", "SavedChunk", "TensorItem", "read_metadata"]
 
 #: ``dtype, layout, requires_grad, memory format, pin_memory``
 _PROPERTIES = 5
@@ -58,7 +58,7 @@ _CORNERS_PER_ENTRY = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ItemPlace:
     """Where an item is stored."""
 
     #: Path of the file, relative to the directory, with forward slashes.
@@ -72,7 +72,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class SavedChunk:
     """A box of a tensor that is stored as a tensor of its own."""
 
     #: First element in each dimension of the tensor.
@@ -80,7 +80,7 @@ class Chunk:
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
     #: Where it is stored.
-    place: Place
+    place: ItemPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +94,15 @@ class TensorItem:
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
     #: The boxes that cover it, each element once; one without elements for an empty tensor.
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[SavedChunk, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class DistributedMetadata:
     """What the metadata describes."""
 
     #: Tensors, places of the values that are none, and tensors that are not read, by flat name in the file's order.
-    items: Mapping[str, TensorItem | Place | UnsupportedValue]
+    items: Mapping[str, TensorItem | ItemPlace | UnsupportedValue]
     #: The path of each item in the object that was saved, unchecked; those of one level may be missing.
     paths: Mapping[str, object]
     #: Version of the format; empty when it is not given.
@@ -111,7 +111,7 @@ class Contents:
     notes: tuple[str, ...]
 
 
-def read_metadata(source: Source, limits: Limits) -> Contents:
+def read_metadata(source: Source, limits: Limits) -> DistributedMetadata:
     """Return what ``.metadata`` describes, checked against itself.
 
     Raises:
@@ -139,7 +139,7 @@ def _unpickle(source: Source, limits: Limits) -> object:
     placeholder = recognise_placeholder(data[:_HEAD_BYTES], source.path)
     if placeholder is not None:
         raise placeholder
-    unpickler = Unpickler(data, MetadataObjects(limits, nbytes), limits=limits, file=source.path)
+    unpickler = Unpickler(data, MetadataAllowlist(limits, nbytes), limits=limits, file=source.path)
     root = unpickler.load()
     for leaf in unpickler.opaque.values():
         raise UnsafeContentError(
@@ -153,7 +153,7 @@ def _unpickle(source: Source, limits: Limits) -> object:
 
 
 class _Reader:
-    """Turns the object of the pickle into ``Contents``."""
+    """Turns the object of the pickle into ``DistributedMetadata``."""
 
     def __init__(self, file: str, limits: Limits) -> None:
         self._file = file
@@ -162,7 +162,7 @@ class _Reader:
         self._corners_left = _CORNERS_PER_ENTRY * limits.entries
         self._plain: set[str] = set()
 
-    def contents(self, root: object) -> Contents:
+    def contents(self, root: object) -> DistributedMetadata:
         fields = self._fields(root, "Metadata", "the metadata")
         items = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
         stored = self._dict(fields.get("storage_data"), "storage_data")
@@ -173,14 +173,14 @@ class _Reader:
         self._check_readable(described)
         paths, version = fields.get("planner_data"), fields.get("version")
         left = sum(map(len, places.values()))
-        return Contents(
+        return DistributedMetadata(
             items=described,
             paths={} if paths is None else self._dict(paths, "planner_data"),
             version=version if type(version) is str else "",
             notes=(f"Items that are stored but not described: {left}.",) if left else (),
         )
 
-    def _check_readable(self, described: Mapping[str, TensorItem | Place | UnsupportedValue]) -> None:
+    def _check_readable(self, described: Mapping[str, TensorItem | ItemPlace | UnsupportedValue]) -> None:
         """Refuse a checkpoint of which every item was transformed: there is nothing to open it for."""
         first = next(iter(described.items()), None)
         if first is None or any(
@@ -191,9 +191,9 @@ class _Reader:
         assert isinstance(item, UnsupportedValue)
         raise UnsupportedError(_TRANSFORMED, file=self._file, tensor=name, found=item.qualified_name)
 
-    def _places(self, stored: dict[Any, Any]) -> dict[str, dict[str, Place]]:
+    def _places(self, stored: dict[Any, Any]) -> dict[str, dict[str, ItemPlace]]:
         """Return the place of each item, by the item's name and then by the start of the chunk, as text."""
-        places: dict[str, dict[str, Place]] = {}
+        places: dict[str, dict[str, ItemPlace]] = {}
         for key, info in stored.items():
             index = self._fields(key, "MetadataIndex", "a key of storage_data")
             name, start = index.get("fqn"), index.get("offset")
@@ -205,7 +205,7 @@ class _Reader:
             places[name][where] = self._place(info, name)
         return places
 
-    def _place(self, info: object, name: str) -> Place:
+    def _place(self, info: object, name: str) -> ItemPlace:
         fields = self._fields(info, "_StorageInfo", "a value of storage_data", name)
         file, offset, nbytes = (fields.get(field) for field in ("relative_path", "offset", "length"))
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
@@ -217,11 +217,11 @@ class _Reader:
             self._plain.add(file)
         transforms = fields.get("transform_descriptors")
         named = "" if transforms is None or transforms == [] else short_repr(transforms)
-        return Place(file=file, offset=offset, nbytes=nbytes, transforms=named)
+        return ItemPlace(file=file, offset=offset, nbytes=nbytes, transforms=named)
 
     def _item(
-        self, name: object, item: object, places: dict[str, dict[str, Place]]
-    ) -> TensorItem | Place | UnsupportedValue:
+        self, name: object, item: object, places: dict[str, dict[str, ItemPlace]]
+    ) -> TensorItem | ItemPlace | UnsupportedValue:
         if type(name) is not str:
             raise self._error("the name of an item is no text", found=type(name).__name__)
         stored = places.get(name, {})
@@ -249,7 +249,7 @@ class _Reader:
             return transformed
         return TensorItem(name=name, dtype=dtype, shape=shape, chunks=chunks)
 
-    def _transformed(self, places: Sequence[Place]) -> UnsupportedValue | None:
+    def _transformed(self, places: Sequence[ItemPlace]) -> UnsupportedValue | None:
         """Return what stands for an item of which a part was transformed, or None."""
         for place in places:
             if place.transforms:
@@ -257,7 +257,9 @@ class _Reader:
         return None
 
     def _dtype(self, properties: object, name: str) -> str | UnsupportedValue:
-        state = properties.state if type(properties) is Record and properties.kind == "TensorProperties" else None
+        state = (
+            properties.state if type(properties) is MetadataRecord and properties.kind == "TensorProperties" else None
+        )
         if type(state) is not tuple or len(state) != _PROPERTIES or state[3] is not MEMORY_FORMAT:
             raise self._error("the properties of a tensor are malformed", name)
         dtype, layout = state[:2]
@@ -306,15 +308,17 @@ class _Reader:
             found = f"element {list(wrong.element)} in {wrong.boxes}"
             raise self._error(problem, name, expected="every element in one chunk", found=found)
 
-    def _chunk(self, start: tuple[int, ...], shape: tuple[int, ...], stored: dict[str, Place], name: str) -> Chunk:
+    def _chunk(
+        self, start: tuple[int, ...], shape: tuple[int, ...], stored: dict[str, ItemPlace], name: str
+    ) -> SavedChunk:
         place = stored.pop(_spell(start), None)
         if place is None:
             raise self._error("a chunk is stored nowhere", name, expected=f"a place for the chunk at {list(start)}")
-        return Chunk(start=start, shape=shape, place=place)
+        return SavedChunk(start=start, shape=shape, place=place)
 
     def _fields(self, value: object, kind: str, what: str, name: str | None = None) -> dict[str, Any]:
-        if type(value) is not Record or value.kind != kind or type(value.state) is not dict:
-            found = value.kind if type(value) is Record else type(value).__name__
+        if type(value) is not MetadataRecord or value.kind != kind or type(value.state) is not dict:
+            found = value.kind if type(value) is MetadataRecord else type(value).__name__
             raise self._error(f"{what} is no {kind}", name, found=found)
         return value.state
 

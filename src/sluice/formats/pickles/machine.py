@@ -12,7 +12,7 @@ from sluice._options import Limits
 from sluice.formats.pickles.keys import KeyGuard
 from sluice.records import Entry, Opaque, UnsupportedValue
 
-__all__ = ["ARGUMENTS", "HOOKS", "Allowlist", "Constructor", "Consumed", "Machine", "Pending", "Refusal"]
+__all__ = ["ARGUMENTS", "HOOKS", "Allowlist", "Constructor", "Consumed", "Machine", "PendingObject", "Refusal"]
 
 AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
 
@@ -38,7 +38,7 @@ ARGUMENTS, HOOKS = Consumed(remake=None), Consumed(remake=OrderedDict)
 
 
 @dataclass(slots=True, kw_only=True)
-class Pending:
+class PendingObject:
     """Stands for an object that is made of its state (``BUILD``); in a finished tree, for one that never got any."""
 
     #: Makes the object; refuses a state as ``Constructor.build`` refuses arguments.
@@ -187,7 +187,7 @@ class Machine:
                 problem = f"the pickle refers to memo {index}, the arguments of a finished call"
                 raise self.error(FormatError, problem, position)
             value = self.memo[index] = value.remake()
-        if type(value) is Pending and value.value is not None:
+        if type(value) is PendingObject and value.value is not None:
             value = self.memo[index] = value.value
         return value
 
@@ -223,7 +223,7 @@ class Machine:
             if type(hooks) is OrderedDict and not hooks and self.memo[-2] is hooks:
                 self.memo[-2] = HOOKS
 
-    def finish(self, target: Pending, state: object, position: int) -> object:
+    def finish(self, target: PendingObject, state: object, position: int) -> object:
         """Return the object that is made of ``state``."""
         if target.value is not None:
             raise self.error(FormatError, "the pickle gives an object its state twice", position)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError, UnsupportedError
-from sluice.formats.pickles.machine import Constructor, Consumed, Machine, Pending
+from sluice.formats.pickles.machine import Constructor, Consumed, Machine, PendingObject
 from sluice.formats.pickles.tensor_opcodes import take_tensor
 
 __all__ = ["HANDLERS", "STOPPED"]
@@ -31,7 +31,7 @@ _NEWEST_PROTOCOL = 5
 _MARK = ord("(")
 
 #: What the memo may hold in the place of the object that a GET is for.
-_STAND_INS = frozenset({Consumed, Pending})
+_STAND_INS = frozenset({Consumed, PendingObject})
 
 _U8, _U16, _U32, _U64 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
@@ -289,7 +289,7 @@ def _build(machine: Machine, position: int) -> int:
         # Nothing else: an attribute named "items" would hide the method.
         if "_metadata" in state:
             target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own name
-    elif type(target) is Pending:
+    elif type(target) is PendingObject:
         machine.stack[-1] = machine.finish(target, state, position)
     else:
         machine.check_inert(target, "attributes", position)

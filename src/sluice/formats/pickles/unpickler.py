@@ -24,10 +24,10 @@ from typing import TypeAlias
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import Limits
 from sluice.formats.pickles.keys import KeyGuard
-from sluice.formats.pickles.machine import Allowlist, Constructor, Machine, Pending, Refusal
+from sluice.formats.pickles.machine import Allowlist, Constructor, Machine, PendingObject, Refusal
 from sluice.formats.pickles.opcodes import HANDLERS, STOPPED
 
-__all__ = ["Allowlist", "Constructor", "KeyGuard", "Pending", "Refill", "Refusal", "Unpickler"]
+__all__ = ["Allowlist", "Constructor", "KeyGuard", "PendingObject", "Refill", "Refusal", "Unpickler"]
 
 #: Bytes that are read of a value which is longer than the limit, to see whether the file holds it at all.
 _LOOKED_AT_BYTES = 64 << 10

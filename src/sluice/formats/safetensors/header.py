@@ -79,7 +79,7 @@ _EMPTY = _grammar(rb"\{ \}")
 _PADDING = _grammar(rb" ")
 
 
-class Layout(NamedTuple):
+class HeaderLayout(NamedTuple):
     """What a dtype and a shape come to; many tensors share one."""
 
     dtype: str
@@ -96,9 +96,9 @@ class Columns(NamedTuple):
     names: list[str]
     begins: list[int]
     ends: list[int]
-    layouts: list[Layout]
+    layouts: list[HeaderLayout]
     #: Those that torch could not hold, by name.
-    unsupported: dict[str, Layout]
+    unsupported: dict[str, HeaderLayout]
 
 
 def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dict[str, str]]:
@@ -112,19 +112,19 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
     Raises:
         CheckpointError: The header is not what the specification allows.
     """
-    parser = _Parser(header, path, limits)
+    parser = _HeaderParser(header, path, limits)
     parser.parse()
     return parser.columns, parser.metadata or {}
 
 
-class _Parser:
+class _HeaderParser:
     """Reads one header into ``columns`` and ``metadata``."""
 
     def __init__(self, header: bytes, path: str, limits: Limits) -> None:
         self._header = header
         self._path = path
         self._limits = limits
-        self._layouts: dict[tuple[bytes, bytes], Layout] = {}
+        self._layouts: dict[tuple[bytes, bytes], HeaderLayout] = {}
         self.columns = Columns([], [], [], [], {})
         self.metadata: dict[str, str] | None = None
 
@@ -175,7 +175,7 @@ class _Parser:
         layouts.append(layout)
         return after
 
-    def _layout(self, dtype: bytes, shape_text: bytes, where: int, name: str) -> Layout:
+    def _layout(self, dtype: bytes, shape_text: bytes, where: int, name: str) -> HeaderLayout:
         torch_name = DTYPES.get(dtype)
         if torch_name is None and dtype not in FOREIGN_DTYPES:
             found = dtype.decode("utf-8", "backslashreplace")
@@ -196,9 +196,9 @@ class _Parser:
         if step * ITEM_BYTES[torch_name] > _TORCH_MAX:
             raise self._error(FormatError, "the shape is larger than torch can hold", where, name, found=shape)
         nbytes = 0 if 0 in shape else step * ITEM_BYTES[torch_name]
-        return Layout(torch_name, tuple(shape), tuple(reversed(strides)), nbytes)
+        return HeaderLayout(torch_name, tuple(shape), tuple(reversed(strides)), nbytes)
 
-    def _foreign_layout(self, dtype: bytes, shape: list[int], where: int, name: str) -> Layout:
+    def _foreign_layout(self, dtype: bytes, shape: list[int], where: int, name: str) -> HeaderLayout:
         """Return the layout of a tensor that the format knows and torch does not."""
         bits = prod(shape) * FOREIGN_DTYPES.get(dtype, _F4_BITS)
         if bits % 8:
@@ -208,7 +208,7 @@ class _Parser:
             raise self._error(FormatError, "the shape is larger than torch can hold", where, name, found=shape)
         odd = "torch packs F4 values in pairs, and the last dimension is not even"
         reason = odd if dtype == b"F4" else "torch has no such dtype"
-        return Layout(dtype.decode(), tuple(shape), (), bits // 8, reason)
+        return HeaderLayout(dtype.decode(), tuple(shape), (), bits // 8, reason)
 
     def _read_metadata(self, position: int) -> tuple[int, bytes]:
         """Read ``"__metadata__"`` at ``position``; return where it ends and what follows it."""

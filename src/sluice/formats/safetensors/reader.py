@@ -39,13 +39,13 @@ from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, 
 from sluice.records.bulk import collector_paused, records_from_columns
 from sluice.sources.protocol import Source
 
-__all__ = ["Safetensors"]
+__all__ = ["SafetensorsFormat"]
 
 #: A length and the start of a JSON object. Eight characters of text are no length but JSON text of another kind.
 _START = re.compile(rb'(?![\t\n\r\x20-\x7e]{8}).{8}\{[\t\n\r\x20]*+["}]', re.DOTALL)
 
 
-class Safetensors:
+class SafetensorsFormat:
     """One safetensors file; see ``Format``."""
 
     name = "safetensors"

@@ -21,11 +21,11 @@ from typing import Any
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.pickles.unpickler import Constructor, Pending
-from sluice.formats.torch_save.objects import StorageKind, StorageReference, TorchObjects
+from sluice.formats.pickles.unpickler import Constructor, PendingObject
+from sluice.formats.torch_save.allowlist import StorageKind, StorageReference, TorchAllowlist
 from sluice.records import Entry, Opaque
 
-__all__ = ["LegacyObjects"]
+__all__ = ["LegacyAllowlist"]
 
 #: ``("storage", class, key, location, elements, view)``
 _IDENTITY_FIELDS = 6
@@ -45,7 +45,7 @@ _TENSOR_CLASSES = {
 _UNTYPED = "torch.storage.UntypedStorage"
 
 
-class LegacyObjects(TorchObjects):
+class LegacyAllowlist(TorchAllowlist):
     """What the pickle of one legacy file may name, and the storages and tensors that it did name."""
 
     def __init__(self, limits: Limits, pickle_bytes: int, *, little_endian: bool = True) -> None:
@@ -110,10 +110,10 @@ class LegacyObjects(TorchObjects):
             raise FormatError(f"{key!r} is the key of two views, or of a view and a storage")
         return made
 
-    def _early_tensor(self, dtype: str, arguments: tuple[Any, ...]) -> Pending:
+    def _early_tensor(self, dtype: str, arguments: tuple[Any, ...]) -> PendingObject:
         if arguments:
             raise FormatError("a tensor that its class would make from arguments")
-        return Pending(finish=partial(self._finish_tensor, dtype))
+        return PendingObject(finish=partial(self._finish_tensor, dtype))
 
     def _finish_tensor(self, dtype: str, state: object) -> Entry:
         storage, offset, size, stride = state if type(state) is tuple and len(state) == 4 else (None,) * 4
@@ -121,10 +121,10 @@ class LegacyObjects(TorchObjects):
             raise FormatError(f"the state of a {dtype} tensor is no view of a {dtype} storage")
         return self._tensor(None, storage, offset, size, stride, requires_grad=False)
 
-    def _early_parameter(self, arguments: tuple[Any, ...]) -> Pending:
+    def _early_parameter(self, arguments: tuple[Any, ...]) -> PendingObject:
         if len(arguments) > 1:
             raise FormatError("a parameter with the wrong number of arguments", expected="0 or 1", found=len(arguments))
-        return Pending(
+        return PendingObject(
             finish=partial(self._finish_parameter, *arguments) if arguments else self._finish_empty_parameter
         )
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.machine import Refusal
-from sluice.formats.torch_save.objects import StorageReference
+from sluice.formats.torch_save.allowlist import StorageReference
 from sluice.records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue
 
 __all__ = ["check_tree"]

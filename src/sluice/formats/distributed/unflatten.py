@@ -17,7 +17,7 @@ from typing import Any
 from sluice._errors import FormatError, LimitError
 from sluice._options import Limits
 
-__all__ = ["nest"]
+__all__ = ["unflatten"]
 
 
 class _Dict(dict[Any, Any]):
@@ -28,7 +28,9 @@ class _List(dict[Any, Any]):
     """A list that a path leads through, by position."""
 
 
-def nest(values: Mapping[str, object], paths: Mapping[str, object], limits: Limits, file: str) -> dict[str, object]:
+def unflatten(
+    values: Mapping[str, object], paths: Mapping[str, object], limits: Limits, file: str
+) -> dict[str, object]:
     """Return the nested object.
 
     Args:

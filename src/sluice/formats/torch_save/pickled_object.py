@@ -5,8 +5,8 @@ from __future__ import annotations
 from sluice._errors import UnsafeContentError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
-from sluice.formats.torch_save.objects import TorchObjects
-from sluice.formats.torch_save.tree_checks import check_tree
+from sluice.formats.torch_save.allowlist import TorchAllowlist
+from sluice.formats.torch_save.tree_limits import check_tree
 from sluice.records import Opaque, UnsupportedValue
 
 __all__ = ["check_object"]
@@ -16,7 +16,13 @@ _NAMES_IN_NOTE = 5
 
 
 def check_object(
-    tree: object, unpickler: Unpickler, objects: TorchObjects, limits: Limits, file: str, *, whole_objects: bool = False
+    tree: object,
+    unpickler: Unpickler,
+    objects: TorchAllowlist,
+    limits: Limits,
+    file: str,
+    *,
+    whole_objects: bool = False,
 ) -> tuple[object, tuple[str, ...]]:
     """Check the object of a file; return it, and notes on what of it is not kept.
 
@@ -40,7 +46,7 @@ def check_object(
     return tree, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], objects)
 
 
-def _notes(opaque: list[str], objects: TorchObjects) -> tuple[str, ...]:
+def _notes(opaque: list[str], objects: TorchAllowlist) -> tuple[str, ...]:
     notes = []
     if opaque:
         names = ", ".join(opaque[:_NAMES_IN_NOTE]) + (", ..." if len(opaque) > _NAMES_IN_NOTE else "")

@@ -39,14 +39,14 @@ from sluice.formats.coalesced import read_ranges
 from sluice.formats.pickles.stream import unpickle_at
 from sluice.formats.pickles.unpickler import KeyGuard
 from sluice.formats.protocol import Checksum
-from sluice.formats.torch_save.legacy_objects import LegacyObjects
-from sluice.formats.torch_save.objects import StorageReference
-from sluice.formats.torch_save.root import check_object
+from sluice.formats.torch_save.allowlist import StorageReference
+from sluice.formats.torch_save.legacy_allowlist import LegacyAllowlist
+from sluice.formats.torch_save.pickled_object import check_object
 from sluice.records import FileRecord, Index, Storage
 from sluice.records.bulk import collector_paused, records_from_columns
 from sluice.sources.protocol import Source
 
-__all__ = ["Legacy"]
+__all__ = ["TorchLegacyFormat"]
 
 _MAGIC, _PROTOCOL_VERSION = 0x1950A86A20F9469CFC6C, 1001
 
@@ -63,7 +63,7 @@ _COUNT = struct.Struct("<q")
 _COUNT_GAP_BYTES = 16 << 10
 
 
-class Legacy:
+class TorchLegacyFormat:
     """One legacy file of ``torch.save``; see ``Format``."""
 
     name = "torch-legacy"
@@ -76,7 +76,7 @@ class Legacy:
         with collector_paused():
             start, little_endian = _check_preamble(source, limits)
             pickle_bytes = min(source.identity.nbytes, limits.header_bytes)
-            objects = LegacyObjects(limits, pickle_bytes, little_endian=little_endian)
+            objects = LegacyAllowlist(limits, pickle_bytes, little_endian=little_endian)
             tree, unpickler, end = unpickle_at(source, start, objects, limits)
             tree, notes = check_object(tree, unpickler, objects, limits, source.path)
             order, data_start = _read_order(source, end, objects.storages, limits)

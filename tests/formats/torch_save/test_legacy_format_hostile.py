@@ -32,7 +32,7 @@ from sluice._errors import (
 from sluice._options import Limits
 from sluice.entries import tree as _tree
 from sluice.formats.detection import detect
-from sluice.formats.torch_save.legacy import Legacy
+from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import Index
 from sluice.sources.local import LocalFile
 from sluice.testing import FaultySource, MemorySource, RecordingSource
@@ -124,7 +124,7 @@ def test_declared_sizes_beyond_the_file() -> None:
         MemorySource(legacy_file({"w": tensor_call(legacy_storage("7", 2**62), shape=(5,))}, {"7": (2**62, bytes(24))}))
     )
     with pytest.raises(TruncatedError, match="ends before its last storage") as caught:
-        Legacy().read_index(source, Limits())
+        TorchLegacyFormat().read_index(source, Limits())
     assert caught.value.expected == f"{source.identity.nbytes - 24 + 2**64} bytes"
     assert source.read_bytes < 4 * source.identity.nbytes
 
@@ -175,7 +175,7 @@ def test_the_pickles_around_the_object_hold_plain_values(
 ) -> None:
     content = legacy_file({"w": WHOLE}, SIX, **{part: value})  # type: ignore[arg-type]  # a name chosen at run time
     with pytest.raises(error, match=words):
-        Legacy().read_index(MemorySource(content), Limits())
+        TorchLegacyFormat().read_index(MemorySource(content), Limits())
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_lengths_that_the_file_does_not_hold() -> None:
         content = legacy_file(b"\x80\x04" + opcodes + bytes(10_000))
         source = RecordingSource(MemorySource(content))
         with pytest.raises(TruncatedError):
-            Legacy().read_index(source, Limits())
+            TorchLegacyFormat().read_index(source, Limits())
         assert source.read_bytes < 5 * len(content)
 
 
@@ -401,7 +401,7 @@ def test_a_frame_that_is_longer_than_the_limit() -> None:
     content = legacy_file(b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little") + bytes(1_000_000))
     source = RecordingSource(MemorySource(content))
     with pytest.raises(LimitError, match="header_bytes"):
-        Legacy().read_index(source, Limits(header_bytes=100_000))
+        TorchLegacyFormat().read_index(source, Limits(header_bytes=100_000))
     assert source.read_bytes < 500_000
 
 
@@ -410,7 +410,7 @@ def test_every_failed_read_is_a_read_error() -> None:
     while True:
         source = FaultySource(MemorySource(saved()), at=reads + 1, error=errno.EIO)
         try:
-            Legacy().read_index(source, Limits())
+            TorchLegacyFormat().read_index(source, Limits())
         except ReadError:
             assert source.failed
             reads += 1

@@ -27,10 +27,10 @@ from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.formats.torch_save.composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
-from sluice.formats.torch_save.values import DTYPE_PREFIX, PlainValues, constructor
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, PlainValues, constructor
 from sluice.records import Entry, MathBit, Opaque, TorchText, elements_of
 
-__all__ = ["StorageKind", "StorageReference", "TorchObjects"]
+__all__ = ["StorageKind", "StorageReference", "TorchAllowlist"]
 
 #: ``("storage", class, key, location, elements)``
 _IDENTITY_FIELDS = 5
@@ -85,7 +85,7 @@ class StorageKind(Opaque):
 class StorageReference(NamedTuple):
     """A storage as a persistent id declares it."""
 
-    #: Position in ``TorchObjects.storages``.
+    #: Position in ``TorchAllowlist.storages``.
     position: int
     #: Name of its record below ``data/``.
     key: str
@@ -104,7 +104,7 @@ class StorageReference(NamedTuple):
         return QUANTIZED_DTYPES.get(self.dtype) or PACKED_DTYPES.get(self.dtype) or self.dtype
 
 
-class TorchObjects:
+class TorchAllowlist:
     """What the pickle of one file may name, and the storages and tensors that it did name."""
 
     def __init__(self, limits: Limits, pickle_bytes: int, *, big_endian: bool = False) -> None:

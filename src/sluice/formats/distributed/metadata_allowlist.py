@@ -1,7 +1,7 @@
 """What the pickle of ``.metadata`` may name: torch's classes for it, as records that hold what they are given.
 
 - ``Metadata``, ``TensorStorageMetadata``, ``ChunkStorageMetadata``, ``MetadataIndex``, ``TensorProperties`` and
-  ``_StorageInfo``: a ``Record`` with the class's name and the state, nothing of which is checked here
+  ``_StorageInfo``: a ``MetadataRecord`` with the class's name and the state, nothing of which is checked here
 - ``BytesStorageMetadata``: ``BYTES``
 - memory formats: ``MEMORY_FORMAT``, whichever it is; ``StorageMeta`` and paths: inert leaves. Nothing of them is used
 - torch's plain values (``_torch_values``)
@@ -17,11 +17,11 @@ from typing import Any, Never
 
 from sluice._errors import FormatError
 from sluice._options import Limits
-from sluice.formats.pickles.unpickler import Constructor, KeyGuard, Pending
-from sluice.formats.torch_save.values import PlainValues
+from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject
+from sluice.formats.torch_save.plain_values import PlainValues
 from sluice.records import Opaque
 
-__all__ = ["BYTES", "MEMORY_FORMAT", "MetadataObjects", "Record"]
+__all__ = ["BYTES", "MEMORY_FORMAT", "MetadataAllowlist", "MetadataRecord"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
@@ -58,7 +58,7 @@ MEMORY_FORMAT = Opaque(qualified_name="torch.memory_format")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class MetadataRecord:
     """An object of one of the classes in ``_RECORDS``."""
 
     #: Name of the class.
@@ -69,11 +69,11 @@ class Record:
 
 class _Keys(KeyGuard):
     def check(self, key: object) -> None:
-        if type(key) is not Record:
+        if type(key) is not MetadataRecord:
             super().check(key)
 
 
-class MetadataObjects:
+class MetadataAllowlist:
     """What the pickle may name; see ``Allowlist``."""
 
     def __init__(self, limits: Limits, pickle_bytes: int) -> None:
@@ -96,10 +96,10 @@ class MetadataObjects:
         raise FormatError("a storage in the metadata")
 
 
-def _begin(kind: str, arguments: tuple[Any, ...]) -> Pending:
+def _begin(kind: str, arguments: tuple[Any, ...]) -> PendingObject:
     if arguments:
         raise FormatError(f"a {kind} that its class would make from arguments")
-    return Pending(finish=partial(Record, kind))
+    return PendingObject(finish=partial(MetadataRecord, kind))
 
 
 def _memory_format(arguments: tuple[Any, ...]) -> Opaque:

@@ -28,18 +28,18 @@ from typing import NamedTuple
 from sluice._dtypes import number_bytes
 from sluice._errors import CheckpointError, FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.archives.zip_directory import Directory, Record, first_names, read_directory
+from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
 from sluice.formats.archives.zip_records import locate_records, read_record, record_checksums
 from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
-from sluice.formats.torch_save.objects import StorageReference, TorchObjects
-from sluice.formats.torch_save.root import check_object
+from sluice.formats.torch_save.allowlist import StorageReference, TorchAllowlist
+from sluice.formats.torch_save.pickled_object import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
 from sluice.records.bulk import records_from_columns
 from sluice.sources.protocol import Source
 
-__all__ = ["TorchZip"]
+__all__ = ["TorchZipFormat"]
 
 #: Versions of the format that torch reads.
 _VERSIONS = range(1, 11)
@@ -60,7 +60,7 @@ _REMEMBERED_BYTES = 1024
 _IMMUTABLE = frozenset({Entry, bool, int, float, str, type(None)})
 
 
-class _Unpickled(NamedTuple):
+class _ParsedObject(NamedTuple):
     """What the pickle of one file gave."""
 
     tree: object
@@ -68,7 +68,7 @@ class _Unpickled(NamedTuple):
     notes: tuple[str, ...]
 
 
-class TorchZip:
+class TorchZipFormat:
     """One file of ``torch.save``; see ``Format``."""
 
     name = "torch-zip"
@@ -83,7 +83,7 @@ class TorchZip:
         """
         self._whole_objects = whole_objects
         self._remembered = remembered
-        self._known: dict[tuple[bytes, bool], _Unpickled] = {}
+        self._known: dict[tuple[bytes, bool], _ParsedObject] = {}
 
     def matches(self, head: bytes) -> bool:
         return head.startswith(b"PK\3\4")
@@ -114,7 +114,7 @@ class TorchZip:
         limits = _limits(index, source.identity.nbytes)
         archive = index.metadata["archive"]
         records = [
-            Record(
+            ZipRecord(
                 name=f"{archive}/data/{storage.key}",
                 header=storage.offset,
                 nbytes=storage.nbytes,
@@ -127,21 +127,23 @@ class TorchZip:
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
         return record_checksums(source, limits)
 
-    def _unpickle(self, source: Source, directory: Directory, limits: Limits, *, big_endian: bool) -> _Unpickled:
+    def _unpickle(
+        self, source: Source, directory: CentralDirectory, limits: Limits, *, big_endian: bool
+    ) -> _ParsedObject:
         record = directory.record("data.pkl")
         assert record is not None  # looked up before
         offset, data = read_record(source, record, limits.header_bytes)
         known = self._known.get((data, big_endian)) if self._remembered else None
         if known is not None:
             return known
-        objects = TorchObjects(limits, len(data), big_endian=big_endian)
+        objects = TorchAllowlist(limits, len(data), big_endian=big_endian)
         unpickler = Unpickler(data, objects, limits=limits, file=source.path, offset=offset)
         tree = unpickler.load()
         if unpickler.end != len(data):
             raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
         whole_objects = self._whole_objects
         tree, notes = check_object(tree, unpickler, objects, limits, source.path, whole_objects=whole_objects)
-        made = _Unpickled(tree, objects.storages, notes)
+        made = _ParsedObject(tree, objects.storages, notes)
         if type(tree) in _IMMUTABLE and len(self._known) < self._remembered and len(data) <= _REMEMBERED_BYTES:
             self._known[data, big_endian] = made
         return made
@@ -153,7 +155,7 @@ def _limits(index: Index, file_bytes: int) -> dict[int, int]:
     return dict(zip(headers, [*headers[1:], file_bytes], strict=True))
 
 
-def _read_metadata(source: Source, directory: Directory, limits: Limits) -> dict[str, str]:
+def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) -> dict[str, str]:
     if "constants.pkl" in directory:
         raise UnsupportedError(
             "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint",
@@ -176,7 +178,7 @@ def _read_metadata(source: Source, directory: Directory, limits: Limits) -> dict
     return {"version": version, "byteorder": byte_order, "archive": directory.archive}
 
 
-def _check_unused(source: Source, record: Record | None, limits: Limits) -> None:
+def _check_unused(source: Source, record: ZipRecord | None, limits: Limits) -> None:
     if record is not None:
         offset, data = read_record(source, record, limits.header_bytes)
         try:
@@ -185,7 +187,7 @@ def _check_unused(source: Source, record: Record | None, limits: Limits) -> None
             raise FormatError(f"record {record.name!r} is not UTF-8", file=source.path, offset=offset) from error
 
 
-def _version(source: Source, directory: Directory) -> str:
+def _version(source: Source, directory: CentralDirectory) -> str:
     name = ".data/version" if ".data/version" in directory else "version"
     version = _word(source, directory, name, default="").removesuffix("\n")
     if not version.isascii() or not version.isdigit() or int(version) not in _VERSIONS:
@@ -193,14 +195,14 @@ def _version(source: Source, directory: Directory) -> str:
     return version
 
 
-def _word(source: Source, directory: Directory, name: str, *, default: str) -> str:
+def _word(source: Source, directory: CentralDirectory, name: str, *, default: str) -> str:
     record = directory.record(name)
     if record is None:
         return default
     return read_record(source, record, _SMALL_RECORD_BYTES)[1].decode("latin1")
 
 
-def _positions(references: Sequence[StorageReference], directory: Directory, file: str) -> list[int]:
+def _positions(references: Sequence[StorageReference], directory: CentralDirectory, file: str) -> list[int]:
     """Return the position of each storage's record in the directory."""
     positions = []
     for reference in references:
@@ -220,7 +222,7 @@ def _positions(references: Sequence[StorageReference], directory: Directory, fil
 
 
 def _storages(
-    references: Sequence[StorageReference], positions: list[int], directory: Directory, *, big_endian: bool
+    references: Sequence[StorageReference], positions: list[int], directory: CentralDirectory, *, big_endian: bool
 ) -> list[Storage]:
     swapped = (number_bytes(reference.element_dtype) if big_endian else 0 for reference in references)
     return records_from_columns(
@@ -236,7 +238,7 @@ def _storages(
 
 
 def _check_unjudged(
-    source: Source, references: Sequence[StorageReference], positions: list[int], directory: Directory
+    source: Source, references: Sequence[StorageReference], positions: list[int], directory: CentralDirectory
 ) -> None:
     """Check the local headers of storages that are followed by a record which is no storage of the index."""
     used = set(positions)

@@ -26,7 +26,7 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._options import Limits
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Opaque, UnsupportedValue
 from sluice.testing import MemorySource
 from sluice.testing._archives import (
@@ -128,7 +128,7 @@ def test_two_keys_that_differ_in_case() -> None:
     value = [tensor_call(storage("a", 1), shape=(1,)), tensor_call(storage("A", 1), shape=(1,))]
     content = torch_archive(value, {"a": bytes(4)})
     with pytest.raises(FormatError):
-        TorchZip().locate(MemorySource(content), index_of(content), [0, 1])
+        TorchZipFormat().locate(MemorySource(content), index_of(content), [0, 1])
 
 
 class Subclass(torch.Tensor):
@@ -237,7 +237,7 @@ def check_edited(content: bytes) -> bool:
     """Return whether an edited file is accepted; then it must be what torch loads, where torch loads it."""
     source = MemorySource(content)
     try:
-        index = TorchZip().read_index(source, Limits())
+        index = TorchZipFormat().read_index(source, Limits())
         comparison = Comparison(source, index)
     except SluiceError as error:
         assert isinstance(error, CheckpointError)

@@ -10,7 +10,7 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice.formats.pickles.unpickler import Unpickler
-from sluice.formats.torch_save.objects import TorchObjects
+from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Entry, Opaque, UnsupportedValue, elements_of
 from sluice.testing._archives import Call, Global, Persistent, Raw, encode, pickled, storage, tensor_call
 from support.pickles import LIMITS, MISSING, load
@@ -18,7 +18,7 @@ from support.pickles import LIMITS, MISSING, load
 
 def test_a_tensor_and_its_storage() -> None:
     data = pickled({"w": tensor_call(storage("7", 10), shape=(2, 3), stride=(4, 1), offset=1, requires_grad=True)})
-    objects = TorchObjects(LIMITS, len(data))
+    objects = TorchAllowlist(LIMITS, len(data))
     tree = Unpickler(data, objects, limits=LIMITS, file="file").load()
     entry = Entry(
         elements=elements_of("float32"), shape=(2, 3), stride=(4, 1), storage=0, storage_offset=1, requires_grad=True
