@@ -1,4 +1,4 @@
-"""Running pickles through the inert unpickler, for the tests of what it gives."""
+"""Helpers that run pickles through the inert unpickler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def machine(data: bytes, limits: Limits = LIMITS) -> Unpickler:
 
 
 def load(value: object, limits: Limits = LIMITS) -> Any:
-    """Return what a pickle, or the pickle of a value, gives once its tree was checked."""
+    """Run a pickle, or the pickle of a value, and return its checked tree."""
     run = machine(value if isinstance(value, bytes) else pickled(value), limits)
     tree = run.load()
     tree = check_tree(tree, limits, "file")

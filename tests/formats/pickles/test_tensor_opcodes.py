@@ -115,7 +115,7 @@ def test_a_second_tensor_with_the_persistent_id_and_hooks_of_the_first() -> None
 
 
 def test_consumed_arguments_cannot_be_fetched() -> None:
-    with pytest.raises(FormatError, match="arguments of a finished call"):
+    with pytest.raises(FormatError, match="arguments of a completed call"):
         load(one_tensor(b"h\x0a"))
 
 

@@ -216,21 +216,21 @@ def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPa
         run.append(unpickler)
         return load(unpickler)
 
-    remembering = TorchZipFormat(remembered=2)
+    caching = TorchZipFormat(max_cached=2)
     values = (torch.ones(3), torch.zeros(3), 0.5, 0.5, [1], [1], 7, 7)
     expected = [index_of(saved(value)) for value in values]
     monkeypatch.setattr(Unpickler, "load", counted)
     runs = []
     for value, index in zip(values, expected, strict=True):
-        assert remembering.read_index(MemorySource(saved(value)), Limits()) == index
+        assert caching.read_index(MemorySource(saved(value)), Limits()) == index
         runs.append(len(run))
     assert runs == [1, 1, 2, 2, 3, 4, 5, 6]  # lists can change, and the memory of two is full
     short = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(16)})
-    remembering = TorchZipFormat(remembered=2)
-    remembering.read_index(MemorySource(short), Limits())
+    caching = TorchZipFormat(max_cached=2)
+    caching.read_index(MemorySource(short), Limits())
     wrong = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(12)})
-    with pytest.raises(FormatError, match="another size than the pickle declares"):
-        remembering.read_index(MemorySource(wrong), Limits())
+    with pytest.raises(FormatError, match="does not match the pickle"):
+        caching.read_index(MemorySource(wrong), Limits())
 
 
 def test_located_storages_are_not_located_again() -> None:
@@ -259,7 +259,7 @@ def test_a_local_header_changed_after_indexing() -> None:
 def test_the_last_storage_is_checked_while_indexing() -> None:
     content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
     content[content.find(b"archive/data/1") - 2] += 64  # its padding, so that it reaches into the next record
-    with pytest.raises(FormatError, match="reaches into what follows"):
+    with pytest.raises(FormatError, match="overlaps the next record"):
         index_of(bytes(content))
 
 
@@ -267,5 +267,5 @@ def test_padding_that_reaches_into_the_next_storage() -> None:
     content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
     content[content.find(b"archive/data/0") - 2] += 64
     index = index_of(bytes(content))
-    with pytest.raises(FormatError, match="reaches into what follows"):
+    with pytest.raises(FormatError, match="overlaps the next record"):
         TorchZipFormat().locate(MemorySource(bytes(content)), index, [0])

@@ -1,11 +1,11 @@
-"""The nested object of a distributed checkpoint, from the flat names of its items and the paths that they had.
+"""Reconstruction of the nested object of a distributed checkpoint from the names and paths of its items.
 
-torch flattens what it saves: ``{"optim": {"state": {0: {"step": t}}}}`` becomes the item ``optim.state.0.step`` with
-the path ``("optim", "state", "0", "step")``, which spells its name. Keys of dicts are text in a path, positions in
-lists are integers. An item without a path stands at the top under its name. Empty containers leave no trace; a position
-in a list that no item has is None, as torch rebuilds it.
+torch flattens the object on saving: ``{"optim": {"state": {0: {"step": t}}}}`` becomes the item ``optim.state.0.step``
+with the path ``("optim", "state", "0", "step")``. In a path, dict keys are text and list positions are integers. An
+item without a path is at the top level under its name. Empty containers are lost, and missing list positions are None,
+as in torch.
 
-Bounds: the length of a path (``Limits.depth``) and the lengths of all lists together (``Limits.entries``).
+Limits: the length of a path (``Limits.depth``), and the total length of all lists (``Limits.entries``).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ __all__ = ["unflatten"]
 
 
 class _Dict(dict[Any, Any]):
-    """A dict that a path leads through, not one that an item holds."""
+    """A dict on the path of an item, as opposed to a dict that is the value of an item."""
 
 
 class _List(dict[Any, Any]):
-    """A list that a path leads through, by position."""
+    """A list on the path of an item, by position."""
 
 
 def unflatten(
@@ -34,57 +34,57 @@ def unflatten(
     """Return the nested object.
 
     Args:
-        values: The value of each item, by its flat name.
-        paths: The path of each item, by its flat name; items may be missing.
+        values: Value of each item, by flat name.
+        paths: Path of each item, by flat name; items may be missing.
         limits: Bounds on depth and length.
-        file: The file that holds the paths, for messages.
+        file: Path of the file that holds the paths, for error messages.
 
     Raises:
-        FormatError: A path is not made of text and positions, or two of them contradict each other.
+        FormatError: A path has invalid components, or two paths conflict.
         LimitError: The object is deeper or longer than the limits allow.
     """
     root: dict[str, Any] = _Dict()
-    made: list[tuple[Any, object, Any]] = []
+    containers: list[tuple[Any, object, Any]] = []
     for name, value in values.items():
-        path = _checked(name, paths.get(name, (name,)), limits, file)
+        path = _checked_path(name, paths.get(name, (name,)), limits, file)
         container = root
         for key, following in pairwise(path):
             kind = _List if type(following) is int else _Dict
             if key not in container:
                 container[key] = kind()
-                made.append((container, key, container[key]))
+                containers.append((container, key, container[key]))
             container = container[key]
             if type(container) is not kind:
-                raise FormatError("the paths of two items contradict each other", file=file, tensor=name, found=path)
+                raise FormatError("the paths of two items conflict", file=file, tensor=name, found=path)
         if path[-1] in container:
-            raise FormatError("the paths of two items contradict each other", file=file, tensor=name, found=path)
+            raise FormatError("the paths of two items conflict", file=file, tensor=name, found=path)
         container[path[-1]] = value
-    _check_lengths(made, limits, file)
-    for parent, key, container in reversed(made):  # those inside come later than those around them
+    _check_lengths(containers, limits, file)
+    for parent, key, container in reversed(containers):  # inner containers follow outer ones in the list
         parent[key] = dict(container) if type(container) is _Dict else _as_list(container)
     return dict(root)
 
 
-def _checked(name: str, path: object, limits: Limits, file: str) -> tuple[Any, ...]:
+def _checked_path(name: str, path: object, limits: Limits, file: str) -> tuple[Any, ...]:
     if type(path) not in (tuple, list) or not path:
-        raise FormatError("the path of an item is no tuple", file=file, tensor=name)
+        raise FormatError("the path of an item is not a tuple", file=file, tensor=name)
     assert isinstance(path, (tuple, list))
     if len(path) > limits.depth:
         expected = f"at most {limits.depth} levels (depth)"
-        raise LimitError("an item nests too deep", file=file, tensor=name, expected=expected, found=len(path))
+        raise LimitError("an item is nested too deeply", file=file, tensor=name, expected=expected, found=len(path))
     for key in path:
         if type(key) is not str and (type(key) is not int or key < 0):
-            problem = "the path of an item is made of something other than text and positions"
+            problem = "the path of an item has a component that is neither text nor a list position"
             raise FormatError(problem, file=file, tensor=name)
     if type(path[0]) is not str:
-        raise FormatError("the path of an item starts with a position", file=file, tensor=name)
+        raise FormatError("the path of an item starts with a list position", file=file, tensor=name)
     if ".".join(map(str, path)) != name:
-        raise FormatError("the path of an item does not spell its name", file=file, tensor=name, found=path)
+        raise FormatError("the path of an item does not match its name", file=file, tensor=name, found=path)
     return tuple(path)
 
 
-def _check_lengths(made: list[tuple[Any, object, Any]], limits: Limits, file: str) -> None:
-    total = sum(max(container) + 1 for _, _, container in made if type(container) is _List)
+def _check_lengths(containers: list[tuple[Any, object, Any]], limits: Limits, file: str) -> None:
+    total = sum(max(container) + 1 for _, _, container in containers if type(container) is _List)
     if total > limits.entries:
         expected = f"at most {limits.entries} (entries)"
         raise LimitError("the lists of the checkpoint are too long", file=file, expected=expected, found=total)

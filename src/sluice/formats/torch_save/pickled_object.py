@@ -1,4 +1,4 @@
-"""What zip and legacy files of ``torch.save`` have in common: the object that their pickle holds."""
+"""Checks of the unpickled object of a ``torch.save`` file, shared by the zip and legacy formats."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from sluice.records import Opaque, UnsupportedValue
 
 __all__ = ["check_object"]
 
-#: Names of objects that a note lists.
-_NAMES_IN_NOTE = 5
+#: Maximum number of names in a note.
+_MAX_NAMES = 5
 
 
 def check_object(
     tree: object,
     unpickler: Unpickler,
-    objects: TorchAllowlist,
+    allowlist: TorchAllowlist,
     limits: Limits,
     file: str,
     *,
     whole_objects: bool = False,
 ) -> tuple[object, tuple[str, ...]]:
-    """Check the object of a file; return it, and notes on what of it is not kept.
+    """Check the object of a file; return it, and notes on the parts that are dropped.
 
     Args:
         tree: The object.
-        unpickler: What made it.
-        objects: What it was allowed to name.
-        limits: Bounds on its depth and size.
-        file: The file, for messages.
-        whole_objects: Whether it may be an object of some class itself: one of many values, not a file by itself.
+        unpickler: The unpickler that built it.
+        allowlist: The allowlist of that unpickler.
+        limits: Bounds on depth and size.
+        file: Path of the file, for error messages.
+        whole_objects: Whether to accept a pickled object of an arbitrary class, as an inert leaf.
 
     Raises:
-        CheckpointError: A value in it could not be built, or was dropped by the pickle after it could not be built.
-        UnsafeContentError: It is a whole object of some class, so that there is nothing to open the file for.
+        CheckpointError: A value could not be built, whether or not it is part of the tree.
+        UnsafeContentError: The file holds a pickled object of an arbitrary class instead of plain data.
     """
     tree = check_tree(tree, limits, file)
-    if unpickler.refusal is not None:  # of a value that did not reach the tree
+    if unpickler.refusal is not None:  # a refused value that is not part of the tree
         raise unpickler.refusal.error
     if isinstance(tree, Opaque) and not (whole_objects or isinstance(tree, UnsupportedValue)):
-        raise UnsafeContentError(f"the file holds a whole {tree.qualified_name} object, not a state dict", file=file)
-    return tree, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], objects)
+        raise UnsafeContentError(f"the file holds a pickled {tree.qualified_name} object, not a state dict", file=file)
+    return tree, _notes([leaf.qualified_name for leaf in unpickler.opaque.values()], allowlist)
 
 
-def _notes(opaque: list[str], objects: TorchAllowlist) -> tuple[str, ...]:
+def _notes(opaque: list[str], allowlist: TorchAllowlist) -> tuple[str, ...]:
     notes = []
     if opaque:
-        names = ", ".join(opaque[:_NAMES_IN_NOTE]) + (", ..." if len(opaque) > _NAMES_IN_NOTE else "")
+        names = ", ".join(opaque[:_MAX_NAMES]) + (", ..." if len(opaque) > _MAX_NAMES else "")
         notes.append(f"The file names {names}: sluice neither imports nor builds them.")
-    if objects.attributes_dropped:
-        notes.append(f"{objects.attributes_dropped} Python attributes of tensors are not kept.")
+    if allowlist.attributes_dropped:
+        notes.append(f"{allowlist.attributes_dropped} Python attributes of tensors are not kept.")
     return tuple(notes)

@@ -1,4 +1,12 @@
-"""Checks of the object that a pickle gave, before anything walks it without bounds."""
+"""Checks of an unpickled object that make it safe to walk: bounded depth, bounded size, no cycles, no placeholders.
+
+A pickle of a kilobyte can describe 2**40 leaves: lists that hold the next list twice, or a list that holds itself. Each
+container is therefore visited once, regardless of the number of places where it appears, and later places only add the
+size recorded on the first visit.
+
+Limits: ``Limits.depth`` levels of containers, and ``Limits.repeats`` values in containers that appear again. Long
+dotted names count as several values, because every repeated value repeats its name.
+"""
 
 from __future__ import annotations
 
@@ -18,61 +26,60 @@ __all__ = ["check_tree"]
 
 _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple})
 
-#: Sets hold nothing but plain values: they are leaves here.
+#: Types of leaves. Sets are leaves, because they hold only plain values.
 _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry, TorchSize, TorchText}
 )
 
+_BARE_STORAGE = "a storage that is not viewed by a tensor"
 
-_BARE_STORAGE = "a storage that no tensor views"
-
-#: Characters of a dotted name for which a value counts once more against ``Limits.repeats``.
+#: Length of a dotted name, in characters, that counts as one more value against ``Limits.repeats``.
 _NAME_CHARACTERS = 64
 
-#: What a position in a list takes in it.
+#: Assumed length of a list position in a dotted name, in characters.
 _POSITION_CHARACTERS = 8
 
 
-class _Below(NamedTuple):
-    """What lies below a container."""
+class _Extent(NamedTuple):
+    """The extent of the subtree below a container."""
 
     #: Levels of containers.
     height: int = 0
-    #: Containers and leaves, each counted for every place where it appears.
+    #: Number of containers and leaves, each counted once for every place where it appears.
     places: int = 0
-    #: Characters of their dotted names from the container on, together.
+    #: Total length of their dotted names relative to the container, in characters.
     characters: int = 0
 
 
 @dataclass(slots=True)
 class _Visit:
-    """A container on the way from the root to the place that is being looked at."""
+    """A container on the path from the root to the current value."""
 
+    #: The container.
     container: object
+    #: Keys and values of the children not visited yet.
     children: Iterator[tuple[object, object]]
-    #: What was found below it so far.
-    below: _Below
-    #: Characters of its own dotted name.
+    #: Extent of the children visited so far.
+    extent: _Extent
+    #: Length of the dotted name of the container, in characters.
     prefix: int = 0
-    #: Key of the child that is being looked at.
+    #: Key of the current child.
     key: object = ""
-    #: What replaces elements of a tuple, by position.
+    #: Replacements of elements of a tuple, by position.
     replacements: dict[object, object] = field(default_factory=dict)
 
 
 def check_tree(tree: object, limits: Limits, file: str) -> object:
-    """Check that walking ``tree`` ends, at a bounded depth and after a bounded number of steps.
-
-    A pickle of a kilobyte can describe 2**40 leaves, by lists that hold the next one twice, or a list inside itself.
-    Here each container is visited once, whatever the number of places where it appears.
+    """Check that a walk of ``tree`` ends after a bounded number of steps at a bounded depth.
 
     Returns:
-        The same tree, in which storages that no tensor views are leaves that say so.
+        The tree, in which bare storages are replaced by ``UnsupportedValue`` leaves.
 
     Raises:
-        FormatError: A value could not be built; names its place.
-        UnsupportedError: A container holds itself, or the tree is a storage and nothing else.
-        LimitError: It is deeper than ``limits.depth``, or shared containers make it larger than ``limits.repeats``.
+        FormatError: A value could not be built; the error has its name.
+        UnsupportedError: A container contains itself, or the tree is a bare storage.
+        LimitError: The tree is deeper than ``limits.depth``, or shared containers repeat more than ``limits.repeats``
+            values.
     """
     return _TreeCheck(limits, file).run(tree)
 
@@ -82,102 +89,107 @@ class _TreeCheck:
         self._limits = limits
         self._file = file
         self._path: list[_Visit] = []
-        #: Containers on the path, by identity.
+        #: Ids of the containers on the path.
         self._open: set[int] = set()
-        #: What lies below the containers that were visited, by identity; ``_kept`` and the tree keep them alive.
-        self._finished: dict[int, _Below] = {}
-        #: Tuples that were made anew, by the identity of the old ones, and those.
-        self._remade: dict[int, object] = {}
+        #: Extents of the visited containers, by id; the tree and ``_kept`` keep the containers alive.
+        self._visited: dict[int, _Extent] = {}
+        #: Tuples with replaced elements, by the id of the original tuple.
+        self._replaced_tuples: dict[int, object] = {}
+        #: The original tuples.
         self._kept: list[object] = []
+        #: Number of repeated values so far.
         self._repeats = 0
 
     def run(self, tree: object) -> object:
         path = self._path
         root = [tree]
-        path.append(_Visit(container=root, children=iter([(0, tree)]), below=_Below()))
+        path.append(_Visit(container=root, children=iter([(0, tree)]), extent=_Extent()))
         while path:
             visit = path[-1]
             for key, child in visit.children:
                 visit.key = key
                 kind = type(child)
                 if kind in _CONTAINERS or (kind is Entry and child.attributes is not None):  # type: ignore[attr-defined]
-                    if id(child) not in self._finished:
+                    if id(child) not in self._visited:
                         self._enter(child)
                         break
                     self._repeat(visit, child)
                 elif not (kind in _LEAVES or issubclass(kind, Opaque)):
-                    self._replace(visit, self._stand_in(child))
+                    self._replace(visit, self._replacement(child))
             else:
                 self._leave()
         return root[0]
 
     def _enter(self, container: object) -> None:
         if id(container) in self._open:
-            raise UnsupportedError("a container holds itself", file=self._file, tensor=self._name())
+            raise UnsupportedError("a container contains itself", file=self._file, tensor=self._name())
         parent = self._path[-1]
         prefix = parent.prefix + _characters(parent.key) if len(self._path) > 1 else 0
-        below = _Below(0, *_own_size(container))
-        self._path.append(_Visit(container=container, children=_children(container), prefix=prefix, below=below))
+        extent = _Extent(0, *_own_size(container))
+        self._path.append(_Visit(container=container, children=_children(container), prefix=prefix, extent=extent))
         self._open.add(id(container))
         self._check_depth(0)
 
     def _leave(self) -> None:
         visit = self._path.pop()
-        old = visit.container
-        self._open.discard(id(old))
+        container = visit.container
+        self._open.discard(id(container))
         if not self._path:
             return
-        self._finished[id(old)] = visit.below
+        self._visited[id(container)] = visit.extent
         if visit.replacements:
-            assert isinstance(old, tuple)
-            self._kept.append(old)
-            self._remade[id(old)] = tuple(visit.replacements.get(at, value) for at, value in enumerate(old))
-        self._add(self._path[-1], old)
+            assert isinstance(container, tuple)
+            self._kept.append(container)
+            self._replaced_tuples[id(container)] = tuple(
+                visit.replacements.get(position, value) for position, value in enumerate(container)
+            )
+        self._add(self._path[-1], container)
 
     def _repeat(self, visit: _Visit, container: object) -> None:
-        below = self._finished[id(container)]
+        extent = self._visited[id(container)]
         name = visit.prefix + _characters(visit.key)
-        self._repeats += 1 + below.places + (below.places * name + below.characters) // _NAME_CHARACTERS
+        self._repeats += 1 + extent.places + (extent.places * name + extent.characters) // _NAME_CHARACTERS
         if self._repeats > self._limits.repeats:
             problem = (
-                f"the checkpoint has more than {self._limits.repeats} values that stand at several places (repeats)"
+                f"the checkpoint has more than {self._limits.repeats} repeated values in shared containers (repeats)"
             )
             raise LimitError(problem, file=self._file, tensor=self._name() or None)
         self._add(visit, container)
 
     def _add(self, visit: _Visit, container: object) -> None:
-        """Add what lies below a container that was visited to that which holds it."""
-        height, places, characters = self._finished[id(container)]
-        own = visit.below
-        characters += own.characters + places * _characters(visit.key)
-        visit.below = _Below(max(own.height, height + 1), own.places + places, characters)
-        self._check_depth(visit.below.height)
-        if id(container) in self._remade:
-            self._replace(visit, self._remade[id(container)])
+        """Add the extent of a visited container to the extent of its parent."""
+        height, places, characters = self._visited[id(container)]
+        parent = visit.extent
+        characters += parent.characters + places * _characters(visit.key)
+        visit.extent = _Extent(max(parent.height, height + 1), parent.places + places, characters)
+        self._check_depth(visit.extent.height)
+        if id(container) in self._replaced_tuples:
+            self._replace(visit, self._replaced_tuples[id(container)])
 
     def _check_depth(self, height: int) -> None:
-        if len(self._path) - 1 + height > self._limits.depth:  # the root of the path is no container of the tree
+        if len(self._path) - 1 + height > self._limits.depth:  # the path starts with a list around the tree
             raise LimitError(f"the checkpoint nests deeper than {self._limits.depth} levels", file=self._file)
 
     def _replace(self, visit: _Visit, value: object) -> None:
-        """Put ``value`` in the place of the child that is being looked at."""
+        """Replace the current child by ``value``."""
         container: Any = visit.container
         if type(container) is tuple:
             visit.replacements[visit.key] = value
         elif type(container) is Entry:
-            container.attributes[visit.key] = value  # type: ignore[index]  # it has some, or would not be visited
+            container.attributes[visit.key] = value  # type: ignore[index]  # only entries with attributes are visited
         elif visit.key is _METADATA:
             container._metadata = value  # noqa: SLF001 - torch's own name
         else:
             container[visit.key] = value
 
-    def _stand_in(self, leaf: object) -> UnsupportedValue:
+    def _replacement(self, leaf: object) -> UnsupportedValue:
+        """Return the leaf that replaces a bare storage; raise the error of any other placeholder."""
         if isinstance(leaf, Refusal):
             leaf.error.tensor = self._name() or None
             raise leaf.error
         if not isinstance(leaf, StorageReference):
-            raise FormatError("an object without its state", file=self._file, tensor=self._name() or None)
-        if len(self._path) == 1:  # there is nothing else to open the file for
+            raise FormatError("an object has no state", file=self._file, tensor=self._name() or None)
+        if len(self._path) == 1:  # the file holds nothing else
             raise UnsupportedError(_BARE_STORAGE, file=self._file)
         return UnsupportedValue(qualified_name=f"torch.storage of {leaf.dtype}", reason=_BARE_STORAGE, file=self._file)
 
@@ -186,7 +198,7 @@ class _TreeCheck:
 
 
 class _Metadata(str):
-    """The key under which the versions of modules are visited: an attribute of a state dict, not an item."""
+    """Key of the ``_metadata`` attribute of a state dict (module versions), as opposed to an item of that name."""
 
     __slots__ = ()
 
@@ -195,14 +207,14 @@ _METADATA = _Metadata("_metadata")
 
 
 def _characters(key: object) -> int:
-    """Return how much a key adds to a dotted name, about; ``component`` bounds those of odd types."""
+    """Return the approximate length that a key adds to a dotted name; ``component`` bounds keys of other types."""
     if isinstance(key, str):
         return 1 + len(key)
     return _POSITION_CHARACTERS if type(key) is int else _NAME_CHARACTERS
 
 
 def _own_size(container: Any) -> tuple[int, int]:
-    """Return the number of children of a container, and the characters of their keys."""
+    """Return the number of children of a container, and the total length of their keys in characters."""
     if isinstance(container, Entry):
         container = container.attributes
     names = sum(map(len, filter(_is_text, container))) if isinstance(container, dict) else 0
