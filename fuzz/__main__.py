@@ -1,6 +1,6 @@
-"""Fuzz one target for a while: ``python -m fuzz TARGET --seconds 60``. Findings are written to ``fuzz/findings``.
+"""Fuzz one target for a given time: ``python -m fuzz TARGET --seconds 60``. Findings are written to ``fuzz/findings``.
 
-A finding is run again with ``python -m fuzz TARGET FILE``.
+To run a finding again: ``python -m fuzz TARGET FILE``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import atheris
 with atheris.instrument_imports(include=["sluice"]):
     from fuzz import targets
 
-#: Resident memory of the whole process, interpreter included.
-_MOST_MIB = 768
+#: Maximum resident memory of the process in MiB, interpreter included.
+_MAX_MIB = 768
 
-#: Wall-clock seconds after which an input counts as a hang, on a machine that may be busy.
+#: Wall-clock time after which an input counts as a hang, in seconds; generous, because the machine may be busy.
 _HANG_SECONDS = 20
 
-#: Longer inputs say nothing that shorter ones cannot.
-_MOST_INPUT_BYTES = 8192
+#: Maximum size of an input, in bytes. Longer inputs find nothing that shorter ones cannot.
+_MAX_INPUT_BYTES = 8192
 
 _HERE = Path(__file__).parent
 
@@ -39,10 +39,10 @@ def main() -> None:
         corpus = arguments.files or [grown, str(_HERE / "corpus" / arguments.target)]
         options = {
             "artifact_prefix": f"{findings}/{arguments.target}-",
-            "max_len": _MOST_INPUT_BYTES,
+            "max_len": _MAX_INPUT_BYTES,
             "max_total_time": arguments.seconds,
             "print_final_stats": 1,
-            "rss_limit_mb": _MOST_MIB,
+            "rss_limit_mb": _MAX_MIB,
             "timeout": _HANG_SECONDS,
         }
         flags = [f"-{name}={value}" for name, value in options.items()]

@@ -1,4 +1,4 @@
-"""Writes the seed corpora: ``python -m fuzz.seeds``. Small honest files of each kind, and a few odd ones."""
+"""Write the seed corpora (``python -m fuzz.seeds``): small valid files of each format, and a few unusual ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _safetensors(header: object, nbytes: int) -> bytes:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """Return the inputs to start from for each target."""
+    """Return the seed inputs of each target."""
     pair = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     plain = {"a": [1, 2.5, None, True, "é", b"x", (1, (2,)), {3: 4}], "n": -(2**70)}
     state = {
@@ -65,7 +65,7 @@ def seeds() -> dict[str, list[bytes]]:
             torch_archive(state, {"0": bytes(24)}, records={".format_version": b"1", ".storage_alignment": b"64"}),
             build_archive(records, zip64=True),
             build_archive([ArchiveRecord(name=b"a/b", data=b"x", method=8)]),
-            build_archive([ArchiveRecord(name=b"\x95/b")]),  # once an escape: a UnicodeDecodeError
+            build_archive([ArchiveRecord(name=b"\x95/b")]),  # raised a UnicodeDecodeError once
         ],
         "pickle_program": [
             pickled(state),

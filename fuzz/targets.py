@@ -1,7 +1,7 @@
-"""What is fuzzed: functions of bytes that return, or raise an error of sluice's own tree. Nothing here needs torch.
+"""Fuzz targets: functions of bytes that either return or raise a ``CheckpointError``. None of them needs torch.
 
-Any other exception is a finding; so is an input that takes more than ``MOST_SECONDS``. The runner adds a limit on
-memory.
+Any other exception is a finding, and so is an input that takes more than ``MAX_SECONDS``. The runner adds a memory
+limit.
 """
 
 from __future__ import annotations
@@ -18,69 +18,69 @@ from sluice.formats.detection import detect
 from sluice.formats.distributed.metadata import read_metadata
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Format
-from sluice.formats.safetensors.reader import Safetensors
+from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.shard_index import parse_shard_index
-from sluice.formats.torch_save.legacy import Legacy
-from sluice.formats.torch_save.objects import TorchObjects
-from sluice.formats.torch_save.root import check_object
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.torch_save.allowlist import TorchAllowlist
+from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
+from sluice.formats.torch_save.pickled_object import check_object
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.testing import MemorySource
 
-__all__ = ["MOST_SECONDS", "TARGETS", "run"]
+__all__ = ["MAX_SECONDS", "TARGETS", "run"]
 
-#: Processor time of one input: seconds of wall-clock time would blame it for what else the machine does.
-MOST_SECONDS = 1.0
+#: Maximum processor time of one input, in seconds. Wall-clock time would also count other work of the machine.
+MAX_SECONDS = 1.0
 
 _LIMITS = Limits()
 
 
 def safetensors_header(data: bytes) -> None:
-    """A whole safetensors file; its first eight bytes are set to the length of the rest, so that the rest is read."""
-    _index(Safetensors(), data)
-    _index(Safetensors(), max(0, len(data) - 8).to_bytes(8, "little") + data[8:])
+    """Parse a safetensors file, unchanged and with a length field that matches the remaining bytes."""
+    _index(SafetensorsFormat(), data)
+    _index(SafetensorsFormat(), max(0, len(data) - 8).to_bytes(8, "little") + data[8:])
 
 
 def zip_directory(data: bytes) -> None:
-    """A zip archive: its directory, all local headers, and as a file of torch."""
+    """Parse a zip archive: its central directory, all local headers, and then as a ``torch.save`` file."""
     source = MemorySource(data)
     with suppress(CheckpointError):
         directory = read_directory(source, _LIMITS)
         records = [directory.record(name) for name in directory.positions]
         locate_records(source, [record for record in records if record is not None])
-    _index(TorchZip(), data)
+    _index(TorchZipFormat(), data)
 
 
 def pickle_program(data: bytes) -> None:
-    """The pickle of a torch file."""
-    objects = TorchObjects(_LIMITS, len(data))
-    unpickler = Unpickler(data, objects, limits=_LIMITS, file="memory")
+    """Run the pickle of a ``torch.save`` file."""
+    allowlist = TorchAllowlist(_LIMITS, len(data))
+    unpickler = Unpickler(data, allowlist, limits=_LIMITS, file="memory")
     with suppress(CheckpointError):
-        check_object(unpickler.load(), unpickler, objects, _LIMITS, "memory")
+        check_object(unpickler.load(), unpickler, allowlist, _LIMITS, "memory")
 
 
 def legacy_file(data: bytes) -> None:
-    """A legacy file of torch, or whatever ``detect`` takes it for."""
-    _index(Legacy(), data)
+    """Parse a legacy ``torch.save`` file, and then with the format that ``detect`` returns."""
+    _index(TorchLegacyFormat(), data)
     with suppress(CheckpointError):
         _index(detect(MemorySource(data)), data)
 
 
 def shard_index(data: bytes) -> None:
-    """The JSON index of a sharded checkpoint."""
+    """Parse the JSON index of a sharded checkpoint."""
     with suppress(CheckpointError):
         parse_shard_index(data, "memory", _LIMITS)
 
 
 def dcp_metadata(data: bytes) -> None:
-    """The metadata of a torch.distributed.checkpoint directory."""
+    """Parse the metadata of a torch.distributed.checkpoint directory."""
     with suppress(CheckpointError):
         read_metadata(MemorySource(data), _LIMITS)
 
 
-def _index(one: Format, data: bytes) -> None:
+def _index(file_format: Format, data: bytes) -> None:
     with suppress(CheckpointError), closing(MemorySource(data)) as source:
-        index = one.read_index(source, _LIMITS)
-        one.locate(source, index, range(len(index.storages)))
+        index = file_format.read_index(source, _LIMITS)
+        file_format.locate(source, index, range(len(index.storages)))
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
@@ -90,15 +90,15 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 
 def run(name: str, data: bytes) -> None:
-    """Give an input to a target.
+    """Run one target on an input.
 
     Raises:
-        AssertionError: It took too long.
+        AssertionError: The target took longer than ``MAX_SECONDS``.
     """
     started = time.process_time()
     TARGETS[name](data)
     seconds = time.process_time() - started
-    assert seconds <= MOST_SECONDS, f"{seconds:.2f} s for an input of {len(data)} bytes"
+    assert seconds <= MAX_SECONDS, f"{seconds:.2f} s for an input of {len(data)} bytes"
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ KINDS: Mapping[str, Callable[[], torch.Tensor]] = {
     "a nested tensor": nested,
     "a tensor subclass": lambda: torch.eye(3).as_subclass(Tagged),
     "a tensor on the meta device": lambda: torch.empty(3, device="meta"),
-    "less than a byte an element": packed,
+    "elements smaller than a byte": packed,
 }
 
 
@@ -198,5 +198,5 @@ def test_inspect_lists_it(tmp_path: Path) -> None:
 
 def test_too_many(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", [torch.empty(3, device="meta") for _ in range(20)])
-    with pytest.raises(sluice.LimitError, match="10 values that sluice does not read"):
+    with pytest.raises(sluice.LimitError, match="10 unsupported values"):
         sluice.open(path, limits=sluice.Limits(entries=10))

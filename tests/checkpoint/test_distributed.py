@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import sluice
 from sluice.api.checkpoint import Checkpoint
 from sluice.entries import tree as _tree
-from sluice.formats.distributed.cover import first_miscount
+from sluice.formats.distributed.exact_cover import first_miscount
 from sluice.formats.distributed.items import Item, ItemReader
 from sluice.sources.directory import LocalDirectory
 from sluice.sources.local import LocalFile

@@ -99,25 +99,29 @@ def test_metadata_that_names_something_else(tmp_path: Path, value: object) -> No
 @pytest.mark.parametrize(
     ("data", "kind", "problem"),
     [
-        (pickled({"w": 1}), FormatError, "the metadata is no Metadata"),
-        (pickled(Call(Global("torch.distributed.checkpoint.metadata", "Metadata"))), FormatError, "no Metadata"),
+        (pickled({"w": 1}), FormatError, "the metadata is not a Metadata"),
+        (pickled(Call(Global("torch.distributed.checkpoint.metadata", "Metadata"))), FormatError, "a Metadata"),
         (pickled(Call(Global("torch.distributed.checkpoint.metadata", "Metadata"), (1,))), FormatError, "arguments"),
-        (pickled(Call(Global("torch.distributed.checkpoint.metadata", "Metadata"), (), 5)), FormatError, "no Metadata"),
+        (
+            pickled(Call(Global("torch.distributed.checkpoint.metadata", "Metadata"), (), 5)),
+            FormatError,
+            "not a Metadata",
+        ),
         (distributed_metadata({}, {}) + b"x", FormatError, "bytes follow"),
         (distributed_metadata({}, {})[:-1], TruncatedError, "ends before its STOP"),
         (b"{}", FormatError, "not a pickle"),
         (b"", TruncatedError, "empty"),
-        (distributed_metadata([], {}), FormatError, "state_dict_metadata of the metadata is no dictionary"),
-        (distributed_metadata({}, None), FormatError, "storage_data of the metadata is no dictionary"),
-        (distributed_metadata({}, {}, paths=[1]), FormatError, "planner_data of the metadata is no dictionary"),
-        (distributed_metadata({1: value_metadata()}, {}), FormatError, "name of an item is no text"),
-        (distributed_metadata({"w": value_metadata()}, {}), FormatError, "a value is stored nowhere"),
-        (distributed_metadata({"w": 1}, {}), FormatError, "is no TensorStorageMetadata"),
-        (distributed_metadata({}, {"w": place("f", 0, 30)}), FormatError, "is no MetadataIndex"),
+        (distributed_metadata([], {}), FormatError, "state_dict_metadata of the metadata is not a dictionary"),
+        (distributed_metadata({}, None), FormatError, "storage_data of the metadata is not a dictionary"),
+        (distributed_metadata({}, {}, paths=[1]), FormatError, "planner_data of the metadata is not a dictionary"),
+        (distributed_metadata({1: value_metadata()}, {}), FormatError, "name of an item is not text"),
+        (distributed_metadata({"w": value_metadata()}, {}), FormatError, "a value has no stored item"),
+        (distributed_metadata({"w": 1}, {}), FormatError, "is not a TensorStorageMetadata"),
+        (distributed_metadata({}, {"w": place("f", 0, 30)}), FormatError, "is not a MetadataIndex"),
         (distributed_metadata({}, {index_key(1): place("f", 0, 30)}), FormatError, "has no name"),
-        (distributed_metadata({}, {index_key("w"): 1}), FormatError, "is no _StorageInfo"),
-        (distributed_metadata({}, {index_key("w", ("0",)): place("f", 0, 9)}), FormatError, "torch.Size of something"),
-        (distributed_metadata({}, Raw(pickled(b"q")[2:-1] + b"Q")), FormatError, "storage in the metadata"),
+        (distributed_metadata({}, {index_key("w"): 1}), FormatError, "is not a _StorageInfo"),
+        (distributed_metadata({}, {index_key("w", ("0",)): place("f", 0, 9)}), FormatError, "torch.Size holds a value"),
+        (distributed_metadata({}, Raw(pickled(b"q")[2:-1] + b"Q")), FormatError, "metadata refers to a storage"),
     ],
 )
 def test_metadata_that_is_none(tmp_path: Path, data: bytes, kind: type[CheckpointError], problem: str) -> None:
@@ -195,13 +199,13 @@ def test_no_transforms(tmp_path: Path) -> None:
         (place(FILE, 0.5, 30), "malformed"),
         (place(FILE, True, 30), "malformed"),
         (place(None, 0, 30), "malformed"),
-        (place(FILE, 1, len(item(torch.ones(2, 3)))), "reaches past the end"),
-        (place(FILE, 2**62, 2**62), "reaches past the end"),
-        (place(FILE, 0, 10**40), "reaches past the end"),
-        (place(FILE, 10**40, 30), "reaches past the end"),
+        (place(FILE, 1, len(item(torch.ones(2, 3)))), "extends past the end"),
+        (place(FILE, 2**62, 2**62), "extends past the end"),
+        (place(FILE, 0, 10**40), "extends past the end"),
+        (place(FILE, 10**40, 30), "extends past the end"),
         (place(FILE, 0, 21), "too short"),
         (place(FILE, 0, 0), "too short"),
-        (place(FILE, 4, 400), "no torch.save file"),
+        (place(FILE, 4, 400), "not a torch.save file"),
         (place("other.distcp", 0, 30), "do not exist"),
     ],
 )
@@ -286,7 +290,7 @@ def test_items_that_overlap(tmp_path: Path) -> None:
         described(tmp_path, {"v": tensor_metadata((2, 3), [WHOLE]), "w": tensor_metadata((2, 3), [WHOLE])}, stored)
     )
     assert isinstance(error, FormatError)
-    assert "starts inside another" in error.problem
+    assert "overlaps the previous item" in error.problem
 
 
 def test_an_item_that_is_stored_twice(tmp_path: Path) -> None:
@@ -306,23 +310,23 @@ def boxes(*pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> list[Raw]:
 @pytest.mark.parametrize(
     ("tensor", "kind", "problem"),
     [
-        (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)))), FormatError, "leave a hole"),
+        (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)))), FormatError, "leave a gap"),
         (tensor_metadata((2, 3), boxes(((0, 0), (2, 3)), ((0, 0), (2, 3)))), FormatError, "overlap"),
         (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)), ((0, 0), (1, 3)))), FormatError, "overlap"),
-        (tensor_metadata((2, 3), boxes(((0, 1), (2, 2)))), FormatError, "leave a hole"),
-        (tensor_metadata((2, 3), boxes(((0, 0), (0, 3)))), FormatError, "leave a hole"),
-        (tensor_metadata((2, 3), boxes(((1, 0), (2, 3)))), FormatError, "reaches out of its tensor"),
-        (tensor_metadata((2, 3), boxes(((0,), (2,)))), FormatError, "reaches out of its tensor"),
+        (tensor_metadata((2, 3), boxes(((0, 1), (2, 2)))), FormatError, "leave a gap"),
+        (tensor_metadata((2, 3), boxes(((0, 0), (0, 3)))), FormatError, "leave a gap"),
+        (tensor_metadata((2, 3), boxes(((1, 0), (2, 3)))), FormatError, "extends outside its tensor"),
+        (tensor_metadata((2, 3), boxes(((0,), (2,)))), FormatError, "extends outside its tensor"),
         (tensor_metadata((2, 3), []), FormatError, "no list of chunks"),
         (tensor_metadata((2, 3), None), FormatError, "no list of chunks"),
-        (tensor_metadata((2, 3), [5]), FormatError, "is no ChunkStorageMetadata"),
-        (tensor_metadata((2, -3), [WHOLE]), FormatError, "something other than sizes"),
-        (tensor_metadata((2, True), [WHOLE]), FormatError, "something other than"),
+        (tensor_metadata((2, 3), [5]), FormatError, "is not a ChunkStorageMetadata"),
+        (tensor_metadata((2, -3), [WHOLE]), FormatError, "not a valid size"),
+        (tensor_metadata((2, True), [WHOLE]), FormatError, "not an integer"),
         (tensor_metadata((2**62, 2**62), [WHOLE]), FormatError, "more bytes than torch can count"),
         (tensor_metadata((1,) * 65, [WHOLE]), FormatError, "more than 64 dimensions"),
-        (tensor_metadata((2, 3), [chunk_metadata((0, 0), (2, 2**63))]), FormatError, "other than sizes"),
-        (tensor_metadata((2, 3), [WHOLE], dtype=5), FormatError, "dtype is no torch.dtype"),
-        (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)), ((1, 0), (1, 3)))), FormatError, "stored nowhere"),
+        (tensor_metadata((2, 3), [chunk_metadata((0, 0), (2, 2**63))]), FormatError, "not a valid size"),
+        (tensor_metadata((2, 3), [WHOLE], dtype=5), FormatError, "is not a torch.dtype"),
+        (tensor_metadata((2, 3), boxes(((0, 0), (1, 3)), ((1, 0), (1, 3)))), FormatError, "has no stored item"),
     ],
 )
 def test_chunks_that_do_not_make_a_tensor(
@@ -359,7 +363,7 @@ def test_a_chunk_of_a_kind_that_is_not_assembled(tmp_path: Path) -> None:
     write(tmp_path / "d", {"w": StoredTensor(shape=(4,), chunks=stored), "v": rows(torch.ones(2), 1)})
     with sluice.open(tmp_path / "d") as checkpoint:
         assert list(checkpoint) == ["v"]
-        with pytest.raises(UnsupportedError, match="chunks that are not dense") as caught:
+        with pytest.raises(UnsupportedError, match="chunks are not dense") as caught:
             checkpoint["w"]
     assert (caught.value.file, caught.value.found) == (str(tmp_path / "d" / FILE), "sparse_coo")
 
@@ -487,16 +491,16 @@ def test_a_checkpoint_that_was_never_finished(tmp_path: Path, left: str) -> None
 @pytest.mark.parametrize(
     ("paths", "kind", "problem"),
     [
-        ({"a": ("x",)}, FormatError, "does not spell its name"),
-        ({"b.c": ("b", "c")}, FormatError, "contradict"),
-        ({"l.0": ("l", 0), "l.x": ("l", "x")}, FormatError, "contradict"),
-        ({"x.y": ("x", "y"), "x": ("x",)}, FormatError, "contradict"),
-        ({"a": ()}, FormatError, "no tuple"),
-        ({"a": "x"}, FormatError, "no tuple"),
-        ({"a": ("x", -1)}, FormatError, "other than text and positions"),
-        ({"a": ("x", True)}, FormatError, "other than text and positions"),
-        ({"a": ("x", None)}, FormatError, "other than text and positions"),
-        ({"a": (0, "x")}, FormatError, "starts with a position"),
+        ({"a": ("x",)}, FormatError, "does not match its name"),
+        ({"b.c": ("b", "c")}, FormatError, "conflict"),
+        ({"l.0": ("l", 0), "l.x": ("l", "x")}, FormatError, "conflict"),
+        ({"x.y": ("x", "y"), "x": ("x",)}, FormatError, "conflict"),
+        ({"a": ()}, FormatError, "not a tuple"),
+        ({"a": "x"}, FormatError, "not a tuple"),
+        ({"a": ("x", -1)}, FormatError, "neither text nor a list position"),
+        ({"a": ("x", True)}, FormatError, "neither text nor a list position"),
+        ({"a": ("x", None)}, FormatError, "neither text nor a list position"),
+        ({"a": (0, "x")}, FormatError, "starts with a list position"),
         ({"l.1000000000": ("l", 10**9)}, LimitError, "too long"),
         ({"a": ("x",) * 65}, LimitError, "too deep"),
     ],

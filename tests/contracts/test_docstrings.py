@@ -16,7 +16,7 @@ import sluice
 import sluice.rules
 import sluice.testing
 from sluice.benchmark.gpt2 import GPTConfig, GPTModel
-from sluice.formats.safetensors.reader import Safetensors
+from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.sources.local import LocalFile
 from support.documents import session
 
@@ -72,7 +72,7 @@ def names(tmp_path: Path) -> dict[str, Any]:
         **{name: getattr(sluice, name) for name in sluice.__all__ if name[0].isupper()},
         "sluice": sluice, "torch": torch, "Path": Path, "closing": closing, "errno": errno,
         "GPTModel": GPTModel, "config": config, "model": model, "optimizer": optimizer, "scheduler": scheduler,
-        "LocalFile": LocalFile, "Safetensors": Safetensors,
+        "LocalFile": LocalFile, "SafetensorsFormat": SafetensorsFormat,
     }  # fmt: skip
 
 

@@ -98,7 +98,7 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
     (
         tar_bytes("pickle"),
         UnsupportedError,
-        "tar archive, as torch.save wrote them before 0.2. If you trust it, load it",
+        "tar archive, as written by torch.save before 0.2. If you trust it, load it",
     ),
     (tar_bytes("model.nemo"), UnsupportedError, "a tar archive, which sluice does not read. Unpack it"),
     (tar_bytes("x", mark=False), UnsupportedError, "a tar archive, which sluice does not read. Unpack it"),
@@ -199,7 +199,7 @@ ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
         "was not written by torch.save",
     ),
     "no directory": (archive_bytes("data.pkl", "data/0", "version"), FormatError, "repacked without the directory"),
-    "desktop": (archive_bytes("a/data.pkl", "__MACOSX/._a"), FormatError, "'__MACOSX/._a' is no plain path below"),
+    "desktop": (archive_bytes("a/data.pkl", "__MACOSX/._a"), FormatError, "'__MACOSX/._a' is not a plain path under"),
     "comment": (archive_bytes("a/data.pkl")[:-2] + b"\2\0hi", FormatError, "bytes follow the end of the archive"),
 }
 

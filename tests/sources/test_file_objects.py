@@ -115,7 +115,7 @@ def test_errors_say_where_in_the_file(tmp_path: Path) -> None:
     path.write_bytes(content[:-1])
     with path.open("rb") as stream:
         stream.seek(1000)
-        with pytest.raises(TruncatedError, match="before its last storage") as caught:
+        with pytest.raises(TruncatedError, match="before the end of its last storage") as caught:
             sluice.open(stream)
         assert caught.value.offset == len(content) - 1
         assert caught.value.file == str(path)

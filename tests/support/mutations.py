@@ -1,12 +1,12 @@
-"""Mutated checkpoint files: generators with seeds, and what the reference libraries make of the same bytes.
+"""Mutated checkpoint files: seeded generators, and comparisons with the reference libraries on the same bytes.
 
-``run`` judges each file and counts the verdicts:
+``run`` compares the result for each file with the reference and counts the verdicts:
 
 - ``same``: both accept it, with the same result, bit for bit.
 - ``refused``: both refuse it.
 - ``stricter``: sluice refuses what the reference accepts; the reasons are counted.
-- ``inert``: sluice accepts it with a placeholder for an object that it never builds, or says in a note what it left
-  out; the tensors are not compared, because the reference either refuses the file or builds the object.
+- ``inert``: sluice accepts it with a placeholder for an object that it never builds, or notes the parts that it
+  drops; the tensors are not compared, because the reference either refuses the file or builds the object.
 - ``beyond``: sluice accepts what the reference refuses, for a reason of ``BEYOND``.
 
 Everything else is an ``AssertionError``.
@@ -44,19 +44,19 @@ from support.oracles import bits, loaded, same
 
 __all__ = ["BEYOND", "FORMATS", "Verdicts", "judge_safetensors", "judge_torch", "run"]
 
-#: Why sluice accepts what ``torch.load(weights_only=True)`` refuses, by what torch says.
+#: Reasons why sluice accepts files that ``torch.load(weights_only=True)`` refuses, with a pattern for torch's message.
 BEYOND = {"opcodes of protocols 3 to 5": re.compile("Unsupported operand")}
 
 
 @dataclass(slots=True)
 class Verdicts:
-    """What became of the files of one run."""
+    """Verdicts of one run."""
 
-    #: How often each verdict was given.
+    #: Number of files by verdict.
     counts: Counter[str] = field(default_factory=Counter)
-    #: Why sluice refused what the reference accepts: class and problem, without names and numbers.
+    #: Refusals of files that the reference accepts: class and problem, without names and numbers.
     stricter: Counter[str] = field(default_factory=Counter)
-    #: Why sluice accepted what the reference refuses.
+    #: Reasons for accepting files that the reference refuses.
     beyond: Counter[str] = field(default_factory=Counter)
 
     def table(self) -> str:
@@ -249,7 +249,7 @@ def _located(index: Index, offsets: Any) -> Index:
 
 
 _NAMED = re.compile(
-    r"'(?:[^'\\]|\\.)*'|\"[^\"]*\"|\b0x[0-9a-f]+\b|\b\d+\b|(?<=names )\S+|(?<=whole )\S+|(?<=opcode )\S+"
+    r"'(?:[^'\\]|\\.)*'|\"[^\"]*\"|\b0x[0-9a-f]+\b|\b\d+\b|(?<=names )\S+|(?<=pickled )\S+|(?<=opcode )\S+"
 )
 
 

@@ -1,4 +1,4 @@
-"""Running pickles through the inert unpickler, for the tests of what it gives."""
+"""Helpers that run pickles through the inert unpickler."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
-from sluice.formats.torch_save.objects import TorchObjects
-from sluice.formats.torch_save.tree_checks import check_tree
+from sluice.formats.torch_save.allowlist import TorchAllowlist
+from sluice.formats.torch_save.tree_limits import check_tree
 from sluice.testing._archives import Global, pickled
 
 LIMITS = Limits()
@@ -17,11 +17,11 @@ MISSING = Global("sluice_no_such_module", "run")
 
 
 def machine(data: bytes, limits: Limits = LIMITS) -> Unpickler:
-    return Unpickler(data, TorchObjects(limits, len(data)), limits=limits, file="file", offset=1000)
+    return Unpickler(data, TorchAllowlist(limits, len(data)), limits=limits, file="file", offset=1000)
 
 
 def load(value: object, limits: Limits = LIMITS) -> Any:
-    """Return what a pickle, or the pickle of a value, gives once its tree was checked."""
+    """Run a pickle, or the pickle of a value, and return its checked tree."""
     run = machine(value if isinstance(value, bytes) else pickled(value), limits)
     tree = run.load()
     tree = check_tree(tree, limits, "file")

@@ -13,7 +13,7 @@ import torch
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._options import Limits
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, TorchSize, TorchText
 from sluice.sources.protocol import Source
 from sluice.testing import MemorySource
@@ -30,7 +30,7 @@ def saved(value: object, protocol: int = 2) -> bytes:
 
 
 def index_of(content: bytes, limits: Limits | None = None) -> Index:
-    return TorchZip().read_index(MemorySource(content), limits or Limits())
+    return TorchZipFormat().read_index(MemorySource(content), limits or Limits())
 
 
 def tree_of(content: bytes, limits: Limits | None = None) -> Any:
@@ -43,7 +43,7 @@ class Comparison:
     def __init__(self, source: Source, index: Index) -> None:
         self._source = source
         self._index = index
-        self._offsets = TorchZip().locate(source, index, range(len(index.storages)))
+        self._offsets = TorchZipFormat().locate(source, index, range(len(index.storages)))
         self._pointers: dict[int, int] = {}
         self._objects: dict[int, torch.Tensor] = {}
 
@@ -97,7 +97,7 @@ def check(value: object, protocol: int = 2) -> Index:
         warnings.simplefilter("ignore")  # torch calls complex32 experimental
         expected = torch.load(io.BytesIO(content), weights_only=protocol == 2)
     source = MemorySource(content)
-    index = TorchZip().read_index(source, Limits())
+    index = TorchZipFormat().read_index(source, Limits())
     Comparison(source, index).check(index.tree, expected)
     return index
 

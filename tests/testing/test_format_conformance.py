@@ -22,9 +22,9 @@ from sluice.checkpoint.opening import open_layout
 from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout
 from sluice.entries.tree import map_leaves
 from sluice.formats.protocol import Checksum, Format
-from sluice.formats.safetensors.reader import Safetensors
-from sluice.formats.torch_save.legacy import Legacy
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.safetensors.reader import SafetensorsFormat
+from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Index
 from sluice.sources.directory import DirectoryEntry
 from sluice.sources.protocol import Source
@@ -64,9 +64,9 @@ def torch_file(value: object, *, legacy: bool = False) -> bytes:
 @pytest.mark.parametrize(
     ("file_format", "content"),
     [
-        (TorchZip(), torch_file(TENSORS)),
-        (Legacy(), torch_file(TENSORS, legacy=True)),
-        (Safetensors(), safetensors.torch.save(TENSORS)),
+        (TorchZipFormat(), torch_file(TENSORS)),
+        (TorchLegacyFormat(), torch_file(TENSORS, legacy=True)),
+        (SafetensorsFormat(), safetensors.torch.save(TENSORS)),
     ],
     ids=["torch-zip", "torch-legacy", "safetensors"],
 )
@@ -78,7 +78,7 @@ def test_our_formats(file_format: Format, content: bytes) -> None:
 def test_views_of_shared_storages(legacy: bool) -> None:
     base = torch.randn(700, 500)
     views = {"base": base, "rows": base[3:90:2], "columns": base[:, 7:9], "turned": base.t()}
-    check_format(Legacy() if legacy else TorchZip(), torch_file(views, legacy=legacy), expected(views))
+    check_format(TorchLegacyFormat() if legacy else TorchZipFormat(), torch_file(views, legacy=legacy), expected(views))
 
 
 class RankFile:
@@ -138,10 +138,10 @@ def test_the_data_files_of_distributed_checkpoints(tmp_path: Path) -> None:
 def test_too_little_data_is_refused() -> None:
     content = safetensors.torch.save({"w": torch.ones(3)})
     with pytest.raises(ValueError, match="at least 1048576 bytes, not 12"):
-        check_format(Safetensors(), content, expected({"w": torch.ones(3)}))
+        check_format(SafetensorsFormat(), content, expected({"w": torch.ones(3)}))
 
 
-class Flawed(Safetensors):
+class Flawed(SafetensorsFormat):
     """A format that is broken in one way by each of its subclasses."""
 
 

@@ -7,7 +7,7 @@ Layout::
 
 A tensor is stored in chunks, in any of the files. A chunk that covers the whole tensor becomes an ordinary entry;
 several chunks become one entry that is assembled from them. The tree has the nesting of the saved object
-(``formats.distributed.tree``).
+(``formats.distributed.unflatten``).
 
 Opening a directory reads the metadata, the values that are not tensors and the first bytes of each chunk.
 
@@ -32,8 +32,8 @@ from sluice.checkpoint.merging import OpenFile, moved
 from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, open_member
 from sluice.entries import tree as _tree
 from sluice.formats.distributed.items import Item, ItemFile, ItemReader, ItemStorage, check_items
-from sluice.formats.distributed.metadata import Chunk, Contents, Place, TensorItem, read_metadata
-from sluice.formats.distributed.tree import nest
+from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, SavedChunk, TensorItem, read_metadata
+from sluice.formats.distributed.unflatten import unflatten
 from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
 from sluice.sources.directory import Directory
@@ -84,16 +84,16 @@ class _ListedItem(NamedTuple):
 
     item: Item
     tensor: TensorItem | None
-    chunk: Chunk | None
+    chunk: SavedChunk | None
 
 
-def _items_by_file(contents: Contents) -> dict[str, list[_ListedItem]]:
+def _items_by_file(contents: DistributedMetadata) -> dict[str, list[_ListedItem]]:
     """Return the items of each file, sorted by offset; the files sorted by name."""
     files: defaultdict[str, list[_ListedItem]] = defaultdict(list)
     for name, value in contents.items.items():
         if isinstance(value, UnsupportedValue):
             continue
-        if isinstance(value, Place):
+        if isinstance(value, ItemPlace):
             files[value.file].append(_ListedItem(Item(name=name, offset=value.offset, nbytes=value.nbytes), None, None))
             continue
         for chunk in value.chunks:
@@ -102,7 +102,7 @@ def _items_by_file(contents: Contents) -> dict[str, list[_ListedItem]]:
     return {file: sorted(files[file], key=lambda listed: listed.item.offset) for file in sorted(files)}
 
 
-def _chunk_name(tensor: TensorItem, chunk: Chunk) -> str:
+def _chunk_name(tensor: TensorItem, chunk: SavedChunk) -> str:
     return tensor.name if len(tensor.chunks) == 1 else f"{tensor.name}[{', '.join(map(str, chunk.start))}]"
 
 
@@ -174,14 +174,14 @@ class _IndexBuilder:
             self._entries[id(each.chunk)] = entry
 
     def finish(
-        self, contents: Contents, layout: CheckpointLayout, sources: Sequence[Source]
+        self, contents: DistributedMetadata, layout: CheckpointLayout, sources: Sequence[Source]
     ) -> tuple[Index, tuple[OpenFile, ...]]:
         """Return the index of all files, and the files."""
         values = {
-            name: self._values[name] if isinstance(item, Place) else self._tensor(item)
+            name: self._values[name] if isinstance(item, ItemPlace) else self._tensor(item)
             for name, item in contents.items.items()
         }
-        tree = nest(values, contents.paths, self._limits, self._path)
+        tree = unflatten(values, contents.paths, self._limits, self._path)
         index = Index(
             format=_NAME,
             files=tuple(FileRecord(path=source.path, identity=source.identity) for source in sources),

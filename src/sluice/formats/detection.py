@@ -6,15 +6,15 @@ from sluice._errors import FormatError, TruncatedError
 from sluice.formats.archives.tar import is_tar, refuse_tar
 from sluice.formats.foreign import recognise, recognise_npz
 from sluice.formats.protocol import Format
-from sluice.formats.safetensors.reader import Safetensors
-from sluice.formats.torch_save.legacy import Legacy
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.safetensors.reader import SafetensorsFormat
+from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.sources.protocol import Source
 
 __all__ = ["FORMATS", "Format", "detect"]
 
 #: The formats that sluice reads. Their first bytes exclude each other.
-FORMATS: tuple[Format, ...] = (TorchZip(), Legacy(), Safetensors())
+FORMATS: tuple[Format, ...] = (TorchZipFormat(), TorchLegacyFormat(), SafetensorsFormat())
 
 #: Bytes of the head that is examined: a tar header has 512, and JSON names its kind early.
 _HEAD_BYTES = 4096

@@ -91,7 +91,7 @@ def check_format(
     Example:
         >>> saved = sluice.save({"w": torch.zeros(512, 512)}, "w.safetensors")
         >>> expected = {"w": ExpectedTensor(dtype="float32", shape=(512, 512), data=bytes(1 << 20))}
-        >>> check_format(Safetensors(), Path("w.safetensors").read_bytes(), expected)
+        >>> check_format(SafetensorsFormat(), Path("w.safetensors").read_bytes(), expected)
     """
     data_bytes = sum(len(tensor.data) for tensor in tensors.values())
     if data_bytes < _SMALLEST_DATA_BYTES:

@@ -74,7 +74,7 @@ class RecordingSource(_WrappedSource):
 
     Example:
         >>> with closing(RecordingSource(LocalFile("model.safetensors"))) as source:
-        ...     index = Safetensors().read_index(source, Limits())
+        ...     index = SafetensorsFormat().read_index(source, Limits())
         >>> source.reads[0]
         RecordedRead(offset=0, nbytes=8, direct=False)
     """

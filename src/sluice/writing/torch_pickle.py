@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from sluice._errors import SaveError
-from sluice.formats.torch_save.values import is_torch_name
+from sluice.formats.torch_save.plain_values import is_torch_name
 from sluice.records import TorchSize, TorchText
 from sluice.writing.batches import batched
 from sluice.writing.pickle_opcodes import PickleOpcodes

@@ -16,7 +16,7 @@ from sluice._errors import (
 from sluice.formats.pickles import opcodes as _pickle_opcodes
 from sluice.formats.pickles.tensor_opcodes import take_tensor
 from sluice.formats.pickles.unpickler import Unpickler
-from sluice.formats.torch_save.objects import TorchObjects
+from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Entry, elements_of
 from sluice.testing._archives import Global, encode
 from support.pickles import body, load, machine
@@ -66,8 +66,8 @@ def test_whole_tensors_at_once_are_what_the_opcodes_build(
     slow = machine(data)
     assert slow.load() == tree
     assert fast.end == slow.end
-    assert isinstance(fast.allowlist, TorchObjects)
-    assert isinstance(slow.allowlist, TorchObjects)
+    assert isinstance(fast.allowlist, TorchAllowlist)
+    assert isinstance(slow.allowlist, TorchAllowlist)
     assert fast.allowlist.storages == slow.allowlist.storages
 
 
@@ -115,7 +115,7 @@ def test_a_second_tensor_with_the_persistent_id_and_hooks_of_the_first() -> None
 
 
 def test_consumed_arguments_cannot_be_fetched() -> None:
-    with pytest.raises(FormatError, match="arguments of a finished call"):
+    with pytest.raises(FormatError, match="arguments of a completed call"):
         load(one_tensor(b"h\x0a"))
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice._errors import FormatError, LimitError, SluiceError, TruncatedError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.safetensors.reader import Safetensors
+from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.records import Entry, Index, elements_of
 from sluice.sources.local import LocalFile
 from sluice.testing import RecordedRead, RecordingSource
@@ -63,7 +63,7 @@ def index_of(path: Path, content: bytes | None = None, limits: Limits | None = N
         path.write_bytes(content)
     source = LocalFile(path)
     try:
-        return Safetensors().read_index(source, limits or Limits())
+        return SafetensorsFormat().read_index(source, limits or Limits())
     finally:
         source.close()
 
@@ -269,9 +269,9 @@ def test_dtypes_that_torch_has_not_are_leaves(tmp_path: Path, dtype: str) -> Non
     index: Any = index_of(path, file_bytes('{"six":' + six + ',"a":' + ONE.replace("0,4", "6,10") + "}", bytes(10)))
     assert repr(index.tree["six"]) == f"<not loaded: torch has no such dtype, {dtype}>"
     assert index.storages[index.tree["a"].storage].offset == path.stat().st_size - 4
-    with pytest.raises(FormatError, match="contradict shape and dtype"):
+    with pytest.raises(FormatError, match="do not match the shape and dtype"):
         index_of(path, file_bytes('{"six":' + six.replace("0,6", "0,9") + "}", bytes(9)))
-    with pytest.raises(UnsupportedError, match="inside a byte"):
+    with pytest.raises(UnsupportedError, match="not a whole number of bytes"):
         index_of(path, file_bytes('{"six":' + six.replace("2,4", "1,3") + "}", bytes(9)))
     with pytest.raises(FormatError, match="larger than torch"):
         index_of(path, file_bytes('{"six":' + six.replace("2,4", f"{1 << 63},{1 << 63}") + "}", bytes(9)))
@@ -286,7 +286,7 @@ def test_dtypes_that_torch_has_not_are_named(tmp_path: Path, dtype: str) -> None
 
 @pytest.mark.parametrize("shape", ["[]", "[1]", "[3,1]"])
 def test_odd_counts_of_packed_values_are_refused(tmp_path: Path, shape: str) -> None:
-    with pytest.raises(UnsupportedError, match="inside a byte"):
+    with pytest.raises(UnsupportedError, match="not a whole number of bytes"):
         index_of(tmp_path / "x", file_bytes(tensor_with(dtype='"F4"', shape=shape), FOUR))
 
 
@@ -318,7 +318,7 @@ def test_the_length_is_checked_before_the_header_is_read(
     path.write_bytes(file_bytes('{"a":' + ONE + "}" + " " * 3, length=length))
     source = RecordingSource(LocalFile(path))
     with pytest.raises(error):
-        Safetensors().read_index(source, limits)
+        SafetensorsFormat().read_index(source, limits)
     source.close()
     assert source.reads[:1] == [RecordedRead(offset=0, nbytes=8)]
     assert source.read_bytes == 8
@@ -328,8 +328,8 @@ def test_only_the_header_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"x": torch.zeros(100_000)}, path)
     source = RecordingSource(LocalFile(path))
-    index = Safetensors().read_index(source, Limits())
-    assert Safetensors().locate(source, index, [0]) == {}
+    index = SafetensorsFormat().read_index(source, Limits())
+    assert SafetensorsFormat().locate(source, index, [0]) == {}
     source.close()
     assert source.read_bytes == index.storages[0].offset
 
@@ -452,7 +452,7 @@ def test_whatever_is_accepted_equals_the_oracle(tmp_path: Path, data: st.DataObj
     ],
 )
 def test_matches(head: bytes, expected: bool) -> None:
-    assert Safetensors().matches(head) is expected
+    assert SafetensorsFormat().matches(head) is expected
 
 
 SCALE = 100_000
@@ -460,14 +460,14 @@ SCALE = 100_000
 OURS = """
 import sys, time
 from sluice._options import Limits
-from sluice.formats.safetensors.reader import Safetensors
+from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.sources.local import LocalFile
 def resident(field):
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(field))
 before, start = resident("VmRSS"), time.perf_counter()
 source = LocalFile(sys.argv[1])
-listed = [(k, e.shape, e.dtype) for k, e in Safetensors().read_index(source, Limits()).tree.items()]
+listed = [(k, e.shape, e.dtype) for k, e in SafetensorsFormat().read_index(source, Limits()).tree.items()]
 print(len(listed), resident("VmHWM") - before, time.perf_counter() - start, "torch" in sys.modules)
 """
 

@@ -1,19 +1,22 @@
-"""The directory of the zip archives that ``torch.save`` writes.
+"""The central directory of a zip archive written by ``torch.save``.
 
-Layout, little-endian, nothing before, between or after::
+Layout, little-endian, with no bytes before, between or after the parts::
 
     records                    local header, name, extra field (padding), data, optional data descriptor
     central directory          one entry for each record, in the order of the records
-    zip64 end record, locator  torch always writes them; other writers only for large archives
+    zip64 end record, locator  always written by torch; by other writers only for large archives
     end record                 22 bytes, no comment
 
-The central directory is read with one read and checked against ``Limits`` first. It says where each record's local
-header is; where the data is, only the local header says (``_zip_records``).
+The central directory is read with one read. It holds the offset of the local header of each record, but not the offset
+of its data, which depends on the length of the local header (``zip_records``).
 
-Refused, because torch and other readers disagree on them or no writer needs them: a comment, bytes before the first
-record or after the end record, records that overlap or are out of order, two names that differ at most in case, names
-that are no plain relative path below one common directory, directories among the records, several disks. Compression
-and encryption are unsupported: data could not be read in place.
+Limits: ``Limits.entries`` records and ``Limits.header_bytes`` of central directory, both checked before it is read;
+``Limits.name_bytes`` for each name.
+
+Refused, because readers disagree on them or no writer needs them: a comment; bytes before the first record or after the
+end record; records that overlap or are out of order; two names that differ only in case; names that are not plain
+relative paths under one common directory; directory entries; several disks. Compressed and encrypted records are
+unsupported, because their data cannot be read in place.
 """
 
 from __future__ import annotations
@@ -28,15 +31,23 @@ from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedEr
 from sluice._options import Limits
 from sluice.sources.protocol import Source
 
-__all__ = ["KNOWN_FLAGS", "LOCAL_HEADER_BYTES", "Directory", "Record", "first_names", "read_directory", "zip64_fields"]
+__all__ = [
+    "KNOWN_FLAGS",
+    "LOCAL_HEADER_BYTES",
+    "CentralDirectory",
+    "ZipRecord",
+    "first_names",
+    "read_directory",
+    "zip64_fields",
+]
 
-#: Bytes of a local header without name and extra field.
+#: Size of a local header without its name and extra field, in bytes.
 LOCAL_HEADER_BYTES = 30
 
-#: Flag bits that change nothing for stored data: sizes follow the data (bit 3), names are UTF-8 (bit 11).
+#: Flag bits that do not affect stored data: sizes follow the data (bit 3), names are UTF-8 (bit 11).
 KNOWN_FLAGS = 0x0808
 
-#: Fields with these values are in a zip64 field instead.
+#: Escape values: the actual value is in the zip64 field.
 _IN_ZIP64_16, _IN_ZIP64_32 = 0xFFFF, 0xFFFFFFFF
 
 _ZIP64_EXTRA = 1
@@ -50,70 +61,70 @@ _END64 = struct.Struct("<4sQ4xIIQQQQ")
 # signature, flags, method, CRC-32, stored bytes, bytes, name, extra and comment bytes, disk, attributes, header offset
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHHH2xII")
 
-#: Attribute of a directory. torch reads no bytes for such a record, and gives memory that nobody has written.
+#: MS-DOS attribute bit of a directory. torch reads no bytes for such a record and returns uninitialized memory.
 _IS_DIRECTORY = 0x10
 
-#: Between the end of one record's data and the next local header, as the directory sees it: extra field and descriptor.
+#: Maximum bytes of a record that the central directory does not count: extra field and data descriptor.
 _MAX_SLACK_BYTES = 0xFFFF + 24
 
 _TAIL_BYTES = _END.size + _LOCATOR.size + _END64.size
 
-#: Bytes of a central directory that ``first_names`` looks at.
+#: Maximum bytes of a central directory that ``first_names`` reads.
 _NAMES_BYTES = 1 << 20
 
-#: How far back a misplaced end record is looked for, to tell trailing bytes from a truncated file.
+#: Bytes at the end of the file in which a misplaced end record is searched, to tell trailing bytes from truncation.
 _SEARCH_BYTES = 1 << 20
 
-#: A relative path without empty, "." and ".." components, control characters and backslashes.
+#: A relative path without empty, "." or ".." components, control characters or backslashes.
 _NAME = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+(?:/(?!\Z)|\Z))+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """One record of an archive, as the central directory describes it."""
+class ZipRecord:
+    """One record of a zip archive, as described by the central directory."""
 
-    #: Its full name.
+    #: Full name, with the common directory.
     name: str
-    #: First byte of its local header.
+    #: Offset of the local header in the file, in bytes.
     header: int
-    #: Bytes of data.
+    #: Size of the data, in bytes.
     nbytes: int
-    #: First byte that belongs to what follows: the next record or the central directory.
+    #: Offset of the first byte after the record: the next local header or the central directory.
     limit: int
-    #: CRC-32 of the data; 0 when the writer did not compute it.
+    #: CRC-32 of the data; 0 if the writer did not compute it.
     crc: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Directory:
-    """The central directory, in columns: archives with 100,000 records are ordinary."""
+class CentralDirectory:
+    """The central directory, in columns: archives with 100,000 records are common."""
 
-    #: The directory that all names share.
+    #: Common directory of all names.
     archive: str
-    #: Position of each record by its name below ``archive``, in lower case: torch looks names up regardless of case.
+    #: Position of each record, by its name under ``archive`` in lower case: torch's lookup ignores case.
     positions: dict[str, int]
-    #: First byte of each local header, ascending.
+    #: Offset of each local header in the file, in bytes, ascending.
     headers: array[int]
-    #: Stored bytes of each record.
+    #: Stored size of each record, in bytes.
     sizes: array[int]
-    #: CRC-32 of each record's data.
+    #: CRC-32 of the data of each record; 0 if the writer did not compute it.
     crcs: array[int]
-    #: First byte of the central directory.
+    #: Offset of the central directory in the file, in bytes.
     start: int
-    #: Full spelling of the names below ``archive`` that are not in lower case, by their key in ``positions``.
+    #: Original spelling of the names that are not in lower case, by their key in ``positions``.
     spelled: dict[str, str]
-    #: Why the first compressed or encrypted record cannot be read; raised by callers, who may know a better reason.
+    #: Error for the first compressed or encrypted record. Callers raise it, unless they have a more specific reason.
     unsupported: UnsupportedError | LimitError | None
 
     def __contains__(self, name: str) -> bool:
         return name.lower() in self.positions
 
-    def record(self, name: str) -> Record | None:
-        """Return the record of this name below ``archive``, or None."""
+    def record(self, name: str) -> ZipRecord | None:
+        """Return the record with this name under ``archive``, or None."""
         position = self.positions.get(name.lower())
         if position is None:
             return None
-        return Record(
+        return ZipRecord(
             name=f"{self.archive}/{name}",
             header=self.headers[position],
             nbytes=self.sizes[position],
@@ -121,48 +132,53 @@ class Directory:
             crc=self.crcs[position],
         )
 
-    def records(self) -> Iterator[Record]:
-        """Yield every record, in the order of the file."""
+    def records(self) -> Iterator[ZipRecord]:
+        """Yield all records in file order."""
         for name in self.positions:
             record = self.record(self.spelled.get(name, name))
             assert record is not None
             yield record
 
     def limit(self, position: int) -> int:
-        """Return the first byte after the record at ``position``."""
+        """Return the offset of the first byte after the record at ``position``."""
         following = position + 1
         return self.headers[following] if following < len(self.headers) else self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """What the end records say of the central directory."""
+    """Size and place of the central directory, from the end records."""
 
+    #: Number of entries.
     entries: int
+    #: Size, in bytes.
     nbytes: int
+    #: Offset in the file, in bytes.
     offset: int
 
 
-def read_directory(source: Source, limits: Limits) -> Directory:
-    """Return the central directory of the archive.
+def read_directory(source: Source, limits: Limits) -> CentralDirectory:
+    """Read the central directory of the archive.
 
     Raises:
         TruncatedError: The file ends before its end record.
-        FormatError: The archive contradicts itself, or is not as the module describes.
-        LimitError: It has more records, or a larger directory, than the limits allow.
+        FormatError: The archive is inconsistent or does not have the layout above.
+        LimitError: The archive exceeds ``Limits.entries``, ``Limits.header_bytes`` or ``Limits.name_bytes``.
     """
     end = _read_end(source)
     if end.entries > limits.entries:
         raise LimitError(f"the archive has more than {limits.entries} records", file=source.path, found=end.entries)
     if end.nbytes > limits.header_bytes:
         raise LimitError(
-            f"the archive's directory has more than {limits.header_bytes} bytes", file=source.path, found=end.nbytes
+            f"the archive's central directory has more than {limits.header_bytes} bytes",
+            file=source.path,
+            found=end.nbytes,
         )
-    return _Parser(source.read_at(end.offset, end.nbytes), end, limits, source.path).parse()
+    return _DirectoryParser(source.read_at(end.offset, end.nbytes), end, limits, source.path).parse()
 
 
 def first_names(source: Source, limits: Limits) -> list[str]:
-    """Return the first names of any zip archive, for messages: as many as can be read, in whatever state it is."""
+    """Return the readable names at the start of any central directory, damaged or not, for error messages."""
     try:
         end = _read_end(source)
     except CheckpointError:
@@ -191,7 +207,7 @@ def _read_end(source: Source) -> _End:
         end, at = _read_end64(source, tail, end), size - _TAIL_BYTES
     if end.offset + end.nbytes != at or end.entries * _ENTRY.size > end.nbytes:
         raise FormatError(
-            "the central directory is not where the end record says, or bytes were put before the archive",
+            "the central directory is not at the offset in the end record, or bytes precede the archive",
             file=source.path,
             offset=at,
             expected=f"{end.entries} entries in bytes {end.offset} to {at}",
@@ -205,7 +221,7 @@ def _read_end64(source: Source, tail: bytes, end: _End) -> _End:
     _, disk, at, disks = _LOCATOR.unpack_from(tail, len(tail) - _END.size - _LOCATOR.size)
     if len(tail) < _TAIL_BYTES or disk or disks != 1 or at != size - _TAIL_BYTES:
         raise FormatError(
-            "the zip64 end record is not before its locator",
+            "the zip64 end record does not precede its locator",
             file=source.path,
             offset=size - _END.size - _LOCATOR.size,
             expected=size - _TAIL_BYTES,
@@ -239,8 +255,8 @@ def _missing_end(source: Source) -> FormatError | TruncatedError:
     return TruncatedError("the file ends before the archive's end record", file=source.path, offset=size)
 
 
-class _Parser:
-    """Parses the central directory, one entry after the other."""
+class _DirectoryParser:
+    """Parser of the central directory: one entry after the other, into columns."""
 
     def __init__(self, raw: bytes, end: _End, limits: Limits, file: str) -> None:
         self._raw = raw
@@ -251,17 +267,17 @@ class _Parser:
         self._spelled: dict[str, str] = {}
         self._unsupported: UnsupportedError | LimitError | None = None
 
-    def parse(self) -> Directory:
+    def parse(self) -> CentralDirectory:
         positions: dict[str, int] = {}
         headers, sizes, crcs = array("Q"), array("Q"), array("I")
         at = free = 0
         for position in range(self._end.entries):
             following, name, header, nbytes, crc = self._entry(at)
             if not free <= header <= free + (_MAX_SLACK_BYTES if position else 0):
-                raise self._error("records overlap, or bytes belong to none", at, expected=free, found=header)
+                raise self._error("records overlap or leave a gap", at, expected=free, found=header)
             key = self._key(name, at)
             if key in positions:
-                raise self._error(f"two records are named {_printable(name)}", at)
+                raise self._error(f"two records have the name {_printable(name)}", at)
             positions[key] = position
             headers.append(header)
             sizes.append(nbytes)
@@ -269,8 +285,8 @@ class _Parser:
             free = header + LOCAL_HEADER_BYTES + len(name) + nbytes
             at = following
         if at != len(self._raw) or not free <= self._end.offset <= free + _MAX_SLACK_BYTES:
-            raise self._error("the central directory does not end where the end record says", at)
-        return Directory(
+            raise self._error("the central directory does not end at the offset in the end record", at)
+        return CentralDirectory(
             archive=self._prefix[:-1].decode(),
             positions=positions,
             headers=headers,
@@ -296,16 +312,21 @@ class _Parser:
             raise self._error("an entry of the central directory is damaged", at)
         name = self._raw[start:extra]
         if attributes & _IS_DIRECTORY:
-            raise self._error(f"record {_printable(name)} is marked as a directory, as other packers do", at)
+            raise self._error(f"record {_printable(name)} is marked as a directory, which torch.save never does", at)
         if _IN_ZIP64_32 in (packed, nbytes, header):
             fields = zip64_fields(self._raw[extra : extra + extra_bytes], (nbytes, packed, header))
             if fields is None:
                 raise self._error(f"record {_printable(name)} has no zip64 field for its sizes", at)
             nbytes, packed, header = fields
         if flags & ~KNOWN_FLAGS or method:
-            self._refuse(name, flags, method, nbytes, at)
+            self._note_unsupported(name, flags, method, nbytes, at)
         if packed != nbytes and not method:
-            raise self._error(f"record {_printable(name)} is stored, in two sizes", at, expected=nbytes, found=packed)
+            raise self._error(
+                f"record {_printable(name)} is uncompressed but declares two different sizes",
+                at,
+                expected=nbytes,
+                found=packed,
+            )
         return following, name, header, packed, crc
 
     def _key(self, name: bytes, at: int) -> str:
@@ -317,9 +338,11 @@ class _Parser:
             )
         prefix = self._prefix
         if not prefix or not name.startswith(prefix) or not _NAME.fullmatch(name):
-            raise self._error(f"record {_printable(name)} is no plain path below the directory of the first record", at)
+            raise self._error(
+                f"record {_printable(name)} is not a plain path under the directory of the first record", at
+            )
         try:
-            prefix.decode()  # the directory's name is kept as text
+            prefix.decode()  # the common directory is kept as text
             key = name[len(prefix) :].lower().decode()
             if key.encode() != name[len(prefix) :]:
                 self._spelled[key] = name[len(prefix) :].decode()
@@ -327,14 +350,14 @@ class _Parser:
         except UnicodeDecodeError:
             raise self._error(f"the name of record {_printable(name)} is not UTF-8", at) from None
 
-    def _refuse(self, name: bytes, flags: int, method: int, nbytes: int, at: int) -> None:
+    def _note_unsupported(self, name: bytes, flags: int, method: int, nbytes: int, at: int) -> None:
         if name.endswith(b"/data.pkl") and nbytes > self._limits.header_bytes:
-            problem = f"record {_printable(name)} is compressed, and has more than {self._limits.header_bytes} bytes"
+            problem = f"record {_printable(name)} is compressed and has more than {self._limits.header_bytes} bytes"
             self._unsupported = LimitError(problem, file=self._file, offset=self._end.offset + at, found=nbytes)
         if self._unsupported is None:
             how = f"compressed (method {method})" if method else f"encrypted or patched (flags {flags:#x})"
             problem = f"record {_printable(name)} is {how}"
-            advice = "Load it with torch.load(mmap=False) and save it again, or pack it again without compression."
+            advice = "Load it with torch.load(mmap=False) and save it again, or repack it without compression."
             self._unsupported = UnsupportedError(
                 problem, file=self._file, offset=self._end.offset + at, advice=advice if method else None
             )
@@ -344,11 +367,14 @@ class _Parser:
 
 
 def zip64_fields(extra: bytes, fields: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return ``fields`` with those that are escaped replaced from the zip64 part of an extra field; None without it.
+    """Replace the escaped values in ``fields`` by their 64-bit values from the zip64 part of an extra field.
 
     Args:
         extra: The whole extra field.
-        fields: Values of the 32-bit fields, in the order of the zip64 part; 0xFFFFFFFF is an escape.
+        fields: 32-bit values in the order of the zip64 part; 0xFFFFFFFF is the escape.
+
+    Returns:
+        The values, or None if the zip64 part is missing or too short.
     """
     at = 0
     while at + 4 <= len(extra):
@@ -356,12 +382,12 @@ def zip64_fields(extra: bytes, fields: tuple[int, ...]) -> tuple[int, ...] | Non
         at += 4
         if kind == _ZIP64_EXTRA and at + nbytes <= len(extra):
             values = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra, at))
-            return _filled(fields, values)
+            return _replace_escapes(fields, values)
         at += nbytes
     return None
 
 
-def _filled(fields: tuple[int, ...], values: Iterator[int]) -> tuple[int, ...] | None:
+def _replace_escapes(fields: tuple[int, ...], values: Iterator[int]) -> tuple[int, ...] | None:
     filled = []
     for field in fields:
         value = next(values, None) if field == _IN_ZIP64_32 else field

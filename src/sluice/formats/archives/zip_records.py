@@ -1,8 +1,10 @@
-"""Where the data of zip records lies: local headers, read together where they are close.
+"""Local headers of zip records: the offset, bytes and checksum of each record's data.
 
-A local header is 30 bytes, the name and an extra field of a length that only the header says; the data follows. torch
-pads the extra field so that the data starts at a multiple of 64, leaves CRC and sizes 0
-and appends them after the data.
+Layout: 30 bytes, the name, an extra field whose length only the local header declares, then the data. torch pads the
+extra field so that the data starts at a multiple of 64 bytes, writes 0 for the CRC and sizes, and appends their values
+after the data. Headers that are close to each other are read together.
+
+Refused: a local header that contradicts the central directory, and data that overlaps the next record.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from collections.abc import Sequence
 
 from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
-from sluice.formats.archives.zip_directory import KNOWN_FLAGS, LOCAL_HEADER_BYTES, Record, read_directory, zip64_fields
+from sluice.formats.archives.zip_directory import (
+    KNOWN_FLAGS,
+    LOCAL_HEADER_BYTES,
+    ZipRecord,
+    read_directory,
+    zip64_fields,
+)
 from sluice.formats.coalesced import read_ranges
 from sluice.formats.protocol import Checksum
 from sluice.sources.protocol import Source
@@ -25,19 +33,19 @@ _LOCAL_HEADER = struct.Struct("<4s2xHH8xIIHH")
 
 _IN_ZIP64 = 0xFFFFFFFF
 
-#: Flag bit of records whose sizes follow the data: torch writes zeros in the local header.
+#: Flag bit: the sizes follow the data, and the local header holds zeros. torch writes records this way.
 _SIZES_FOLLOW = 0x0008
 
 
-def locate_records(source: Source, records: Sequence[Record]) -> list[int]:
-    """Return the first byte of the data of each record.
+def locate_records(source: Source, records: Sequence[ZipRecord]) -> list[int]:
+    """Return the offset in the file of the data of each record.
 
     Args:
         source: The archive.
-        records: What the central directory says of them, in any order.
+        records: Records from the central directory, in any order.
 
     Raises:
-        FormatError: A local header contradicts the central directory, or data reaches into what follows it.
+        FormatError: A local header contradicts the central directory, or data overlaps the next record.
     """
     order = sorted(range(len(records)), key=lambda position: records[position].header)
     ordered = [records[position] for position in order]
@@ -47,13 +55,13 @@ def locate_records(source: Source, records: Sequence[Record]) -> list[int]:
     return [located[position] for position in range(len(records))]
 
 
-def read_record(source: Source, record: Record, max_bytes: int) -> tuple[int, bytes]:
-    """Return the offset and the bytes of a small record, checked against its CRC.
+def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int, bytes]:
+    """Read a small record and check its CRC-32; return its offset in the file and its bytes.
 
     Raises:
-        LimitError: It has more than ``max_bytes``.
+        LimitError: The record has more than ``max_bytes`` bytes.
         FormatError: See ``locate_records``.
-        IntegrityError: Its bytes do not have the CRC that the central directory declares.
+        IntegrityError: The CRC-32 does not match the central directory.
     """
     if record.nbytes > max_bytes:
         raise LimitError(
@@ -61,10 +69,10 @@ def read_record(source: Source, record: Record, max_bytes: int) -> tuple[int, by
         )
     offset = _locate(source, record, source.read_at(record.header, _header_bytes(record)))
     data = source.read_at(offset, record.nbytes)
-    # torch leaves the CRC 0 when it was told not to compute any.
+    # torch writes a CRC of 0 if checksums are disabled.
     if record.crc and zlib.crc32(data) != record.crc:
         raise IntegrityError(
-            f"record {record.name!r} has another CRC-32",
+            f"the CRC-32 of record {record.name!r} does not match its data",
             file=source.path,
             offset=offset,
             expected=f"{record.crc:#010x}",
@@ -74,32 +82,32 @@ def read_record(source: Source, record: Record, max_bytes: int) -> tuple[int, by
 
 
 def record_checksums(source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
-    """Return the CRC-32 of each record of an archive, also of those that nothing uses, in the order of the file."""
+    """Return the CRC-32 of every record in file order, unused records included; the error for a damaged header."""
     records = list(read_directory(source, limits).records())
     try:
-        places: list[int | CheckpointError] = list(locate_records(source, records))
-    except CheckpointError:  # find out which
-        places = [_place_or_error(source, record) for record in records]
+        offsets: list[int | CheckpointError] = list(locate_records(source, records))
+    except CheckpointError:  # locate the records one by one, to find the damaged ones
+        offsets = [_offset_or_error(source, record) for record in records]
     return [
-        Checksum(name=record.name, offset=place, nbytes=record.nbytes, crc=record.crc)
-        if isinstance(place, int)
-        else place
-        for record, place in zip(records, places, strict=True)
+        Checksum(name=record.name, offset=offset, nbytes=record.nbytes, crc=record.crc)
+        if isinstance(offset, int)
+        else offset
+        for record, offset in zip(records, offsets, strict=True)
     ]
 
 
-def _place_or_error(source: Source, record: Record) -> int | CheckpointError:
+def _offset_or_error(source: Source, record: ZipRecord) -> int | CheckpointError:
     try:
         return locate_records(source, [record])[0]
     except CheckpointError as error:
         return error
 
 
-def _header_bytes(record: Record) -> int:
+def _header_bytes(record: ZipRecord) -> int:
     return LOCAL_HEADER_BYTES + len(record.name.encode())
 
 
-def _locate(source: Source, record: Record, header: bytes) -> int:
+def _locate(source: Source, record: ZipRecord, header: bytes) -> int:
     signature, flags, method, packed, nbytes, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
     name = header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + name_bytes]
     known = signature == b"PK\3\4" and not method and not flags & ~KNOWN_FLAGS
@@ -116,7 +124,7 @@ def _locate(source: Source, record: Record, header: bytes) -> int:
     follow = flags & _SIZES_FOLLOW and (nbytes, packed) == (0, 0)
     if not follow and (nbytes, packed) != (record.nbytes, record.nbytes):
         raise FormatError(
-            f"the local header of record {record.name!r} declares other sizes",
+            f"the sizes in the local header of record {record.name!r} do not match the central directory",
             file=source.path,
             offset=record.header,
             expected=record.nbytes,
@@ -125,7 +133,7 @@ def _locate(source: Source, record: Record, header: bytes) -> int:
     offset: int = extra + extra_bytes
     if offset + record.nbytes > record.limit:
         raise FormatError(
-            f"record {record.name!r} reaches into what follows it",
+            f"the data of record {record.name!r} overlaps the next record or the central directory",
             file=source.path,
             offset=offset,
             expected=f"at most {record.limit - offset} bytes",

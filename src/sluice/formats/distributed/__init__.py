@@ -1,4 +1,8 @@
-"""Files of torch.distributed.checkpoint: its metadata, the items in its data files, and how chunks cover tensors.
+"""Files of a torch.distributed.checkpoint (DCP) directory: its metadata and the items in its data files.
 
-``sluice.checkpoint.distributed`` opens a directory of them.
+In: the ``Source`` of each file and ``Limits``. Out: the tensors, chunks and values that the metadata describes, the
+index of each item, and the nested object. ``sluice.checkpoint.distributed`` combines them to one index.
+
+Start with ``metadata.read_metadata``; ``items`` parses the data files, ``exact_cover`` checks that chunks cover their
+tensor, and ``unflatten`` rebuilds the nested object.
 """

@@ -1,12 +1,15 @@
-"""The items of a torch.distributed.checkpoint directory: ``torch.save`` files, one after the other in a few files.
+"""The data files of a torch.distributed.checkpoint directory: concatenated ``torch.save`` files, one for each item.
 
-Each item is parsed by the reader of such files (``_torch_zip``) as if it were alone, in a section of its file. That of
-a chunk holds one tensor; that of a value holds any object, which may have tensors inside of it.
+Each item is parsed by ``TorchZipFormat`` in a section of its file. The item of a chunk holds one tensor; the item of a
+value holds any object, which may contain tensors.
 
-To open a checkpoint, values are parsed in full, and of each chunk the first bytes are read, neighbours together: the
-stride of a chunk is written nowhere else. The records before its data, up to the end of data.pkl, are the same bytes
-for all chunks of one dtype, shape and stride, so only the first chunk of each kind is parsed. Whatever is believed here
-is checked again, by a full parse, when ``locate`` looks for the data of a chunk: before any of it is read.
+Opening a checkpoint parses values in full but reads only the first bytes of each chunk, because only they hold its
+stride. Neighboring heads are read together. The records before the data, up to the end of data.pkl, are identical for
+all chunks of one dtype, shape and stride, so only the first chunk of each kind is parsed. ``locate`` parses the item of
+a chunk in full and compares it with these results before any data is read.
+
+Limits: those of ``torch_save.zip_format`` for each item. Refused: items that overlap or extend past the end of their
+file, items that are not ``torch.save`` files, big-endian items, and data files in safetensors format.
 """
 
 from __future__ import annotations
@@ -23,130 +26,130 @@ from sluice.formats.archives.zip_records import record_checksums
 from sluice.formats.coalesced import read_ranges
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import Checksum
-from sluice.formats.safetensors.reader import Safetensors
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.safetensors.reader import SafetensorsFormat
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
 __all__ = ["Item", "ItemFile", "ItemReader", "ItemStorage", "check_items"]
 
-Anything = TypeVar("Anything")
+AnyItem = TypeVar("AnyItem")
 
 
-#: Bytes that are read of each item to tell its dtype, shape and stride. torch's take about 300.
+#: Bytes read at the start of each item for its dtype, shape and stride. Items written by torch need about 300.
 _HEAD_BYTES = 1024
 
-#: Bytes at the end of an item that hold its directory. torch's take about 900.
+#: Bytes read at the end of each item for its central directory. Items written by torch need about 900.
 _TAIL_BYTES = 2048
 
-#: Values up to this size are read at once; most take about 1,500.
+#: Maximum size of values that are read in one piece, in bytes. Most take about 1,500.
 _SMALL_BYTES = 16 << 10
 
-#: Smallest zip archive.
-_SMALLEST_BYTES = 22
+#: Size of an empty zip archive, in bytes.
+_MIN_ITEM_BYTES = 22
 
-#: Bytes of a file that tell its kind.
+#: Bytes at the start of a file that identify its format.
 _START_BYTES = 64
 
-#: Kinds of chunks, and pickles, that are remembered. Models have many tensors of few shapes.
-_REMEMBERED = 4096
+#: Maximum number of cached kinds of chunks, and of cached pickles. Models have many tensors of few shapes.
+_MAX_CACHED = 4096
 
-#: What follows the data of a record whose sizes its local header does not know.
+#: Signature of the data descriptor, which follows a record whose local header does not hold its sizes.
 _DESCRIPTOR = b"PK\7\x08"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One item of a file."""
+    """One item of a data file."""
 
-    #: Its name, with the start of the chunk where the tensor has several; for messages and storages.
+    #: Name, followed by the start of the chunk if the tensor has several; for messages and storage keys.
     name: str
-    #: First byte in the file.
+    #: Offset in the file, in bytes.
     offset: int
-    #: Bytes of the item.
+    #: Size, in bytes.
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemStorage:
-    """A storage of a file: which one of which item."""
+    """A storage of a data file, as a storage of one of its items."""
 
     #: The item.
     item: Item
-    #: The tensor that the item is expected to hold, in its own numbering; None for a value, which was parsed in full.
+    #: The tensor expected in a chunk, as an entry of the item's own index; None for a value, which was parsed in full.
     entry: Entry | None
-    #: Its position in the index of the item.
+    #: Position of the storage in the index of the item.
     position: int
-    #: Its bytes of data.
+    #: Size of the data, in bytes.
     nbytes: int
 
 
 def check_items(source: Source, items: Sequence[Item]) -> None:
-    """Check the places of all items of a file, which are sorted by offset.
+    """Check the places of all items of a file, sorted by offset.
 
     Raises:
-        UnsupportedError: The file was written as safetensors.
-        IncompleteCheckpointError: It stands for a file that was never downloaded.
-        FormatError: An item reaches past the end of the file or into the next.
+        UnsupportedError: The file has the safetensors format.
+        IncompleteCheckpointError: The file is the placeholder of a file that was not downloaded.
+        FormatError: An item extends past the end of the file, overlaps another item, or is too short.
     """
     size = source.identity.nbytes
     start = source.read_at(0, min(_START_BYTES, size))
     placeholder = recognise_placeholder(start, source.path)
     if placeholder is not None:
         raise placeholder
-    if Safetensors().matches(start):
-        problem = "the data of this distributed checkpoint is written as safetensors, which sluice does not read"
+    if SafetensorsFormat().matches(start):
+        problem = "this distributed checkpoint stores its data as safetensors, which sluice does not read"
         raise UnsupportedError(problem, file=source.path)
     end = 0
     for item in items:
         if item.offset < end:
-            problem = "an item starts inside another"
+            problem = "an item overlaps the previous item"
             raise _error(problem, source, item, expected=f"byte {end} or later", found=f"byte {item.offset}")
         end = item.offset + item.nbytes
         if end > size:
-            problem = "an item reaches past the end of its file, which is cut short or another file"
+            problem = "an item extends past the end of its file, which is truncated or the wrong file"
             raise _error(problem, source, item, expected=f"at least {end} bytes", found=f"{size} bytes")
-        if item.nbytes < _SMALLEST_BYTES:
+        if item.nbytes < _MIN_ITEM_BYTES:
             raise _error("an item is too short to be a torch.save file", source, item, found=f"{item.nbytes} bytes")
 
 
 class ItemReader:
-    """Parses the items of one checkpoint, whatever their files: what is the same in many is parsed once."""
+    """Parser of the items in all files of one checkpoint; caches parts that many items share."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._format = TorchZip(remembered=_REMEMBERED, whole_objects=True)
+        self._format = TorchZipFormat(max_cached=_MAX_CACHED, whole_objects=True)
         self._chunks: dict[bytes, tuple[Entry, int]] = {}
 
     def value(self, source: Source, item: Item, limits: Limits) -> Index:
-        """Return the index of an item that holds a value: any object, or the placeholder of one.
+        """Return the index of an item that holds a value: any object, or the inert leaf of one.
 
         Raises:
-            CheckpointError: It is no ``torch.save`` file that sluice reads.
+            CheckpointError: The item is not a ``torch.save`` file that sluice reads.
         """
         small = [(0, source.read_at(item.offset, item.nbytes))] if item.nbytes <= _SMALL_BYTES else []
         _, index = self._parse(source, item, limits, small)
         return index
 
     def chunks(self, source: Source, items: Sequence[Item]) -> list[tuple[Entry | UnsupportedValue, int]]:
-        """Return the tensor of each item, in the item's own numbering, and the bytes of its storage.
+        """Return the tensor of each item, as an entry of the item's own index, and the size of its storage in bytes.
 
-        A tensor of a kind that sluice does not assemble is an ``UnsupportedValue`` without bytes.
+        A tensor that sluice cannot assemble is an ``UnsupportedValue`` with size 0.
 
         Args:
-            source: Their file.
-            items: Items, sorted by offset.
+            source: File of the items.
+            items: Items of chunks, sorted by offset.
 
         Raises:
             CheckpointError: An item is not a ``torch.save`` file of one tensor.
         """
-        found: list[tuple[Entry | UnsupportedValue, int]] = []
-        for some in _batches(items):
-            sizes = [min(_HEAD_BYTES, item.nbytes) for item in some]
-            heads = read_ranges(source, [item.offset for item in some], sizes)
-            found += [self._chunk(source, item, head) for item, head in zip(some, heads, strict=True)]
-        return found
+        chunks: list[tuple[Entry | UnsupportedValue, int]] = []
+        for batch in _batches(items):
+            sizes = [min(_HEAD_BYTES, item.nbytes) for item in batch]
+            heads = read_ranges(source, [item.offset for item in batch], sizes)
+            chunks += [self._chunk(source, item, head) for item, head in zip(batch, heads, strict=True)]
+        return chunks
 
     def _chunk(self, source: Source, item: Item, head: bytes) -> tuple[Entry | UnsupportedValue, int]:
         kind = head[: head.find(_DESCRIPTOR) + 1]
@@ -157,44 +160,44 @@ class ItemReader:
             if isinstance(entry, UnsupportedValue):
                 return entry, 0
             chunk = entry, index.storages[entry.storage].nbytes
-            if kind and len(self._chunks) < _REMEMBERED:
+            if kind and len(self._chunks) < _MAX_CACHED:
                 self._chunks[kind] = chunk
         return chunk
 
     def offsets(
         self, source: Source, item: Item, known: Iterable[tuple[int, bytes]], expected: Sequence[ItemStorage]
     ) -> list[int]:
-        """Return where in the file the data of the item's storages starts, after a full check of the item.
+        """Parse an item in full; return the file offsets of the data of its storages.
 
         Args:
-            source: Its file.
+            source: File of the item.
             item: The item.
-            known: Ranges of it that were read already, by their offset in the item.
-            expected: What the storages were taken for.
+            known: Offsets in the item and bytes of ranges already read.
+            expected: The storages, as derived from the head of the item.
 
         Raises:
-            CheckpointError: The item is damaged, or holds something else.
+            CheckpointError: The item is damaged, or differs from ``expected``.
         """
         section, index = self._parse(source, item, self._limits, known)
         for storage in expected:
             if storage.entry is not None and _tensor(index, source, item) != storage.entry:
-                raise _error("an item holds another tensor than its first bytes say", source, item)
+                raise _error("the tensor of an item does not match its first bytes", source, item)
             nbytes = index.storages[storage.position].nbytes if storage.position < len(index.storages) else None
             if nbytes != storage.nbytes:
-                problem = "an item holds other storages than its first bytes say"
+                problem = "the storages of an item do not match its first bytes"
                 raise _error(problem, source, item, expected=f"{storage.nbytes} bytes", found=nbytes)
-        with _placed(section, item):
-            found = self._format.locate(section, index, [storage.position for storage in expected])
-        return [section.start + found[storage.position] for storage in expected]
+        with _errors_in_file(section, item):
+            offsets = self._format.locate(section, index, [storage.position for storage in expected])
+        return [section.start + offsets[storage.position] for storage in expected]
 
     def _parse(
         self, source: Source, item: Item, limits: Limits, known: Iterable[tuple[int, bytes]]
     ) -> tuple[Section, Index]:
         section = Section(source, item.offset, item.nbytes, known=known)
-        with _placed(section, item):
-            start = section.read_at(0, _SMALLEST_BYTES)
+        with _errors_in_file(section, item):
+            start = section.read_at(0, _MIN_ITEM_BYTES)
             if not self._format.matches(start):
-                raise FormatError("an item is no torch.save file", file=source.path, offset=0, found=start)
+                raise FormatError("an item is not a torch.save file", file=source.path, offset=0, found=start)
             index = self._format.read_index(section, limits)
             if index.metadata["byteorder"] != "little":
                 problem = "an item of a distributed checkpoint was written on a big-endian machine"
@@ -203,55 +206,62 @@ class ItemReader:
 
 
 class ItemFile:
-    """Finds the data of the items of one file; see ``Locator``."""
+    """Locator of the data in one data file; see ``Locator``."""
 
     def __init__(self, reader: ItemReader, storages: Sequence[ItemStorage]) -> None:
-        """Keep what each storage of the file's index is."""
+        """Prepare to locate data.
+
+        Args:
+            reader: Parser of the items.
+            storages: The storages of the index of the file, by position.
+        """
         self._reader = reader
         self._storages = storages
 
     def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
-        wanted = [number for number in storages if not index.storages[number].located]
-        wanted.sort(key=lambda number: (self._storages[number].item.offset, number))
+        unlocated = [position for position in storages if not index.storages[position].located]
+        unlocated.sort(key=lambda position: (self._storages[position].item.offset, position))
         groups = [
-            (item, list(numbers)) for item, numbers in groupby(wanted, lambda number: self._storages[number].item)
+            (item, list(positions))
+            for item, positions in groupby(unlocated, lambda position: self._storages[position].item)
         ]
-        found: dict[int, int] = {}
-        for some in _batches(groups):
-            ends = _read_ends(source, [item for item, _ in some])
-            for (item, numbers), known in zip(some, ends, strict=True):
-                expected = [self._storages[number] for number in numbers]
-                found.update(zip(numbers, self._reader.offsets(source, item, known, expected), strict=True))
-        return found
+        offsets: dict[int, int] = {}
+        for batch in _batches(groups):
+            ends = _read_ends(source, [item for item, _ in batch])
+            for (item, positions), known in zip(batch, ends, strict=True):
+                expected = [self._storages[position] for position in positions]
+                offsets.update(zip(positions, self._reader.offsets(source, item, known, expected), strict=True))
+        return offsets
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
-        found: list[Checksum | CheckpointError] = []
+        checksums: list[Checksum | CheckpointError] = []
         for item in dict.fromkeys(storage.item for storage in self._storages):
             section = Section(source, item.offset, item.nbytes)
             try:
-                with _placed(section, item):
-                    inside = record_checksums(section, limits)
+                with _errors_in_file(section, item):
+                    of_records = record_checksums(section, limits)
             except CheckpointError as error:
-                found.append(error)
+                checksums.append(error)
                 continue
-            for one in inside:
-                if isinstance(one, Checksum):
-                    found.append(replace(one, name=f"{item.name}/{one.name}", offset=one.offset + item.offset))
+            for checksum in of_records:
+                if isinstance(checksum, Checksum):
+                    name, offset = f"{item.name}/{checksum.name}", checksum.offset + item.offset
+                    checksums.append(replace(checksum, name=name, offset=offset))
                     continue
-                with suppress(CheckpointError), _placed(section, item):
-                    raise one
-                found.append(one)
-        return found
+                with suppress(CheckpointError), _errors_in_file(section, item):
+                    raise checksum
+                checksums.append(checksum)
+        return checksums
 
 
-def _batches(items: Sequence[Anything]) -> Iterator[Sequence[Anything]]:
-    """Split items such that what is read of one batch takes at most 1 MiB."""
+def _batches(items: Sequence[AnyItem]) -> Iterator[Sequence[AnyItem]]:
+    """Split items into batches of which at most 1 MiB is read together."""
     count = (1 << 20) // (_HEAD_BYTES + _TAIL_BYTES)
     return (items[first : first + count] for first in range(0, len(items), count))
 
 
 def _read_ends(source: Source, items: Sequence[Item]) -> list[list[tuple[int, bytes]]]:
-    """Return the first and the last bytes of each item, with their offsets in the item."""
+    """Read the first and last bytes of each item; return them with their offsets in the item."""
     starts: list[int] = []
     sizes: list[int] = []
     for item in items:
@@ -259,16 +269,17 @@ def _read_ends(source: Source, items: Sequence[Item]) -> list[list[tuple[int, by
         tail = min(_TAIL_BYTES, item.nbytes - head)
         starts += [item.offset, item.offset + item.nbytes - tail]
         sizes += [head, tail]
-    read = read_ranges(source, starts, sizes)
-    pieces = [
-        (start - items[number // 2].offset, data) for number, (start, data) in enumerate(zip(starts, read, strict=True))
+    contents = read_ranges(source, starts, sizes)
+    ranges = [
+        (start - items[position // 2].offset, data)
+        for position, (start, data) in enumerate(zip(starts, contents, strict=True))
     ]
-    return [pieces[first : first + 2] for first in range(0, len(pieces), 2)]
+    return [ranges[first : first + 2] for first in range(0, len(ranges), 2)]
 
 
 @contextmanager
-def _placed(section: Section, item: Item) -> Iterator[None]:
-    """Let errors about the item name it, and count their offsets from the start of the file."""
+def _errors_in_file(section: Section, item: Item) -> Iterator[None]:
+    """Add the name of the item to errors raised inside, and convert their offsets to offsets in the file."""
     try:
         yield
     except CheckpointError as error:
@@ -283,14 +294,14 @@ def _tensor(index: Index, source: Source, item: Item) -> Entry | UnsupportedValu
         return index.tree
     if isinstance(index.tree, Opaque):
         found = index.tree.qualified_name
-        problem = "the item of a tensor holds an object that only running code could build"
+        problem = "the item of a tensor holds an object that cannot be built without running code"
         raise UnsafeContentError(problem, file=source.path, tensor=item.name, offset=item.offset, found=found)
     if not isinstance(index.tree, Entry):
-        raise _error("the item of a tensor holds something else", source, item, found=type(index.tree).__name__)
+        raise _error("the item of a tensor does not hold a tensor", source, item, found=type(index.tree).__name__)
     if index.tree.composite is not None:
-        reason = "a tensor in chunks that are not dense"
+        reason = "a tensor whose chunks are not dense"
         return UnsupportedValue(qualified_name=index.tree.layout, reason=reason, file=source.path)
-    # torch copies the elements of a chunk, no more
+    # torch copies only the elements of a chunk, not its other properties
     return replace(index.tree, parameter=False, requires_grad=False, attributes=None)
 
 

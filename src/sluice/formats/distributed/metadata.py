@@ -1,23 +1,24 @@
-"""``.metadata`` of a torch.distributed.checkpoint directory: which tensors and values there are, and where.
+"""The ``.metadata`` file of a torch.distributed.checkpoint directory: its items and where they are stored.
 
-It is a bare pickle of ``torch.distributed.checkpoint.metadata.Metadata``::
+Layout: a pickle of ``torch.distributed.checkpoint.metadata.Metadata``, with nothing before or after it::
 
     state_dict_metadata   NAME -> TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata()
-    chunks                [ChunkStorageMetadata(offsets, sizes), ...]: boxes of the tensor, each stored by itself
+    chunks                [ChunkStorageMetadata(offsets, sizes), ...]: boxes of the tensor, each stored separately
     storage_data          MetadataIndex(fqn, offset) -> _StorageInfo(relative_path, offset, length)
-    planner_data          NAME -> the path that it had before torch flattened the object; absent in old checkpoints
-    version, storage_meta not used
+    planner_data          NAME -> path in the object before torch flattened it; absent in old checkpoints
+    version               kept for reports
+    storage_meta          not used
 
-The inert unpickler reads it. The classes above become records of this module that hold what they are given; a global
-beyond them and torch's plain values is refused. Everything is then looked at field by field.
+The inert unpickler reads it: objects of these classes become ``MetadataRecord`` objects with unchecked fields, and any
+global besides them and torch's plain values is refused. This module then checks every field.
 
-Limits: the file's size (``header_bytes``), tensors and chunks together (``entries``), ``dimensions``, names
-(``name_bytes``), and those of the pickle.
+Limits: the size of the file (``Limits.header_bytes``), tensors and chunks together (``Limits.entries``),
+``Limits.dimensions``, ``Limits.name_bytes``, and the limits of the pickle.
 
-Refused: a chunk that reaches out of its tensor or is stored nowhere; chunks that leave a hole or overlap; files outside
-the directory. Ignored: chunks without elements, which uneven shards have, and stored items that nothing describes.
-Tensors of other layouts or of dtypes that no plain tensor has, and items that the writer transformed (compressed, say),
-are leaves that say so; a checkpoint of which every item was transformed is refused.
+Refused: a chunk outside its tensor or without a stored item; chunks that overlap or leave a gap; files outside the
+directory; a checkpoint in which every item was transformed. Ignored: chunks without elements, which uneven shards have,
+and stored items without a description. ``UnsupportedValue`` leaves: tensors that are not strided, tensors with a dtype
+that plain tensors cannot have, and items that the writer transformed, for example compressed.
 """
 
 from __future__ import annotations
@@ -30,102 +31,102 @@ from typing import Any
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.distributed.cover import cut_dimensions, first_miscount
-from sluice.formats.distributed.objects import BYTES, MEMORY_FORMAT, MetadataObjects, Record
+from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
+from sluice.formats.distributed.metadata_allowlist import BYTES, MEMORY_FORMAT, MetadataAllowlist, MetadataRecord
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.shard_index import is_plain_path
-from sluice.formats.torch_save.values import DTYPE_PREFIX
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX
 from sluice.records import TorchSize, TorchText, UnsupportedValue
 from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
 
-__all__ = ["Chunk", "Contents", "Place", "TensorItem", "read_metadata"]
+__all__ = ["DistributedMetadata", "ItemPlace", "SavedChunk", "TensorItem", "read_metadata"]
 
 #: ``dtype, layout, requires_grad, memory format, pin_memory``
 _PROPERTIES = 5
 
-#: Bytes that tell what stands in the place of the metadata.
+#: Bytes of the file in which a download placeholder is recognized.
 _HEAD_BYTES = 4096
 
-_TRANSFORMED = "an item that was transformed when it was written (compressed, say)"
+_TRANSFORMED = "an item that was transformed when it was written (for example, compressed)"
 
 #: torch's sizes are signed 64-bit integers.
 _MAX_SIGNED = 2**63 - 1
 
-#: Corners of chunks that are compared, for each entry of ``Limits.entries``: chunks cut in two dimensions have four.
+#: Maximum number of chunk corners to compare, per entry of ``Limits.entries``. A chunk cut in two dimensions has four.
 _CORNERS_PER_ENTRY = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where an item is stored."""
+class ItemPlace:
+    """The place of a stored item."""
 
     #: Path of the file, relative to the directory, with forward slashes.
     file: str
-    #: First byte of the item in the file.
+    #: Offset of the item in the file, in bytes.
     offset: int
-    #: Bytes of the item.
+    #: Size of the item, in bytes.
     nbytes: int
-    #: What the writer did to the item (compression, say), as it names it; empty for nothing.
+    #: The writer's names of the transforms applied to the item, such as compression; empty if there are none.
     transforms: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """A box of a tensor that is stored as a tensor of its own."""
+class SavedChunk:
+    """A box of a tensor that is stored as a separate tensor."""
 
-    #: First element in each dimension of the tensor.
+    #: Index of the first element in the tensor, in each dimension.
     start: tuple[int, ...]
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: Where it is stored.
-    place: Place
+    #: Place of the stored item.
+    place: ItemPlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorItem:
     """A tensor of the checkpoint."""
 
-    #: Its flat name.
+    #: Flat name.
     name: str
-    #: Name of its dtype.
+    #: Name of the dtype.
     dtype: str
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: The boxes that cover it, each element once; one without elements for an empty tensor.
-    chunks: tuple[Chunk, ...]
+    #: Boxes that cover each element exactly once; a single box without elements for an empty tensor.
+    chunks: tuple[SavedChunk, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """What the metadata describes."""
+class DistributedMetadata:
+    """The items of a distributed checkpoint, checked against each other."""
 
-    #: Tensors, places of the values that are none, and tensors that are not read, by flat name in the file's order.
-    items: Mapping[str, TensorItem | Place | UnsupportedValue]
-    #: The path of each item in the object that was saved, unchecked; those of one level may be missing.
+    #: Tensors, places of other values, and unsupported tensors, by flat name in file order.
+    items: Mapping[str, TensorItem | ItemPlace | UnsupportedValue]
+    #: Path of each item in the saved object, by flat name; unchecked. Items may be missing.
     paths: Mapping[str, object]
-    #: Version of the format; empty when it is not given.
+    #: Version of the format; empty if not declared.
     version: str
-    #: What a reader of the report should know, a sentence each.
+    #: Notes for reports, in full sentences.
     notes: tuple[str, ...]
 
 
-def read_metadata(source: Source, limits: Limits) -> Contents:
-    """Return what ``.metadata`` describes, checked against itself.
+def read_metadata(source: Source, limits: Limits) -> DistributedMetadata:
+    """Read a ``.metadata`` file and check that it is consistent.
 
     Raises:
-        IncompleteCheckpointError: It stands for a file that was never downloaded.
-        UnsafeContentError: It names a global beyond those that torch writes.
-        PathEscapeError: It names a file outside its directory.
-        UnsupportedError: An item is stored in a way that sluice does not read.
-        LimitError: It describes more than the limits allow.
-        FormatError: It contradicts itself, or is no metadata at all.
-        TruncatedError: It ends too early.
+        IncompleteCheckpointError: The file is the placeholder of a file that was not downloaded.
+        UnsafeContentError: The pickle names a global that torch never writes.
+        PathEscapeError: An item is stored in a file outside the directory.
+        UnsupportedError: Every item was transformed, or the pickle has an unsupported protocol or key.
+        LimitError: The metadata exceeds a limit.
+        FormatError: The metadata is inconsistent, or the file is not metadata.
+        TruncatedError: The file ends too early.
     """
     with collector_paused():
         root = _unpickle(source, limits)
-        return _Reader(source.path, limits).contents(root)
+        return _MetadataReader(source.path, limits).read(root)
 
 
 def _unpickle(source: Source, limits: Limits) -> object:
@@ -133,13 +134,13 @@ def _unpickle(source: Source, limits: Limits) -> object:
     if nbytes > limits.header_bytes:
         expected = f"at most {limits.header_bytes}"
         raise LimitError(
-            "the metadata passes the limit 'header_bytes'", file=source.path, expected=expected, found=nbytes
+            "the metadata exceeds the limit 'header_bytes'", file=source.path, expected=expected, found=nbytes
         )
     data = source.read_at(0, nbytes)
     placeholder = recognise_placeholder(data[:_HEAD_BYTES], source.path)
     if placeholder is not None:
         raise placeholder
-    unpickler = Unpickler(data, MetadataObjects(limits, nbytes), limits=limits, file=source.path)
+    unpickler = Unpickler(data, MetadataAllowlist(limits, nbytes), limits=limits, file=source.path)
     root = unpickler.load()
     for leaf in unpickler.opaque.values():
         raise UnsafeContentError(
@@ -152,8 +153,8 @@ def _unpickle(source: Source, limits: Limits) -> object:
     return root
 
 
-class _Reader:
-    """Turns the object of the pickle into ``Contents``."""
+class _MetadataReader:
+    """Conversion of the unpickled object to ``DistributedMetadata``."""
 
     def __init__(self, file: str, limits: Limits) -> None:
         self._file = file
@@ -162,7 +163,7 @@ class _Reader:
         self._corners_left = _CORNERS_PER_ENTRY * limits.entries
         self._plain: set[str] = set()
 
-    def contents(self, root: object) -> Contents:
+    def read(self, root: object) -> DistributedMetadata:
         fields = self._fields(root, "Metadata", "the metadata")
         items = self._dict(fields.get("state_dict_metadata"), "state_dict_metadata")
         stored = self._dict(fields.get("storage_data"), "storage_data")
@@ -173,15 +174,15 @@ class _Reader:
         self._check_readable(described)
         paths, version = fields.get("planner_data"), fields.get("version")
         left = sum(map(len, places.values()))
-        return Contents(
+        return DistributedMetadata(
             items=described,
             paths={} if paths is None else self._dict(paths, "planner_data"),
             version=version if type(version) is str else "",
             notes=(f"Items that are stored but not described: {left}.",) if left else (),
         )
 
-    def _check_readable(self, described: Mapping[str, TensorItem | Place | UnsupportedValue]) -> None:
-        """Refuse a checkpoint of which every item was transformed: there is nothing to open it for."""
+    def _check_readable(self, described: Mapping[str, TensorItem | ItemPlace | UnsupportedValue]) -> None:
+        """Refuse a checkpoint in which every item was transformed, because it has no readable item."""
         first = next(iter(described.items()), None)
         if first is None or any(
             not isinstance(item, UnsupportedValue) or item.reason != _TRANSFORMED for item in described.values()
@@ -191,46 +192,48 @@ class _Reader:
         assert isinstance(item, UnsupportedValue)
         raise UnsupportedError(_TRANSFORMED, file=self._file, tensor=name, found=item.qualified_name)
 
-    def _places(self, stored: dict[Any, Any]) -> dict[str, dict[str, Place]]:
-        """Return the place of each item, by the item's name and then by the start of the chunk, as text."""
-        places: dict[str, dict[str, Place]] = {}
+    def _places(self, stored: dict[Any, Any]) -> dict[str, dict[str, ItemPlace]]:
+        """Return the place of each item, by its name and then by the start of its chunk (see ``_chunk_key``)."""
+        places: dict[str, dict[str, ItemPlace]] = {}
         for key, info in stored.items():
             index = self._fields(key, "MetadataIndex", "a key of storage_data")
             name, start = index.get("fqn"), index.get("offset")
             if type(name) is not str:
                 raise self._error("a key of storage_data has no name")
-            where = "" if start is None else _spell(self._sizes(start, name, "the offset of a stored chunk"))
-            if where in places.setdefault(name, {}):
-                raise self._error("an item is stored twice", name, found=f"chunk at [{where}]")
-            places[name][where] = self._place(info, name)
+            chunk_key = "" if start is None else _chunk_key(self._sizes(start, name, "the offset of a stored chunk"))
+            if chunk_key in places.setdefault(name, {}):
+                raise self._error("an item is stored twice", name, found=f"chunk at [{chunk_key}]")
+            places[name][chunk_key] = self._place(info, name)
         return places
 
-    def _place(self, info: object, name: str) -> Place:
+    def _place(self, info: object, name: str) -> ItemPlace:
         fields = self._fields(info, "_StorageInfo", "a value of storage_data", name)
         file, offset, nbytes = (fields.get(field) for field in ("relative_path", "offset", "length"))
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int or min(offset, nbytes) < 0:
-            raise self._error("the place of an item is malformed", name, expected="a path, an offset and a length")
+            raise self._error(
+                "the storage info of an item is malformed", name, expected="a path, an offset and a length"
+            )
         if file not in self._plain:
             if not is_plain_path(file):
-                problem = "the metadata names a file that is no plain path below its own directory"
+                problem = "the metadata names a file that is not a plain path under its directory"
                 raise PathEscapeError(problem, file=self._file, tensor=name, found=repr(file))
             self._plain.add(file)
         transforms = fields.get("transform_descriptors")
         named = "" if transforms is None or transforms == [] else short_repr(transforms)
-        return Place(file=file, offset=offset, nbytes=nbytes, transforms=named)
+        return ItemPlace(file=file, offset=offset, nbytes=nbytes, transforms=named)
 
     def _item(
-        self, name: object, item: object, places: dict[str, dict[str, Place]]
-    ) -> TensorItem | Place | UnsupportedValue:
+        self, name: object, item: object, places: dict[str, dict[str, ItemPlace]]
+    ) -> TensorItem | ItemPlace | UnsupportedValue:
         if type(name) is not str:
-            raise self._error("the name of an item is no text", found=type(name).__name__)
+            raise self._error("the name of an item is not text", found=type(name).__name__)
         stored = places.get(name, {})
         if item is BYTES:
             place = stored.pop("", None)
             if place is None:
-                raise self._error("a value is stored nowhere", name)
+                raise self._error("a value has no stored item", name)
             return self._transformed([place]) or place
-        fields = self._fields(item, "TensorStorageMetadata", "what describes an item", name)
+        fields = self._fields(item, "TensorStorageMetadata", "the description of an item", name)
         shape = self._sizes(fields.get("size"), name, "the size of a tensor")
         dtype = self._dtype(fields.get("properties"), name)
         if isinstance(dtype, UnsupportedValue):
@@ -238,33 +241,35 @@ class _Reader:
             return dtype
         if _numel(shape) * ITEM_BYTES[dtype] > _MAX_SIGNED:
             raise self._error("a tensor has more bytes than torch can count", name, found=shape)
-        every = list(self._boxes(fields.get("chunks"), shape, name))
-        boxes = every[:1] if 0 in shape else [(start, sizes) for start, sizes in every if 0 not in sizes]
+        declared = list(self._boxes(fields.get("chunks"), shape, name))
+        boxes = declared[:1] if 0 in shape else [(start, sizes) for start, sizes in declared if 0 not in sizes]
         self._check_cover(boxes, shape, name)
         chunks = tuple(self._chunk(start, sizes, stored, name) for start, sizes in boxes)
-        for start, _ in every:
-            stored.pop(_spell(start), None)
+        for start, _ in declared:
+            stored.pop(_chunk_key(start), None)
         transformed = self._transformed([chunk.place for chunk in chunks])
         if transformed is not None:
             return transformed
         return TensorItem(name=name, dtype=dtype, shape=shape, chunks=chunks)
 
-    def _transformed(self, places: Sequence[Place]) -> UnsupportedValue | None:
-        """Return what stands for an item of which a part was transformed, or None."""
+    def _transformed(self, places: Sequence[ItemPlace]) -> UnsupportedValue | None:
+        """Return the leaf of an item of which a part was transformed, or None."""
         for place in places:
             if place.transforms:
                 return UnsupportedValue(qualified_name=place.transforms, reason=_TRANSFORMED, file=self._file)
         return None
 
     def _dtype(self, properties: object, name: str) -> str | UnsupportedValue:
-        state = properties.state if type(properties) is Record and properties.kind == "TensorProperties" else None
+        state = (
+            properties.state if type(properties) is MetadataRecord and properties.kind == "TensorProperties" else None
+        )
         if type(state) is not tuple or len(state) != _PROPERTIES or state[3] is not MEMORY_FORMAT:
             raise self._error("the properties of a tensor are malformed", name)
         dtype, layout = state[:2]
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
-            raise self._error("a tensor's dtype is no torch.dtype", name)
+            raise self._error("the dtype of a tensor is not a torch.dtype", name)
         if dtype[len(DTYPE_PREFIX) :] not in ITEM_BYTES:
-            problem = "a tensor of a dtype that plain tensors do not have"
+            problem = "a tensor with a dtype that plain tensors cannot have"
             return UnsupportedValue(qualified_name=dtype, reason=problem, file=self._file)
         if layout != "torch.strided":
             kind = str(layout) if isinstance(layout, str) else short_repr(layout)
@@ -274,7 +279,7 @@ class _Reader:
     def _boxes(
         self, chunks: object, shape: tuple[int, ...], name: str
     ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Yield start and size of each chunk."""
+        """Yield the start and the size of each chunk."""
         if type(chunks) is not list or not chunks:
             raise self._error("a tensor has no list of chunks", name)
         self._chunks += len(chunks)
@@ -282,14 +287,14 @@ class _Reader:
             raise self._over("entries", self._chunks)
         for chunk in chunks:
             fields = self._fields(chunk, "ChunkStorageMetadata", "a chunk", name)
-            start = self._sizes(fields.get("offsets"), name, "the offsets of a chunk")
-            sizes = self._sizes(fields.get("sizes"), name, "the sizes of a chunk")
+            start = self._sizes(fields.get("offsets"), name, "the offset of a chunk")
+            sizes = self._sizes(fields.get("sizes"), name, "the size of a chunk")
             inside = len(start) == len(sizes) == len(shape) and all(
                 first + size <= whole for first, size, whole in zip(start, sizes, shape, strict=True)
             )
             if not inside:
                 found = f"{list(sizes)} at {list(start)}"
-                raise self._error("a chunk reaches out of its tensor", name, expected=list(shape), found=found)
+                raise self._error("a chunk extends outside its tensor", name, expected=list(shape), found=found)
             yield start, sizes
 
     def _check_cover(
@@ -300,35 +305,37 @@ class _Reader:
         self._corners_left -= len(boxes) << len(cut_dimensions(shape, boxes))
         if self._corners_left < 0:
             raise self._over("entries", f"chunks of {name!r} with too many corners")
-        wrong = first_miscount(shape, boxes)
-        if wrong is not None:
-            problem = "the chunks of a tensor overlap" if wrong.boxes else "the chunks of a tensor leave a hole"
-            found = f"element {list(wrong.element)} in {wrong.boxes}"
+        miscount = first_miscount(shape, boxes)
+        if miscount is not None:
+            problem = "the chunks of a tensor overlap" if miscount.boxes else "the chunks of a tensor leave a gap"
+            found = f"element {list(miscount.element)} in {miscount.boxes}"
             raise self._error(problem, name, expected="every element in one chunk", found=found)
 
-    def _chunk(self, start: tuple[int, ...], shape: tuple[int, ...], stored: dict[str, Place], name: str) -> Chunk:
-        place = stored.pop(_spell(start), None)
+    def _chunk(
+        self, start: tuple[int, ...], shape: tuple[int, ...], stored: dict[str, ItemPlace], name: str
+    ) -> SavedChunk:
+        place = stored.pop(_chunk_key(start), None)
         if place is None:
-            raise self._error("a chunk is stored nowhere", name, expected=f"a place for the chunk at {list(start)}")
-        return Chunk(start=start, shape=shape, place=place)
+            raise self._error("a chunk has no stored item", name, expected=f"a place for the chunk at {list(start)}")
+        return SavedChunk(start=start, shape=shape, place=place)
 
     def _fields(self, value: object, kind: str, what: str, name: str | None = None) -> dict[str, Any]:
-        if type(value) is not Record or value.kind != kind or type(value.state) is not dict:
-            found = value.kind if type(value) is Record else type(value).__name__
-            raise self._error(f"{what} is no {kind}", name, found=found)
+        if type(value) is not MetadataRecord or value.kind != kind or type(value.state) is not dict:
+            found = value.kind if type(value) is MetadataRecord else type(value).__name__
+            raise self._error(f"{what} is not a {kind}", name, found=found)
         return value.state
 
     def _dict(self, value: object, field: str) -> dict[Any, Any]:
         if type(value) is not dict:
-            raise self._error(f"{field} of the metadata is no dictionary", found=type(value).__name__)
+            raise self._error(f"{field} of the metadata is not a dictionary", found=type(value).__name__)
         return value
 
     def _sizes(self, value: object, name: str, what: str) -> tuple[int, ...]:
         if type(value) not in (tuple, TorchSize, list):
-            raise self._error(f"{what} is no tuple", name, found=type(value).__name__)
-        sizes: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]  # one of the two
+            raise self._error(f"{what} is not a tuple", name, found=type(value).__name__)
+        sizes: tuple[Any, ...] = tuple(value)  # type: ignore[arg-type]  # one of the three types
         if not all(type(size) is int and 0 <= size <= _MAX_SIGNED for size in sizes):
-            raise self._error(f"{what} is made of something other than sizes", name)
+            raise self._error(f"{what} contains a value that is not a valid size", name)
         if len(sizes) > self._limits.dimensions:
             raise self._error(f"a tensor has more than {self._limits.dimensions} dimensions", name, found=len(sizes))
         return sizes
@@ -340,11 +347,11 @@ class _Reader:
 
     def _over(self, limit: str, found: object) -> LimitError:
         expected = f"at most {getattr(self._limits, limit)}"
-        return LimitError(f"the metadata passes the limit {limit!r}", file=self._file, expected=expected, found=found)
+        return LimitError(f"the metadata exceeds the limit {limit!r}", file=self._file, expected=expected, found=found)
 
 
-def _spell(start: tuple[int, ...]) -> str:
-    """Return the start of a chunk as a key: text, which no file can make collide; a scalar's differs from none."""
+def _chunk_key(start: tuple[int, ...]) -> str:
+    """Return the start of a chunk as text, whose hashes a file cannot make collide; never empty, even for a scalar."""
     return f"[{','.join(map(str, start))}]"
 
 

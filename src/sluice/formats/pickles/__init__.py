@@ -1,6 +1,8 @@
-"""An inert unpickler: it runs the opcodes that checkpoints use and never imports or calls what a file names.
+"""An inert unpickler: it runs the opcodes that checkpoints use and never imports or calls the globals in a file.
 
-In: the bytes of a pickle and a table of allowed globals. Out: plain values and the caller's stand-ins.
+In: the bytes of a pickle, or its offset in a ``Source``, and an ``Allowlist`` of globals. Out: plain values, and the
+objects that the allowlist builds.
 
-Start with ``unpickler``; ``machine`` has the state, ``opcodes`` has one function per opcode.
+Start with ``unpickler.Unpickler``, or ``stream.unpickle_at`` for a pickle of unknown length; ``machine`` has the state,
+``opcodes`` the handlers, ``tensor_opcodes`` a fast path for tensors, and ``keys`` the checks of dict keys.
 """

@@ -1,4 +1,7 @@
-"""The state of the inert unpickler's stack machine, and what its opcodes do to it. ``_pickle`` runs it."""
+"""The stack machine of the inert unpickler: its state, and the operations that opcode handlers apply to it.
+
+``unpickler.Unpickler`` runs it; ``opcodes`` has the handlers.
+"""
 
 from __future__ import annotations
 
@@ -12,88 +15,91 @@ from sluice._options import Limits
 from sluice.formats.pickles.keys import KeyGuard
 from sluice.records import Entry, Opaque, UnsupportedValue
 
-__all__ = ["ARGUMENTS", "HOOKS", "Allowlist", "Constructor", "Consumed", "Machine", "Pending", "Refusal"]
+__all__ = ["ARGUMENTS", "HOOKS", "Allowlist", "Constructor", "Consumed", "Machine", "PendingObject", "Refusal"]
 
 AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
 
-#: Marks open at once for each level of nesting: a container, a call inside it, its arguments and a storage's id.
+#: Open marks per level of nesting: a container, a call inside it, its arguments and the id of a storage.
 _MARKS_PER_LEVEL = 4
 
-#: Arguments that are searched for what cannot be read. No call of torch's has more.
-_PARTS_LOOKED_AT = 8
+#: Number of arguments that are searched for unsupported values. No call in torch's pickles has more.
+_SEARCHED_ARGUMENTS = 8
 
 _DICT_KINDS = frozenset({dict, OrderedDict, Counter})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consumed:
-    """Stands in the memo for an object that was consumed; see ``_pickle_tensors``."""
+    """Placeholder in the memo for an object that only one tensor used; see ``tensor_opcodes``."""
 
-    #: Makes the object again; None where nothing may refer to it.
+    #: Function that creates an equal object; None if no opcode may refer to it.
     remake: Callable[[], object] | None
 
 
-#: Stand-ins for the arguments of a tensor, which nothing refers to again, and its hooks, which some picklers share.
+#: Placeholders for the arguments of a tensor, to which no pickler refers again, and for its hooks, which some share.
 ARGUMENTS, HOOKS = Consumed(remake=None), Consumed(remake=OrderedDict)
 
 
 @dataclass(slots=True, kw_only=True)
-class Pending:
-    """Stands for an object that is made of its state (``BUILD``); in a finished tree, for one that never got any."""
+class PendingObject:
+    """Placeholder for an object that ``BUILD`` creates from its state.
 
-    #: Makes the object; refuses a state as ``Constructor.build`` refuses arguments.
+    In a finished tree, it stands for an object that never received a state.
+    """
+
+    #: Function that creates the object from its state; refuses a state as ``Constructor.build`` refuses arguments.
     finish: Callable[[object], object]
-    #: The object, once it is made.
+    #: The object; None until ``BUILD``.
     value: object = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constructor(Opaque):
-    """A global that the machine may call. What runs is our own function, not the one that the file names."""
+    """A global that the machine may call. It runs a function of sluice, never the one named in the file."""
 
-    #: Builds the value from the arguments of the call; raises ``FormatError`` or ``UnsupportedError`` to refuse them.
+    #: Function from the arguments of the call to its value; raises ``FormatError`` or ``UnsupportedError`` to refuse.
     build: Callable[[tuple[Any, ...]], object]
-    #: Whether it is a class whose objects may be created without a call (``NEWOBJ``).
+    #: Whether ``NEWOBJ`` may create an object of this class.
     creates: bool = False
 
 
 class Allowlist(Protocol):
-    """What the pickle of one file may name."""
+    """The globals and persistent ids that a pickle may use."""
 
     @property
     def names(self) -> Mapping[tuple[str, str], object]:
-        """What each permitted global stands for, by module and name."""
+        """The object that replaces each permitted global, by module and name."""
         ...
 
     @property
     def keys(self) -> KeyGuard:
-        """Checks the keys of dicts and the elements of sets."""
+        """Checks of dict keys and set elements."""
         ...
 
     def load_persistent(self, identity: object) -> object:
-        """Return the object of a persistent id; may refuse it as a constructor does."""
+        """Return the object of a persistent id, or refuse it as ``Constructor.build`` refuses arguments."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Stands for a value that could not be built, until its place in the finished tree is known."""
+    """Placeholder for a value that could not be built, until its name in the finished tree is known."""
 
-    #: What was wrong with it.
+    #: The error to raise.
     error: CheckpointError
 
 
-def _unsupported_part(given: object) -> UnsupportedValue | None:
-    """Return the first unsupported value among what a call is given; torch nests the parts of tensors once."""
-    parts = given[:_PARTS_LOOKED_AT] if type(given) is tuple else (given,)
-    nested = [inner for part in parts if type(part) is tuple for inner in part[:_PARTS_LOOKED_AT]]
+def _unsupported_part(arguments: object) -> UnsupportedValue | None:
+    """Return the first unsupported value in the arguments of a call; torch nests the parts of tensors once."""
+    parts = arguments[:_SEARCHED_ARGUMENTS] if type(arguments) is tuple else (arguments,)
+    nested = [inner for part in parts if type(part) is tuple for inner in part[:_SEARCHED_ARGUMENTS]]
     return next((part for part in (*parts, *nested) if type(part) is UnsupportedValue), None)
 
 
 class Machine:
-    """Stack, marks and memo of one pickle. Its attributes are for the opcode handlers.
+    """Stack, marks and memo of one pickle. The attributes are for the opcode handlers.
 
-    After a mark, ``stack`` holds only what was pushed since; ``frames`` keeps what lies below each mark.
+    ``stack`` holds the values pushed since the latest mark; ``frames`` holds the stack below each mark.
     """
 
     def __init__(self, data: bytes, allowlist: Allowlist, *, limits: Limits, file: str, offset: int = 0) -> None:
@@ -101,10 +107,10 @@ class Machine:
 
         Args:
             data: The pickle.
-            allowlist: What it may name.
-            limits: Bounds on what the pickle may declare.
-            file: The file that holds it, for messages.
-            offset: Where it starts in that file, for messages.
+            allowlist: Permitted globals and persistent ids.
+            limits: Bounds on the declarations in the pickle.
+            file: Path of the file, for error messages.
+            offset: Offset of the pickle in the file, in bytes, for error messages.
         """
         self.data = data
         self.allowlist = allowlist
@@ -112,19 +118,19 @@ class Machine:
         self.stack: list[Any] = []
         self.frames: list[list[Any]] = []
         self.memo: list[Any] = []
-        #: End of the latest frame (protocol 4).
+        #: End of the latest frame (protocol 4) in ``data``; 0 before the first frame.
         self.frame_end = 0
-        #: Where text and bytes need ``check_end``: the end of that frame, or of the data where there is none.
+        #: Position beyond which values need ``check_end``: the end of the latest frame, or of ``data`` without frames.
         self.bound = len(data)
-        #: First byte after STOP.
+        #: Position after STOP; 0 until the pickle has run.
         self.end = 0
-        #: Every global outside the table, once.
+        #: Leaves of the globals outside the allowlist, by module and name.
         self.opaque: dict[tuple[str, str], Opaque] = {}
-        #: What the hooks of tensors are made by.
+        #: Constructor of the hooks of tensors; None if not permitted.
         self.hooks_class = allowlist.names.get(("collections", "OrderedDict"))
-        #: Sizes and strides that tensors share, by their opcodes.
+        #: Sizes and strides shared by tensors, by their opcodes.
         self.shared: dict[bytes, tuple[int, ...]] = {}
-        #: The first value that was refused because the file is at fault.
+        #: First value refused because of damage; None if there is none.
         self.refusal: Refusal | None = None
         self._file = file
         self._offset = offset
@@ -140,15 +146,15 @@ class Machine:
         expected: object = None,
         found: object = None,
     ) -> AnyCheckpointError:
-        """Return an error about the byte at ``position`` of the pickle."""
+        """Return an error at ``position`` in the pickle."""
         return kind(problem, file=self._file, offset=self._offset + position, expected=expected, found=found)
 
     def check_end(self, position: int, end: int) -> None:
-        """Check an opcode whose bytes run from ``position`` past the bound."""
+        """Check a value of ``data[position:end]`` that extends past ``bound``."""
         if end > len(self.data):
             raise self.error(
                 TruncatedError,
-                "the pickle declares more than it holds",
+                "an opcode declares more bytes than the pickle holds",
                 position,
                 expected=f"{end - position} bytes",
                 found=f"{len(self.data) - position} bytes",
@@ -164,35 +170,35 @@ class Machine:
         self.stack = []
 
     def pop_mark(self) -> list[Any]:
-        """Return what was pushed since the last mark, and drop the mark."""
+        """Return the values pushed since the latest mark, and remove the mark."""
         items, self.stack = self.stack, self.frames.pop()
         return items
 
     def store(self, index: int, position: int) -> None:
         """Store the top of the stack in the memo at ``index``.
 
-        Picklers number the memo from 0 without gaps; a gap would let one opcode size it.
+        Picklers number memo entries from 0 without gaps. With a gap, one opcode could determine the size of the memo.
         """
         if index > len(self.memo):
             raise self.error(
-                FormatError, "the pickle skips memo numbers", position, expected=len(self.memo), found=index
+                FormatError, "the pickle skips memo indices", position, expected=len(self.memo), found=index
             )
         self.memo[index : index + 1] = [self.stack[-1]]
 
     def fetch(self, index: int, position: int) -> object:
-        """Return what the memo holds at ``index``."""
+        """Return the object in the memo at ``index``; replace a placeholder by its object."""
         value: object = self.memo[index]
         if type(value) is Consumed:
             if value.remake is None:
-                problem = f"the pickle refers to memo {index}, the arguments of a finished call"
+                problem = f"the pickle refers to memo entry {index}, the arguments of a completed call"
                 raise self.error(FormatError, problem, position)
             value = self.memo[index] = value.remake()
-        if type(value) is Pending and value.value is not None:
+        if type(value) is PendingObject and value.value is not None:
             value = self.memo[index] = value.value
         return value
 
     def find(self, module: str, name: str) -> object:
-        """Return what a global stands for: ours where it is permitted, else an inert leaf with its name."""
+        """Return the replacement of a global: the one in the allowlist, otherwise an inert leaf with its name."""
         known = self.allowlist.names.get((module, name))
         if known is None:
             known = self.opaque.get((module, name))
@@ -201,7 +207,7 @@ class Machine:
         return known
 
     def call(self, function: object, arguments: object, position: int) -> object:
-        """Return what calling ``function`` gives; for what is no constructor, the thing itself: it stays inert."""
+        """Call ``function`` if it is a constructor; return any other function unchanged, because it stays inert."""
         if type(arguments) is not tuple:
             raise self.error(FormatError, "the arguments of a call are not a tuple", position)
         if type(function) is not Constructor:
@@ -216,21 +222,21 @@ class Machine:
         return value
 
     def _forget(self, arguments: tuple[Any, ...]) -> None:
-        # What only one tensor uses would take more memory in the memo than the tensor's own records.
+        # In the memo, the arguments of a tensor would take more memory than the records of the tensor.
         if len(self.memo) > 1 and self.memo[-1] is arguments:
             self.memo[-1] = ARGUMENTS
             hooks = arguments[-1]
             if type(hooks) is OrderedDict and not hooks and self.memo[-2] is hooks:
                 self.memo[-2] = HOOKS
 
-    def finish(self, target: Pending, state: object, position: int) -> object:
-        """Return the object that is made of ``state``."""
+    def finish(self, target: PendingObject, state: object, position: int) -> object:
+        """Create the object of ``target`` from ``state``."""
         if target.value is not None:
-            raise self.error(FormatError, "the pickle gives an object its state twice", position)
+            raise self.error(FormatError, "the pickle sets the state of an object twice", position)
         try:
             target.value = target.finish(state)
         except CheckpointError as error:
-            target.value = self._refuse(error, position, "a tensor of torch before 0.4", state)
+            target.value = self._refuse(error, position, "a tensor from torch before 0.4", state)
         return target.value
 
     def resolve(self, identity: object, position: int) -> object:
@@ -240,28 +246,30 @@ class Machine:
         except CheckpointError as error:
             return self._refuse(error, position, "a storage", identity)
 
-    def _refuse(self, error: CheckpointError, position: int, name: str, given: object) -> Refusal | UnsupportedValue:
-        """Return what stands in the place of a value that could not be built.
+    def _refuse(
+        self, error: CheckpointError, position: int, name: str, arguments: object
+    ) -> Refusal | UnsupportedValue:
+        """Return the placeholder of a value that could not be built.
 
         Args:
-            error: Why.
-            position: The opcode that would have built it.
-            name: What the file calls it, where the error does not say that.
-            given: What it would have been built from.
+            error: The reason.
+            position: Position of the opcode that would have built it.
+            name: Name of the value, for errors without ``found``.
+            arguments: Arguments or state from which it would have been built.
         """
         if isinstance(error, LimitError):
             raise self._located(error, position)
-        made_of = _unsupported_part(given)
-        if made_of is not None:
-            return made_of
+        part = _unsupported_part(arguments)
+        if part is not None:
+            return part
         if isinstance(error, UnsupportedError):
             self._unsupported += 1
             if self._unsupported > self.limits.entries:
-                problem = f"the pickle has more than {self.limits.entries} values that sluice does not read"
+                problem = f"the pickle has more than {self.limits.entries} unsupported values"
                 raise self.error(LimitError, problem, position)
             found = name if error.found is None else str(error.found)
             return UnsupportedValue(qualified_name=found, reason=error.problem, file=self._file)
-        # The first refusal also causes those that follow: they were given its stand-in.
+        # The first refusal causes the later ones, whose arguments contain its placeholder.
         if self.refusal is None:
             self.refusal = Refusal(error=self._located(error, position))
         return self.refusal
@@ -271,13 +279,13 @@ class Machine:
         return error
 
     def fill(self, target: object, items: list[Any], position: int) -> None:
-        """Set keys and values, which alternate in ``items``, in a dict."""
+        """Add ``items``, alternating keys and values, to a dict."""
         kind = type(target)
         if kind not in _DICT_KINDS:
             self.check_inert(target, "keys and values", position)
             return
         if len(items) % 2:
-            raise self.error(FormatError, "a dictionary is given a key without a value", position)
+            raise self.error(FormatError, "a dictionary key has no value", position)
         max_bytes = self.limits.name_bytes
         values: dict[Any, Any] = target  # type: ignore[assignment]  # one of _DICT_KINDS
         pairs = iter(items)
@@ -286,10 +294,11 @@ class Machine:
                 self.check_key(key, position)
             values[key] = next(pairs)
 
-    def check_inert(self, target: object, given: str, position: int) -> None:
-        """Check that ``target`` is a stand-in, which drops what it is given."""
+    def check_inert(self, target: object, argument: str, position: int) -> None:
+        """Check that ``target`` is inert: it ignores what a pickle passes to it (``argument``, for the message)."""
         if not isinstance(target, (Opaque, Refusal)) or isinstance(target, Constructor):
-            raise self.error(FormatError, f"the pickle gives {given} to a value", position, found=type(target).__name__)
+            problem = f"the pickle passes {argument} to an object that does not accept them"
+            raise self.error(FormatError, problem, position, found=type(target).__name__)
 
     def check_key(self, key: object, position: int) -> None:
         """Check a key of a dict or an element of a set."""

@@ -1,8 +1,8 @@
-"""One function for each opcode that ``torch.save`` emits in pickle protocols 2 to 5; every other opcode is refused.
+"""Opcode handlers: one for each opcode that ``torch.save`` emits in pickle protocols 2 to 5; all others are refused.
 
-A handler gets the machine and the position after its opcode, and returns the position of the next opcode, or
-``STOPPED``. ``IndexError`` (an empty stack), ``struct.error`` (the end of the data) and ``UnicodeDecodeError`` are for
-the loop to map.
+A handler takes the machine and the position after its opcode, and returns the position of the next opcode, or
+``STOPPED``. The loop in ``unpickler`` maps ``IndexError`` (an empty stack or a missing memo entry), ``struct.error``
+(the end of the data) and ``UnicodeDecodeError`` to errors of sluice.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError, UnsupportedError
-from sluice.formats.pickles.machine import Constructor, Consumed, Machine, Pending
+from sluice.formats.pickles.machine import Constructor, Consumed, Machine, PendingObject
 from sluice.formats.pickles.tensor_opcodes import take_tensor
 
 __all__ = ["HANDLERS", "STOPPED"]
 
 Handler: TypeAlias = Callable[[Machine, int], int]
 
-#: What the handler of STOP returns.
+#: Return value of the STOP handler.
 STOPPED = -1
 
-#: Longest integer, as LONG1 can hold it. Python refuses to print integers of more than 4,300 digits.
+#: Size of the largest integer in bytes, the limit of LONG1. Python refuses to print integers above 4,300 digits.
 _MAX_INTEGER_BYTES = 255
 
 _NEWEST_PROTOCOL = 5
 
 _MARK = ord("(")
 
-#: What the memo may hold in the place of the object that a GET is for.
-_STAND_INS = frozenset({Consumed, Pending})
+#: Placeholders in the memo that a GET replaces by their objects.
+_PLACEHOLDERS = frozenset({Consumed, PendingObject})
 
 _U8, _U16, _U32, _U64 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
@@ -40,13 +40,13 @@ _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 def _protocol(machine: Machine, position: int) -> int:
     protocol = machine.data[position]
     if not 2 <= protocol <= _NEWEST_PROTOCOL:
-        raise machine.error(UnsupportedError, f"pickle protocol {protocol}", position, expected="2 to 5")
+        raise machine.error(UnsupportedError, f"unsupported pickle protocol {protocol}", position, expected="2 to 5")
     return position + 1
 
 
 def _frame(machine: Machine, position: int) -> int:
     if position <= machine.frame_end:
-        raise machine.error(FormatError, "a pickle frame starts inside another", position)
+        raise machine.error(FormatError, "a pickle frame starts inside another frame", position)
     start = position + _U64.size
     end: int = start + _U64.unpack_from(machine.data, position)[0]
     machine.check_end(start, end)
@@ -56,7 +56,7 @@ def _frame(machine: Machine, position: int) -> int:
 
 def _stop(machine: Machine, position: int) -> int:
     if position < machine.frame_end or machine.frames or len(machine.stack) != 1:
-        raise machine.error(FormatError, "the pickle stops before it is finished", position - 1)
+        raise machine.error(FormatError, "the pickle stops before it is complete", position - 1)
     machine.end = position
     return STOPPED
 
@@ -101,7 +101,7 @@ def _long(layout: struct.Struct) -> Handler:
         nbytes: int = layout.unpack_from(machine.data, position)[0]
         start = position + layout.size
         if not 0 <= nbytes <= _MAX_INTEGER_BYTES:
-            raise machine.error(LimitError, f"an integer of {nbytes} bytes", position)
+            raise machine.error(LimitError, f"the length of an integer is out of range: {nbytes} bytes", position)
         if start + nbytes > machine.bound:
             machine.check_end(start, start + nbytes)
         machine.stack.append(int.from_bytes(machine.data[start : start + nbytes], "little", signed=True))
@@ -162,7 +162,7 @@ def _get(layout: struct.Struct) -> Handler:
     def get(machine: Machine, position: int) -> int:
         index = unpack(machine.data, position)[0]
         value = machine.memo[index]
-        machine.stack.append(machine.fetch(index, position) if type(value) in _STAND_INS else value)
+        machine.stack.append(machine.fetch(index, position) if type(value) in _PLACEHOLDERS else value)
         return position + size
 
     return get
@@ -255,7 +255,7 @@ def _global(machine: Machine, position: int) -> int:
 def _stack_global(machine: Machine, position: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise machine.error(FormatError, "a global is named by something other than text", position)
+        raise machine.error(FormatError, "the name of a global is not text", position)
     _push_global(machine, module, name, position)
     return position
 
@@ -278,7 +278,7 @@ def _new_object(machine: Machine, position: int) -> int:
     if type(kind) is Constructor and kind.creates:
         machine.stack[-1] = machine.call(kind, arguments, position)
     else:
-        machine.check_inert(kind, "a constructor's arguments", position)
+        machine.check_inert(kind, "constructor arguments", position)
     return position
 
 
@@ -286,10 +286,10 @@ def _build(machine: Machine, position: int) -> int:
     state = machine.stack.pop()
     target = machine.stack[-1]
     if type(target) is OrderedDict and type(state) is dict:
-        # Nothing else: an attribute named "items" would hide the method.
+        # Only this attribute is set: one named "items" would hide the method.
         if "_metadata" in state:
             target._metadata = state["_metadata"]  # type: ignore[attr-defined]  # noqa: SLF001 - torch's own name
-    elif type(target) is Pending:
+    elif type(target) is PendingObject:
         machine.stack[-1] = machine.finish(target, state, position)
     else:
         machine.check_inert(target, "attributes", position)
@@ -302,12 +302,13 @@ def _persistent(machine: Machine, position: int) -> int:
 
 
 def _refuse(machine: Machine, position: int) -> int:
-    import pickletools  # only names the opcode in the message
+    import pickletools  # only for the name of the opcode in the message
 
     code = machine.data[position - 1]
     known = next((opcode for opcode in pickletools.opcodes if opcode.code == chr(code)), None)
     name = known.name if known else f"0x{code:02x}"
-    raise machine.error(UnsafeContentError, f"pickle opcode {name}, which torch.save never writes", position - 1)
+    problem = f"the pickle uses opcode {name}, which torch.save never writes"
+    raise machine.error(UnsafeContentError, problem, position - 1)
 
 
 _PERMITTED: dict[bytes, Handler] = {
@@ -329,7 +330,7 @@ _PERMITTED: dict[bytes, Handler] = {
     b"\x8a": _long(_U8),
     b"\x8b": _long(_I32),
     b"X": _text(_U32),
-    b"U": _text(_U8),  # SHORT_BINSTRING: text of Python 2
+    b"U": _text(_U8),  # SHORT_BINSTRING: text from Python 2
     b"\x8c": _text(_U8),
     b"\x8d": _text(_U64),
     b"B": _binary(_U32, bytes),

@@ -1,8 +1,8 @@
-"""Pickles inside a larger file: where one ends only its own opcodes say.
+"""Reader of a pickle inside a larger file, whose length is known only after its last opcode.
 
-The file is read in windows as the unpickler asks for more: 4 KiB first, then each twice the last, at most 1 MiB. So
-what is read beyond the end of a pickle is no longer than the pickle itself, and never more than 1 MiB, and no more of
-it is in memory at once. Only text or bytes longer than a window make it grow further.
+The file is read in windows on demand: 4 KiB first, then each window twice the last, up to 1 MiB. The bytes read after
+the end of a pickle are therefore at most its length plus one pickle frame (64 KiB), and never more than 1 MiB; at most
+one window is in memory. Only text or bytes longer than a window enlarge it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _WINDOW_BYTES = 1 << 20
 
 
 class Unpickled(NamedTuple):
-    """What one pickle of a file gave."""
+    """The result of one pickle in a file."""
 
     #: The object, unchecked; see ``Unpickler.load``.
     value: object
-    #: What made it.
+    #: The unpickler that built it.
     unpickler: Unpickler
-    #: First byte of the file after it.
+    #: Offset in the file of the first byte after the pickle.
     end: int
 
 
 def unpickle_at(source: Source, start: int, allowlist: Allowlist, limits: Limits) -> Unpickled:
-    """Run the pickle that starts at byte ``start``.
+    """Run the pickle that starts at byte ``start`` of the file.
 
     Raises:
         TruncatedError: The file ends before the pickle does.
-        LimitError: It is longer than ``limits.header_bytes``, or does more than the other limits allow.
+        LimitError: The pickle is longer than ``limits.header_bytes`` or exceeds another limit.
         CheckpointError: See ``Unpickler.load``.
     """
     if start >= source.identity.nbytes:
@@ -50,10 +50,10 @@ def unpickle_at(source: Source, start: int, allowlist: Allowlist, limits: Limits
 
 
 class _Windows:
-    """Reads one pickle window by window."""
+    """Windows of one pickle."""
 
     def __init__(self, source: Source, start: int, max_bytes: int) -> None:
-        #: First byte of the latest window.
+        #: Offset of the latest window in the file.
         self.start = start
         self._source = source
         self._size = _FIRST_WINDOW_BYTES
@@ -61,12 +61,12 @@ class _Windows:
         self._max_bytes = max_bytes
 
     def read(self, start: int, known_bytes: int) -> bytes:
-        """Return the file from ``start`` on, of which ``known_bytes`` are known already; see ``Refill``."""
+        """Read the window at ``start``, of which the unpickler already has ``known_bytes``; see ``Refill``."""
         available = self._source.identity.nbytes - start
         allowed = self._first + self._max_bytes - start
         if known_bytes >= allowed:
             raise LimitError(
-                "a pickle passes the limit 'header_bytes'",
+                "a pickle exceeds the limit 'header_bytes'",
                 file=self._source.path,
                 offset=self._first,
                 expected=f"at most {self._max_bytes}",

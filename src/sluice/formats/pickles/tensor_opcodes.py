@@ -1,9 +1,9 @@
-"""One step for the 26 opcodes by which ``torch.save`` writes a tensor.
+"""Fast path for the sequence of 26 opcodes with which ``torch.save`` writes a tensor.
 
-Run one by one, they take most of the time of a large index, and what they leave in the memo takes most of its memory.
-So their exact sequence is recognised by one regular expression. ``take_tensor`` then does what they would do, except
-that the memo gets stand-ins for what only this tensor uses, and tensors share equal sizes and strides. What differs in
-the least, say a key that is no number, is left to the opcodes.
+Run one by one, these opcodes take most of the time of a large index, and their memo entries take most of its memory.
+One regular expression therefore matches the exact sequence, and ``take_tensor`` applies its effect in one step, except
+that the memo holds placeholders for objects that only this tensor uses, and that tensors share equal sizes and strides.
+Any other sequence, for example with a key that is not a number, is run opcode by opcode.
 
 The sequence: two marks; get "storage", get its class, text of the key, put, get the location, number of elements, in
 legacy files None, tuple, put, persistent id; offset, size, put, stride, put, requires_grad; get OrderedDict, call it,
@@ -50,20 +50,20 @@ _INTEGERS = re.compile(_INTEGER, re.DOTALL)
 
 _BININT = ord("J")
 
-#: The numbers of up to six objects that are put in the memo.
-_NUMBERS = [struct.Struct("<" + count * "xI") for count in range(7)]
+#: Layouts of the memo indices in the PUT opcodes of up to six objects.
+_PUT_INDICES = [struct.Struct("<" + count * "xI") for count in range(7)]
 
-#: Sizes and strides that are remembered. Models have many tensors of few shapes.
+#: Maximum number of shared sizes and strides. Models have many tensors of few shapes.
 _MAX_SHARED = 4_096
 
 _NO_HOOKS: OrderedDict[Any, Any] = OrderedDict()
 
 
 def take_tensor(machine: Machine, position: int) -> int | None:
-    """Build the tensor whose first mark is at ``position``, above its function on the stack.
+    """Build the tensor whose opcodes start at ``position``; its rebuild function is on top of the stack.
 
     Returns:
-        The position after its last opcode; None, with nothing changed, when the opcodes are not exactly a tensor's.
+        The position after the last opcode; None, with the machine unchanged, if the sequence is a different one.
     """
     match = _TENSOR.match(machine.data, position)
     if match is None or match.end() > machine.bound:
@@ -88,21 +88,21 @@ def take_tensor(machine: Machine, position: int) -> int | None:
 
 
 def _are_next(puts: tuple[bytes, ...], first: int) -> bool:
-    """Return whether the objects that are put in the memo get its next numbers. Empty tuples are never put there."""
+    """Return whether the PUT opcodes use the next memo indices. Picklers never put empty tuples in the memo."""
     stored = len(puts) - puts.count(b"")
     plain = puts.count(b"\x94")
     if plain:
         return plain == stored
-    return _NUMBERS[stored].unpack(b"".join(puts)) == tuple(range(first, first + stored))
+    return _PUT_INDICES[stored].unpack(b"".join(puts)) == tuple(range(first, first + stored))
 
 
 def _integer(opcode: bytes) -> int:
-    """Return the argument of an opcode. One byte is by far the most frequent; only that of BININT is signed."""
+    """Return the integer argument of an opcode. Most have one byte; only the argument of BININT is signed."""
     return opcode[1] if len(opcode) == 2 else int.from_bytes(opcode[1:], "little", signed=opcode[0] == _BININT)
 
 
 def _shared(machine: Machine, opcodes: bytes) -> tuple[int, ...]:
-    """Return the tuple that these opcodes build, the same object for the same opcodes."""
+    """Return the tuple that these opcodes build; equal opcodes share one tuple."""
     known = machine.shared.get(opcodes)
     if known is None:
         known = tuple(map(_integer, _INTEGERS.findall(opcodes)))

@@ -1,18 +1,20 @@
-"""An inert unpickler: it reads pickles of protocols 2 to 5 and never imports or calls what they name.
+"""An inert unpickler: it reads pickles of protocols 2 to 5 and never imports or calls the globals that they name.
 
-A pickle is a program for a small stack machine. This is our own machine: one loop, its state (``_pickle_machine``) and
-a function for each opcode that ``torch.save`` emits (``_pickle_opcodes``). Python's own unpickler cannot be made inert:
-it imports through ``copyreg`` behind ``find_class``, one PUT can make it allocate gigabytes, and nested tuples as a key
-crash it.
+A pickle is a program for a small stack machine. This module has the loop of that machine, ``machine`` its state, and
+``opcodes`` one function for each opcode that ``torch.save`` emits. Python's own unpickler cannot be made inert:
+``copyreg`` extensions import modules without calling ``find_class``, one PUT can allocate gigabytes, and nested tuples
+as a dict key crash the interpreter.
 
-- A global is looked up in a table of exact ``(module, name)`` pairs. What the table does not hold becomes an ``Opaque``
-  leaf that keeps its name: calling it, filling it or giving it state changes nothing.
-- Only a ``Constructor`` of the caller's table builds anything. When one refuses its arguments, the machine goes on
-  with a ``Refusal`` in their place; ``check_tree`` raises its error with the name of the tensor. What is of a kind that
-  sluice does not read, and what is made of that, becomes an ``UnsupportedValue``: an inert leaf as well.
-- Every opcode without a handler is refused, by name and offset.
-- Bounds come before use: opcodes, marks, memo numbers, lengths of text and bytes, integers and tuples as keys. Nothing
-  is sized by a declared value and no step recurses, however deep the data.
+- A global is looked up in a table of exact ``(module, name)`` pairs. A global outside the table becomes an ``Opaque``
+  leaf that keeps its name: calling it, filling it or setting its state has no effect.
+- Only a ``Constructor`` in the table of the caller builds a value. If it refuses its arguments, the machine continues
+  with a ``Refusal`` in place of the value, and ``check_tree`` raises its error with the name of the tensor. A value of
+  an unsupported kind, and any value built from it, becomes an ``UnsupportedValue``, which is also an inert leaf.
+- An opcode without a handler is refused, with its name and offset.
+
+Limits: opcodes (``Limits.nodes``), nesting (``Limits.depth``), memo indices, lengths of text and bytes, and integers
+and tuples as keys are checked before use. No allocation is sized by a declared value, and no step recurses, whatever
+the depth of the data.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from typing import TypeAlias
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import Limits
 from sluice.formats.pickles.keys import KeyGuard
-from sluice.formats.pickles.machine import Allowlist, Constructor, Machine, Pending, Refusal
+from sluice.formats.pickles.machine import Allowlist, Constructor, Machine, PendingObject, Refusal
 from sluice.formats.pickles.opcodes import HANDLERS, STOPPED
 
-__all__ = ["Allowlist", "Constructor", "KeyGuard", "Pending", "Refill", "Refusal", "Unpickler"]
+__all__ = ["Allowlist", "Constructor", "KeyGuard", "PendingObject", "Refill", "Refusal", "Unpickler"]
 
-#: Bytes that are read of a value which is longer than the limit, to see whether the file holds it at all.
-_LOOKED_AT_BYTES = 64 << 10
+#: Bytes read of a value longer than the limit, to distinguish a truncated file from a value that is too long.
+_PROBE_BYTES = 64 << 10
 
-#: Called with the first byte of the file that is not used yet and the number of bytes known from there on; returns the
-#: file from that byte on, as few bytes as before where there are no more.
+#: Called with the file offset of the first unused byte and the number of bytes already read from there. Returns the
+#: bytes of the file from that offset; no more than before if the file has no more.
 Refill: TypeAlias = Callable[[int, int], bytes]
 
 
 class Unpickler(Machine):
-    """Runs one pickle."""
+    """The interpreter of one pickle."""
 
     def __init__(
         self,
@@ -50,34 +52,34 @@ class Unpickler(Machine):
         offset: int = 0,
         refill: Refill | None = None,
     ) -> None:
-        """Prepare to run one pickle; see ``Machine`` for the other arguments.
+        """Prepare to run one pickle.
 
         Args:
             data: The pickle; with ``refill``, its first bytes.
-            allowlist: What it may name.
-            limits: Bounds on what the pickle may declare.
-            file: The file that holds it.
-            offset: Where it starts in that file.
-            refill: Gives more of the file where ``data`` ends, for pickles whose length is not known.
+            allowlist: Permitted globals and persistent ids.
+            limits: Bounds on the declarations in the pickle.
+            file: Path of the file, for error messages.
+            offset: Offset of the pickle in the file, in bytes.
+            refill: Function that reads more of the file, for pickles of unknown length.
         """
         super().__init__(data, allowlist, limits=limits, file=file, offset=offset)
         self._refill = refill
 
     def load(self) -> object:
-        """Run the pickle and return what it holds; ``end`` is then the first byte after it.
+        """Run the pickle and return its object; ``end`` is then the position after STOP.
 
-        The value still holds ``Refusal`` objects where ``refusal`` is not None, and its depth is unchecked: that is
-        ``check_tree``'s work.
+        If ``refusal`` is not None, the object may contain ``Refusal`` placeholders. Its depth is unchecked. Pass it to
+        ``check_tree`` before use.
 
         Raises:
-            FormatError: It is not a well-formed pickle.
-            TruncatedError: It ends inside an opcode or before STOP.
-            LimitError: It does more than the limits allow.
-            UnsafeContentError: It uses an opcode that torch.save never writes.
-            UnsupportedError: Its protocol is newer than 5, or a key is neither text nor a plain value.
+            FormatError: The pickle is malformed.
+            TruncatedError: The pickle ends inside an opcode or before STOP.
+            LimitError: The pickle exceeds a limit.
+            UnsafeContentError: The pickle uses an opcode that torch.save never writes.
+            UnsupportedError: The protocol is newer than 5, or a key is neither a plain value nor a tuple of them.
         """
         if self.data[:1] != b"\x80":
-            raise self.error(FormatError, "this is not a pickle of protocol 2 to 5", 0)
+            raise self.error(FormatError, "not a pickle of protocol 2 to 5", 0)
         position, steps = 0, iter(range(self.limits.nodes))
         while position != STOPPED:
             position = self._run(position, steps)
@@ -86,15 +88,15 @@ class Unpickler(Machine):
         return value
 
     def check_end(self, position: int, end: int) -> None:
-        # A file that goes on is not read up to what one opcode declares; one that ends soon is truncated.
-        goes_on = self._refill is not None and len(self.data) - position > _LOOKED_AT_BYTES
-        if goes_on and end - position > self.limits.header_bytes:
-            problem = f"the pickle declares more than {self.limits.header_bytes} bytes (header_bytes)"
+        # A value longer than the limit is not read in full. If the file ends soon, it is truncated instead.
+        continues = self._refill is not None and len(self.data) - position > _PROBE_BYTES
+        if continues and end - position > self.limits.header_bytes:
+            problem = f"an opcode declares more than {self.limits.header_bytes} bytes (header_bytes)"
             raise self.error(LimitError, problem, position, found=f"{end - position} bytes")
         super().check_end(position, end)
 
     def _run(self, position: int, steps: Iterator[int]) -> int:
-        """Run opcodes from ``position`` on; return ``STOPPED``, or where to go on in the refilled data."""
+        """Run opcodes from ``position``; return ``STOPPED``, or the position in refilled data at which to continue."""
         data, handlers = self.data, HANDLERS
         try:
             for _ in steps:
@@ -103,14 +105,14 @@ class Unpickler(Machine):
                     return position
         except (IndexError, struct.error, UnicodeDecodeError, TruncatedError) as error:
             mapped = self._mapped(error, position)
-            # No handler changes anything before it has all of its bytes, so that it can run again.
-            if isinstance(mapped, TruncatedError) and self._advance(position):
+            # A handler changes nothing before it has all its bytes, so the opcode can run again.
+            if isinstance(mapped, TruncatedError) and self._refill_from(position):
                 return 0
             raise mapped from (None if mapped is error else error)
         raise self.error(LimitError, f"the pickle has more than {self.limits.nodes} opcodes", position)
 
-    def _advance(self, position: int) -> bool:
-        """Replace the data by what the file holds from ``position`` on; return whether that is more than before."""
+    def _refill_from(self, position: int) -> bool:
+        """Replace ``data`` by a window of the file at ``position``; return whether it has more bytes than before."""
         known = len(self.data) - position
         data = self._refill(self._offset + position, known) if self._refill else b""
         if len(data) <= known:
@@ -127,5 +129,5 @@ class Unpickler(Machine):
         if isinstance(error, UnicodeDecodeError):
             return self.error(FormatError, "text in the pickle is not UTF-8", position)
         if isinstance(error, struct.error) or position + 1 >= len(self.data):
-            return self.error(TruncatedError, "the pickle ends before its STOP", position)
-        return self.error(FormatError, "an opcode takes more than the stack or the memo holds", position)
+            return self.error(TruncatedError, "the pickle ends before its STOP opcode", position)
+        return self.error(FormatError, "an opcode needs more than the stack or the memo holds", position)

@@ -1,1 +1,6 @@
-"""The safetensors format. ``reader.Safetensors`` is its entry point and has the specification."""
+"""The safetensors format.
+
+In: a ``Source`` and ``Limits``. Out: an ``Index`` of every tensor, without tensor data.
+
+Start with ``reader.SafetensorsFormat``, whose module has the specification; ``header`` parses the JSON header.
+"""

@@ -1,9 +1,10 @@
-"""The JSON header of a safetensors file, read by its grammar; ``_safetensors`` has the specification.
+"""Parser of the JSON header of a safetensors file; ``reader`` has the specification.
 
-The header is read by regular expressions instead of a JSON parser. Its grammar has no recursion, so they can say
-exactly what is allowed, and nothing else is ever built: no deep nesting, floats, NaN, booleans, byte-order marks,
-duplicate fields or lists of a million elements. They repeat possessively, so their time is linear in the header.
-Tensors are kept as columns, because a record for each step of 100,000 tensors would cost half of the time and memory.
+The header is parsed with regular expressions instead of a JSON parser. Its grammar has no recursion, so regular
+expressions describe exactly what is allowed, and nothing else is ever built: no deep nesting, floats, NaN, booleans,
+byte-order marks, duplicate fields or lists of a million elements. All repetitions are possessive, so the time is linear
+in the length of the header. Tensors are kept in columns: with 100,000 tensors, one record per tensor and parsing step
+would double the time and memory.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from sluice._options import Limits
 
 __all__ = ["LENGTH_BYTES", "Columns", "parse_header"]
 
-#: Bytes of the header's length, in front of the header.
+#: Size of the header length field, in bytes.
 LENGTH_BYTES = 8
 
-#: Largest size that torch can hold; it counts elements and bytes in signed 64 bits.
+#: Largest size of a tensor in torch, which counts elements and bytes in signed 64-bit integers.
 _TORCH_MAX = 2**63 - 1
 
 _F4_BITS = 4
 
-#: Layouts to remember. Models have a few dozen; a header that makes each one different must not double its memory.
+#: Maximum number of cached layouts. Models have a few dozen; a header of distinct layouts must not double its memory.
 _KNOWN_LAYOUTS = 4096
 
+#: torch's name of each dtype of the format.
 DTYPES = {
     b"BOOL": "bool",
     b"U8": "uint8",
@@ -53,12 +55,12 @@ DTYPES = {
     b"F4": "float4_e2m1fn_x2",
 }
 
-#: Dtypes of the format that torch does not have, and the bits of an element.
+#: Dtypes of the format that torch does not have, with the size of an element in bits.
 FOREIGN_DTYPES = {b"F6_E2M3": 6, b"F6_E3M2": 6}
 
 
 def _grammar(pattern: bytes) -> re.Pattern[bytes]:
-    """Compile ``pattern``, in which a blank allows JSON's white space."""
+    """Compile ``pattern``, in which a space matches any amount of JSON white space."""
     return re.compile(pattern.replace(b" ", rb"[\x20\t\n\r]*+"))
 
 
@@ -70,7 +72,8 @@ _FIELDS = (
     rb'"shape" : \[ ((?:' + _INTEGER + rb" (?:, " + _INTEGER + rb" )*+)?+)\]",
     rb'"data_offsets" : \[ (' + _INTEGER + rb") , (" + _INTEGER + rb") \]",
 )
-#: A name, three fields in any order, and what follows. After a field comes a comma and one more field, or the brace.
+#: A name, three fields in any order, and the delimiter after them. A field is followed by a comma and another field, or
+#: by the closing brace.
 _TENSOR = _grammar(rb" " + _STRING + rb" : \{ (?:(?:" + b"|".join(_FIELDS) + rb') (?:, (?=")|(?=\}))){3}\} ([,}])')
 _METADATA = _grammar(rb' "__metadata__" : \{ (\})?+')
 _METADATA_ITEM = _grammar(rb" " + _STRING + rb" : " + _STRING + rb" ([,}])")
@@ -79,52 +82,60 @@ _EMPTY = _grammar(rb"\{ \}")
 _PADDING = _grammar(rb" ")
 
 
-class Layout(NamedTuple):
-    """What a dtype and a shape come to; many tensors share one."""
+class HeaderLayout(NamedTuple):
+    """Layout of a tensor from its dtype and shape in the header; tensors with equal fields share one."""
 
+    #: torch's name of the dtype; the format's name for unsupported tensors.
     dtype: str
+    #: Size of each dimension, in elements.
     shape: tuple[int, ...]
+    #: Row-major strides, in elements; empty for unsupported tensors.
     stride: tuple[int, ...]
+    #: Size of the data, in bytes.
     nbytes: int
-    #: Why torch could not hold such a tensor; empty where it could.
+    #: Reason why torch cannot represent the tensor; empty if it can.
     unsupported: str = ""
 
 
 class Columns(NamedTuple):
-    """The tensors of a header, one list for each property; begins and ends count from the first byte of data."""
+    """The tensors of a header, one list for each property."""
 
+    #: Names.
     names: list[str]
+    #: Offset of the first byte of each tensor, in bytes from the start of the data.
     begins: list[int]
+    #: Offset after the last byte of each tensor, in bytes from the start of the data.
     ends: list[int]
-    layouts: list[Layout]
-    #: Those that torch could not hold, by name.
-    unsupported: dict[str, Layout]
+    #: Dtypes, shapes and sizes.
+    layouts: list[HeaderLayout]
+    #: Layouts of the tensors that torch cannot represent, by name.
+    unsupported: dict[str, HeaderLayout]
 
 
 def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dict[str, str]]:
-    """Return the tensors of a header in its own order, and its metadata.
+    """Parse a header; return its tensors, in header order, and its metadata.
 
     Args:
-        header: The header without its length; its first byte is a brace.
-        path: The file, for messages.
-        limits: Bounds on entries, names and dimensions.
+        header: The header without its length field; its first byte is an opening brace.
+        path: Path of the file, for error messages.
+        limits: Bounds on entries, name length and dimensions.
 
     Raises:
-        CheckpointError: The header is not what the specification allows.
+        CheckpointError: The header violates the specification; the subclass states how.
     """
-    parser = _Parser(header, path, limits)
+    parser = _HeaderParser(header, path, limits)
     parser.parse()
     return parser.columns, parser.metadata or {}
 
 
-class _Parser:
-    """Reads one header into ``columns`` and ``metadata``."""
+class _HeaderParser:
+    """Parser of one header into ``columns`` and ``metadata``."""
 
     def __init__(self, header: bytes, path: str, limits: Limits) -> None:
         self._header = header
         self._path = path
         self._limits = limits
-        self._layouts: dict[tuple[bytes, bytes], Layout] = {}
+        self._layouts: dict[tuple[bytes, bytes], HeaderLayout] = {}
         self.columns = Columns([], [], [], [], {})
         self.metadata: dict[str, str] | None = None
 
@@ -139,10 +150,10 @@ class _Parser:
                 after = self._add(match)
                 position = match.end()
         if _PADDING.fullmatch(self._header, position) is None:
-            raise self._unexpected("only white space may follow the header's last brace", position)
+            raise self._unexpected("only white space may follow the header's closing brace", position)
 
     def _add(self, match: re.Match[bytes]) -> bytes:
-        """Add the tensor of ``match`` to the columns; return what follows it."""
+        """Add the tensor of ``match`` to the columns; return the delimiter after it."""
         raw_name, dtype, shape, begin_text, end_text, after = match.groups()
         names, begins, ends, layouts, unsupported = self.columns
         if len(names) == self._limits.entries or len(raw_name) > self._limits.name_bytes:
@@ -150,7 +161,7 @@ class _Parser:
         name = self._text(raw_name, match.start(1))
         if dtype is None or shape is None or begin_text is None:
             raise self._error(
-                FormatError, "dtype, shape and data_offsets are not given once each", match.start(1), name
+                FormatError, "dtype, shape and data_offsets must each appear exactly once", match.start(1), name
             )
         layout = self._layouts.get((dtype, shape))
         if layout is None:
@@ -161,7 +172,7 @@ class _Parser:
         if end - begin != layout.nbytes:
             raise self._error(
                 FormatError,
-                "the data offsets contradict shape and dtype",
+                "the data offsets do not match the shape and dtype",
                 match.start(4),
                 name,
                 expected=f"{layout.nbytes} bytes for shape {list(layout.shape)} of {layout.dtype}",
@@ -175,12 +186,12 @@ class _Parser:
         layouts.append(layout)
         return after
 
-    def _layout(self, dtype: bytes, shape_text: bytes, where: int, name: str) -> Layout:
+    def _layout(self, dtype: bytes, shape_text: bytes, where: int, name: str) -> HeaderLayout:
         torch_name = DTYPES.get(dtype)
         if torch_name is None and dtype not in FOREIGN_DTYPES:
             found = dtype.decode("utf-8", "backslashreplace")
             known = ", ".join(sorted(map(bytes.decode, (*DTYPES, *FOREIGN_DTYPES))))
-            raise self._error(UnsupportedError, "torch has no such dtype", where, name, expected=known, found=found)
+            raise self._error(UnsupportedError, "unknown dtype", where, name, expected=known, found=found)
         if shape_text.count(b",") >= self._limits.dimensions:
             raise self._over_limit("dimensions", where)
         shape = [int(size) for size in shape_text.split(b",")] if shape_text else []
@@ -194,61 +205,61 @@ class _Parser:
             strides.append(step)
             step *= max(size, 1)
         if step * ITEM_BYTES[torch_name] > _TORCH_MAX:
-            raise self._error(FormatError, "the shape is larger than torch can hold", where, name, found=shape)
+            raise self._error(FormatError, "the shape is larger than torch can represent", where, name, found=shape)
         nbytes = 0 if 0 in shape else step * ITEM_BYTES[torch_name]
-        return Layout(torch_name, tuple(shape), tuple(reversed(strides)), nbytes)
+        return HeaderLayout(torch_name, tuple(shape), tuple(reversed(strides)), nbytes)
 
-    def _foreign_layout(self, dtype: bytes, shape: list[int], where: int, name: str) -> Layout:
-        """Return the layout of a tensor that the format knows and torch does not."""
+    def _foreign_layout(self, dtype: bytes, shape: list[int], where: int, name: str) -> HeaderLayout:
+        """Return the layout of a tensor that the format defines but torch cannot represent."""
         bits = prod(shape) * FOREIGN_DTYPES.get(dtype, _F4_BITS)
         if bits % 8:
-            problem = f"the elements of a tensor of {dtype.decode()} end inside a byte"
+            problem = f"the size of an {dtype.decode()} tensor is not a whole number of bytes"
             raise self._error(UnsupportedError, problem, where, name, found=shape)
         if bits // 8 > _TORCH_MAX:
-            raise self._error(FormatError, "the shape is larger than torch can hold", where, name, found=shape)
-        odd = "torch packs F4 values in pairs, and the last dimension is not even"
+            raise self._error(FormatError, "the shape is larger than torch can represent", where, name, found=shape)
+        odd = "torch packs F4 values in pairs, but the last dimension is odd"
         reason = odd if dtype == b"F4" else "torch has no such dtype"
-        return Layout(dtype.decode(), tuple(shape), (), bits // 8, reason)
+        return HeaderLayout(dtype.decode(), tuple(shape), (), bits // 8, reason)
 
     def _read_metadata(self, position: int) -> tuple[int, bytes]:
-        """Read ``"__metadata__"`` at ``position``; return where it ends and what follows it."""
+        """Read ``"__metadata__"`` at ``position``; return the position after it and the delimiter there."""
         match = _METADATA.match(self._header, position)
         if match is None:
-            raise self._unexpected("neither a tensor with dtype, shape and data_offsets nor metadata", position)
+            raise self._unexpected("expected a tensor with dtype, shape and data_offsets, or __metadata__", position)
         if self.metadata is not None:
-            raise self._error(FormatError, "metadata is given twice", position)
+            raise self._error(FormatError, "__metadata__ appears twice", position)
         self.metadata = {}
         position, after = match.end(), b"," if match[1] is None else b"}"
         while after == b",":
             match = _METADATA_ITEM.match(self._header, position)
             if match is None:
-                raise self._unexpected("metadata is not text to text", position)
+                raise self._unexpected("__metadata__ does not map strings to strings", position)
             if len(self.metadata) == self._limits.entries:
                 raise self._over_limit("entries", position)
             key = self._text(match[1], match.start(1))
             if key in self.metadata:
-                raise self._error(FormatError, "a metadata key is given twice", match.start(1), found=repr(key))
+                raise self._error(FormatError, "a metadata key appears twice", match.start(1), found=repr(key))
             self.metadata[key] = self._text(match[2], match.start(2))
             position, after = match.end(), match[3]
         match = _SEPARATOR.match(self._header, position)
         if match is None:
-            raise self._unexpected("neither a comma nor a brace follows metadata", position)
+            raise self._unexpected("expected a comma or a closing brace after __metadata__", position)
         return match.end(), match[1]
 
     def _text(self, raw: bytes, where: int) -> str:
-        """Return the text of a JSON string from the bytes between its quotes."""
+        """Decode a JSON string from the bytes between its quotes."""
         try:
             text = raw.decode()
             if "\\" in text:
                 text = str(json.loads(f'"{text}"'))
-                text.encode()  # escapes can spell lone surrogates, which are no text
+                text.encode()  # raises for lone surrogates, which escapes can spell
         except ValueError as error:
             raise self._error(FormatError, f"a string is not valid JSON in UTF-8: {error}", where) from error
         return text
 
     def _over_limit(self, limit: str, where: int) -> CheckpointError:
         expected = f"at most {getattr(self._limits, limit)}"
-        return self._error(LimitError, f"the header passes the limit {limit!r}", where, expected=expected)
+        return self._error(LimitError, f"the header exceeds the limit {limit!r}", where, expected=expected)
 
     def _unexpected(self, problem: str, position: int) -> CheckpointError:
         found = self._header[position : position + 60] or "the end of the header"

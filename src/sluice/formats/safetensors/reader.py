@@ -1,26 +1,26 @@
-"""The safetensors format: an 8-byte length, a JSON header, then the tensors' bytes.
+"""The safetensors format: an 8-byte length, a JSON header, then the data of the tensors.
 
 Layout::
 
-    bytes 0..7      N, the length of the header, unsigned, little-endian
-    bytes 8..8+N    the header, UTF-8 JSON, from "{" to "}", padded at its end with white space
+    bytes 0..8      N, the length of the header, unsigned, little-endian
+    bytes 8..8+N    the header: a JSON object in UTF-8, from "{" to "}", padded at its end with white space
     the rest        the data, little-endian; offsets in the header count from its first byte
 
     {"__metadata__": {"format": "pt"}, "NAME": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
 
-Limits: the header's length, against the file and ``Limits.header_bytes``, before it is read; ``Limits.entries``,
-``Limits.dimensions`` and ``Limits.name_bytes`` while it is read.
+Limits: the length of the header, against the file size and ``Limits.header_bytes``, before the header is read;
+``Limits.entries``, ``Limits.dimensions`` and ``Limits.name_bytes`` while it is parsed.
 
-Refused, as safetensors does: data that is not covered exactly once from its first to its last byte; a size that shape
-and dtype contradict; invalid UTF-8 and lone surrogates; metadata that is not text to text. Refused beyond that, because
-no writer needs it and readers disagree on it: a name given twice, fields other than the three, white space before the
-header, metadata that is ``null``, sizes that torch cannot hold.
+Refused, as in the safetensors library: tensors that do not cover every byte of the data exactly once; data offsets that
+do not match the shape and dtype; invalid UTF-8 and lone surrogates; metadata that does not map strings to strings.
+Refused in addition, because no writer needs it and readers disagree on it: duplicate names; fields other than the
+three; white space before the header; metadata that is ``null``; sizes that torch cannot represent.
 
-Dtypes: torch packs two F4 values in one element, so the last dimension is halved, as in safetensors' own torch reader.
-F6 has no dtype in torch: such tensors are leaves that say so. A dtype that the format does not have refuses the file,
-as it does in safetensors: nothing says how many bytes it takes, and it may as well be damage.
+Dtypes: torch packs two F4 values into one element, so the last dimension is halved, as in the torch reader of the
+safetensors library. torch has no F6 dtypes: such tensors become ``UnsupportedValue`` leaves. A dtype outside the format
+refuses the file, as in the safetensors library: its element size is unknown, so the file may be damaged.
 
-The tree is a flat dict in the order of the data in the file, whatever the order in the header.
+The tree is a flat dict in data order, regardless of the order in the header.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, 
 from sluice.records.bulk import collector_paused, records_from_columns
 from sluice.sources.protocol import Source
 
-__all__ = ["Safetensors"]
+__all__ = ["SafetensorsFormat"]
 
-#: A length and the start of a JSON object. Eight characters of text are no length but JSON text of another kind.
+#: A length and the start of a JSON object. Eight printable characters are not a length but text of another format.
 _START = re.compile(rb'(?![\t\n\r\x20-\x7e]{8}).{8}\{[\t\n\r\x20]*+["}]', re.DOTALL)
 
 
-class Safetensors:
-    """One safetensors file; see ``Format``."""
+class SafetensorsFormat:
+    """The format of a single safetensors file; see ``Format``."""
 
     name = "safetensors"
 
@@ -68,19 +68,19 @@ class Safetensors:
             )
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
-        return []  # the format has none
+        return []  # the format has no checksums
 
     def locate(
         self,
-        source: Source,  # noqa: ARG002 - the protocol's; the header locates every storage of this format
-        index: Index,  # noqa: ARG002 - the same
-        storages: Iterable[int],  # noqa: ARG002 - the same
+        source: Source,  # noqa: ARG002 - required by the protocol; the index already locates every storage
+        index: Index,  # noqa: ARG002 - as above
+        storages: Iterable[int],  # noqa: ARG002 - as above
     ) -> Mapping[int, int]:
         return {}
 
 
 def _read_columns(source: Source, limits: Limits) -> tuple[Columns, dict[str, str], int]:
-    """Return the header's tensors and metadata, and where the data starts; the header itself is let go."""
+    """Return the tensors and metadata of the header and the offset of the data; the header bytes are released."""
     header = _read_header(source, limits)
     columns, metadata = parse_header(header, source.path, limits)
     return columns, metadata, LENGTH_BYTES + len(header)
@@ -99,7 +99,7 @@ def _read_header(source: Source, limits: Limits) -> bytes:
         )
     if declared > limits.header_bytes:
         raise LimitError(
-            "the header passes the limit 'header_bytes'",
+            "the header exceeds the limit 'header_bytes'",
             file=source.path,
             offset=0,
             expected=f"at most {limits.header_bytes}",
@@ -113,49 +113,49 @@ def _read_header(source: Source, limits: Limits) -> bytes:
 
 
 def _in_file_order(columns: Columns) -> Columns:
-    """Return the tensors sorted by the place of their data; those without data come before what starts there."""
+    """Return the tensors sorted by data offset; an empty tensor precedes the tensor that starts at its offset."""
     names, begins, ends, layouts, unsupported = columns
     if begins[1:] == ends[:-1]:
-        return columns  # as writers leave them
+        return columns  # already sorted, as most writers leave them
     order = sorted(range(len(names)), key=list(zip(begins, ends, strict=True)).__getitem__)
     return Columns(
-        names=[names[number] for number in order],
-        begins=[begins[number] for number in order],
-        ends=[ends[number] for number in order],
-        layouts=[layouts[number] for number in order],
+        names=[names[position] for position in order],
+        begins=[begins[position] for position in order],
+        ends=[ends[position] for position in order],
+        layouts=[layouts[position] for position in order],
         unsupported=unsupported,
     )
 
 
 def _check_cover(columns: Columns, source: Source, data_start: int) -> None:
     """Raise unless the tensors cover every byte of the data exactly once."""
-    position = 0
-    for number, begin in enumerate(columns.begins):
-        if begin != position:
+    covered = 0
+    for position, begin in enumerate(columns.begins):
+        if begin != covered:
             raise FormatError(
-                "tensors overlap" if begin < position else "bytes belong to no tensor",
+                "tensors overlap" if begin < covered else "bytes belong to no tensor",
                 file=source.path,
-                tensor=columns.names[number],
-                offset=data_start + min(begin, position),
-                expected=f"its first byte at {position} of the data",
-                found=f"bytes {begin} to {columns.ends[number]}",
+                tensor=columns.names[position],
+                offset=data_start + min(begin, covered),
+                expected=f"its first byte at {covered} of the data",
+                found=f"bytes {begin} to {columns.ends[position]}",
             )
-        position = columns.ends[number]
+        covered = columns.ends[position]
     available = source.identity.nbytes - data_start
-    if position != available:
-        short = position > available
+    if covered != available:
+        short = covered > available
         raise (TruncatedError if short else FormatError)(
-            "the file ends before its last tensor" if short else "bytes follow the last tensor",
+            "the file ends before the end of its last tensor" if short else "bytes follow the last tensor",
             file=source.path,
-            offset=data_start + min(position, available),
-            expected=f"{position} bytes of data",
+            offset=data_start + min(covered, available),
+            expected=f"{covered} bytes of data",
             found=f"{available} bytes",
         )
 
 
 def _storages(columns: Columns, data_start: int) -> tuple[Storage, ...]:
     names, begins, ends, *_ = columns
-    made = records_from_columns(
+    storages = records_from_columns(
         Storage,
         len(names),
         file=repeat(0),
@@ -163,7 +163,7 @@ def _storages(columns: Columns, data_start: int) -> tuple[Storage, ...]:
         nbytes=map(sub, ends, begins),
         key=names,
     )
-    return tuple(made)
+    return tuple(storages)
 
 
 def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:
@@ -178,8 +178,8 @@ def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:
     )
     tree: dict[str, Entry | UnsupportedValue] = dict(zip(names, made, strict=True))
     if len(tree) != len(names) or "__metadata__" in tree:
-        twice = next(name for name, count in Counter([*names, "__metadata__"]).items() if count > 1)
-        raise FormatError("the name is given twice or reserved", file=path, tensor=twice)
+        duplicate = next(name for name, count in Counter([*names, "__metadata__"]).items() if count > 1)
+        raise FormatError("the name is duplicated or reserved", file=path, tensor=duplicate)
     for name, layout in columns.unsupported.items():
         tree[name] = UnsupportedValue(qualified_name=layout.dtype, reason=layout.unsupported, file=path)
     return tree

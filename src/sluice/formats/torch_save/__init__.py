@@ -1,5 +1,8 @@
-"""Files written by ``torch.save``: zip archives (``zip.TorchZip``) and what came before torch 1.6 (``legacy.Legacy``).
+"""Files written by ``torch.save``: zip archives, and the legacy layout from before torch 1.6.
 
-Both hold a pickled object whose tensors refer to storages. ``root`` reads that object; ``objects``, ``values`` and
-``composites`` rebuild what its pickle names, as records.
+In: a ``Source`` and ``Limits``. Out: an ``Index`` of the object in the file, without tensor data.
+
+Start with ``zip_format.TorchZipFormat`` or ``legacy_format.TorchLegacyFormat``. Both hold one pickled object whose
+tensors refer to storages by key. ``allowlist``, ``legacy_allowlist``, ``plain_values`` and ``composites`` define which
+globals the pickle may name and rebuild tensors as records; ``pickled_object`` and ``tree_limits`` check the result.
 """

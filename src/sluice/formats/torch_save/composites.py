@@ -1,14 +1,14 @@
-"""Sparse and quantized tensors as torch's pickles rebuild them: entries that name the dense tensors they are made of.
+"""Sparse and quantized tensors in torch's pickles, as entries that refer to their dense components.
 
 - ``_rebuild_sparse_tensor(layout, (indices, values, size[, coalesced]))`` for COO
 - ``_rebuild_sparse_tensor(layout, (compressed indices, plain indices, values, size))`` for CSR, CSC, BSR and BSC
-- ``_rebuild_qtensor(storage, offset, size, stride, parameters, requires_grad, hooks)``, its parameters ``(scheme,
+- ``_rebuild_qtensor(storage, offset, size, stride, parameters, requires_grad, hooks)`` with parameters ``(scheme,
   scale, zero point)`` or ``(scheme, scales, zero points, axis)``
 
-What their shapes and dtypes can show is checked here. Whether indices point into the tensor only their data shows:
-that is checked when they are read, before torch is given them.
+Shapes and dtypes are checked here. Whether indices are inside the tensor depends on their data, so it is checked when
+they are read, before torch receives them.
 
-Not read: quantized dtypes of less than a byte, symmetric schemes, which torch does not load.
+Unsupported: quantized dtypes smaller than a byte, and symmetric schemes, which torch does not load.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from sluice.records import NO_STORAGE, Entry, Quantized, Sparse, TorchText, elem
 
 __all__ = ["MAX_SIGNED", "PACKED_DTYPES", "QUANTIZED_DTYPES", "quantized", "sparse"]
 
-#: torch's sizes, strides and offsets are signed 64-bit integers.
+#: Largest size, stride or offset in torch, which uses signed 64-bit integers.
 MAX_SIGNED = 2**63 - 1
 
-#: Dtype of the integers of each quantized dtype.
+#: Dtype of the stored integers of each quantized dtype.
 QUANTIZED_DTYPES: dict[str, str] = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
-#: The same of those that pack several integers in a byte, which sluice does not read: how their storages are counted.
+#: Dtype in which torch counts the storages of quantized dtypes that pack several integers into a byte (unsupported).
 PACKED_DTYPES: dict[str, str] = {"quint4x2": "uint8", "quint2x4": "uint8"}
 
 _INDEX_DTYPES = frozenset({"int32", "int64"})
 
-#: Dtypes of the scales and zero points of channels, the second pair for zero points that are no integers.
+#: Dtypes of the scales and zero points of channels: with integer zero points, and with floating-point zero points.
 _PARAMETER_DTYPES = frozenset({("float64", "int64"), ("float32", "float32")})
 
 _PER_CHANNEL = ("torch.per_channel_affine", "torch.per_channel_affine_float_qparams")
@@ -44,22 +44,22 @@ def sparse(arguments: tuple[Any, ...], limits: Limits) -> Entry:
     """Return the entry of a sparse tensor.
 
     Args:
-        arguments: Those of ``_rebuild_sparse_tensor``.
+        arguments: Arguments of ``_rebuild_sparse_tensor``.
         limits: Bounds on dimensions.
 
     Raises:
-        FormatError: Indices, values and size contradict each other.
-        UnsupportedError: It has a layout that torch does not load.
+        FormatError: The indices, values and size are inconsistent.
+        UnsupportedError: torch does not load the layout.
     """
     layout, data = arguments if len(arguments) == 2 else (None, None)
     if type(layout) is not TorchText or type(data) is not tuple:
-        raise FormatError("a sparse tensor is rebuilt from something other than a layout and a tuple")
+        raise FormatError("the arguments of a sparse tensor are not a layout and a tuple")
     if layout == "torch.sparse_coo":
         made, size = _coo(data)
     elif layout.removeprefix("torch.") in {"sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"}:
         made, size = _compressed(layout.removeprefix("torch."), data)
     else:
-        raise UnsupportedError("a sparse tensor of a layout that torch does not load", found=layout)
+        raise UnsupportedError("a sparse tensor with a layout that torch does not load", found=layout)
     if len(size) > limits.dimensions:
         raise FormatError(f"a tensor has more than {limits.dimensions} dimensions", found=len(size))
     if prod(size) * ITEM_BYTES[made.values.dtype] > MAX_SIGNED:
@@ -69,29 +69,31 @@ def sparse(arguments: tuple[Any, ...], limits: Limits) -> Entry:
 
 def _coo(data: tuple[Any, ...]) -> tuple[Sparse, tuple[int, ...]]:
     if len(data) not in (3, 4):
-        raise FormatError("a sparse tensor with the wrong number of components", expected="3 or 4", found=len(data))
+        raise FormatError("a sparse tensor has the wrong number of components", expected="3 or 4", found=len(data))
     indices, values, size = _dense(data[0]), _dense(data[1]), _size(data[2])
     coalesced = data[3] if len(data) == 4 else None
     if coalesced is not None and type(coalesced) is not bool:
-        raise FormatError("a sparse tensor is neither coalesced nor not")
+        raise FormatError("the coalesced flag of a sparse tensor is not a bool")
     if indices.dtype != "int64" or len(indices.shape) != 2:
-        raise FormatError("the indices of a sparse tensor are no matrix of int64", found=_describe(indices))
+        raise FormatError("the indices of a sparse tensor are not an int64 matrix", found=_describe(indices))
     dims, count = indices.shape
     expected = (count, *size[dims:])
     if dims > len(size) or values.shape != expected:
         raise FormatError(
-            "the values of a sparse tensor do not fit its indices and size", expected=expected, found=values.shape
+            "the values of a sparse tensor do not match its indices and size", expected=expected, found=values.shape
         )
     return Sparse(layout="sparse_coo", indices=(indices,), values=values, coalesced=coalesced), size
 
 
 def _compressed(layout: str, data: tuple[Any, ...]) -> tuple[Sparse, tuple[int, ...]]:
     if len(data) != 4:
-        raise FormatError("a sparse tensor with the wrong number of components", expected=4, found=len(data))
+        raise FormatError("a sparse tensor has the wrong number of components", expected=4, found=len(data))
     compressed, plain, values, size = _dense(data[0]), _dense(data[1]), _dense(data[2]), _size(data[3])
     for indices in (compressed, plain):
         if indices.dtype not in _INDEX_DTYPES or not indices.shape or indices.dtype != plain.dtype:
-            raise FormatError("the indices of a sparse tensor are no integers", found=_describe(indices))
+            raise FormatError(
+                "the indices of a sparse tensor are not int32 or int64 tensors of one dtype", found=_describe(indices)
+            )
     batch = compressed.shape[:-1]
     at = len(batch)
     blocked = layout in {"sparse_bsr", "sparse_bsc"}
@@ -101,10 +103,12 @@ def _compressed(layout: str, data: tuple[Any, ...]) -> tuple[Sparse, tuple[int, 
     expected = (*batch, plain.shape[-1], *(block if blocked else ()), *size[at + 2 :])
     if size[:at] != batch or plain.shape[:-1] != batch or values.shape != expected:
         raise FormatError(
-            "the values of a sparse tensor do not fit its indices and size", expected=expected, found=values.shape
+            "the values of a sparse tensor do not match its indices and size", expected=expected, found=values.shape
         )
     if size[at] % block[0] or size[at + 1] % block[1]:
-        raise FormatError("the blocks of a sparse tensor do not fit its size", expected=block, found=size[at : at + 2])
+        raise FormatError(
+            "the blocks of a sparse tensor do not divide its size", expected=block, found=size[at : at + 2]
+        )
     rows = layout in {"sparse_csr", "sparse_bsr"}
     lines = size[at] // block[0] if rows else size[at + 1] // block[1]
     if compressed.shape[-1] != lines + 1:
@@ -118,23 +122,23 @@ def quantized(dtype: str, values: Entry, parameters: object) -> Entry:
     """Return the entry of a quantized tensor.
 
     Args:
-        dtype: Its dtype: ``"qint8"``.
-        values: Its integers.
-        parameters: Scheme, scale and zero point, and the axis where they are of channels.
+        dtype: Quantized dtype, for example ``"qint8"``.
+        values: Entry of the stored integers.
+        parameters: Scheme, scale and zero point; for channels also the axis.
 
     Raises:
-        FormatError: The parameters do not fit the integers.
-        UnsupportedError: The scheme is one that torch does not load.
+        FormatError: The parameters do not match the integers.
+        UnsupportedError: torch does not load the scheme.
     """
     if type(parameters) is not tuple or not parameters or type(parameters[0]) is not TorchText:
-        raise FormatError("a quantized tensor without a scheme")
+        raise FormatError("a quantized tensor has no quantization scheme")
     scheme = parameters[0]
     if scheme == "torch.per_tensor_affine":
         made = _per_tensor(values, parameters)
     elif scheme in _PER_CHANNEL:
         made = _per_channel(values, parameters, floats=scheme == _PER_CHANNEL[1])
     else:
-        raise UnsupportedError("a quantized tensor of a scheme that torch does not load", found=scheme)
+        raise UnsupportedError("a quantized tensor with a scheme that torch does not load", found=scheme)
     return Entry(
         elements=elements_of(dtype), shape=values.shape, stride=values.stride, storage=NO_STORAGE, composite=made
     )
@@ -143,7 +147,7 @@ def quantized(dtype: str, values: Entry, parameters: object) -> Entry:
 def _per_tensor(values: Entry, parameters: tuple[Any, ...]) -> Quantized:
     _, scale, zero_point = parameters if len(parameters) == 3 else (None, None, None)
     if type(scale) is not float or type(zero_point) is not int or abs(zero_point) > MAX_SIGNED:
-        raise FormatError("a quantized tensor without a scale and a zero point")
+        raise FormatError("a quantized tensor has no valid scale and zero point")
     return Quantized(values=values, scales=(scale,), zero_points=(zero_point,))
 
 
@@ -151,21 +155,21 @@ def _per_channel(values: Entry, parameters: tuple[Any, ...], *, floats: bool) ->
     _, scales, zero_points, axis = parameters if len(parameters) == 4 else (None, None, None, None)
     if type(axis) is not int or not 0 <= axis < len(values.shape):
         raise FormatError(
-            "the axis of a quantized tensor is no dimension of it", expected=f"below {len(values.shape)}", found=axis
+            "the axis of a quantized tensor is not one of its dimensions",
+            expected=f"below {len(values.shape)}",
+            found=axis,
         )
     channels = values.shape[axis]
-    if type(scales) is list and type(zero_points) is list:  # as torch wrote them before 1.5
+    if type(scales) is list and type(zero_points) is list:  # the representation before torch 1.5
         if len(scales) != channels or len(zero_points) != channels:
             raise FormatError("a quantized tensor needs a scale and a zero point for each channel", expected=channels)
-        if not _are(float, scales) or not _are(float if floats else int, zero_points):
-            raise FormatError("the scales and zero points of a quantized tensor are no numbers")
+        if not _are_numbers(float, scales) or not _are_numbers(float if floats else int, zero_points):
+            raise FormatError("the scales and zero points of a quantized tensor are not numbers")
         return Quantized(values=values, scales=tuple(scales), zero_points=tuple(zero_points), axis=axis)
     scales, zero_points = _dense(scales), _dense(zero_points)
     if (scales.dtype, zero_points.dtype) not in _PARAMETER_DTYPES:
         found = f"{scales.dtype} and {zero_points.dtype}"
-        raise FormatError(
-            "the scales and zero points of a quantized tensor have other dtypes than torch's", found=found
-        )
+        raise FormatError("the scales and zero points of a quantized tensor have unexpected dtypes", found=found)
     if scales.shape != (channels,) or zero_points.shape != (channels,):
         raise FormatError(
             "a quantized tensor needs a scale and a zero point for each channel",
@@ -173,26 +177,26 @@ def _per_channel(values: Entry, parameters: tuple[Any, ...], *, floats: bool) ->
             found=f"{scales.shape} and {zero_points.shape}",
         )
     if channels > 1 and (scales.stride, zero_points.stride) != ((1,), (1,)):
-        # Of a legacy file torch would copy these before it has read them.
-        raise FormatError("the scales and zero points of a quantized tensor do not lie one behind the other")
+        # For a legacy file, torch would make them contiguous before it has read their data.
+        raise FormatError("the scales and zero points of a quantized tensor are not contiguous")
     return Quantized(values=values, scales=scales, zero_points=zero_points, axis=axis)
 
 
-def _are(kind: type[float], numbers: list[Any]) -> bool:
+def _are_numbers(kind: type[float], numbers: list[Any]) -> bool:
     return all(type(number) is kind and abs(number) <= MAX_SIGNED for number in numbers)
 
 
 def _dense(component: object) -> Entry:
     if type(component) is not Entry or component.composite is not None:
-        raise FormatError("a tensor is made of something other than dense tensors")
+        raise FormatError("a component of a tensor is not a dense tensor")
     if component.math_bits or component.requires_grad or component.parameter:
-        raise FormatError("a tensor is made of parameters or lazy views")
+        raise FormatError("a component of a tensor is a parameter or a lazy view")
     return component
 
 
 def _size(size: object) -> tuple[int, ...]:
     if not isinstance(size, tuple) or any(type(count) is not int or not 0 <= count <= MAX_SIGNED for count in size):
-        raise FormatError("the size of a sparse tensor is no torch.Size")
+        raise FormatError("the size of a sparse tensor is not a valid torch.Size")
     return tuple(size)
 
 

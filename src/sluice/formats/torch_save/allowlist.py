@@ -1,15 +1,20 @@
-"""Storages, tensors and parameters as torch's pickles name them, rebuilt as records without torch.
+"""Permitted globals of a ``torch.save`` pickle: storages, tensors and parameters, rebuilt as records without torch.
 
-- a storage's persistent id ``("storage", class, key, location, elements)``: a ``StorageReference``
-- ``_rebuild_tensor``, ``_v2``, ``_v3``: an ``Entry``, its view checked against its storage in exact integers
-- ``_rebuild_parameter``, ``_rebuild_parameter_with_state``: the same, as a parameter
-- ``_rebuild_from_type_v2`` of a plain tensor: the same
-- ``_rebuild_sparse_tensor``, ``_rebuild_qtensor``: an ``Entry`` made of others (``_torch_composites``)
+- persistent id of a storage, ``("storage", class, key, location, elements)``: a ``StorageReference``
+- ``_rebuild_tensor``, ``_v2``, ``_v3``: an ``Entry``, whose view is checked against its storage in exact integers
+- ``_rebuild_parameter``, ``_rebuild_parameter_with_state``: the ``Entry`` of the tensor, as a parameter
+- ``_rebuild_from_type_v2`` for a plain tensor: the ``Entry`` of the tensor
+- ``_rebuild_sparse_tensor``, ``_rebuild_qtensor``: an ``Entry`` composed of other entries (``composites``)
+- plain values: see ``plain_values``
 
-Python attributes of tensors are kept with them, except whole objects, which are counted. In a big-endian file a tensor
-must have the dtype that its storage was saved as: torch turns the bytes of storages round, not those of tensors.
-Not read: nested, meta and subclassed tensors, dtypes without a plain strided tensor. Their ``UnsupportedError`` becomes
-a leaf of the tree (``Machine.call``); their storages are declared all the same, as others may lie behind them.
+Python attributes of tensors are kept, except objects of arbitrary classes, which are dropped and counted.
+
+Limits: ``Limits.entries`` tensors, ``Limits.dimensions``, and sizes in signed 64-bit integers, as in torch.
+
+Refused: views outside their storage, contradictory storage declarations, hooks, unknown devices and unknown flags.
+Unsupported, and therefore leaves of the tree (``Machine.call``): nested, meta and subclassed tensors; dtypes without
+plain strided tensors; in a big-endian file, tensors whose dtype differs from the dtype of their storage, because torch
+swaps bytes by the storage's dtype. Their storages are declared anyway, because legacy files store others after them.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.formats.torch_save.composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
-from sluice.formats.torch_save.values import DTYPE_PREFIX, PlainValues, constructor
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, PlainValues, constructor
 from sluice.records import Entry, MathBit, Opaque, TorchText, elements_of
 
-__all__ = ["StorageKind", "StorageReference", "TorchObjects"]
+__all__ = ["StorageKind", "StorageReference", "TorchAllowlist"]
 
 #: ``("storage", class, key, location, elements)``
 _IDENTITY_FIELDS = 5
@@ -56,17 +61,17 @@ _STORAGE_DTYPES: dict[str, str] = {
 }
 
 _UNSUPPORTED_TENSORS = {
-    "_rebuild_sparse_csr_tensor": "a sparse tensor as torch 1.9 wrote it, which torch itself reads no more",
+    "_rebuild_sparse_csr_tensor": "a sparse tensor written by torch 1.9, which later versions of torch do not read",
     "_rebuild_nested_tensor": "a nested tensor",
     "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no data",
     "_rebuild_wrapper_subclass": "a tensor subclass that wraps other tensors",
-    "_rebuild_device_tensor_from_numpy": "a tensor of a device without storages",
-    "_rebuild_device_tensor_from_cpu_tensor": "a tensor of a device without storages",
-    "_rebuild_xla_tensor": "a tensor of a device without storages",
+    "_rebuild_device_tensor_from_numpy": "a tensor on a device without storages",
+    "_rebuild_device_tensor_from_cpu_tensor": "a tensor on a device without storages",
+    "_rebuild_xla_tensor": "a tensor on a device without storages",
 }
 
-#: Where a storage lived when it was saved. It means nothing to us, but no honest file says anything else: torch's own
-#: device types, and those that vendors register in the place of ``privateuseone``.
+#: Device of a storage when it was saved: one of torch's device types, or a name that a vendor registers for
+#: ``privateuseone``. The device is not used, but a valid file contains no other text.
 _LOCATION = re.compile(
     r"(cpu|cuda|mps|meta|xpu|xla|hpu|mtia|maia|ipu|hip|ve|fpga|vulkan|lazy|mkldnn|privateuseone"
     r"|npu|mlu|musa|gcu|sdaa|supa|tpu)(:\d{1,4})?",
@@ -76,49 +81,49 @@ _LOCATION = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageKind(Opaque):
-    """A storage class; where the tree holds one as a value, it is an opaque leaf."""
+    """A storage class; an opaque leaf if the tree contains it as a value."""
 
-    #: Dtype of its elements.
+    #: Dtype of the elements.
     dtype: str
 
 
 class StorageReference(NamedTuple):
-    """A storage as a persistent id declares it."""
+    """A storage, as declared by a persistent id."""
 
-    #: Position in ``TorchObjects.storages``.
+    #: Position in ``TorchAllowlist.storages``.
     position: int
-    #: Name of its record below ``data/``.
+    #: Key of the storage; in a zip file, the name of its record under ``data/``.
     key: str
-    #: Dtype of its elements; ``uint8`` for untyped storages, ``qint8`` for one of quantized ones.
+    #: Dtype of the elements: ``uint8`` for untyped storages, for example ``qint8`` for quantized storages.
     dtype: str
     #: Number of elements.
     numel: int
-    #: Bytes of data.
+    #: Size of the data, in bytes.
     nbytes: int
-    #: First byte in the storage of that position: not 0 for views of storages, which legacy files have.
+    #: Offset in the storage at that position, in bytes; not 0 only for the storage views of legacy files.
     start: int = 0
 
     @property
     def element_dtype(self) -> str:
-        """Dtype of its elements as plain numbers: ``int8`` for ``qint8``, ``uint8`` where several share a byte."""
+        """Dtype of the elements as plain numbers: ``int8`` for ``qint8``, ``uint8`` for packed dtypes."""
         return QUANTIZED_DTYPES.get(self.dtype) or PACKED_DTYPES.get(self.dtype) or self.dtype
 
 
-class TorchObjects:
-    """What the pickle of one file may name, and the storages and tensors that it did name."""
+class TorchAllowlist:
+    """The permitted globals of the pickle of one file, and the storages that it has used so far."""
 
     def __init__(self, limits: Limits, pickle_bytes: int, *, big_endian: bool = False) -> None:
-        """Start with nothing named.
+        """Prepare for one pickle.
 
         Args:
             limits: Bounds on tensors, dimensions and names.
-            pickle_bytes: Size of the pickle.
-            big_endian: Whether the storages were written with the most significant byte first.
+            pickle_bytes: Size of the pickle, in bytes.
+            big_endian: Whether the data of the storages is big-endian.
         """
         self.keys = KeyGuard(limits)
-        #: The storages that the pickle refers to, in that order.
+        #: Storages in the order of first use.
         self.storages: list[StorageReference] = []
-        #: Python attributes of tensors that were dropped, because they are objects of some class.
+        #: Number of dropped Python attributes of tensors: objects of arbitrary classes.
         self.attributes_dropped = 0
         self._limits = limits
         self._big_endian = big_endian
@@ -132,7 +137,7 @@ class TorchObjects:
             "torch._utils._rebuild_sparse_tensor": self._rebuild_sparse_tensor,
             "torch._utils._rebuild_qtensor": self._rebuild_qtensor,
         }
-        #: What each global stands for, by module and name.
+        #: Replacement of each permitted global, by module and name.
         self.names = {**PlainValues(self.keys, pickle_bytes).names(), **_names()}
         self._add_names()
 
@@ -151,15 +156,15 @@ class TorchObjects:
         """Return the storage that a persistent id declares.
 
         Raises:
-            FormatError: It is malformed, or contradicts an earlier declaration of the same storage.
+            FormatError: The id is malformed or contradicts an earlier declaration of the same storage.
         """
-        if type(identity) is StorageReference:  # what stands for its id in the memo
+        if type(identity) is StorageReference:  # the memo holds it in place of the id
             return identity
         if type(identity) is not tuple or len(identity) != _IDENTITY_FIELDS or identity[0] != "storage":
-            raise FormatError("a persistent id that is not a storage's")
+            raise FormatError("a persistent id does not identify a storage")
         _, kind, key, location, numel = identity
         if type(kind) is not StorageKind or type(key) is not str or type(numel) is not int or numel < 0:
-            raise FormatError("a malformed storage", expected="class, key and number of elements")
+            raise FormatError("a storage is malformed", expected="class, key and number of elements")
         if type(location) is not str or location not in self._locations:
             self._check_location(location)
         known = self._by_key.get(key)
@@ -171,17 +176,17 @@ class TorchObjects:
         elif known.dtype != kind.dtype or known.numel != numel:
             if known.numel or numel:
                 raise FormatError(
-                    f"storage {key!r} is declared twice, in different ways",
+                    f"storage {key!r} is declared twice with different dtypes or sizes",
                     expected=f"{known.numel} of {known.dtype}",
                     found=f"{numel} of {kind.dtype}",
                 )
-            # torch.save lets views of one empty storage have different dtypes.
+            # torch.save can declare one empty storage with the dtypes of all its views.
             known = known._replace(dtype=kind.dtype)
         return known
 
     def _check_location(self, location: object) -> None:
         if type(location) is not str or not _LOCATION.fullmatch(location):
-            raise FormatError("a storage on a device that torch does not have")
+            raise FormatError("a storage has an unknown device")
         self._locations.add(location)
 
     def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
@@ -199,7 +204,7 @@ class TorchObjects:
         _check_hooks(arguments[5])
         dtype = arguments[6]
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
-            raise FormatError("a tensor's dtype is no torch.dtype")
+            raise FormatError("the dtype of a tensor is not a torch.dtype")
         return _with_math_bits(self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5]), arguments[7:])
 
     def _rebuild_sparse_tensor(self, arguments: tuple[Any, ...]) -> Entry:
@@ -209,9 +214,11 @@ class TorchObjects:
         _check_number(arguments, (7,))
         storage, offset, size, stride, parameters, requires_grad, hooks = arguments
         if type(storage) is StorageReference and storage.dtype in PACKED_DTYPES:
-            raise UnsupportedError("a quantized tensor of less than a byte an element", found=f"torch.{storage.dtype}")
+            raise UnsupportedError(
+                "a quantized tensor with elements smaller than a byte", found=f"torch.{storage.dtype}"
+            )
         if type(storage) is not StorageReference or storage.dtype not in QUANTIZED_DTYPES:
-            raise FormatError("a quantized tensor that is no view of a quantized storage")
+            raise FormatError("a quantized tensor is not a view of a quantized storage")
         _check_hooks(hooks)
         _check_requires_grad(storage.dtype, requires_grad)
         values = self._tensor(storage.element_dtype, storage, offset, size, stride, False)
@@ -221,16 +228,16 @@ class TorchObjects:
         self, dtype: str | None, storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any
     ) -> Entry:
         if type(storage) is not StorageReference:
-            raise FormatError("a tensor that is no view of a storage")
+            raise FormatError("a tensor is not a view of a storage")
         dtype = dtype or storage.dtype
         item_bytes = ITEM_BYTES.get(dtype)
         if item_bytes is None:
-            raise UnsupportedError("a tensor of a dtype that plain tensors do not have", found=f"torch.{dtype}")
+            raise UnsupportedError("a tensor with a dtype that plain tensors cannot have", found=f"torch.{dtype}")
         _check_requires_grad(dtype, requires_grad)
         self._check_view(storage, item_bytes, offset, size, stride)
         if self._big_endian and storage.nbytes and number_bytes(dtype) != number_bytes(storage.element_dtype):
             raise UnsupportedError(
-                "a tensor in a big-endian file that torch itself reads without turning its bytes round",
+                "a tensor in a big-endian file that torch itself reads without swapping its bytes",
                 found=f"torch.{dtype}",
             )
         skipped, inside = divmod(storage.start, item_bytes)
@@ -250,15 +257,15 @@ class TorchObjects:
 
     def _check_view(self, storage: StorageReference, item_bytes: int, offset: Any, size: Any, stride: Any) -> None:
         if not isinstance(size, tuple) or type(stride) is not tuple or len(size) != len(stride):
-            raise FormatError("a tensor's size and stride are not tuples of the same length")
+            raise FormatError("the size and stride of a tensor are not tuples of equal length")
         if len(size) > self._limits.dimensions:
             raise FormatError(f"a tensor has more than {self._limits.dimensions} dimensions", found=len(size))
         if type(offset) is not int or not 0 <= offset <= MAX_SIGNED:
-            raise FormatError("a tensor's storage offset is no valid integer")
+            raise FormatError("the storage offset of a tensor is not a valid integer")
         last, elements, empty = offset, 1, False
         for count, step in zip(size, stride, strict=True):
             if type(count) is not int or type(step) is not int or count < 0 or not 0 <= step <= MAX_SIGNED:
-                raise FormatError("a tensor's size or stride is no valid integer")
+                raise FormatError("a size or stride of a tensor is not a valid integer")
             if count:
                 elements *= count
                 last += (count - 1) * step
@@ -268,7 +275,7 @@ class TorchObjects:
             raise FormatError("a tensor has more bytes than torch can count", expected=MAX_SIGNED)
         if not empty and (last + 1) * item_bytes > storage.nbytes:
             raise FormatError(
-                f"a tensor reaches past the end of its storage {storage.key!r}",
+                f"a tensor extends past the end of its storage {storage.key!r}",
                 expected=f"at most {storage.nbytes} bytes",
                 found=f"{(last + 1) * item_bytes} bytes",
             )
@@ -277,7 +284,7 @@ class TorchObjects:
         _check_number(arguments, (3, 4))
         data, requires_grad, hooks = arguments[:3]
         if type(data) is not Entry:
-            raise FormatError("a parameter that is no tensor")
+            raise FormatError("the data of a parameter is not a tensor")
         _check_hooks(hooks)
         _check_requires_grad(data.dtype, requires_grad)
         attributes = self._attributes(arguments[3]) if len(arguments) > 3 else data.attributes
@@ -286,33 +293,33 @@ class TorchObjects:
     def _rebuild_from_type(self, arguments: tuple[Any, ...]) -> Entry:
         _check_number(arguments, (4,))
         function, kind, inner, state = arguments
-        # Only the rebuilds of tensors: another call of this one inside would recurse as deep as the file likes.
+        # Nested calls of this function are refused, because they would recurse without bound.
         rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
         if isinstance(kind, Opaque) and kind.qualified_name != "torch.Tensor":
             raise UnsupportedError("a tensor subclass", found=kind.qualified_name)
         if rebuild is None or not isinstance(kind, Opaque) or type(inner) is not tuple:
-            raise UnsupportedError("a tensor that is rebuilt in a way of its own")
+            raise UnsupportedError("a tensor with a custom rebuild function")
         return replace(rebuild(inner), attributes=self._attributes(state))
 
     def _attributes(self, state: object) -> dict[str, object] | None:
-        """Return the attributes that a tensor gets: those of its ``__dict__``, then those of its slots."""
-        found: dict[str, object] = {}
-        for some in state if type(state) is tuple else (state,):
-            if some is None:
+        """Return the attributes in the state of a tensor: its ``__dict__`` and its slots; None if there are none."""
+        attributes: dict[str, object] = {}
+        for part in state if type(state) is tuple else (state,):
+            if part is None:
                 continue
-            if type(some) not in (dict, OrderedDict) or any(type(name) is not str for name in cast("Any", some)):
-                raise FormatError("the attributes of a tensor are not named by text")
-            found.update(cast("dict[str, object]", some))
+            if type(part) not in (dict, OrderedDict) or any(type(name) is not str for name in cast("Any", part)):
+                raise FormatError("the attribute names of a tensor are not text")
+            attributes.update(cast("dict[str, object]", part))
         if type(state) is tuple and len(state) != 2:
             raise FormatError("the state of a tensor has the wrong length", expected=2, found=len(state))
-        kept = {name: value for name, value in found.items() if not isinstance(value, Opaque)}
-        self.attributes_dropped += len(found) - len(kept)
+        kept = {name: value for name, value in attributes.items() if not isinstance(value, Opaque)}
+        self.attributes_dropped += len(attributes) - len(kept)
         return kept or None
 
 
 @cache
 def _names() -> Mapping[tuple[str, str], object]:
-    """Return what stands for the same in every pickle: made once, as a thousand shards are a thousand pickles."""
+    """Return the replacements that are the same in every pickle; cached, because each shard has its own pickle."""
     names: dict[tuple[str, str], object] = {
         ("torch", name): StorageKind(qualified_name=f"torch.{name}", dtype=dtype)
         for name, dtype in _STORAGE_DTYPES.items()
@@ -327,26 +334,30 @@ def _names() -> Mapping[tuple[str, str], object]:
 
 def _check_number(arguments: tuple[Any, ...], permitted: tuple[int, ...]) -> None:
     if len(arguments) not in permitted:
-        raise FormatError("a tensor with the wrong number of arguments", expected=permitted[0], found=len(arguments))
+        raise FormatError(
+            "the call that rebuilds a tensor has the wrong number of arguments",
+            expected=permitted[0],
+            found=len(arguments),
+        )
 
 
 def _check_hooks(hooks: object) -> None:
     if type(hooks) is not OrderedDict or hooks:
-        raise FormatError("a tensor with hooks")
+        raise FormatError("a tensor has backward hooks")
 
 
 def _with_math_bits(entry: Entry, metadata: tuple[Any, ...]) -> Entry:
-    """Return the entry with the bits that the optional last argument of its call gives it."""
+    """Return the entry with the conj and neg bits from the optional last argument of its rebuild call."""
     if not metadata:
         return entry
     flags = metadata[0]
     if type(flags) is not dict or not flags.keys() <= {"conj", "neg"}:
-        raise FormatError("a tensor with unknown metadata")
-    if any(flag is not True for flag in flags.values()):  # torch writes no others, and takes False for True
-        raise FormatError("the metadata of a tensor is not true")
+        raise FormatError("a tensor has unknown metadata")
+    if any(flag is not True for flag in flags.values()):  # torch writes only True, and would treat False as True
+        raise FormatError("a flag in the metadata of a tensor is not True")
     bits: tuple[MathBit, ...] = tuple(bit for bit in ("conj", "neg") if bit in flags)
     if "conj" in bits and not entry.dtype.startswith("complex"):
-        raise FormatError(f"a conjugated tensor of {entry.dtype}", expected="a complex dtype")
+        raise FormatError(f"a tensor of {entry.dtype} is marked as conjugated", expected="a complex dtype")
     return replace(entry, elements=replace(entry.elements, math_bits=bits)) if bits else entry
 
 
@@ -354,7 +365,8 @@ def _check_requires_grad(dtype: str, requires_grad: object) -> None:
     if requires_grad is False:
         return
     if requires_grad is not True or not dtype.startswith(("float", "bfloat", "complex")):
-        raise FormatError(f"requires_grad of a tensor of {dtype}", expected="False, or a dtype with gradients")
+        problem = f"a tensor of {dtype} has an invalid requires_grad"
+        raise FormatError(problem, expected="False, or a dtype with gradients")
 
 
 def _refusing(kind: str) -> Callable[[tuple[Any, ...]], Never]:

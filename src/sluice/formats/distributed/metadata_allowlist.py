@@ -1,12 +1,12 @@
-"""What the pickle of ``.metadata`` may name: torch's classes for it, as records that hold what they are given.
+"""Permitted globals of the pickle in a ``.metadata`` file, and the objects that replace them.
 
 - ``Metadata``, ``TensorStorageMetadata``, ``ChunkStorageMetadata``, ``MetadataIndex``, ``TensorProperties`` and
-  ``_StorageInfo``: a ``Record`` with the class's name and the state, nothing of which is checked here
+  ``_StorageInfo``: a ``MetadataRecord`` with the name of the class and its unchecked state
 - ``BytesStorageMetadata``: ``BYTES``
-- memory formats: ``MEMORY_FORMAT``, whichever it is; ``StorageMeta`` and paths: inert leaves. Nothing of them is used
-- torch's plain values (``_torch_values``)
+- every memory format: ``MEMORY_FORMAT``; ``StorageMeta`` and paths: inert leaves. Their values are not used
+- torch's plain values: see ``torch_save.plain_values``
 
-``MetadataIndex`` stands as a key. Records are told apart by identity, so that no file can make keys collide.
+``MetadataIndex`` objects are dict keys. Records compare by identity, so a file cannot make them collide.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, Never
 
 from sluice._errors import FormatError
 from sluice._options import Limits
-from sluice.formats.pickles.unpickler import Constructor, KeyGuard, Pending
-from sluice.formats.torch_save.values import PlainValues
+from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject
+from sluice.formats.torch_save.plain_values import PlainValues
 from sluice.records import Opaque
 
-__all__ = ["BYTES", "MEMORY_FORMAT", "MetadataObjects", "Record"]
+__all__ = ["BYTES", "MEMORY_FORMAT", "MetadataAllowlist", "MetadataRecord"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 
-#: Where tensors' properties lived until torch 2.2.
+#: Module of ``TensorProperties`` until torch 2.2.
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 
-#: Classes whose objects are kept with their fields.
+#: Classes whose objects become records.
 _RECORDS = (
     (_METADATA, "Metadata"),
     (_METADATA, "TensorStorageMetadata"),
@@ -39,45 +39,46 @@ _RECORDS = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 )
 
-#: Enumerations of memory formats, and their values.
+#: Enumerations of memory formats.
 _MEMORY_FORMATS = ((_METADATA, "_MEM_FORMAT_ENCODING"), (_SHARDED, "MEM_FORMAT_ENCODING"))
+#: Values of their members.
 _MEMORY_FORMAT_VALUES = (0, 1, 2)
 
-#: Classes whose objects are leaves that say where the checkpoint was written to.
+#: Classes whose objects become inert leaves. They describe where the checkpoint was written.
 _LEAVES = (
     (_METADATA, "StorageMeta"),
     *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
     *((module, f"Pure{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")),
 )
 
-#: Describes a value that is no tensor.
+#: Description of an item that is not a tensor.
 BYTES = Opaque(qualified_name=f"{_METADATA}.BytesStorageMetadata")
 
-#: How the elements of a tensor were to be laid out. It says nothing of its chunks.
+#: Memory format of a tensor. It does not describe the chunks.
 MEMORY_FORMAT = Opaque(qualified_name="torch.memory_format")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class MetadataRecord:
     """An object of one of the classes in ``_RECORDS``."""
 
     #: Name of the class.
     kind: str
-    #: What the pickle gives it: fields by name, or a tuple.
+    #: State from the pickle, unchecked: fields by name, or a tuple.
     state: Any
 
 
-class _Keys(KeyGuard):
+class _MetadataKeyGuard(KeyGuard):
     def check(self, key: object) -> None:
-        if type(key) is not Record:
+        if type(key) is not MetadataRecord:
             super().check(key)
 
 
-class MetadataObjects:
-    """What the pickle may name; see ``Allowlist``."""
+class MetadataAllowlist:
+    """The permitted globals of one pickle; see ``Allowlist``."""
 
     def __init__(self, limits: Limits, pickle_bytes: int) -> None:
-        self.keys: KeyGuard = _Keys(limits)
+        self.keys: KeyGuard = _MetadataKeyGuard(limits)
         self.names = PlainValues(self.keys, pickle_bytes).names()
         for module, name in _RECORDS:
             self.names[module, name] = Constructor(
@@ -92,21 +93,21 @@ class MetadataObjects:
                 qualified_name=leaf.qualified_name, build=partial(_leaf, leaf), creates=True
             )
 
-    def load_persistent(self, identity: object) -> Never:  # noqa: ARG002 - whatever it is
-        raise FormatError("a storage in the metadata")
+    def load_persistent(self, identity: object) -> Never:  # noqa: ARG002 - every id is refused
+        raise FormatError("the metadata refers to a storage")
 
 
-def _begin(kind: str, arguments: tuple[Any, ...]) -> Pending:
+def _begin(kind: str, arguments: tuple[Any, ...]) -> PendingObject:
     if arguments:
-        raise FormatError(f"a {kind} that its class would make from arguments")
-    return Pending(finish=partial(Record, kind))
+        raise FormatError(f"the constructor of {kind} has arguments")
+    return PendingObject(finish=partial(MetadataRecord, kind))
 
 
 def _memory_format(arguments: tuple[Any, ...]) -> Opaque:
     if len(arguments) != 1 or type(arguments[0]) is not int or arguments[0] not in _MEMORY_FORMAT_VALUES:
-        raise FormatError("a memory format that torch does not have")
+        raise FormatError("unknown memory format")
     return MEMORY_FORMAT
 
 
-def _leaf(leaf: Opaque, arguments: tuple[Any, ...]) -> Opaque:  # noqa: ARG001 - only the name matters
+def _leaf(leaf: Opaque, arguments: tuple[Any, ...]) -> Opaque:  # noqa: ARG001 - the leaf keeps only its name
     return leaf

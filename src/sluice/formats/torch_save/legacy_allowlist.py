@@ -1,15 +1,15 @@
-"""What only legacy files name: views of storages, classes of modules, and tensors as torch before 0.4 pickled them.
+"""Permitted globals and persistent ids that only legacy files use: storage views, module classes, old-style tensors.
 
-- a storage's persistent id ``("storage", class, key, location, elements, view)``: a ``StorageReference``, of the whole
-  storage where ``view`` is None, of a part of it where it is ``(key, first element, elements)``
-- ``("module", class, file, source)``: the class, an inert leaf
-- ``torch.FloatTensor()``, then the state ``(storage, offset, size, stride)``: an ``Entry``
-- ``torch.nn.Parameter(tensor)``, then ``(requires_grad, volatile, hooks)``; ``torch.nn.Parameter()``, then
-  ``(tensor, gradient, hooks, requires_grad, volatile)``: the tensor's ``Entry``, as a parameter; no gradient is kept
+- persistent id ``("storage", class, key, location, elements, view)``: a ``StorageReference`` to the whole storage if
+  ``view`` is None, otherwise to the part ``(key, first element, elements)``
+- persistent id ``("module", class, file, source)``: the class, as an inert leaf
+- ``torch.FloatTensor()`` and the state ``(storage, offset, size, stride)``, from torch before 0.4: an ``Entry``
+- ``torch.nn.Parameter(tensor)`` and ``(requires_grad, volatile, hooks)``, or ``torch.nn.Parameter()`` and ``(tensor,
+  gradient, hooks, requires_grad, volatile)``: the ``Entry`` of the tensor, as a parameter; the gradient is dropped
 
-Refused: one key for two storages or two views, as torch would take the first it met for both; a view that reaches out
-of its storage, which torch cuts off. Not read: untyped storages, which torch writes (for dtypes such as
-``float8_e5m2``) but fails to read; complex numbers of a big-endian machine, whose halves torch exchanges.
+Refused: one key for two storages or two views, for which torch would use the first; a view that extends outside its
+storage, which torch truncates. Unsupported: untyped storages, which torch writes (for dtypes such as ``float8_e5m2``)
+but fails to read; complex storages from a big-endian machine, whose real and imaginary parts torch exchanges.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.pickles.unpickler import Constructor, Pending
-from sluice.formats.torch_save.objects import StorageKind, StorageReference, TorchObjects
+from sluice.formats.pickles.unpickler import Constructor, PendingObject
+from sluice.formats.torch_save.allowlist import StorageKind, StorageReference, TorchAllowlist
 from sluice.records import Entry, Opaque
 
-__all__ = ["LegacyObjects"]
+__all__ = ["LegacyAllowlist"]
 
 #: ``("storage", class, key, location, elements, view)``
 _IDENTITY_FIELDS = 6
 
-#: Tensor classes of torch before 0.4. Those on accelerators cannot be built without one: they stay inert.
+#: Tensor classes of torch before 0.4. Classes of accelerator tensors stay inert: torch needs the accelerator for them.
 _TENSOR_CLASSES = {
     "DoubleTensor": "float64",
     "FloatTensor": "float32",
@@ -45,16 +45,16 @@ _TENSOR_CLASSES = {
 _UNTYPED = "torch.storage.UntypedStorage"
 
 
-class LegacyObjects(TorchObjects):
-    """What the pickle of one legacy file may name, and the storages and tensors that it did name."""
+class LegacyAllowlist(TorchAllowlist):
+    """The permitted globals of the pickle of one legacy file, and the storages that it has used so far."""
 
     def __init__(self, limits: Limits, pickle_bytes: int, *, little_endian: bool = True) -> None:
-        """Start with nothing named.
+        """Prepare for one pickle.
 
         Args:
             limits: Bounds on tensors, dimensions and names.
-            pickle_bytes: Size of the pickle.
-            little_endian: Whether a machine that is so wrote the file.
+            pickle_bytes: Size of the pickle, in bytes.
+            little_endian: Whether a little-endian machine wrote the file.
         """
         super().__init__(limits, pickle_bytes)
         self._little_endian = little_endian
@@ -67,64 +67,68 @@ class LegacyObjects(TorchObjects):
             qualified_name="torch.nn.parameter.Parameter", build=self._early_parameter, creates=True
         )
 
-    def load_persistent(  # type: ignore[override]  # more than storages: a class has a persistent id too
+    def load_persistent(  # type: ignore[override]  # returns module classes too
         self, identity: object
     ) -> StorageReference | Opaque:
-        """Return the storage, or the part of one, that a persistent id declares.
+        """Return the storage, the part of a storage, or the module class that a persistent id declares.
 
         Raises:
-            FormatError: It is malformed, or contradicts an earlier declaration of the same storage.
-            UnsupportedError: It is a storage of a dtype that torch does not read from legacy files.
+            FormatError: The id is malformed or contradicts an earlier declaration of the same storage.
+            UnsupportedError: torch does not read storages of this dtype from legacy files.
         """
         if type(identity) is not tuple:
             return super().load_persistent(identity)
         if len(identity) > 1 and identity[0] == "module" and isinstance(identity[1], Opaque):
             return identity[1]
         if len(identity) != _IDENTITY_FIELDS:
-            raise FormatError("a persistent id of the wrong length", expected=_IDENTITY_FIELDS, found=len(identity))
+            raise FormatError("a persistent id has the wrong length", expected=_IDENTITY_FIELDS, found=len(identity))
         kind, key, view = identity[1], identity[2], identity[5]
         if type(key) is str and key in self._views:
-            raise FormatError(f"{key!r} is the key of a storage and of a view")
+            raise FormatError(f"{key!r} is the key of both a storage and a view")
         storage = super().load_persistent(identity[:5])
         if type(kind) is StorageKind and kind.qualified_name == _UNTYPED:
-            problem = "a tensor of an untyped storage, which torch itself does not read from legacy files"
+            problem = "a tensor in an untyped storage, which torch itself does not read from legacy files"
             raise UnsupportedError(problem, found=_UNTYPED)
         if storage.nbytes and storage.dtype.startswith("complex") and not self._little_endian:
-            problem = "a tensor of complex numbers from a big-endian machine, which torch misreads"
+            problem = "a complex tensor from a big-endian machine, which torch misreads"
             raise UnsupportedError(problem, found=f"torch.{storage.dtype}")
         return storage if view is None else self._view(storage, view)
 
     def _view(self, storage: StorageReference, view: object) -> StorageReference:
         key, first, numel = view if type(view) is tuple and len(view) == 3 else (None, None, None)
         if type(key) is not str or type(first) is not int or type(numel) is not int:
-            raise FormatError("a malformed view of a storage", expected="key, first element and number of elements")
+            raise FormatError("a view of a storage is malformed", expected="key, first element and number of elements")
         if not 0 <= first <= first + numel <= storage.numel:
             raise FormatError(
-                f"view {key!r} reaches out of its storage {storage.key!r}",
+                f"view {key!r} extends outside its storage {storage.key!r}",
                 expected=f"elements 0 to {storage.numel}",
                 found=f"{first} to {first + numel}",
             )
         item_bytes = ITEM_BYTES[storage.element_dtype]
-        made = storage._replace(numel=numel, nbytes=numel * item_bytes, start=first * item_bytes)
-        if key in self._by_key or self._views.setdefault(key, made) != made:
+        part = storage._replace(numel=numel, nbytes=numel * item_bytes, start=first * item_bytes)
+        if key in self._by_key or self._views.setdefault(key, part) != part:
             raise FormatError(f"{key!r} is the key of two views, or of a view and a storage")
-        return made
+        return part
 
-    def _early_tensor(self, dtype: str, arguments: tuple[Any, ...]) -> Pending:
+    def _early_tensor(self, dtype: str, arguments: tuple[Any, ...]) -> PendingObject:
         if arguments:
-            raise FormatError("a tensor that its class would make from arguments")
-        return Pending(finish=partial(self._finish_tensor, dtype))
+            raise FormatError("the constructor of a tensor class has arguments")
+        return PendingObject(finish=partial(self._finish_tensor, dtype))
 
     def _finish_tensor(self, dtype: str, state: object) -> Entry:
         storage, offset, size, stride = state if type(state) is tuple and len(state) == 4 else (None,) * 4
         if type(storage) is not StorageReference or storage.dtype != dtype:
-            raise FormatError(f"the state of a {dtype} tensor is no view of a {dtype} storage")
+            raise FormatError(f"the state of a {dtype} tensor is not a view of a {dtype} storage")
         return self._tensor(None, storage, offset, size, stride, requires_grad=False)
 
-    def _early_parameter(self, arguments: tuple[Any, ...]) -> Pending:
+    def _early_parameter(self, arguments: tuple[Any, ...]) -> PendingObject:
         if len(arguments) > 1:
-            raise FormatError("a parameter with the wrong number of arguments", expected="0 or 1", found=len(arguments))
-        return Pending(
+            raise FormatError(
+                "the constructor of a parameter has the wrong number of arguments",
+                expected="0 or 1",
+                found=len(arguments),
+            )
+        return PendingObject(
             finish=partial(self._finish_parameter, *arguments) if arguments else self._finish_empty_parameter
         )
 

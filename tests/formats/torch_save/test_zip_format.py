@@ -16,7 +16,7 @@ from sluice._errors import (
 )
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Unpickler
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Index, Opaque
 from sluice.testing import MemorySource, RecordingSource
 from sluice.testing._archives import (
@@ -136,7 +136,7 @@ def test_one_empty_storage_of_two_dtypes() -> None:
 def test_a_file_of_the_c_plus_plus_writer() -> None:
     content = torch._C._pickle_save((torch.arange(6.0).view(2, 3), torch.ones(2)))
     source = MemorySource(content)
-    index = TorchZip().read_index(source, Limits())
+    index = TorchZipFormat().read_index(source, Limits())
     Comparison(source, index).check(index.tree, torch.load(io.BytesIO(content)))
 
 
@@ -172,11 +172,11 @@ def test_any_views(drawn: tuple[str, int, list[tuple[tuple[int, ...], tuple[int,
 def test_metadata_and_files() -> None:
     content = saved({"w": torch.ones(2)})
     index = index_of(content)
-    assert index.format == TorchZip().name == "torch-zip"
+    assert index.format == TorchZipFormat().name == "torch-zip"
     assert index.metadata == {"version": "3", "byteorder": "little", "archive": "archive"}
     assert [file.identity.nbytes for file in index.files] == [len(content)]
-    assert TorchZip().matches(content[:4096])
-    assert not TorchZip().matches(b"\x80\x02" + content)
+    assert TorchZipFormat().matches(content[:4096])
+    assert not TorchZipFormat().matches(b"\x80\x02" + content)
 
 
 def test_only_storages_that_the_pickle_names_are_in_the_index() -> None:
@@ -197,12 +197,12 @@ def test_what_is_not_built_is_noted() -> None:
 def test_indexing_reads_no_tensor_data() -> None:
     content = saved({str(number): torch.ones(300_000) for number in range(4)})
     source = RecordingSource(MemorySource(content))
-    index = TorchZip().read_index(source, Limits())
+    index = TorchZipFormat().read_index(source, Limits())
     assert source.read_bytes < 10_000
     source.reads.clear()
-    assert TorchZip().locate(source, index, []) == {}
+    assert TorchZipFormat().locate(source, index, []) == {}
     assert source.reads == []
-    offsets = TorchZip().locate(source, index, [2, 0])
+    offsets = TorchZipFormat().locate(source, index, [2, 0])
     assert list(offsets) == [2, 0]
     assert source.read_bytes < 200
     assert all(offset % 64 == 0 for offset in offsets.values())
@@ -216,21 +216,21 @@ def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPa
         run.append(unpickler)
         return load(unpickler)
 
-    remembering = TorchZip(remembered=2)
+    caching = TorchZipFormat(max_cached=2)
     values = (torch.ones(3), torch.zeros(3), 0.5, 0.5, [1], [1], 7, 7)
     expected = [index_of(saved(value)) for value in values]
     monkeypatch.setattr(Unpickler, "load", counted)
     runs = []
     for value, index in zip(values, expected, strict=True):
-        assert remembering.read_index(MemorySource(saved(value)), Limits()) == index
+        assert caching.read_index(MemorySource(saved(value)), Limits()) == index
         runs.append(len(run))
     assert runs == [1, 1, 2, 2, 3, 4, 5, 6]  # lists can change, and the memory of two is full
     short = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(16)})
-    remembering = TorchZip(remembered=2)
-    remembering.read_index(MemorySource(short), Limits())
+    caching = TorchZipFormat(max_cached=2)
+    caching.read_index(MemorySource(short), Limits())
     wrong = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(12)})
-    with pytest.raises(FormatError, match="another size than the pickle declares"):
-        remembering.read_index(MemorySource(wrong), Limits())
+    with pytest.raises(FormatError, match="does not match the pickle"):
+        caching.read_index(MemorySource(wrong), Limits())
 
 
 def test_located_storages_are_not_located_again() -> None:
@@ -244,7 +244,7 @@ def test_located_storages_are_not_located_again() -> None:
             type(record)(file=0, offset=record.offset, nbytes=8, key="0", located=True) for record in index.storages
         ),
     )
-    assert TorchZip().locate(MemorySource(content), located, [0]) == {}
+    assert TorchZipFormat().locate(MemorySource(content), located, [0]) == {}
 
 
 def test_a_local_header_changed_after_indexing() -> None:
@@ -252,14 +252,14 @@ def test_a_local_header_changed_after_indexing() -> None:
     index = index_of(bytes(content))
     content[content.find(b"archive/data/0")] ^= 1
     with pytest.raises(FormatError, match="'archive/data/0'"):
-        TorchZip().locate(MemorySource(bytes(content)), index, [0])
-    assert TorchZip().locate(MemorySource(bytes(content)), index, [1])
+        TorchZipFormat().locate(MemorySource(bytes(content)), index, [0])
+    assert TorchZipFormat().locate(MemorySource(bytes(content)), index, [1])
 
 
 def test_the_last_storage_is_checked_while_indexing() -> None:
     content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
     content[content.find(b"archive/data/1") - 2] += 64  # its padding, so that it reaches into the next record
-    with pytest.raises(FormatError, match="reaches into what follows"):
+    with pytest.raises(FormatError, match="overlaps the next record"):
         index_of(bytes(content))
 
 
@@ -267,5 +267,5 @@ def test_padding_that_reaches_into_the_next_storage() -> None:
     content = bytearray(saved([torch.ones(2), torch.zeros(3)]))
     content[content.find(b"archive/data/0") - 2] += 64
     index = index_of(bytes(content))
-    with pytest.raises(FormatError, match="reaches into what follows"):
-        TorchZip().locate(MemorySource(bytes(content)), index, [0])
+    with pytest.raises(FormatError, match="overlaps the next record"):
+        TorchZipFormat().locate(MemorySource(bytes(content)), index, [0])

@@ -13,7 +13,7 @@ import torch
 MEASURE = """
 import sys
 from sluice._options import Limits
-from sluice.formats.torch_save.zip import TorchZip
+from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.sources.local import LocalFile
 
 def peak():
@@ -22,7 +22,7 @@ def peak():
 
 source = LocalFile(sys.argv[1])
 before = peak()
-index = TorchZip().read_index(source, Limits())
+index = TorchZipFormat().read_index(source, Limits())
 assert not {"torch", "numpy"} & sys.modules.keys()
 print(len(index.storages), peak() - before)
 """
@@ -51,10 +51,10 @@ if sys.argv[1] == "torch":
     torch.load(path, map_location="meta", weights_only=True)
 else:
     from sluice._options import Limits
-    from sluice.formats.torch_save.zip import TorchZip
+    from sluice.formats.torch_save.zip_format import TorchZipFormat
     from sluice.sources.local import LocalFile
     start = time.process_time()
-    TorchZip().read_index(LocalFile(path), Limits())
+    TorchZipFormat().read_index(LocalFile(path), Limits())
 print(time.process_time() - start)
 """
 

@@ -10,7 +10,7 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice.formats.pickles.unpickler import Unpickler
-from sluice.formats.torch_save.objects import TorchObjects
+from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Entry, Opaque, UnsupportedValue, elements_of
 from sluice.testing._archives import Call, Global, Persistent, Raw, encode, pickled, storage, tensor_call
 from support.pickles import LIMITS, MISSING, load
@@ -18,7 +18,7 @@ from support.pickles import LIMITS, MISSING, load
 
 def test_a_tensor_and_its_storage() -> None:
     data = pickled({"w": tensor_call(storage("7", 10), shape=(2, 3), stride=(4, 1), offset=1, requires_grad=True)})
-    objects = TorchObjects(LIMITS, len(data))
+    objects = TorchAllowlist(LIMITS, len(data))
     tree = Unpickler(data, objects, limits=LIMITS, file="file").load()
     entry = Entry(
         elements=elements_of("float32"), shape=(2, 3), stride=(4, 1), storage=0, storage_offset=1, requires_grad=True
@@ -40,18 +40,18 @@ FLOATS = storage("0", 10)
         (tensor_call(FLOATS, shape=(2**62 + 1,), stride=(0,)), "more bytes than torch"),
         (tensor_call(FLOATS, shape=(2**31, 2**31), stride=(0, 0)), "more bytes than torch"),
         (tensor_call(FLOATS, shape=(2**62, 4, 0), stride=(0, 0, 0)), "more bytes than torch"),
-        (tensor_call(FLOATS, shape=(1,), stride=(2**63,)), "no valid integer"),
-        (tensor_call(FLOATS, shape=(-1,)), "no valid integer"),
-        (tensor_call(FLOATS, shape=(2,), stride=(-1,), offset=5), "no valid integer"),
-        (tensor_call(FLOATS, shape=(2,), offset=-1), "no valid integer"),
-        (tensor_call(FLOATS, shape=(0,), offset=2**63), "no valid integer"),
-        (tensor_call(FLOATS, shape=(True,), stride=(1,)), "no valid integer"),
-        (tensor_call(FLOATS, shape=(1.0,), stride=(1,)), "no valid integer"),
-        (tensor_call(FLOATS, shape=(2,), offset=False), "no valid integer"),
-        (tensor_call(FLOATS, shape=(2,), stride=(1, 1)), "same length"),
-        (tensor_call(FLOATS, shape=[2], stride=[1]), "same length"),
-        (tensor_call(FLOATS, shape=None, stride=()), "same length"),
-        (tensor_call(5), "no view"),
+        (tensor_call(FLOATS, shape=(1,), stride=(2**63,)), "not a valid integer"),
+        (tensor_call(FLOATS, shape=(-1,)), "not a valid integer"),
+        (tensor_call(FLOATS, shape=(2,), stride=(-1,), offset=5), "not a valid integer"),
+        (tensor_call(FLOATS, shape=(2,), offset=-1), "not a valid integer"),
+        (tensor_call(FLOATS, shape=(0,), offset=2**63), "not a valid integer"),
+        (tensor_call(FLOATS, shape=(True,), stride=(1,)), "not a valid integer"),
+        (tensor_call(FLOATS, shape=(1.0,), stride=(1,)), "not a valid integer"),
+        (tensor_call(FLOATS, shape=(2,), offset=False), "not a valid integer"),
+        (tensor_call(FLOATS, shape=(2,), stride=(1, 1)), "equal length"),
+        (tensor_call(FLOATS, shape=[2], stride=[1]), "equal length"),
+        (tensor_call(FLOATS, shape=None, stride=()), "equal length"),
+        (tensor_call(5), "not a view"),
         (tensor_call(FLOATS, shape=65 * (1,)), "more than 64 dimensions"),
         (tensor_call(FLOATS, shape=(1,), requires_grad=1), "requires_grad"),
         (tensor_call(storage("1", 10, kind="IntStorage"), shape=(1,), requires_grad=True), "requires_grad"),
@@ -59,26 +59,26 @@ FLOATS = storage("0", 10)
         (tensor_call(FLOATS, shape=(1,), hooks=Raw(b"N")), "hooks"),
         (tensor_call(FLOATS, shape=(1,), extra=({"other": True},)), "unknown metadata"),
         (tensor_call(FLOATS, shape=(1,), extra=(None,)), "unknown metadata"),
-        (tensor_call(FLOATS, shape=(1,), extra=({"conj": 1},)), "not true"),
-        (tensor_call(FLOATS, shape=(1,), extra=({"neg": False},)), "not true"),
-        (tensor_call(FLOATS, shape=(1,), extra=({"neg": None},)), "not true"),
-        (tensor_call(FLOATS, shape=(1,), extra=({"conj": True},)), "a conjugated tensor of float32"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"conj": 1},)), "is not True"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"neg": False},)), "is not True"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"neg": None},)), "is not True"),
+        (tensor_call(FLOATS, shape=(1,), extra=({"conj": True},)), "a tensor of float32 is marked as conjugated"),
         (tensor_call(FLOATS, shape=(1,), extra=({}, {})), "wrong number"),
-        (tensor_call(FLOATS, shape=(1,), extra=("float32",), function="_rebuild_tensor_v3"), "no torch.dtype"),
+        (tensor_call(FLOATS, shape=(1,), extra=("float32",), function="_rebuild_tensor_v3"), "not a torch.dtype"),
         (
             Call(Global("torch._utils", "_rebuild_parameter"), (5, True, Call(Global("collections", "OrderedDict")))),
-            "no tensor",
+            "data of a parameter is not a tensor",
         ),
         (Call(Global("torch._utils", "_rebuild_tensor_v2"), ()), "wrong number"),
         (tensor_call(Persistent(("storage",))), "persistent id"),
         (tensor_call(Persistent("storage")), "persistent id"),
         (tensor_call(Persistent(("module", Global("torch", "FloatStorage"), "0", "cpu", 1))), "persistent id"),
-        (tensor_call(Persistent(("storage", Global("os", "FloatStorage"), "0", "cpu", 1))), "malformed storage"),
-        (tensor_call(storage(0, 1)), "malformed storage"),
-        (tensor_call(storage(None, 1)), "malformed storage"),
-        (tensor_call(storage("0", -1)), "malformed storage"),
-        (tensor_call(storage("0", True)), "malformed storage"),
-        (tensor_call(storage("0", 1.0)), "malformed storage"),
+        (tensor_call(Persistent(("storage", Global("os", "FloatStorage"), "0", "cpu", 1))), "storage is malformed"),
+        (tensor_call(storage(0, 1)), "storage is malformed"),
+        (tensor_call(storage(None, 1)), "storage is malformed"),
+        (tensor_call(storage("0", -1)), "storage is malformed"),
+        (tensor_call(storage("0", True)), "storage is malformed"),
+        (tensor_call(storage("0", 1.0)), "storage is malformed"),
         (tensor_call(storage("0", 1, location="bogus:7")), "device"),
         (tensor_call(storage("0", 1, location="cpu\u00e9")), "device"),
         (tensor_call(storage("0", 1, location="cuda:\u0661")), "device"),
@@ -134,11 +134,11 @@ def test_conjugated_and_negated_views() -> None:
 @pytest.mark.parametrize(
     ("state", "problem"),
     [
-        ([], "not named by text"),
-        (5, "not named by text"),
-        ({1: 2}, "not named by text"),
+        ([], "are not text"),
+        (5, "are not text"),
+        ({1: 2}, "are not text"),
         (({}, {}, {}), "wrong length"),
-        (({}, {b"x": 2}), "not named by text"),
+        (({}, {b"x": 2}), "are not text"),
     ],
 )
 def test_attributes_that_are_none(state: object, problem: str) -> None:
@@ -188,12 +188,12 @@ def test_a_storage_that_no_tensor_views() -> None:
     shared = Raw(encode((1, [(FLOATS,)])) + b"q\0")
     tree = load({"a": [FLOATS, tensor_call(FLOATS, shape=(10,))], "b": FLOATS, "c": shared, "d": (Raw(b"h\0"), FLOATS)})
     for leaf in (tree["a"][0], tree["b"], tree["c"][1][0][0], tree["d"][1]):
-        assert repr(leaf) == "<not loaded: a storage that no tensor views, torch.storage of float32>"
+        assert repr(leaf) == "<not loaded: a storage that is not viewed by a tensor, torch.storage of float32>"
     assert isinstance(tree["a"][1], Entry)
     assert tree["c"][0] == 1
     assert tree["d"][0][1] is tree["c"][1]
     assert isinstance(load((FLOATS, 2))[0], UnsupportedValue)
-    with pytest.raises(UnsupportedError, match="no tensor views"):  # there is nothing else to open the file for
+    with pytest.raises(UnsupportedError, match="not viewed by a tensor"):  # there is nothing else to open the file for
         load(FLOATS)
 
 
@@ -222,7 +222,7 @@ def test_rebuilding_inside_rebuilding_does_not_recurse() -> None:
     for _ in range(20):
         nested = (rebuild, Global("torch", "Tensor"), nested, {})
     leaf = load([Call(rebuild, nested if isinstance(nested, tuple) else ())])[0]
-    assert "a way of its own" in repr(leaf)
+    assert "a custom rebuild function" in repr(leaf)
 
 
 def test_a_refused_tensor_that_the_tree_does_not_hold() -> None:

@@ -1,22 +1,23 @@
-"""What ``torch.save`` has written since torch 1.6: a zip archive of stored records below one directory.
+"""The format of ``torch.save`` since torch 1.6: a zip archive of uncompressed records under one directory.
 
 Records::
 
-    NAME/data.pkl             the object, pickled; its storages are persistent ids
-    NAME/data/KEY             the bytes of the storage KEY
-    NAME/version              version of the format, 1 to 10
+    NAME/data.pkl             the pickled object; its storages are persistent ids
+    NAME/data/KEY             the data of storage KEY
+    NAME/version              format version, 1 to 10
     NAME/byteorder            "little" or "big"; absent in old files, which are little-endian
     NAME/.storage_alignment   alignment of the data, in bytes
-    NAME/.format_version, NAME/.data/serialization_id   checked and not used
+    NAME/.format_version, NAME/.data/serialization_id   checked but not used
 
-Indexing reads the directory, the small records and data.pkl. Where the data of a storage starts only its local header
-says, next to the data: ``locate`` reads those of the storages that are needed. ``read_index`` itself checks the headers
-that ``locate`` could not judge, since the index does not hold what follows them in the file.
+Indexing reads the central directory, the small records and data.pkl. The offset of the data of a storage depends on the
+local header next to the data, so ``locate`` reads the headers of the storages that are needed. ``read_index`` checks
+the headers that ``locate`` cannot check, because the index does not contain the record that follows them.
 
-Limits: those of the directory (``_zip``) and the pickle (``_pickle``); data.pkl is bounded by ``Limits.header_bytes``.
+Limits: those of the central directory (``archives.zip_directory``) and of the inert unpickler (``pickles.unpickler``);
+``Limits.header_bytes`` for data.pkl.
 
-Refused: TorchScript archives, a storage whose record is missing or has another size than the pickle
-declares, a pickle followed by more bytes, and a whole object where a state dict should be.
+Refused: TorchScript archives; a storage whose record is missing or does not have the size that the pickle declares; a
+pickle followed by more bytes; a pickled object of an arbitrary class instead of plain data.
 """
 
 from __future__ import annotations
@@ -28,62 +29,65 @@ from typing import NamedTuple
 from sluice._dtypes import number_bytes
 from sluice._errors import CheckpointError, FormatError, UnsupportedError
 from sluice._options import Limits
-from sluice.formats.archives.zip_directory import Directory, Record, first_names, read_directory
+from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
 from sluice.formats.archives.zip_records import locate_records, read_record, record_checksums
 from sluice.formats.foreign import recognise_archive
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
-from sluice.formats.torch_save.objects import StorageReference, TorchObjects
-from sluice.formats.torch_save.root import check_object
+from sluice.formats.torch_save.allowlist import StorageReference, TorchAllowlist
+from sluice.formats.torch_save.pickled_object import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
 from sluice.records.bulk import records_from_columns
 from sluice.sources.protocol import Source
 
-__all__ = ["TorchZip"]
+__all__ = ["TorchZipFormat"]
 
-#: Versions of the format that torch reads.
+#: Format versions that torch reads.
 _VERSIONS = range(1, 11)
 
-#: Records that say nothing of the tensors. torch reads them all the same and refuses a file in which they are damaged.
+#: Records that do not affect the tensors. torch reads them too, and refuses a file in which they are damaged.
 _UNUSED_RECORDS = (".format_version", ".data/serialization_id")
 
-#: Bytes of a record that holds one word or number.
+#: Maximum size of a record with one word or number, in bytes.
 _SMALL_RECORD_BYTES = 64
 
-#: Largest padding that an extra field can hold.
+#: Largest alignment, in bytes: an extra field cannot hold more padding.
 _MAX_ALIGNMENT = 1 << 16
 
-#: Longest pickle that is remembered. That of a tensor takes about 200 bytes.
-_REMEMBERED_BYTES = 1024
+#: Maximum size of a cached pickle, in bytes. The pickle of a tensor takes about 200.
+_MAX_CACHED_BYTES = 1024
 
-#: What two files can share.
+#: Immutable types, which files can share.
 _IMMUTABLE = frozenset({Entry, bool, int, float, str, type(None)})
 
 
-class _Unpickled(NamedTuple):
-    """What the pickle of one file gave."""
+class _ParsedObject(NamedTuple):
+    """The checked object of one file."""
 
+    #: The object.
     tree: object
+    #: Its storages, in the order of first use.
     references: Sequence[StorageReference]
+    #: Notes for reports.
     notes: tuple[str, ...]
 
 
-class TorchZip:
-    """One file of ``torch.save``; see ``Format``."""
+class TorchZipFormat:
+    """The zip format of ``torch.save``; see ``Format``."""
 
     name = "torch-zip"
 
-    def __init__(self, *, remembered: int = 0, whole_objects: bool = False) -> None:
+    def __init__(self, *, max_cached: int = 0, whole_objects: bool = False) -> None:
         """Prepare to read files.
 
         Args:
-            remembered: Pickles of one tensor or plain value that are run once for all files that hold the same bytes.
-            whole_objects: Whether a file may hold an object of some class, which sluice does not build, and nothing
-                else.
+            max_cached: Maximum number of cached objects. The pickle of a single tensor or plain value is run once for
+                all files with the same pickle.
+            whole_objects: Whether to accept a file that holds an object of an arbitrary class, as an inert leaf.
         """
         self._whole_objects = whole_objects
-        self._remembered = remembered
-        self._known: dict[tuple[bytes, bool], _Unpickled] = {}
+        self._max_cached = max_cached
+        self._cache: dict[tuple[bytes, bool], _ParsedObject] = {}
 
     def matches(self, head: bytes) -> bool:
         return head.startswith(b"PK\3\4")
@@ -97,7 +101,7 @@ class TorchZip:
         big_endian = metadata["byteorder"] == "big"
         tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
         positions = _positions(references, directory, source.path)
-        _check_unjudged(source, references, positions, directory)
+        _check_headers_before_unused_records(source, references, positions, directory)
         return Index(
             format=self.name,
             files=(FileRecord(path=source.path, identity=source.identity),),
@@ -108,52 +112,54 @@ class TorchZip:
         )
 
     def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
-        wanted = [position for position in storages if not index.storages[position].located]
-        if not wanted:
+        unlocated = [position for position in storages if not index.storages[position].located]
+        if not unlocated:
             return {}
-        limits = _limits(index, source.identity.nbytes)
+        limits = _record_limits(index, source.identity.nbytes)
         archive = index.metadata["archive"]
         records = [
-            Record(
+            ZipRecord(
                 name=f"{archive}/data/{storage.key}",
                 header=storage.offset,
                 nbytes=storage.nbytes,
                 limit=limits[storage.offset],
             )
-            for storage in map(index.storages.__getitem__, wanted)
+            for storage in map(index.storages.__getitem__, unlocated)
         ]
-        return dict(zip(wanted, locate_records(source, records), strict=True))
+        return dict(zip(unlocated, locate_records(source, records), strict=True))
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
         return record_checksums(source, limits)
 
-    def _unpickle(self, source: Source, directory: Directory, limits: Limits, *, big_endian: bool) -> _Unpickled:
+    def _unpickle(
+        self, source: Source, directory: CentralDirectory, limits: Limits, *, big_endian: bool
+    ) -> _ParsedObject:
         record = directory.record("data.pkl")
-        assert record is not None  # looked up before
+        assert record is not None  # checked by _read_metadata
         offset, data = read_record(source, record, limits.header_bytes)
-        known = self._known.get((data, big_endian)) if self._remembered else None
-        if known is not None:
-            return known
-        objects = TorchObjects(limits, len(data), big_endian=big_endian)
-        unpickler = Unpickler(data, objects, limits=limits, file=source.path, offset=offset)
+        cached = self._cache.get((data, big_endian)) if self._max_cached else None
+        if cached is not None:
+            return cached
+        allowlist = TorchAllowlist(limits, len(data), big_endian=big_endian)
+        unpickler = Unpickler(data, allowlist, limits=limits, file=source.path, offset=offset)
         tree = unpickler.load()
         if unpickler.end != len(data):
             raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
         whole_objects = self._whole_objects
-        tree, notes = check_object(tree, unpickler, objects, limits, source.path, whole_objects=whole_objects)
-        made = _Unpickled(tree, objects.storages, notes)
-        if type(tree) in _IMMUTABLE and len(self._known) < self._remembered and len(data) <= _REMEMBERED_BYTES:
-            self._known[data, big_endian] = made
-        return made
+        tree, notes = check_object(tree, unpickler, allowlist, limits, source.path, whole_objects=whole_objects)
+        parsed = _ParsedObject(tree, allowlist.storages, notes)
+        if type(tree) in _IMMUTABLE and len(self._cache) < self._max_cached and len(data) <= _MAX_CACHED_BYTES:
+            self._cache[data, big_endian] = parsed
+        return parsed
 
 
-def _limits(index: Index, file_bytes: int) -> dict[int, int]:
-    """Return what follows each local header of the index: the next one, or the end of the file."""
+def _record_limits(index: Index, file_bytes: int) -> dict[int, int]:
+    """Return the end of each record by its local header: the next header in the index, or the end of the file."""
     headers = sorted(storage.offset for storage in index.storages)
     return dict(zip(headers, [*headers[1:], file_bytes], strict=True))
 
 
-def _read_metadata(source: Source, directory: Directory, limits: Limits) -> dict[str, str]:
+def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) -> dict[str, str]:
     if "constants.pkl" in directory:
         raise UnsupportedError(
             "this is a TorchScript archive (it holds constants.pkl): a program, not a checkpoint",
@@ -169,14 +175,14 @@ def _read_metadata(source: Source, directory: Directory, limits: Limits) -> dict
     version = _version(source, directory)
     alignment = _word(source, directory, ".storage_alignment", default="64")
     if not alignment.isascii() or not alignment.isdigit() or not 0 < int(alignment) <= _MAX_ALIGNMENT:
-        raise FormatError("impossible storage alignment", file=source.path, found=repr(alignment))
+        raise FormatError("invalid storage alignment", file=source.path, found=repr(alignment))
     byte_order = _word(source, directory, "byteorder", default="little")
     if byte_order not in {"little", "big"}:
         raise FormatError("unknown byte order", file=source.path, expected="little or big", found=repr(byte_order))
     return {"version": version, "byteorder": byte_order, "archive": directory.archive}
 
 
-def _check_unused(source: Source, record: Record | None, limits: Limits) -> None:
+def _check_unused(source: Source, record: ZipRecord | None, limits: Limits) -> None:
     if record is not None:
         offset, data = read_record(source, record, limits.header_bytes)
         try:
@@ -185,22 +191,22 @@ def _check_unused(source: Source, record: Record | None, limits: Limits) -> None
             raise FormatError(f"record {record.name!r} is not UTF-8", file=source.path, offset=offset) from error
 
 
-def _version(source: Source, directory: Directory) -> str:
+def _version(source: Source, directory: CentralDirectory) -> str:
     name = ".data/version" if ".data/version" in directory else "version"
     version = _word(source, directory, name, default="").removesuffix("\n")
     if not version.isascii() or not version.isdigit() or int(version) not in _VERSIONS:
-        raise FormatError("unknown version of the format", file=source.path, expected="1 to 10", found=repr(version))
+        raise FormatError("unknown format version", file=source.path, expected="1 to 10", found=repr(version))
     return version
 
 
-def _word(source: Source, directory: Directory, name: str, *, default: str) -> str:
+def _word(source: Source, directory: CentralDirectory, name: str, *, default: str) -> str:
     record = directory.record(name)
     if record is None:
         return default
     return read_record(source, record, _SMALL_RECORD_BYTES)[1].decode("latin1")
 
 
-def _positions(references: Sequence[StorageReference], directory: Directory, file: str) -> list[int]:
+def _positions(references: Sequence[StorageReference], directory: CentralDirectory, file: str) -> list[int]:
     """Return the position of each storage's record in the directory."""
     positions = []
     for reference in references:
@@ -209,7 +215,7 @@ def _positions(references: Sequence[StorageReference], directory: Directory, fil
             raise FormatError(f"the archive has no record for storage {reference.key!r}", file=file)
         if directory.sizes[position] != reference.nbytes:
             raise FormatError(
-                f"the record of storage {reference.key!r} has another size than the pickle declares",
+                f"the size of the record of storage {reference.key!r} does not match the pickle",
                 file=file,
                 offset=directory.headers[position],
                 expected=f"{reference.nbytes} bytes",
@@ -220,7 +226,7 @@ def _positions(references: Sequence[StorageReference], directory: Directory, fil
 
 
 def _storages(
-    references: Sequence[StorageReference], positions: list[int], directory: Directory, *, big_endian: bool
+    references: Sequence[StorageReference], positions: list[int], directory: CentralDirectory, *, big_endian: bool
 ) -> list[Storage]:
     swapped = (number_bytes(reference.element_dtype) if big_endian else 0 for reference in references)
     return records_from_columns(
@@ -235,10 +241,10 @@ def _storages(
     )
 
 
-def _check_unjudged(
-    source: Source, references: Sequence[StorageReference], positions: list[int], directory: Directory
+def _check_headers_before_unused_records(
+    source: Source, references: Sequence[StorageReference], positions: list[int], directory: CentralDirectory
 ) -> None:
-    """Check the local headers of storages that are followed by a record which is no storage of the index."""
+    """Check the local headers of storages followed by a record outside the index, which ``locate`` cannot check."""
     used = set(positions)
     records = [
         directory.record(f"data/{reference.key}")

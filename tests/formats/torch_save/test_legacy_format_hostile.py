@@ -32,7 +32,7 @@ from sluice._errors import (
 from sluice._options import Limits
 from sluice.entries import tree as _tree
 from sluice.formats.detection import detect
-from sluice.formats.torch_save.legacy import Legacy
+from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
 from sluice.records import Index
 from sluice.sources.local import LocalFile
 from sluice.testing import FaultySource, MemorySource, RecordingSource
@@ -96,7 +96,7 @@ def test_bytes_after_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [5, 7, 0, 2**40, -1, -6, 2**62, -(2**63)])
 def test_counts_that_lie(count: int) -> None:
     content = legacy_file({"w": WHOLE}, {"7": (count, SIX["7"][1])})
-    with pytest.raises(FormatError, match="storage '7' has another size") as caught:
+    with pytest.raises(FormatError, match="size of storage '7' does not match") as caught:
         index_of(content)
     assert (caught.value.expected, caught.value.found) == ("6 elements of float32", count)
     assert caught.value.offset == len(content) - 32
@@ -107,14 +107,14 @@ def test_one_wrong_count_among_distant_ones(position: int) -> None:
     storages = {f"{number:03}": (5_000, bytes(20_000)) for number in range(100)}
     value = {key: tensor_call(legacy_storage(key, 5_000), shape=(5_000,)) for key in storages}
     storages[f"{position:03}"] = (5_001, bytes(20_000))
-    with pytest.raises(FormatError, match=f"storage '{position:03}' has another size"):
+    with pytest.raises(FormatError, match=f"size of storage '{position:03}' does not match"):
         index_of(legacy_file(value, storages))
 
 
 @pytest.mark.parametrize("numel", [5, 7, 2**40, 2**62, 2**2000])
 def test_declared_sizes_that_lie(numel: int) -> None:
     value = {"w": tensor_call(legacy_storage("7", numel), shape=(5,))}
-    with pytest.raises(FormatError, match="storage '7' has another size"):
+    with pytest.raises(FormatError, match="size of storage '7' does not match"):
         index_of(legacy_file(value, SIX))
 
 
@@ -123,8 +123,8 @@ def test_declared_sizes_beyond_the_file() -> None:
     source = RecordingSource(
         MemorySource(legacy_file({"w": tensor_call(legacy_storage("7", 2**62), shape=(5,))}, {"7": (2**62, bytes(24))}))
     )
-    with pytest.raises(TruncatedError, match="ends before its last storage") as caught:
-        Legacy().read_index(source, Limits())
+    with pytest.raises(TruncatedError, match="ends before the end of its last storage") as caught:
+        TorchLegacyFormat().read_index(source, Limits())
     assert caught.value.expected == f"{source.identity.nbytes - 24 + 2**64} bytes"
     assert source.read_bytes < 4 * source.identity.nbytes
 
@@ -140,7 +140,7 @@ def test_other_magic_numbers(magic: int) -> None:
 
 @pytest.mark.parametrize("version", [1000, 1002, -1, "1001", 1001.0, None, True])
 def test_other_versions(version: object) -> None:
-    with pytest.raises(FormatError, match="version of the protocol") as caught:
+    with pytest.raises(FormatError, match="protocol version") as caught:
         index_of(legacy_file({"w": WHOLE}, SIX, version=version))
     assert caught.value.offset == 15
 
@@ -157,7 +157,7 @@ def test_files_of_big_endian_machines() -> None:
     assert index_of(big).storages == index_of(little).storages
     numbers = tensor_call(legacy_storage("7", 3, kind="ComplexFloatStorage"), shape=(3,))
     content = legacy_file({"w": numbers}, {"7": (3, bytes(24))}, system={"little_endian": False})
-    assert "complex numbers from a big-endian machine" in repr(index_of(content).tree)
+    assert "complex tensor from a big-endian machine" in repr(index_of(content).tree)
 
 
 @pytest.mark.parametrize("part", ["magic", "version", "system", "keys"])
@@ -175,21 +175,21 @@ def test_the_pickles_around_the_object_hold_plain_values(
 ) -> None:
     content = legacy_file({"w": WHOLE}, SIX, **{part: value})  # type: ignore[arg-type]  # a name chosen at run time
     with pytest.raises(error, match=words):
-        Legacy().read_index(MemorySource(content), Limits())
+        TorchLegacyFormat().read_index(MemorySource(content), Limits())
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ([], "does not name '7'"),
-        (["8"], "names '8' twice, or no tensor does"),
-        (["7", "7"], "names '7' twice"),
-        (["7", "8"], "names '8' twice, or no tensor does"),
-        ([7], "no list of text"),
-        (["7", None], "no list of text"),
-        (("7",), "no list of text"),
-        ("7", "no list of text"),
-        ({"7": 1}, "no list of text"),
+        ([], "does not contain '7'"),
+        (["8"], "'8' is listed twice, or not used"),
+        (["7", "7"], "'7' is listed twice"),
+        (["7", "8"], "'8' is listed twice, or not used"),
+        ([7], "not a list of strings"),
+        (["7", None], "not a list of strings"),
+        (("7",), "not a list of strings"),
+        ("7", "not a list of strings"),
+        ({"7": 1}, "not a list of strings"),
     ],
 )
 def test_lists_of_keys_that_disagree(keys: object, words: str) -> None:
@@ -209,7 +209,7 @@ def test_a_view_is_no_storage_of_the_list() -> None:
 
 @pytest.mark.parametrize("view", [("9", 0, 7), ("9", 6, 1), ("9", 7, 0), ("9", -1, 2), ("9", 2, -1), ("9", 2**70, 1)])
 def test_views_that_reach_out_of_their_storage(view: object) -> None:
-    with pytest.raises(FormatError, match="view '9' reaches out of its storage '7'") as caught:
+    with pytest.raises(FormatError, match="view '9' extends outside its storage '7'") as caught:
         index_of(legacy_file({"w": tensor_call(legacy_storage("7", 6, view=view), shape=(0,))}, SIX))
     assert caught.value.tensor == "w"
 
@@ -224,7 +224,7 @@ def test_tensors_that_reach_out_of_their_view() -> None:
     "view", [(), ("9",), ("9", 0), ("9", 0, 1, 2), (9, 0, 1), ("9", 0.0, 1), ("9", 0, True), "9", 0]
 )
 def test_malformed_views(view: object) -> None:
-    with pytest.raises(FormatError, match="malformed view"):
+    with pytest.raises(FormatError, match="view of a storage is malformed"):
         index_of(legacy_file({"w": tensor_call(legacy_storage("7", 6, view=view), shape=(1,))}, SIX))
 
 
@@ -317,7 +317,7 @@ def test_malformed_tensors_of_the_first_releases(value: object) -> None:
 def test_a_state_is_given_once() -> None:
     """Both tensors on the stack are one: what was made of the first state is in the tree already."""
     twice = Raw(encode(Call(FLOATS)) + b"q\0" + b"h\0" + encode(STATE) + b"b" + b"\x86" + b"h\0\x86")
-    with pytest.raises(FormatError, match="an object without its state"):
+    with pytest.raises(FormatError, match="an object has no state"):
         index_of(legacy_file({"w": twice}, SIX))
     stacked = Raw(
         b"(" + encode(Call(FLOATS)) + b"q\0" + b"h\0" + encode(STATE) + b"b" + b"\x85" + encode(STATE) + b"b" + b"t"
@@ -382,7 +382,7 @@ def test_lengths_that_the_file_does_not_hold() -> None:
         content = legacy_file(b"\x80\x04" + opcodes + bytes(10_000))
         source = RecordingSource(MemorySource(content))
         with pytest.raises(TruncatedError):
-            Legacy().read_index(source, Limits())
+            TorchLegacyFormat().read_index(source, Limits())
         assert source.read_bytes < 5 * len(content)
 
 
@@ -401,7 +401,7 @@ def test_a_frame_that_is_longer_than_the_limit() -> None:
     content = legacy_file(b"\x80\x04\x95" + (1 << 40).to_bytes(8, "little") + bytes(1_000_000))
     source = RecordingSource(MemorySource(content))
     with pytest.raises(LimitError, match="header_bytes"):
-        Legacy().read_index(source, Limits(header_bytes=100_000))
+        TorchLegacyFormat().read_index(source, Limits(header_bytes=100_000))
     assert source.read_bytes < 500_000
 
 
@@ -410,7 +410,7 @@ def test_every_failed_read_is_a_read_error() -> None:
     while True:
         source = FaultySource(MemorySource(saved()), at=reads + 1, error=errno.EIO)
         try:
-            Legacy().read_index(source, Limits())
+            TorchLegacyFormat().read_index(source, Limits())
         except ReadError:
             assert source.failed
             reads += 1

@@ -1,0 +1,236 @@
+"""Checks of an unpickled object that make it safe to walk: bounded depth, bounded size, no cycles, no placeholders.
+
+A pickle of a kilobyte can describe 2**40 leaves: lists that hold the next list twice, or a list that holds itself. Each
+container is therefore visited once, regardless of the number of places where it appears, and later places only add the
+size recorded on the first visit.
+
+Limits: ``Limits.depth`` levels of containers, and ``Limits.repeats`` values in containers that appear again. Long
+dotted names count as several values, because every repeated value repeats its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+from sluice._errors import FormatError, LimitError, UnsupportedError
+from sluice._options import Limits
+from sluice.formats.pickles.machine import Refusal
+from sluice.formats.torch_save.allowlist import StorageReference
+from sluice.records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue
+
+__all__ = ["check_tree"]
+
+_CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple})
+
+#: Types of leaves. Sets are leaves, because they hold only plain values.
+_LEAVES = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry, TorchSize, TorchText}
+)
+
+_BARE_STORAGE = "a storage that is not viewed by a tensor"
+
+#: Length of a dotted name, in characters, that counts as one more value against ``Limits.repeats``.
+_NAME_CHARACTERS = 64
+
+#: Assumed length of a list position in a dotted name, in characters.
+_POSITION_CHARACTERS = 8
+
+
+class _Extent(NamedTuple):
+    """The extent of the subtree below a container."""
+
+    #: Levels of containers.
+    height: int = 0
+    #: Number of containers and leaves, each counted once for every place where it appears.
+    places: int = 0
+    #: Total length of their dotted names relative to the container, in characters.
+    characters: int = 0
+
+
+@dataclass(slots=True)
+class _Visit:
+    """A container on the path from the root to the current value."""
+
+    #: The container.
+    container: object
+    #: Keys and values of the children not visited yet.
+    children: Iterator[tuple[object, object]]
+    #: Extent of the children visited so far.
+    extent: _Extent
+    #: Length of the dotted name of the container, in characters.
+    prefix: int = 0
+    #: Key of the current child.
+    key: object = ""
+    #: Replacements of elements of a tuple, by position.
+    replacements: dict[object, object] = field(default_factory=dict)
+
+
+def check_tree(tree: object, limits: Limits, file: str) -> object:
+    """Check that a walk of ``tree`` ends after a bounded number of steps at a bounded depth.
+
+    Returns:
+        The tree, in which bare storages are replaced by ``UnsupportedValue`` leaves.
+
+    Raises:
+        FormatError: A value could not be built; the error has its name.
+        UnsupportedError: A container contains itself, or the tree is a bare storage.
+        LimitError: The tree is deeper than ``limits.depth``, or shared containers repeat more than ``limits.repeats``
+            values.
+    """
+    return _TreeCheck(limits, file).run(tree)
+
+
+class _TreeCheck:
+    def __init__(self, limits: Limits, file: str) -> None:
+        self._limits = limits
+        self._file = file
+        self._path: list[_Visit] = []
+        #: Ids of the containers on the path.
+        self._open: set[int] = set()
+        #: Extents of the visited containers, by id; the tree and ``_kept`` keep the containers alive.
+        self._visited: dict[int, _Extent] = {}
+        #: Tuples with replaced elements, by the id of the original tuple.
+        self._replaced_tuples: dict[int, object] = {}
+        #: The original tuples.
+        self._kept: list[object] = []
+        #: Number of repeated values so far.
+        self._repeats = 0
+
+    def run(self, tree: object) -> object:
+        path = self._path
+        root = [tree]
+        path.append(_Visit(container=root, children=iter([(0, tree)]), extent=_Extent()))
+        while path:
+            visit = path[-1]
+            for key, child in visit.children:
+                visit.key = key
+                kind = type(child)
+                if kind in _CONTAINERS or (kind is Entry and child.attributes is not None):  # type: ignore[attr-defined]
+                    if id(child) not in self._visited:
+                        self._enter(child)
+                        break
+                    self._repeat(visit, child)
+                elif not (kind in _LEAVES or issubclass(kind, Opaque)):
+                    self._replace(visit, self._replacement(child))
+            else:
+                self._leave()
+        return root[0]
+
+    def _enter(self, container: object) -> None:
+        if id(container) in self._open:
+            raise UnsupportedError("a container contains itself", file=self._file, tensor=self._name())
+        parent = self._path[-1]
+        prefix = parent.prefix + _characters(parent.key) if len(self._path) > 1 else 0
+        extent = _Extent(0, *_own_size(container))
+        self._path.append(_Visit(container=container, children=_children(container), prefix=prefix, extent=extent))
+        self._open.add(id(container))
+        self._check_depth(0)
+
+    def _leave(self) -> None:
+        visit = self._path.pop()
+        container = visit.container
+        self._open.discard(id(container))
+        if not self._path:
+            return
+        self._visited[id(container)] = visit.extent
+        if visit.replacements:
+            assert isinstance(container, tuple)
+            self._kept.append(container)
+            self._replaced_tuples[id(container)] = tuple(
+                visit.replacements.get(position, value) for position, value in enumerate(container)
+            )
+        self._add(self._path[-1], container)
+
+    def _repeat(self, visit: _Visit, container: object) -> None:
+        extent = self._visited[id(container)]
+        name = visit.prefix + _characters(visit.key)
+        self._repeats += 1 + extent.places + (extent.places * name + extent.characters) // _NAME_CHARACTERS
+        if self._repeats > self._limits.repeats:
+            problem = (
+                f"the checkpoint has more than {self._limits.repeats} repeated values in shared containers (repeats)"
+            )
+            raise LimitError(problem, file=self._file, tensor=self._name() or None)
+        self._add(visit, container)
+
+    def _add(self, visit: _Visit, container: object) -> None:
+        """Add the extent of a visited container to the extent of its parent."""
+        height, places, characters = self._visited[id(container)]
+        parent = visit.extent
+        characters += parent.characters + places * _characters(visit.key)
+        visit.extent = _Extent(max(parent.height, height + 1), parent.places + places, characters)
+        self._check_depth(visit.extent.height)
+        if id(container) in self._replaced_tuples:
+            self._replace(visit, self._replaced_tuples[id(container)])
+
+    def _check_depth(self, height: int) -> None:
+        if len(self._path) - 1 + height > self._limits.depth:  # the path starts with a list around the tree
+            raise LimitError(f"the checkpoint nests deeper than {self._limits.depth} levels", file=self._file)
+
+    def _replace(self, visit: _Visit, value: object) -> None:
+        """Replace the current child by ``value``."""
+        container: Any = visit.container
+        if type(container) is tuple:
+            visit.replacements[visit.key] = value
+        elif type(container) is Entry:
+            container.attributes[visit.key] = value  # type: ignore[index]  # only entries with attributes are visited
+        elif visit.key is _METADATA:
+            container._metadata = value  # noqa: SLF001 - torch's own name
+        else:
+            container[visit.key] = value
+
+    def _replacement(self, leaf: object) -> UnsupportedValue:
+        """Return the leaf that replaces a bare storage; raise the error of any other placeholder."""
+        if isinstance(leaf, Refusal):
+            leaf.error.tensor = self._name() or None
+            raise leaf.error
+        if not isinstance(leaf, StorageReference):
+            raise FormatError("an object has no state", file=self._file, tensor=self._name() or None)
+        if len(self._path) == 1:  # the file holds nothing else
+            raise UnsupportedError(_BARE_STORAGE, file=self._file)
+        return UnsupportedValue(qualified_name=f"torch.storage of {leaf.dtype}", reason=_BARE_STORAGE, file=self._file)
+
+    def _name(self) -> str:
+        return ".".join(str(visit.key) for visit in self._path[1:])
+
+
+class _Metadata(str):
+    """Key of the ``_metadata`` attribute of a state dict (module versions), as opposed to an item of that name."""
+
+    __slots__ = ()
+
+
+_METADATA = _Metadata("_metadata")
+
+
+def _characters(key: object) -> int:
+    """Return the approximate length that a key adds to a dotted name; ``component`` bounds keys of other types."""
+    if isinstance(key, str):
+        return 1 + len(key)
+    return _POSITION_CHARACTERS if type(key) is int else _NAME_CHARACTERS
+
+
+def _own_size(container: Any) -> tuple[int, int]:
+    """Return the number of children of a container, and the total length of their keys in characters."""
+    if isinstance(container, Entry):
+        container = container.attributes
+    names = sum(map(len, filter(_is_text, container))) if isinstance(container, dict) else 0
+    return len(container), names
+
+
+def _is_text(key: object) -> bool:
+    return type(key) is str
+
+
+def _children(container: object) -> Iterator[tuple[object, object]]:
+    if isinstance(container, OrderedDict) and hasattr(container, "_metadata"):
+        return chain(container.items(), [(_METADATA, container._metadata)])  # noqa: SLF001 - torch's own name
+    if isinstance(container, dict):
+        return iter(container.items())
+    if isinstance(container, Entry):
+        return iter([("", None), *(container.attributes or {}).items()])  # the tensor itself, and its attributes
+    assert isinstance(container, (list, tuple))
+    return iter(enumerate(container))
