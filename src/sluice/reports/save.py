@@ -51,9 +51,11 @@ class SaveReport(Report):
     def sections(self) -> Iterator[Section]:
         """Yield what was written, the files with their sizes, and what happened to names and dtypes."""
         size = f"{counted(self.tensors, 'tensor')}, {format_bytes(self.nbytes)}"
-        written = "a dry run: nothing was written" if self.dry_run else f"in {format_rate(self.nbytes, self.seconds)}"
-        separator = "; " if self.dry_run else " "
-        yield Strong(f"{checkpoint_title(self.destination, self.format)}: {size}{separator}{written}")
+        if self.dry_run:
+            size += f" would be written to {counted(len(self.files), 'file')}; a dry run: nothing was written"
+        else:
+            size += f" in {format_rate(self.nbytes, self.seconds)}"
+        yield Strong(f"{checkpoint_title(self.destination, self.format)}: {size}")
         files = zip(self.files, self.file_bytes, strict=True)
         yield Grid.first(("file", ">bytes"), ((file, f"{nbytes:,}") for file, nbytes in files), len(self.files))
         yield from cast_lines(self.casts)
