@@ -22,7 +22,7 @@ from sluice.entries.assembly import permute
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported
 from sluice.reading.reader import CheckpointReader
-from sluice.reading.scan import Batch, Piece, check_repeats, identity, in_batches, pipeline, work_through
+from sluice.reading.scan import Batch, ScanItem, check_repeats, identity, in_batches, pipeline, work_through
 from sluice.records import Entry, Quantized
 from sluice.reports.diff import DifferenceKind, DiffReport, TensorDifference
 
@@ -105,14 +105,14 @@ class _CheckpointDiff:
 
             def start(batch: Batch[_Counterpart]) -> Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]:
                 ours = left.start([piece.entry for piece in batch])
-                theirs = right.start([piece.item.entry for piece in batch])
+                theirs = right.start([piece.payload.entry for piece in batch])
                 return lambda: (ours.result(), theirs.result())
 
             def use(batch: Batch[_Counterpart], found: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
                 nonlocal done
                 sides = zip(batch, *found, strict=True)
                 work_through(workers, [(one.nbytes, partial(_update, piece, one, two)) for piece, one, two in sides])
-                done += sum(piece.entry.nbytes + piece.item.entry.nbytes for piece in batch)
+                done += sum(piece.entry.nbytes + piece.payload.entry.nbytes for piece in batch)
                 if report:
                     report(done)
 
@@ -122,7 +122,7 @@ class _CheckpointDiff:
                 report(0)
         return done
 
-    def _pieces(self, pairs: list[_TensorPair]) -> Iterator[Piece[_Counterpart]]:
+    def _pieces(self, pairs: list[_TensorPair]) -> Iterator[ScanItem[_Counterpart]]:
         storages = self._a.index.storages
         first = {
             id(pair): min(((storages[n].file, storages[n].offset) for n in pair.a.storages), default=(0, 0))
@@ -137,7 +137,7 @@ class _CheckpointDiff:
                 for key in boxes(one.shape, options.SCAN_WINDOW_BYTES // item):
                     part = slice_entry(one, key)
                     if part.numel:
-                        yield Piece(part, _Counterpart(slice_entry(other, key), pair.values))
+                        yield ScanItem(part, _Counterpart(slice_entry(other, key), pair.values))
 
     def differences(self) -> Iterator[TensorDifference]:
         """Yield the tensors that differ."""
@@ -162,8 +162,8 @@ class _Counterpart:
     values: Comparison
 
 
-def _update(piece: Piece[_Counterpart], one: torch.Tensor, other: torch.Tensor) -> None:
-    piece.item.values.update(one, other)
+def _update(piece: ScanItem[_Counterpart], one: torch.Tensor, other: torch.Tensor) -> None:
+    piece.payload.values.update(one, other)
 
 
 def _entries(own: OpenCheckpoint, other: OpenCheckpoint) -> dict[str, Entry]:

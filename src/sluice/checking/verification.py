@@ -29,7 +29,7 @@ from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_ma
 from sluice.reading.reader import CheckpointReader, PendingTensors
 from sluice.reading.scan import (
     Batch,
-    Piece,
+    ScanItem,
     in_batches,
     pipeline,
     windows,
@@ -191,7 +191,7 @@ class Verification:
         """Return the indices that are too many to be held."""
         return [one for one in self.plan.index_checks if one.stream is not None and not one.stream.ranges]
 
-    def _windows(self) -> Iterator[Piece[_Shares]]:
+    def _windows(self) -> Iterator[ScanItem[_Shares]]:
         parts = [
             (each, stream, consumer)
             for stream in self.plan.streams()
@@ -201,9 +201,9 @@ class Verification:
         for each in self.plan.ranges:
             low, high = (bisect_left(parts, (each.file, at), key=_begin) for at in (each.first, each.end))
             for first, last, shares in _shared(windows(each.first, each.end), parts[low:high]):
-                yield Piece(self._reader.window(each.file, first, last), shares)
+                yield ScanItem(self._reader.window(each.file, first, last), shares)
 
-    def _parts(self) -> Iterator[Piece[_Shares]]:
+    def _parts(self) -> Iterator[ScanItem[_Shares]]:
         for check in self._apart():
             (stream,) = check.streams
             for component in check.entry.components:
@@ -211,7 +211,7 @@ class Verification:
                 for key in boxes(component.shape, options.SCAN_BATCH_BYTES // ITEM_BYTES[component.dtype]):
                     part = slice_entry(component, key)
                     if part.numel:
-                        yield Piece(part, [(stream, consumer, 0, part.nbytes)])
+                        yield ScanItem(part, [(stream, consumer, 0, part.nbytes)])
 
     def _start(self, batch: Batch[_Shares]) -> Callable[[], list[torch.Tensor | ReadError]]:
         try:
@@ -241,11 +241,11 @@ class Verification:
         for piece, result in zip(batch, read, strict=True):
             if isinstance(result, ReadError):
                 self._unreadable.append(VerifyProblem.of(result))
-                for stream, *_ in piece.item:
+                for stream, *_ in piece.payload:
                     stream.failed = True
                 continue
             data = bytes_of(result)
-            for stream, consumer, first, last in piece.item:
+            for stream, consumer, first, last in piece.payload:
                 if not stream.failed:  # bytes after a gap would be out of order
                     work.setdefault(id(stream), []).append((consumer, data[first:last]))
         return [(sum(len(data) for _, data in pieces), partial(feed, pieces)) for pieces in work.values()]

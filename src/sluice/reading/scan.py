@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
-    "Piece",
+    "ScanItem",
     "check_repeats",
     "identity",
     "in_batches",
@@ -39,16 +39,16 @@ _Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece(Generic[_Item]):
+class ScanItem(Generic[_Item]):
     """An entry to read, with data of the caller."""
 
     #: A tensor, or a part of one, that fits into a batch.
     entry: Entry
     #: Data of the caller, for use with the tensor.
-    item: _Item
+    payload: _Item
 
 
-Batch = list[Piece[_Item]]
+Batch = list[ScanItem[_Item]]
 
 
 def row_major(entry: Entry) -> bool:
@@ -91,7 +91,7 @@ def windows(first: int, end: int) -> Iterator[tuple[int, int]]:
         first = last
 
 
-def in_batches(pieces: Iterable[Piece[_Item]], batch_bytes: int) -> Iterator[Batch[_Item]]:
+def in_batches(pieces: Iterable[ScanItem[_Item]], batch_bytes: int) -> Iterator[Batch[_Item]]:
     """Yield the items in batches of at most ``batch_bytes``, at least one item each."""
     batch: Batch[_Item] = []
     nbytes = 0
