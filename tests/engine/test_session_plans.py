@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from sluice._errors import ReadError
-from sluice.engine.session import RunningPlan, Session, SessionEndedError
+from sluice.engine.running_plan import RunningPlan, SessionEndedError
+from sluice.engine.session import Session
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load

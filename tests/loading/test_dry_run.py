@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.engine.session import Session, TargetMemory
+from sluice.engine.running_plan import TargetMemory
+from sluice.engine.session import Session
 from sluice.records import DeviceFacts, LoadPlan
 from sluice.testing import FakeAccelerator, record_reads
 

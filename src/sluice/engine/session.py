@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -28,55 +26,12 @@ from sluice import _options as options
 from sluice._errors import ReadError, TruncatedError
 from sluice._geometry import round_down, round_up
 from sluice._threads import Worker, join_threads, start_threads
+from sluice.engine.running_plan import FinishedRead, RunningPlan, RunResult, SessionEndedError, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Method, Read
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
-__all__ = ["RunResult", "RunningPlan", "Session", "SessionEndedError", "TargetMemory", "execute"]
-
-
-class SessionEndedError(RuntimeError):
-    """The session ended before this plan was run, because another plan failed or the session was closed."""
-
-
-class TargetMemory(Protocol):
-    """Where the bytes of a plan go: memory of the host and of devices, or a file under construction."""
-
-    def map_files(self, sources: Sequence[Source]) -> None:
-        """Map the ranges of files that the plan maps."""
-        ...
-
-    def begin(self, staging: StagingPool) -> None:
-        """Prepare for copies out of ``staging``."""
-        ...
-
-    def window(self, position: int, offset: int, nbytes: int) -> memoryview:
-        """Return memory of a target that is read into without staging, from ``offset`` on."""
-        ...
-
-    def copy_out(self, read: Read, buffer: StagingBuffer, first: int) -> None:
-        """Copy what was read out of a staging buffer, in which it begins at byte ``first``; called from any thread."""
-        ...
-
-    def complete(self, position: int) -> None:
-        """Finish a target whose last byte has arrived; called from the caller's thread."""
-        ...
-
-    def finish(self) -> None:
-        """Return once every copy is done, whether the plan succeeded or not."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """The time and the reads that a plan took."""
-
-    #: Seconds from the start of the plan to its last copy.
-    seconds: float
-    #: Bytes read by each method.
-    read_bytes: Mapping[str, int]
-    #: Reads that used a later method than the preferred one.
-    stepped_down: int
+__all__ = ["Session", "execute"]
 
 
 def execute(
@@ -93,19 +48,11 @@ def execute(
 
 
 @dataclass(frozen=True, slots=True)
-class _Done:
-    """A finished read, from a reader or copier to the caller's thread."""
-
-    read: Read
-    method: Method
-
-
-@dataclass(frozen=True, slots=True)
 class _Filled:
     """A staging buffer that a reader has filled, for a copier."""
 
     run: RunningPlan
-    done: _Done
+    done: FinishedRead
     buffer: StagingBuffer
 
 
@@ -162,7 +109,11 @@ class Session:
         return self.start(plan, targets).wait(progress=progress, completed=completed)
 
     def start(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
-        """Begin to run a plan, after those that were started before it; ``RunningPlan.wait`` completes it."""
+        """Begin to run a plan, after those that were started before it; ``RunningPlan.wait`` completes it.
+
+        Plans with finishers must be waited for in the order in which they were started, because their readers wait for
+        the caller.
+        """
         if self.ended:
             raise SessionEndedError("the session has ended")
         run = RunningPlan(self, plan, targets)
@@ -195,7 +146,7 @@ class Session:
         try:
             self._plans.put(None)
             for run in self._running:
-                run.admit_all(len(self._readers))
+                run.admit(len(self._readers))
             join_threads(self._readers)
         finally:
             try:
@@ -236,7 +187,7 @@ class Session:
         try:
             while (read := run.next_read()) is not None and not self.ended:
                 if read.into is not None:
-                    run.results.put(_Done(read, self._read_in_place(run, read, read.into)))
+                    run.results.put(FinishedRead(read, self._read_in_place(run, read, read.into)))
                 else:
                     self._read_staged(run, read)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
@@ -251,7 +202,7 @@ class Session:
         except BaseException:
             self._staging.give_back(buffer)
             raise
-        filled = _Filled(run, _Done(read, method), buffer)
+        filled = _Filled(run, FinishedRead(read, method), buffer)
         if self._copiers and run.plan.copiers:
             self._filled.put(filled)
         else:
@@ -319,111 +270,6 @@ class Session:
         """Raise in the child of a fork, which has none of the threads."""
         if os.getpid() != self._process:
             raise ReadError("the process was forked during the load; only the parent can finish it")
-
-
-class RunningPlan:
-    """A plan that a session has begun to run.
-
-    Attributes:
-        plan: What is done.
-        targets: Where the bytes go.
-        results: Finished reads, and the failure if there is one.
-        has_reader: Whether a thread reads for it; without one the thread that waits does.
-    """
-
-    def __init__(self, session: Session, plan: LoadPlan, targets: TargetMemory) -> None:
-        self.plan = plan
-        self.targets = targets
-        self.results: queue.SimpleQueue[_Done | BaseException] = queue.SimpleQueue()
-        self.has_reader = False
-        self._session = session
-        self._started = time.perf_counter()
-        self._reads = iter(plan.reads)
-        self._take = threading.Lock()
-        # One permit per read whose result may wait for the caller; without a bound there are none.
-        self._permits: queue.SimpleQueue[None] | None = queue.SimpleQueue() if plan.most_unfinished_reads else None
-        self.admit_all(plan.most_unfinished_reads)
-
-    def admit_all(self, count: int) -> None:
-        """Allow ``count`` more reads."""
-        if self._permits is not None:
-            for _ in range(count):
-                self._permits.put(None)
-
-    def next_read(self) -> Read | None:
-        """Wait until the plan allows one more read, and take the next in file order; None if all are taken."""
-        if self._permits is not None and self.has_reader:
-            self._permits.get()
-        with self._take:
-            read = next(self._reads, None)
-        if read is None:
-            self.admit_all(1)  # another reader may be waiting to find this out
-        return read
-
-    def wait(
-        self, *, progress: Callable[[int], None] | None = None, completed: Callable[[int], None] | None = None
-    ) -> RunResult:
-        """Return once every target is filled; see ``Session.run``. If this raises, the session has ended."""
-        pending = _Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
-        read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
-        stepped_down = total = 0
-        try:
-            for done in self._results():
-                read_bytes[done.method] += done.read.nbytes
-                stepped_down += done.method != done.read.methods[0]
-                total += done.read.nbytes
-                if progress:
-                    progress(total)
-                for position in pending.finished_by(done.read) if pending else ():
-                    self.targets.complete(position)
-                    if completed:
-                        completed(position)
-                self.admit_all(1)
-            self._session.finished(self)
-            self.targets.finish()
-            self._session.check(self.plan)
-        except BaseException:
-            self._session.close()
-            raise
-        return RunResult(seconds=time.perf_counter() - self._started, read_bytes=read_bytes, stepped_down=stepped_down)
-
-    def abandon(self) -> None:
-        """Finish the targets after the session's threads have ended; ``wait`` raises ``SessionEndedError``."""
-        self.results.put(SessionEndedError("the session ended before this plan was run"))
-        self.targets.finish()
-
-    def _results(self) -> Iterator[_Done]:
-        """Yield the finished reads in the order in which they finish; raise the first failure instead."""
-        if not self.has_reader:
-            self._session.read_all(self)
-        for _ in self.plan.reads:
-            self._session.check_process()
-            result = self.results.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-
-
-class _Pending:
-    """Counts the reads that each target still waits for."""
-
-    def __init__(self, plan: LoadPlan) -> None:
-        self._left = [0] * len(plan.targets)
-        for read in plan.reads:
-            for position in _positions(read):
-                self._left[position] += 1
-
-    def finished_by(self, read: Read) -> Iterator[int]:
-        for position in _positions(read):
-            self._left[position] -= 1
-            if self._left[position] == 0:
-                yield position
-
-
-def _positions(read: Read) -> Iterator[int]:
-    if read.into is not None:
-        yield read.into
-    yield from (copy.target for copy in read.copies)
 
 
 def _short(source: Source, read: Read, end: int) -> Exception:

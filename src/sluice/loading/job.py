@@ -24,7 +24,7 @@ from sluice._dtypes import dtype_name
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.session import RunResult
+from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.machine.peaks import PeakMeter
 from sluice.matching.placement import Placement

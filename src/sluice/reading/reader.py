@@ -17,7 +17,8 @@ import torch
 from sluice import _options as options
 from sluice._geometry import contiguous_stride
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.engine.session import RunningPlan, RunResult, Session, SessionEndedError, TargetMemory
+from sluice.engine.running_plan import RunningPlan, RunResult, SessionEndedError, TargetMemory
+from sluice.engine.session import Session
 from sluice.engine.targets import Targets
 from sluice.machine.facts import machine_facts
 from sluice.planning.memory_layout import single_targets

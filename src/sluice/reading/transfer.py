@@ -11,7 +11,7 @@ from sluice._options import MemoryLimits, TransferOptions
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
-from sluice.engine.session import RunResult
+from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.regions import select_region
 from sluice.machine.facts import machine_facts, mappable
