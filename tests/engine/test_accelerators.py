@@ -136,7 +136,7 @@ def test_the_fake_notices_what_arrives_twice_or_never() -> None:
     for _ in range(2):
         fake.copy(memory[:2], StridedBytes(raw, torch.float32, (2,), (1,)))
     fake.finish()
-    with pytest.raises(AssertionError, match="2 elements never arrived, 2 again"):
+    with pytest.raises(AssertionError, match="2 elements never arrived, 2 more than once"):
         fake.assert_filled_once()
 
 

@@ -55,7 +55,7 @@ def test_memory_goes_back_with_the_last_tensor_on_it() -> None:
 
 
 def test_refused_memory_is_a_memory_error() -> None:
-    with pytest.raises(BudgetError, match="refuses memory"):
+    with pytest.raises(BudgetError, match="refused memory"):
         HostMemory(1 << 62, huge_pages=False)
 
 
