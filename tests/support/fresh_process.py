@@ -94,7 +94,7 @@ def _asked(request: dict[str, Any], *files: IO[Any]) -> int | None:
 
 
 class Process:
-    """What ``subprocess.Popen`` of an interpreter with ``-m`` or ``-c`` is to its users, with pipes of text."""
+    """A stand-in for ``subprocess.Popen`` of an interpreter with ``-m`` or ``-c``, with pipes of text."""
 
     def __init__(
         self,
