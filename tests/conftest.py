@@ -1,4 +1,4 @@
-"""What every test gets: Hypothesis profiles, a check for leaks, and the reason why GPU tests are skipped."""
+"""Fixtures and settings of every test: Hypothesis profiles, a check for leaks, and the skipping of GPU tests."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ settings.load_profile("ci")
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Give this process a temporary directory of its own, so that whatever appears in it comes from its tests."""
+    """Give this process a temporary directory of its own, so that each file in it comes from its tests."""
     with pytest.MonkeyPatch.context() as patch:
         directory = str(tmp_path_factory.mktemp("temporary"))
         patch.setenv("TMPDIR", directory)
         patch.setattr(tempfile, "tempdir", directory)
-        # torch makes this directory when an optimizer is first built; named here, it is nobody's leak.
+        # torch makes this directory when an optimizer is first built; named here, it does not count as a leak.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         yield
 
@@ -51,7 +51,7 @@ def fresh_processes() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests where there is no accelerator, and say so."""
+    """Skip GPU tests if the machine has no accelerator, with that as the reason."""
     if item.get_closest_marker("gpu") is None:
         return
     import torch

@@ -13,6 +13,7 @@ from bench import _puzzle as puzzle
 from bench._gpu_child import run_task
 from bench._puzzle import FULL, Puzzle, choose, make_file
 from sluice.benchmark.gpt2 import random_weight
+from support import fresh_process
 
 GIB = 1 << 30
 SMALL = Puzzle(layers=3, width=64)
@@ -75,9 +76,12 @@ def test_wrong_matrices_are_counted(small_file: Path, tmp_path: Path) -> None:
     assert puzzle.load(str(spoilt), SMALL, "cpu")["wrong_matrices"] == 1
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_a_task_that_fails_or_hangs_has_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = {"task": "puzzle", "path": str(tmp_path / "nowhere"), "layers": 1, "width": 8, "device": "cpu"}
-    assert "nowhere" in run_task(task, timeout_seconds=100)["reason"]
+    with monkeypatch.context() as patch:
+        patch.setattr("bench._gpu_child.subprocess", fresh_process.SUBPROCESS)
+        assert "nowhere" in run_task(task, timeout_seconds=100)["reason"]
 
     def hang(*_: object, **options: Any) -> None:
         raise subprocess.TimeoutExpired("python", options["timeout"])

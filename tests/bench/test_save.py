@@ -14,6 +14,7 @@ import bench
 from bench import save, verify
 from sluice.benchmark.gpt2 import random_state_dict
 from sluice.benchmark.records import Kind
+from support import fresh_process
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +50,13 @@ def test_every_way_to_save_writes_the_weights(tmp_path: Path) -> None:
         assert expected <= size < expected + (1 << 20), name
 
 
+@pytest.mark.usefixtures("fresh_processes")
 def test_a_check_is_compared_with_the_raw_read_of_what_it_reads(tmp_path: Path) -> None:
     options = ["--size", "tiny", "--runs", "1", "--directory", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
     monkeyed = {name: verify.CASES[name] for name in ("raw .pth",)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "CASES", monkeyed)
+        patch.setattr(verify, "subprocess", fresh_process.SUBPROCESS)
         done = CliRunner().invoke(verify.main, [*options, "--state", "warm"])
     assert done.exit_code == 0, done.output
     seconds = json.loads((tmp_path / "out" / "verify.json").read_text(encoding="utf-8"))["seconds"]

@@ -1,4 +1,4 @@
-"""A conversion takes its buffers and little more, whatever the size of the file; each in a process of its own."""
+"""A conversion takes its buffers and little more for files of any size; each in a process of its own."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def trained_once(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.o
 
 @pytest.fixture
 def names(tmp_path: Path) -> dict[str, Any]:
-    """What examples take as given: a model, its configuration and its checkpoints."""
+    """Names that the examples assume: a model, its configuration and its checkpoints."""
     config = GPTConfig(vocab_size=64, context_length=8, emb_dim=16, n_heads=2, n_layers=2, qkv_bias=True)
     model = GPTModel(config)
     torch.save(model.state_dict(), tmp_path / "model.pth")

@@ -1,4 +1,4 @@
-"""What the documents show works when pasted, page by page, in the order in which it stands."""
+"""The code of the documents runs when pasted, page by page, from top to bottom."""
 
 from __future__ import annotations
 

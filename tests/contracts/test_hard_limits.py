@@ -157,7 +157,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def interpreter(large: Path) -> int:
-    """What the interpreter takes with its imports, in bytes, counted by a control group."""
+    """Bytes that the interpreter and its imports take, counted by a control group."""
     if reason := memory_limit_refusal():
         pytest.skip(reason)
     done = run_limited(program("nothing", large), 4096 * MIB)

@@ -1,4 +1,4 @@
-"""What importing sluice costs, and that its public names are where they say."""
+"""Importing sluice is cheap, and each public name is in the module that it reports."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ TESTS, SOURCE = ROOT / "tests", ROOT / "src" / "sluice"
 
 #: Folders that mirror no package, and why.
 NO_MIRROR = {
-    "bench": "tests of the scripts in bench/, which are no part of the package",
+    "bench": "tests of the scripts in bench/, which are not part of the package",
     "contracts": "promises of the whole: memory, hostile files, faults, imports, documents",
     "gpu": "the same verbs on an accelerator, skipped together on machines without one",
     "support": "helpers of tests, and the tests of these helpers",

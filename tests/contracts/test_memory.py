@@ -101,5 +101,5 @@ def test_chunks_of_a_distributed_checkpoint(
         assert any(offset % 4 for offset in checkpoint.locate(range(16)).values())
     final = 4 * 2048 * 2048 * (2 if dtype else 4)
     options = {"dtype": dtype} if dtype else {}
-    # Half of what the contract leaves beside staging, to see that again.
+    # Half of what the contract allows besides staging, so that such a buffer would exceed it.
     load(tmp_path / "d", [(2048, 2048)] * 4, final + (16 + 16) * MIB, memory="16MiB", **options)

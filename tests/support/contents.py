@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read once for each content: loops over faults look at the same bytes again and again."""
+"""Read a checkpoint once per content: loops over faults see the same bytes many times."""
 
 from __future__ import annotations
 

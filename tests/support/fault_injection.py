@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
-#: What a fault does in place of a read: gets the real read with all arguments bound, the buffer and the offset.
+#: Replaces a read. Arguments: the real read with all arguments bound, the buffer and the offset.
 Fault: TypeAlias = Callable[[Callable[[memoryview], int], memoryview, int], int]
 
 

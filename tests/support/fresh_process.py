@@ -94,7 +94,7 @@ def _asked(request: dict[str, Any], *files: IO[Any]) -> int | None:
 
 
 class Process:
-    """What ``subprocess.Popen`` of an interpreter with ``-m`` or ``-c`` is to its users, with pipes of text."""
+    """A stand-in for ``subprocess.Popen`` of an interpreter with ``-m`` or ``-c``, with pipes of text."""
 
     def __init__(
         self,
@@ -104,10 +104,7 @@ class Process:
         env: Mapping[str, str] | None = None,
         **_: object,
     ) -> None:
-        program, option, code, *arguments = command
-        assert program == sys.executable
-        if option == "-m":
-            code = f"import runpy; runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
+        code, *argv = _parsed(command)
         ends = [*os.pipe(), *os.pipe()]
         self.stdin, self.stdout = os.fdopen(ends[1], "w", encoding="utf-8"), os.fdopen(ends[2], encoding="utf-8")
         with (
@@ -115,7 +112,7 @@ class Process:
             os.fdopen(ends[3], "wb") as their_output,
             os.fdopen(os.dup(2 if stderr is None else stderr.fileno()), "wb") as their_errors,
         ):
-            started = _asked(_program(code, [option, *arguments], env), their_input, their_output, their_errors)
+            started = _asked(_program(code, argv, env), their_input, their_output, their_errors)
         assert started is not None
         self.pid = started
         self.returncode: int | None = None
@@ -142,8 +139,31 @@ class Process:
             os.kill(self.pid, signal.SIGKILL)
 
 
+def _parsed(command: list[str]) -> list[str]:
+    """Return the code and ``sys.argv`` of a command that starts an interpreter."""
+    program, option, code, *arguments = command
+    assert program == sys.executable
+    if option == "-m":
+        code = f"import runpy; runpy.run_module({code!r}, run_name='__main__', alter_sys=True)"
+    return [code, option, *arguments]
+
+
+def _run_command(
+    command: list[str], *, env: Mapping[str, str] | None = None, timeout: float = _TIMEOUT, **_: object
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as ``subprocess.run`` does that captures text and checks nothing."""
+    code, _option, *arguments = _parsed(command)
+    return run(code, *arguments, env=env, timeout=timeout)
+
+
 #: Stands for the module ``subprocess`` where only these names of it are used.
-SUBPROCESS = types.SimpleNamespace(Popen=Process if _FORKING else subprocess.Popen, PIPE=subprocess.PIPE)
+SUBPROCESS = (
+    types.SimpleNamespace(
+        Popen=Process, run=_run_command, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    if _FORKING
+    else subprocess
+)
 
 
 def _text(output: Any) -> str:

@@ -54,7 +54,7 @@ def state(number: int, rows: int) -> dict[str, torch.Tensor]:
 
 
 class Job(NamedTuple):
-    """What is killed."""
+    """A save or conversion to be killed."""
 
     verb: str
     mode: Mode
@@ -77,7 +77,7 @@ class Job(NamedTuple):
         return lambda: sluice.convert(source, self.path, **how)
 
     def clear(self) -> None:
-        """Remove the checkpoint, and nothing that is hidden beside it."""
+        """Remove the checkpoint, and no hidden file next to it."""
         if self.path.is_dir():
             shutil.rmtree(self.path)
         else:
@@ -147,7 +147,7 @@ def at_random_moments(job: Job, kills: int) -> tuple[int, int]:
     while died < kills:
         number += 1
         was_killed = forked(job.prepare(number), seconds=chance.uniform(0, longest), directly=number % 2 == 1)
-        longest *= 1.1 if was_killed else 0.8  # about two in three are killed, at whatever speed the machine has
+        longest *= 1.1 if was_killed else 0.8  # about two in three are killed, on slow and fast machines alike
         died += was_killed
         found = generation(job.path)
         assert found in {current, number}, f"neither old nor new: {found}, not {current} or {number}"

@@ -1,4 +1,4 @@
-"""What a process holds, compared before and after a test."""
+"""Descriptors, threads and temporary files of a process, compared before and after a test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _THREAD_GRACE = 60.0
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a process holds and must give back."""
+    """Resources that a test must release."""
 
     descriptors: Counter[str]
     threads: frozenset[threading.Thread]
@@ -34,7 +34,7 @@ class Holdings:
         )
 
     def left_behind(self) -> list[str]:
-        """Return what is held now beyond this, a line each."""
+        """Return one line for each resource that is held now and was not held then."""
         _wait_for_threads(self.threads)
         now = Holdings.now()
         return [

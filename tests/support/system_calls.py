@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-#: What a save calls that can fail, by the module that holds the name. Names that one platform lacks are passed over.
+#: Functions that a save calls and that can fail, each with the module that holds the name.
 CALLS = (
     *(("os", name) for name in ("open", "close", "scandir", "listdir", "mkdir", "rmdir", "unlink")),
     *(("os", name) for name in ("posix_fallocate", "pwrite", "ftruncate", "fchmod", "chmod", "fsync", "fstat")),

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory in memory, where there is one: kills need many saves, and each would wait for the disk's sync."""
+    """A directory in memory, if possible: kills need many saves, and each would wait for the disk's sync."""
     memory = "/dev/shm"
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as path:
         yield Path(path)
