@@ -238,7 +238,7 @@ def test_a_tensor_that_the_index_names_and_no_shard_has_is_a_problem(tmp_path: P
         (coo([[1, 0], [0, 0]], (4, 5), coalesced=True), "not sorted or not distinct"),
         (compressed("sparse_csr", [0, 1, 1, 2], [2, 0, 3], (3, 4)), "do not run from 0"),
         (compressed("sparse_csc", [0, 2, 1, 3], [2, 3, 3], (4, 3)), "compressed indices of a sparse tensor are not"),
-        (compressed("sparse_bsr", [0, 1, 1, 3], [2, 0, 4], (3, 4)), "plain index of a sparse tensor points outside"),
+        (compressed("sparse_bsr", [0, 1, 1, 3], [2, 0, 4], (3, 4)), "plain index of a sparse tensor is out of range"),
         (compressed("sparse_bsc", [0, 1, 1, 3], [2, 3, 3], (4, 3)), "not sorted in a row or not distinct"),
     ],
 )
