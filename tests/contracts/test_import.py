@@ -82,6 +82,12 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         sluice.lod_into  # type: ignore[attr-defined]  # noqa: B018  the access is the test
 
 
+@pytest.mark.parametrize("collecting", [True, False])
+def test_the_first_use_of_a_name_leaves_the_garbage_collector_as_it_was(collecting: bool) -> None:
+    code = f"import gc, sluice; gc.enable() if {collecting} else gc.disable(); sluice.plan; print(gc.isenabled())"
+    assert _run(code).strip() == str(collecting)
+
+
 def test_import_is_light() -> None:
     code = "import sys, sluice; print([name for name in sys.argv[1:] if name in sys.modules])"
     assert _run(code, *_SLOW).strip() == "[]"

@@ -13,9 +13,9 @@ from torch import nn
 
 import sluice
 from sluice import rules
+from sluice.entries.rules import apply_rules
 from sluice.entries.tree import flatten
 from sluice.reading.transfer import prepare
-from sluice.rules._apply import apply_rules
 from support.plans import request
 
 Tensors = dict[str, torch.Tensor]

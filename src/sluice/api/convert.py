@@ -21,11 +21,11 @@ from sluice.converting.conversion import Conversion, Written
 from sluice.converting.destination import check_destination
 from sluice.converting.tensor_files import convert_to_directory, convert_to_safetensors
 from sluice.converting.torch_files import convert_to_parameters, convert_to_torch
+from sluice.entries.rules import Rule
 from sluice.entries.tree import every_entry, walk
 from sluice.formats.manifest import HashAlgorithm
 from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
-from sluice.rules._apply import Rule
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save_formats import SaveFormat, choose_format
 

@@ -1,4 +1,4 @@
-"""Verbs that load tensors: ``load_into``, ``load_optimizer``, ``load_state_dict``."""
+"""``sluice.load_into`` and ``sluice.load_state_dict``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOpti
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
 from sluice.loading.job import decide, dtype_argument, load, run
 from sluice.loading.module_job import ModuleRequest
-from sluice.loading.optimizer_job import OptimizerRequest
-from sluice.loading.optimizer_source import optimizer_checkpoint
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
 from sluice.reports.load import LoadReport
-from sluice.rules._apply import Rule
 
-__all__ = ["load_into", "load_optimizer", "load_state_dict"]
+__all__ = ["load_into", "load_state_dict"]
 
 
 @public()
@@ -105,70 +103,6 @@ def load_into(
         options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
     )
     return load(request, borrow(source, limits=limits), progress=progress)
-
-
-@public()
-def load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    source: CheckpointSource,
-    *,
-    model: torch.nn.Module | None = None,
-    key: str | None = None,
-    rename: Rename | None = None,
-    device: str | torch.device | None = None,
-    memory: MemoryLimits | None = None,
-    limits: Limits | None = None,
-    progress: Progress = False,
-) -> LoadReport:
-    """Fill an optimizer with the state of a checkpoint, as ``optimizer.load_state_dict`` would: without a second copy.
-
-    Each tensor is read straight to its final device and in its final dtype, which are torch's choice: floating-point
-    parameters decide for their state, ``step`` keeps its own dtype unless ``fused`` or ``capturable`` says otherwise.
-    ``optimizer.load_state_dict`` itself installs the state at the end: until then the optimizer is unchanged.
-
-    Args:
-        optimizer: Made of the parameters of the model, in as many groups as in the checkpoint. Load the model first.
-        source: As in ``load_into``. In a directory, an ``optimizer.pt`` or ``optimizer.bin`` next to the model is read;
-            of several (``optimizer_1.bin``) the only one that fits. An open checkpoint that was also passed to
-            ``load_into`` is indexed once.
-        model: Names the parameters, if the checkpoint has state by name (torch.distributed.checkpoint, FSDP). An
-            optimizer made of ``named_parameters()`` does not need it, nor does numbered state.
-        key: Part of the checkpoint, such as ``"optimizer"``. None finds the only state that fits.
-        rename: New names for the parameters of a state by name, as in ``load_into``; None for a name leaves it out.
-        device: Device of the state until the first ``step``, which moves it to the parameters. None reads it to the
-            devices of the parameters.
-        memory: How much memory may grow, and the size of the staging buffers.
-        limits: Bounds for hostile files.
-        progress: True draws a bar; a function is called with each ``ProgressEvent``.
-
-    Returns:
-        Reads and their methods, the key of the state, and predicted and measured memory.
-
-    Raises:
-        CheckpointError: The file is damaged, unsafe or of an unknown kind. ``UnsupportedError`` if the state was
-            divided over ranks (DeepSpeed's ZeRO, Megatron, flat parameters of FSDP1), with advice.
-        MismatchError: No state, or more than one, fits the optimizer; every reason or candidate is listed.
-        BudgetError: The memory limits cannot be kept; nothing was read.
-        ValueError: The device cannot be used.
-        ReadError: The operating system failed a read.
-        SourceChangedError: The file changed during the load.
-
-    Example:
-        >>> with sluice.open("run.pt") as checkpoint:
-        ...     weights = sluice.load_into(model, checkpoint)
-        ...     optimizer = torch.optim.AdamW(model.parameters())
-        ...     state = sluice.load_optimizer(optimizer, checkpoint)
-        ...     scheduler.load_state_dict(checkpoint.tree["scheduler"])
-    """
-    request = OptimizerRequest(
-        optimizer=optimizer,
-        model=model,
-        key=key,
-        rename=rename,
-        device=device,
-        options=TransferOptions(memory=memory),
-    )
-    return load(request, optimizer_checkpoint(request, source, limits=limits), progress=progress)
 
 
 @public()

@@ -10,6 +10,7 @@ import torch
 from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
 from sluice.loading.dry_run import plan_report
 from sluice.loading.job import LoadRequest, dtype_argument
@@ -17,7 +18,6 @@ from sluice.loading.module_job import ModuleRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
 from sluice.reports.plan import PlanReport
-from sluice.rules._apply import Rule
 
 __all__ = ["plan"]
 

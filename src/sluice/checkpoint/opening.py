@@ -15,7 +15,6 @@ from dataclasses import replace
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import INDEXING_THREADS, Limits
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
-from sluice.checkpoint.distributed import open_distributed
 from sluice.checkpoint.merging import OpenFile, incomplete, merge
 from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, index_layout, open_member, survey
 from sluice.formats.detection import detect
@@ -114,6 +113,9 @@ def open_section(source: Source, start: int, limits: Limits) -> tuple[Index, tup
 def open_layout(layout: CheckpointLayout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open the files of a layout; returns and raises as ``open_path`` does."""
     if layout.kind == "distributed":
+        # Imported here: it brings a package that no other checkpoint needs.
+        from sluice.checkpoint.distributed import open_distributed
+
         return open_distributed(layout, limits)
     opening = _Opening(layout, limits)
     try:

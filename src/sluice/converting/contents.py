@@ -11,10 +11,10 @@ from sluice._errors import LimitError, MismatchError
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as _tree
 from sluice.entries.lookup import subtree
+from sluice.entries.rules import Rule, apply_rules
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import only_state_dict
 from sluice.records import Entry
-from sluice.rules._apply import Rule, apply_rules
 
 __all__ = ["ConvertedContents", "flat_contents", "refuse_repeats", "stored_once", "whole_contents"]
 

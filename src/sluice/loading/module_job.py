@@ -19,6 +19,7 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
+from sluice.entries.rules import Rule
 from sluice.loading.devices import Device, check_prefixes, choose_placement, other_devices, parse_placement
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.module_fill import fill_module
@@ -35,7 +36,6 @@ from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry, UnsupportedValue
 from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
-from sluice.rules._apply import Rule
 
 __all__ = ["EntriesRequest", "ModuleJob", "ModuleRequest"]
 

@@ -16,6 +16,7 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
+from sluice.entries.rules import Rule, apply_rules
 from sluice.loading.devices import device_name, other_devices
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.matching.selection import only_state_dict
@@ -23,7 +24,6 @@ from sluice.planning.alternatives import Change
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
-from sluice.rules._apply import Rule, apply_rules
 
 __all__ = ["StateDictJob", "StateDictRequest"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from sluice._errors import MismatchError
 from sluice._options import Limits
 from sluice.entries.lookup import subtree
+from sluice.entries.rules import Rule, apply_rules
 from sluice.entries.tree import CONTAINERS, children, component, every_entry, flatten, sizes
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.records import Entry
-from sluice.rules._apply import Rule, apply_rules
 
 __all__ = ["Candidate", "CandidateReader", "likely_state_dicts", "state_dict_candidates"]
 

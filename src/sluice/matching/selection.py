@@ -25,13 +25,13 @@ from sluice._errors import FormatError, MismatchError
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
 from sluice._units import format_bytes
+from sluice.entries.rules import Rule
 from sluice.entries.tree import refusal, unsupported
 from sluice.matching.candidates import CandidateReader, likely_state_dicts, state_dict_candidates
 from sluice.matching.match import Outline
 from sluice.matching.name_fit import NameFit, name_fits, unwrap
 from sluice.matching.renaming import Rename
 from sluice.records import Entry
-from sluice.rules._apply import Rule
 
 __all__ = ["Selection", "only_state_dict", "select"]
 

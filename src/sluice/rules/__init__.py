@@ -34,7 +34,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sluice._dtypes import dtype_name
-from sluice.rules._apply import Rule
+from sluice.entries.patterns import NamePattern
+from sluice.entries.rules import Rule
 from sluice.rules._kinds import (
     CastRule,
     CopyRule,
@@ -48,7 +49,6 @@ from sluice.rules._kinds import (
     SplitRule,
     TransposeRule,
 )
-from sluice.rules._patterns import NamePattern
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from sluice._dtypes import ITEM_BYTES, why_no_cast
 from sluice.entries.assembly import join, multiply, narrow, pad, permute, reshape, stack
+from sluice.entries.patterns import NamePattern, compile_pattern, compile_template, expand, spell
+from sluice.entries.rules import EachRule, Rule, RuleFindings
 from sluice.records import Entry
-from sluice.rules._apply import EachRule, Rule, RuleFindings
-from sluice.rules._patterns import NamePattern, compile_pattern, compile_template, expand, spell
 
 __all__ = [
     "CastRule",

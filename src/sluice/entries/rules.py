@@ -15,9 +15,9 @@ from difflib import get_close_matches
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
 from sluice._public import public
+from sluice.entries.patterns import NamePattern, compile_pattern, spell
 from sluice.records import Entry
 from sluice.records.bulk import collector_paused
-from sluice.rules._patterns import NamePattern, compile_pattern, spell
 
 __all__ = ["EachRule", "Rule", "RuleFindings", "apply_rules"]
 
