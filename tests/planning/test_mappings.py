@@ -181,7 +181,7 @@ def test_an_offset_that_no_element_may_start_at_is_copied(tmp_path: Path) -> Non
     _, report = mapped(tmp_path / "f.safetensors", model)
     assert torch.equal(model.weight, weight)
     assert report.mapped_bytes == 1
-    assert any("12 B, are copied: 1 at an offset that is no multiple of the item size" in note for note in report.notes)
+    assert any("12 B, are copied: 1 at an offset that is not a multiple of the item size" in note for note in report.notes)
 
 
 def test_two_parameters_that_share_bytes_in_the_file_stay_apart(tmp_path: Path) -> None:

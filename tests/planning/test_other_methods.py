@@ -156,5 +156,5 @@ def test_a_way_that_takes_less_is_named_with_the_reason_why_it_is_not_taken() ->
     _, reason = recommend([verdict("mmap", 1, 900, file_mib=60), verdict("naive", 90, 900), verdict(COPY, 69, 900)])
     assert "mmap takes less, 61.0 MiB on the host, but keeps the file mapped" in reason
     _, reason = recommend([verdict("naive", 200, 900), verdict(COPY, 110, 900)])
-    assert "the leanest other way that takes this file, naive, takes 200 MiB" in reason
+    assert "the leanest other method that reads this file, naive, takes 200 MiB" in reason
     assert "takes less" not in reason
