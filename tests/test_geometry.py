@@ -109,7 +109,7 @@ def test_wide_gaps_are_never_part_of_a_piece() -> None:
     assert [(piece.start_byte, piece.nbytes) for piece in pieces] == [(i * 4000, 4) for i in range(10)]
 
 
-def test_runs_are_cut_at_the_same_file_offsets_whoever_needs_them() -> None:
+def test_copies_of_the_same_run_are_cut_at_the_same_file_offsets() -> None:
     whole = list(cut(CopyPiece(0, 4096, (1024,), (1,), (1,), 0), ITEM, limit_bytes=1000, gap_bytes=0))
     part = list(cut(CopyPiece(400, 2000, (500,), (1,), (1,), 0), ITEM, limit_bytes=1000, gap_bytes=0))
     borders = {piece.start_byte for piece in whole}

@@ -34,10 +34,10 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _finite(text: str) -> float:
-    number = float(text)
-    if not isfinite(number):
+    value = float(text)
+    if not isfinite(value):
         raise ValueError(f"{text} is not a finite number")
-    return number
+    return value
 
 
 def _refuse_constant(text: str) -> object:

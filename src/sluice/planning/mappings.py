@@ -2,11 +2,13 @@
 
 A target can be mapped if its bytes equal one contiguous range of a file: same dtype, same order of elements, on the
 CPU, in memory that does not exist yet. One range of a file is mapped for each large target and for each group of small
-neighbours. Not one for the whole file: pages of a deleted module that were written to would stay until the last
-tensor dies. Not one for each small tensor: a mapping is a kernel object, and a process may have 65,530.
+neighbors. A single mapping of the whole file would keep written pages of a deleted module until its last tensor is
+freed. One mapping per small tensor could exceed the limit of 65,530 mappings per process.
 
-Targets that view the same bytes never share a range. Each has private pages of its own, so that writing to one does
-not change the other, as if both had been copied.
+Targets that view the same bytes never share a range: each has private pages, so that writing to one does not change the
+other, as with copies.
+
+Pure functions: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -62,14 +64,14 @@ def plan_mapping(targets: Sequence[Target], mappable: Sequence[bool]) -> Mapped:
     fills.sort(key=lambda fill: (fill.fill.file, fill.piece.start_byte))
     ranges: list[MappedRange] = []
     blocks: dict[int, Block] = {}
-    for group in _neighbours(fills):
+    for group in _mapping_groups(fills):
         first = group[0]
         offset, end = first.piece.start_byte, max(fill.end for fill in group)
         for fill in group:
             at = fill.piece.start_byte - offset
             blocks[fill.target] = Block(kind="mapped", mapped_range=len(ranges), mapped_offset=at)
         ranges.append(MappedRange(file=first.fill.file, offset=offset, nbytes=end - offset))
-    return Mapped(ranges=tuple(ranges), blocks=blocks, reasons=tuple(_sentences(fills, copied, copied_bytes)))
+    return Mapped(ranges=tuple(ranges), blocks=blocks, reasons=tuple(_reasons(fills, copied, copied_bytes)))
 
 
 def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
@@ -95,17 +97,17 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
     return None if mappable[fill.file] else "in a file that the system cannot map"
 
 
-def _neighbours(fills: Sequence[CollapsedFill]) -> list[list[CollapsedFill]]:
+def _mapping_groups(fills: Sequence[CollapsedFill]) -> list[list[CollapsedFill]]:
     """Divide fills in file order into groups that share a mapping, at most ``MAPPED_RANGES`` if possible."""
     limit_bytes = options.MAPPED_RANGE_BYTES
     while True:
-        groups = _within(fills, limit_bytes)
+        groups = _grouped(fills, limit_bytes)
         if len(groups) <= options.MAPPED_RANGES or limit_bytes > max(fill.end for fill in fills):
             return groups
         limit_bytes *= 4
 
 
-def _within(fills: Sequence[CollapsedFill], limit_bytes: int) -> list[list[CollapsedFill]]:
+def _grouped(fills: Sequence[CollapsedFill], limit_bytes: int) -> list[list[CollapsedFill]]:
     """Group consecutive fills of one file that do not overlap and span at most ``limit_bytes``."""
     groups: list[list[CollapsedFill]] = []
     for fill in fills:
@@ -119,7 +121,7 @@ def _within(fills: Sequence[CollapsedFill], limit_bytes: int) -> list[list[Colla
     return groups
 
 
-def _sentences(fills: Sequence[CollapsedFill], copied: Counter[str], copied_bytes: int) -> Iterator[str]:
+def _reasons(fills: Sequence[CollapsedFill], copied: Counter[str], copied_bytes: int) -> Iterator[str]:
     mapped_bytes = sum(fill.piece.nbytes for fill in fills)
     yield (
         f"place='map': {len(fills)} tensors, {format_bytes(mapped_bytes)}, are pages of the file, which are loaded and "
