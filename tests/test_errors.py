@@ -43,7 +43,7 @@ def test_every_exception_of_the_module_is_public() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind is not SluiceError])
-def test_every_class_says_once_what_to_do(kind: type[SluiceError]) -> None:
+def test_every_class_has_one_advice(kind: type[SluiceError]) -> None:
     assert "advice" in vars(kind)
     assert re.fullmatch(r"[A-Zs].*\.", kind.advice)
     assert str(kind("it went wrong")) == f"it went wrong. {kind.advice}"

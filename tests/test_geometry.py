@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice._geometry import (
-    Piece,
+    CopyPiece,
     collapse,
     contiguous_stride,
     cut,
@@ -88,7 +88,7 @@ def test_pieces_copy_every_element_once_within_the_limit(
     expected = np.lib.stride_tricks.as_strided(data[start // ITEM :], shape, [s * ITEM for s in stride])
     collapsed = collapse(shape, stride, contiguous_stride(shape))
     first = start // ITEM * ITEM
-    whole = Piece(first, span_elements(collapsed[0], collapsed[1]) * ITEM, *collapsed, 0)
+    whole = CopyPiece(first, span_elements(collapsed[0], collapsed[1]) * ITEM, *collapsed, 0)
     result = np.full(math.prod(shape), -1, dtype=np.int32)
     limit = limit_items * ITEM
     for piece in cut(whole, ITEM, limit_bytes=limit, gap_bytes=gap_bytes):
@@ -104,21 +104,21 @@ def test_pieces_copy_every_element_once_within_the_limit(
 
 
 def test_wide_gaps_are_never_part_of_a_piece() -> None:
-    column = Piece(0, (9 * 1000 + 1) * ITEM, (10,), (1000,), (1,), 0)
+    column = CopyPiece(0, (9 * 1000 + 1) * ITEM, (10,), (1000,), (1,), 0)
     pieces = list(cut(column, ITEM, limit_bytes=1 << 20, gap_bytes=100))
     assert [(piece.start_byte, piece.nbytes) for piece in pieces] == [(i * 4000, 4) for i in range(10)]
 
 
-def test_runs_are_cut_at_the_same_file_offsets_whoever_needs_them() -> None:
-    whole = list(cut(Piece(0, 4096, (1024,), (1,), (1,), 0), ITEM, limit_bytes=1000, gap_bytes=0))
-    part = list(cut(Piece(400, 2000, (500,), (1,), (1,), 0), ITEM, limit_bytes=1000, gap_bytes=0))
+def test_copies_of_the_same_run_are_cut_at_the_same_file_offsets() -> None:
+    whole = list(cut(CopyPiece(0, 4096, (1024,), (1,), (1,), 0), ITEM, limit_bytes=1000, gap_bytes=0))
+    part = list(cut(CopyPiece(400, 2000, (500,), (1,), (1,), 0), ITEM, limit_bytes=1000, gap_bytes=0))
     borders = {piece.start_byte for piece in whole}
     assert {piece.start_byte for piece in part[1:]} <= borders
 
 
 def test_a_limit_below_one_element_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold an element of 4 bytes"):
-        list(cut(Piece(0, 8, (2,), (1,), (1,), 0), ITEM, limit_bytes=3, gap_bytes=0))
+        list(cut(CopyPiece(0, 8, (2,), (1,), (1,), 0), ITEM, limit_bytes=3, gap_bytes=0))
 
 
 @given(st.integers(0, 10**7), st.integers(1, 10**8), st.integers(4096, 1 << 24))

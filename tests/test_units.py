@@ -32,7 +32,7 @@ def test_parse(text: int | str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1 2", "1..5KB", "1e3", "1XB", "0x10", "5QB", "nan", "inf"])
-def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+def test_a_text_that_is_not_a_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
 
@@ -66,7 +66,7 @@ def test_format(nbytes: int, text: str) -> None:
 
 
 @given(st.integers(0, 1 << 50))
-def test_what_is_formatted_parses_to_about_the_same(nbytes: int) -> None:
+def test_a_formatted_size_parses_to_about_the_same(nbytes: int) -> None:
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.006)
 
 

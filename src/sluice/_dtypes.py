@@ -1,7 +1,7 @@
-"""The one table of dtypes.
+"""Table of dtypes: item sizes, and which casts exist.
 
-Names are torch's own (``torch.float32`` is ``"float32"``), as strings, so that indexing never imports torch.
-``torch_dtype`` is the one place where a name becomes a ``torch.dtype``; only layers that hold tensors call it.
+A dtype is represented by torch's name for it (``"float32"`` for ``torch.float32``), so that indexing never imports
+torch. Only ``torch_dtype`` converts a name to a ``torch.dtype``, and only layers that hold tensors call it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _REAL_FLOATS = frozenset(name for name in ITEM_BYTES if name.startswith(("float"
 
 
 def is_castable(name: str) -> bool:
-    """Return whether ``dtype=`` applies to tensors of this dtype: real floating point, one value an element."""
+    """Return whether ``dtype=`` applies to tensors of this dtype: real floating point, one value per element."""
     return name in _REAL_FLOATS
 
 
 def why_no_cast(source: str, finished: str, *, requires_grad: bool) -> str | None:
-    """Return why a tensor cannot become one of another dtype, or None."""
+    """Return why a tensor of dtype ``source`` cannot be cast to ``finished``; None if it can."""
     complex_source, complex_finished = source.startswith("complex"), finished.startswith("complex")
     if complex_source and not complex_finished:
         return f"{source} cannot become {finished} without losing the imaginary part"
@@ -64,7 +64,7 @@ def why_no_cast(source: str, finished: str, *, requires_grad: bool) -> str | Non
 
 
 def number_bytes(name: str) -> int:
-    """Return the bytes that have an order: those of an element, of a complex one those of either half."""
+    """Return the bytes of one real number: those of an element, or of either half of a complex element."""
     return ITEM_BYTES[name] // 2 if name.startswith("complex") else ITEM_BYTES[name]
 
 
@@ -75,10 +75,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> Any:
-    """Return the ``torch.dtype`` of this name; imports torch on first use.
+    """Return the ``torch.dtype`` with this name; imports torch on first use.
 
     Raises:
-        AttributeError: The installed torch is too old to know it.
+        AttributeError: The installed torch does not have this dtype.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Every exception that sluice raises on purpose.
+"""The exceptions of sluice.
 
 ::
 
@@ -52,16 +52,16 @@ __all__ = [
 
 
 class SluiceError(Exception):
-    """The root of the tree.
+    """Base class of the exceptions of sluice.
 
     Attributes:
-        problem: What is wrong, as one clause without a full stop.
-        file: Path of the file concerned, or None.
-        tensor: Name of the tensor or record concerned, or None.
+        problem: Description of the problem, as one clause without a full stop.
+        file: Path of the file, or None.
+        tensor: Name of the tensor or record, or None.
         offset: Byte offset in ``file``, or None.
-        expected: What the file or the caller declared, or None.
-        found: What was found instead, or None.
-        advice: What to do next: the sentence of the class, or a closer one where the file tells more.
+        expected: Expected value: what the file or the caller declares, or None.
+        found: Actual value, or None.
+        advice: Next step for the user: the advice of the class, or a more specific one.
     """
 
     advice: str = ""
@@ -116,13 +116,13 @@ def _rebuild(cls: type[SluiceError], problem: str, state: dict[str, object]) -> 
 class CheckpointError(SluiceError):
     """The file is at fault."""
 
-    advice = "Check that this is the checkpoint you meant and that it was saved completely."
+    advice = "Check that the path is the intended checkpoint and that the checkpoint was saved completely."
 
 
 class FormatError(CheckpointError):
     """The structure of the file contradicts itself or its specification."""
 
-    advice = "The file is damaged or not what it claims to be: save or download it again."
+    advice = "The file is damaged or is not in the format it declares: save or download it again."
 
 
 class TruncatedError(CheckpointError):
@@ -195,13 +195,13 @@ class MismatchError(SluiceError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """A change of a load's arguments with which it fits; it was planned, not guessed."""
+    """A change of a load's arguments with which the load fits. A complete plan was computed for it."""
 
-    #: The change in words: ``"dtype=torch.bfloat16"``.
+    #: The change as text: ``"dtype=torch.bfloat16"``.
     change: str
-    #: The same as arguments, to be given beside or instead of the ones that were.
+    #: The same change as keyword arguments, which extend or replace those of the refused call.
     arguments: Mapping[str, object]
-    #: Growth that its plan predicts, in bytes: of ``"host"`` and of each accelerator by its name.
+    #: Predicted growth of memory in bytes, of ``"host"`` and of each accelerator by name.
     needs: Mapping[str, int]
 
     def __str__(self) -> str:
@@ -213,8 +213,8 @@ class BudgetError(SluiceError):
     """The load cannot keep the memory limits; no data was read.
 
     Attributes:
-        alternatives: What would fit, the smallest change first; empty where nothing that was tried does, or where the
-            system refused memory that the plan had counted on.
+        alternatives: Changes of the arguments with which the load would fit, the smallest change first. Empty if none
+            was found, or if the system refused memory that the plan had counted on.
 
     Example:
         >>> try:

@@ -1,6 +1,6 @@
-"""Pure arithmetic of strided tensors: no I/O, no memory, no torch.
+"""Arithmetic of strided tensors: alignment, strides, collapsing and cutting copies.
 
-Shapes and strides are in elements; ``*_bytes`` are bytes.
+Pure functions: no I/O, no torch. Shapes and strides are in elements; ``*_bytes`` are bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 __all__ = [
-    "Piece",
+    "CopyPiece",
     "collapse",
     "contiguous_stride",
     "cut",
@@ -34,7 +34,7 @@ def round_down(value: int, multiple: int) -> int:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the row-major stride of ``shape``, as ``torch.empty(shape).stride()`` gives it."""
+    """Return the row-major stride of ``shape``, equal to ``torch.empty(shape).stride()``."""
     stride = []
     step = 1
     for size in reversed(shape):
@@ -44,14 +44,14 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the distance from the first to the last element touched, both included; 0 for an empty tensor."""
+    """Return the number of elements from the first to the last one touched, inclusive; 0 for an empty tensor."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether the elements fill their span without gaps and without overlap, in whatever order of dimensions."""
+    """Return whether the elements fill their span without gaps and overlap, in any order of dimensions."""
     if 0 in shape:
         return True
     expected = 1
@@ -65,11 +65,11 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def collapse(
     shape: Sequence[int], source_stride: Sequence[int], target_stride: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return an equivalent copy with the fewest dimensions, the largest step in the source first.
+    """Return shape and strides of an equivalent copy with the fewest dimensions, the largest source step first.
 
-    Two tensors of the same dense layout collapse to one dimension of step 1, whatever their rank.
+    Two tensors of the same dense layout collapse to one dimension of step 1, regardless of their rank.
     """
-    if source_stride == target_stride == contiguous_stride(shape):  # nearly all copies, and a tenth of the work
+    if source_stride == target_stride == contiguous_stride(shape):  # most copies; ten times as fast
         return (math.prod(shape),), (1,), (1,)
     dims = sorted(
         (dim for dim in zip(shape, source_stride, target_stride, strict=True) if dim[0] != 1),
@@ -88,29 +88,29 @@ def collapse(
 
 
 def split_evenly(start: int, nbytes: int, *, limit_bytes: int, align_bytes: int) -> Iterator[tuple[int, int]]:
-    """Split a range into the fewest parts of at most about ``limit_bytes``, all of about the same size.
+    """Split a range into the fewest parts of about equal size and at most about ``limit_bytes``.
 
-    Inner boundaries are multiples of ``align_bytes``, so a part can exceed the limit by less than that.
+    Inner boundaries are multiples of ``align_bytes``, so a part may exceed the limit by less than ``align_bytes``.
 
     Yields:
         Offset and size of each part, in bytes.
     """
     parts = max(1, -(-nbytes // limit_bytes))
     first, end = start, start + nbytes
-    for number in range(1, parts + 1):
-        last = end if number == parts else round_down(start + nbytes * number // parts, align_bytes)
+    for count in range(1, parts + 1):
+        last = end if count == parts else round_down(start + nbytes * count // parts, align_bytes)
         if last > first:
             yield first, last - first
             first = last
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a strided copy whose source bytes fit one read."""
+class CopyPiece:
+    """A strided copy, or the part of one whose source bytes fit one read."""
 
-    #: First source byte, on the axis on which the caller's ``start_byte`` lies.
+    #: Position of the first source byte, usually in a file.
     start_byte: int
-    #: Source bytes from the first to the last element, both included.
+    #: Source bytes from the first to the last element, inclusive.
     nbytes: int
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
@@ -118,16 +118,15 @@ class Piece:
     source_stride: tuple[int, ...]
     #: Step of each dimension in the target, in elements.
     target_stride: tuple[int, ...]
-    #: Where element 0 goes, in elements from the start of the target.
+    #: Position of element 0 in the target, in elements.
     target_start: int
 
 
-def cut(whole: Piece, item_bytes: int, *, limit_bytes: int, gap_bytes: int) -> Iterator[Piece]:
+def cut(whole: CopyPiece, item_bytes: int, *, limit_bytes: int, gap_bytes: int) -> Iterator[CopyPiece]:
     """Cut a collapsed copy into pieces of at most ``limit_bytes`` source bytes, in source order.
 
-    Contiguous runs are cut where the file crosses a multiple of ``limit_bytes``, so that every copy that covers the
-    same bytes is cut at the same places and one read can serve them all. Gaps of more than ``gap_bytes`` between
-    runs are never part of a piece.
+    Contiguous runs are cut at multiples of ``limit_bytes`` in the file, so that all copies of the same bytes are cut at
+    the same positions and can share a read. A piece never contains a gap between runs of more than ``gap_bytes``.
 
     Raises:
         ValueError: ``limit_bytes`` is smaller than one element.
@@ -146,14 +145,14 @@ def cut(whole: Piece, item_bytes: int, *, limit_bytes: int, gap_bytes: int) -> I
             row = _without_first(_rows(whole, index, 1, item_bytes))
             yield from cut(row, item_bytes, limit_bytes=limit_bytes, gap_bytes=gap_bytes)
         return
-    # As if each row reached the next one: whoever copies other columns of the same rows is cut at the same rows, and
-    # one read holds them all.
+    # Count each row up to the start of the next, so that copies of other columns of these rows are cut at the same rows
+    # and can share a read.
     count = size if step_bytes == 0 else (limit_bytes - max(inner_bytes, step_bytes)) // step_bytes + 1
     for index in range(0, size, count):
         yield _rows(whole, index, min(count, size - index), item_bytes)
 
 
-def cut_rows(whole: Piece, item_bytes: int, *, limit_bytes: int) -> Iterator[Piece]:
+def cut_rows(whole: CopyPiece, item_bytes: int, *, limit_bytes: int) -> Iterator[CopyPiece]:
     """Cut a copy between the rows of its first dimension into pieces of at most ``limit_bytes`` source bytes.
 
     Raises:
@@ -168,15 +167,15 @@ def cut_rows(whole: Piece, item_bytes: int, *, limit_bytes: int) -> Iterator[Pie
         yield _rows(whole, first, min(count, size - first), item_bytes)
 
 
-def _cut_run(whole: Piece, item_bytes: int, limit_bytes: int) -> Iterator[Piece]:
+def _cut_run(whole: CopyPiece, item_bytes: int, limit_bytes: int) -> Iterator[CopyPiece]:
     start, end = whole.start_byte, whole.start_byte + whole.nbytes
     grid = round_down(limit_bytes, item_bytes)
-    phase = start % item_bytes  # elements of a misaligned tensor straddle the grid: cut between them
+    phase = start % item_bytes  # elements of a misaligned tensor cross the grid; cut between elements
     target_step = whole.target_stride[0]
     first = start
     while first < end:
         last = min(end, round_down(first - phase, grid) + grid + phase)
-        yield Piece(
+        yield CopyPiece(
             start_byte=first,
             nbytes=last - first,
             shape=((last - first) // item_bytes,),
@@ -187,9 +186,9 @@ def _cut_run(whole: Piece, item_bytes: int, limit_bytes: int) -> Iterator[Piece]
         first = last
 
 
-def _rows(piece: Piece, first: int, count: int, item_bytes: int) -> Piece:
+def _rows(piece: CopyPiece, first: int, count: int, item_bytes: int) -> CopyPiece:
     shape = (count, *piece.shape[1:])
-    return Piece(
+    return CopyPiece(
         start_byte=piece.start_byte + first * piece.source_stride[0] * item_bytes,
         nbytes=span_elements(shape, piece.source_stride) * item_bytes,
         shape=shape,
@@ -199,11 +198,11 @@ def _rows(piece: Piece, first: int, count: int, item_bytes: int) -> Piece:
     )
 
 
-def _without_first(piece: Piece) -> Piece:
+def _without_first(piece: CopyPiece) -> CopyPiece:
     """Drop a first dimension of size 1."""
     if len(piece.shape) == 1:
-        return Piece(piece.start_byte, piece.nbytes, (1,), (1,), (1,), piece.target_start)
-    return Piece(
+        return CopyPiece(piece.start_byte, piece.nbytes, (1,), (1,), (1,), piece.target_start)
+    return CopyPiece(
         piece.start_byte,
         piece.nbytes,
         piece.shape[1:],
@@ -214,7 +213,7 @@ def _without_first(piece: Piece) -> Piece:
 
 
 def _widest_gap(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the most elements that any step leaves out before the next run."""
+    """Return the largest number of elements that a step skips before the next run."""
     return max(
         (stride[i] - span_elements(shape[i + 1 :], stride[i + 1 :]) for i in range(len(shape)) if shape[i] > 1),
         default=0,

@@ -1,4 +1,4 @@
-"""Progress of a load: the event that a caller's function receives, and the bar that ``progress=True`` draws."""
+"""Progress of a load: events for a caller's function, and the progress bar of ``progress=True``."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ __all__ = ["Progress", "ProgressEvent", "ProgressFunction", "byte_progress", "pr
 #: Seconds between two drawings of the bar. Drawing takes about a millisecond, and events come once for each read.
 _REDRAW_SECONDS = 0.1
 
-#: Characters of the bar and of what stands before it: with bytes, speed and time they fit a terminal of 80. A longer
-#: description would push all the others out of the line.
+#: Widths of the bar and of the description before it, in characters. With bytes, speed and time left they fit 80
+#: columns; a longer description would push the other columns off the line.
 _BAR_COLUMNS, _DESCRIPTION_COLUMNS = 16, 24
 
 
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressEvent:
-    """How far a load has come.
+    """Progress of a load: bytes done, bytes in total, seconds.
 
     Example:
         >>> ProgressEvent(done_bytes=512, total_bytes=2048, seconds=0.5).fraction
         0.25
     """
 
-    #: Bytes that are in their final place.
+    #: Bytes already in their final place.
     done_bytes: int
-    #: Bytes that will be there at the end.
+    #: Bytes in their final place at the end of the load.
     total_bytes: int
     #: Seconds since the load began.
     seconds: float
 
     @property
     def fraction(self) -> float:
-        """Share that is done, from 0 to 1; an empty load is done."""
+        """Share of the bytes that are done, from 0 to 1; 1 for an empty load."""
         return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
 ProgressFunction: TypeAlias = Callable[[ProgressEvent], None]
 
-#: What every ``progress=`` argument takes: draw nothing, draw a bar, or call this function with each event.
+#: Type of every ``progress=`` argument: False draws nothing, True draws a bar, a function is called with each event.
 Progress: TypeAlias = bool | ProgressFunction
 
 
 @contextmanager
 def progress_sink(progress: Progress, description: str) -> Iterator[ProgressFunction | None]:
-    """Yield the function that takes the events of one load, or None when nobody listens.
+    """Yield the function that receives the events of one load; None if progress is off.
 
     Args:
         progress: False, True for a bar on stderr, or a function of one ``ProgressEvent``.
-        description: What the bar says it is doing.
+        description: Text before the bar.
 
     Raises:
         TypeError: ``progress`` is none of these.
@@ -73,7 +73,7 @@ def progress_sink(progress: Progress, description: str) -> Iterator[ProgressFunc
 
 @contextmanager
 def byte_progress(progress: Progress, description: str, total_bytes: int) -> Iterator[Callable[[int], None] | None]:
-    """Yield a function of the bytes read so far that feeds ``progress``, or None when nobody listens."""
+    """Yield a function that reports the number of bytes read so far to ``progress``; None if progress is off."""
     started = time.monotonic()
     with progress_sink(progress, description) as sink:
         if sink is None:
@@ -87,14 +87,14 @@ def byte_progress(progress: Progress, description: str, total_bytes: int) -> Ite
 
 
 def _shortened(description: str) -> str:
-    """Return the end of a long path, which tells more than its beginning."""
+    """Return the end of a long description: the end of a path is more specific than its beginning."""
     return description if len(description) <= _DESCRIPTION_COLUMNS else f"…{description[1 - _DESCRIPTION_COLUMNS :]}"
 
 
 @contextmanager
 def _bar(description: str) -> Iterator[ProgressFunction]:
     """Yield a function that draws a bar of bytes, speed and time left on stderr."""
-    # Here, not above: rich takes 50 ms to import and only this path needs it.
+    # Imported here because rich takes 50 ms to import and only the bar needs it.
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,4 +1,4 @@
-"""JSON as its specification has it, where Python's own parser is more generous than anybody who writes a file."""
+"""Strict JSON parser: refuses the extensions of the specification that Python's ``json`` module accepts."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ __all__ = ["kind_of", "parse_strict_json"]
 
 
 def parse_strict_json(data: bytes) -> object:
-    """Return what JSON text in UTF-8 says.
+    """Return the value of a JSON text in UTF-8.
 
     Raises:
-        ValueError: It is no JSON, gives a name twice, holds NaN or an infinity, or begins with a byte-order mark.
-        RecursionError: It nests too deep for the parser.
+        ValueError: The text is not valid JSON, gives a name twice, contains NaN or an infinity, or begins with a
+            byte-order mark.
+        RecursionError: It is nested too deeply for the parser.
     """
     return json.loads(data.decode(), object_pairs_hook=_object, parse_float=_finite, parse_constant=_refuse_constant)
 
 
 def kind_of(value: object) -> str:
-    """Return what a JSON value is, in words."""
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    """Return a description of the type of a JSON value, for messages."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         raise ValueError(f"the name {Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is given twice")
-    return made
+    return values
 
 
 def _finite(text: str) -> float:
-    number = float(text)
-    if not isfinite(number):
-        raise ValueError(f"{text} is no finite number")
-    return number
+    value = float(text)
+    if not isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def _refuse_constant(text: str) -> object:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not valid JSON")

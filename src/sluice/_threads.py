@@ -1,4 +1,4 @@
-"""Threads that end with the call that started them."""
+"""Threads that are joined by the call or session that started them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,17 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]  # the one name for both
 
-__all__ = ["Job", "Worker", "Workers", "address_space_room", "join_threads", "spare_threads", "start_threads"]
+__all__ = ["Task", "Worker", "Workers", "address_space_room", "join_threads", "spare_threads", "start_threads"]
 
 _Result = TypeVar("_Result")
 
 
 class Worker(threading.Thread):
-    """A thread that says by itself when its work has ended.
+    """A thread that records the end of its work in a lock.
 
-    ``Thread.join`` cannot be trusted once a signal has interrupted it: up to Python 3.12 it then takes a thread that
-    is still running for one that has ended. Nor can ``Event`` and ``Condition`` be waited for in the thread that
-    signals interrupt: between taking their lock and using it they are Python, and an interrupt there keeps it taken.
-    Entering a bare lock is one step.
+    ``Thread.join`` is unreliable after a signal has interrupted it: up to Python 3.12 it then treats a running thread
+    as finished. ``Event`` and ``Condition`` are not safe in the thread that receives signals: they are written in
+    Python, and an interrupt between acquiring and using their lock leaves it locked. Entering a plain lock is atomic.
     """
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
@@ -46,26 +45,26 @@ class Worker(threading.Thread):
         try:
             self._work()
         finally:
-            del self._work  # it may hold this thread, and in such a circle every tensor of a load
+            del self._work  # it may refer to this thread; such a cycle would keep the tensors of a load alive
             self._ended = True
             self._running.release()
 
     @property
     def unfinished(self) -> bool:
-        """Whether it was started and goes on; not in the child of a fork, which has no other threads."""
+        """Whether the thread was started and is running; False in the child of a fork, which has no other threads."""
         if self.ident is None or os.getpid() != self._process:
             return False
         return not self._ended or self.is_alive()
 
     def forget(self) -> None:
-        """Let go of the work, which will not be done: an interrupt came before the thread was made.
+        """Release the work of a thread that never started because an interrupt came first.
 
-        Python keeps such a thread in its list for ever.
+        Python keeps such a thread in its list forever.
         """
         self._work = _nothing
 
     def finish(self) -> None:
-        """Wait for its end."""
+        """Wait until the thread has ended."""
         with self._running:
             pass
         self.join()
@@ -76,7 +75,7 @@ def _nothing() -> None:
 
 
 def address_space_room() -> int | None:
-    """Return the virtual memory that the process may still map, in bytes (RLIMIT_AS); None without a limit."""
+    """Return the virtual memory that the process may still map, in bytes (RLIMIT_AS); None if there is no limit."""
     if resource is None:
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -86,31 +85,31 @@ def address_space_room() -> int | None:
 
 
 def spare_threads(count: int) -> int:
-    """Return how many of ``count`` threads may run that no plan counts: none under a limit on virtual memory.
+    """Return the number of threads, at most ``count``, that may run outside a plan: 0 under a limit on virtual memory.
 
-    A thread's stack and malloc arena stay reserved after its end. The weights, which are planned for later, would lack
-    them, and how many arenas there are depends on how many threads happened to run at once: of two equal loads one
-    would fit and the other would not.
+    The stack and malloc arena of a thread stay reserved after it ends and reduce the virtual memory that is left for
+    the weights. The number of arenas depends on how many threads happen to run at once, so that of two equal loads one
+    might fit and the other not.
     """
     return count if address_space_room() is None else 0
 
 
 def start_threads(threads: list[Worker], count: int, work: Callable[[], None], name: str) -> None:
-    """Start ``count`` threads and add them to ``threads``; fewer where the process may start no more of them.
+    """Start ``count`` threads and add them to ``threads``; fewer if the process may not start more.
 
     Args:
-        threads: Gets each thread before it starts, because an interrupt can come as soon as it runs.
-        count: How many.
-        work: What each does; it must not raise.
-        name: Their names begin with it.
+        threads: Receives each thread before it starts, because an interrupt can come as soon as it runs.
+        count: Number of threads.
+        work: Function that each thread runs; it must not raise.
+        name: Prefix of the names of the threads.
     """
-    for number in range(count):
-        # A thread that finds no memory for its own first steps ends before it says that it runs, and Python waits for
-        # that word for ever.
+    for position in range(count):
+        # A thread without memory for its first steps ends before it signals that it has started, and Python waits for
+        # this signal forever.
         room = address_space_room()
         if room is not None and room < options.THREAD_ADDRESS_BYTES:
             return
-        thread = Worker(work, f"{name}-{number}")
+        thread = Worker(work, f"{name}-{position}")
         threads.append(thread)
         try:
             thread.start()
@@ -120,11 +119,11 @@ def start_threads(threads: list[Worker], count: int, work: Callable[[], None], n
 
 
 def join_threads(threads: Sequence[Worker]) -> None:
-    """Join threads, also when the caller is interrupted meanwhile: that is raised once all of them have ended."""
+    """Join threads. An interrupt of the caller is raised after all of them have ended."""
     interrupt: BaseException | None = None
     for thread in threads:
         deadline = time.monotonic() + options.THREAD_START_SECONDS
-        # Interrupted while it was started, a thread may be on its way and not yet known to be alive.
+        # After an interrupted start, a thread may be starting and not yet be alive.
         while thread.ident is None and thread in threading.enumerate() and time.monotonic() < deadline:
             time.sleep(0.001)
         if thread.ident is None:
@@ -138,24 +137,24 @@ def join_threads(threads: Sequence[Worker]) -> None:
         raise interrupt
 
 
-class Job(Generic[_Result]):
-    """Work that was handed to other threads."""
+class Task(Generic[_Result]):
+    """A function call that another thread runs."""
 
     def __init__(self, work: Callable[[], _Result]) -> None:
         self._work: Callable[[], _Result] | None = work
         self._outcome: queue.SimpleQueue[tuple[_Result] | BaseException] = queue.SimpleQueue()
 
     def run(self) -> None:
-        """Do it; called once, by any thread."""
+        """Run the task; called once, from any thread."""
         work, self._work = self._work, None
         assert work is not None
         try:
             self._outcome.put((work(),))
-        except BaseException as error:  # noqa: BLE001  (raised again by whoever asks for the result)
+        except BaseException as error:  # noqa: BLE001  (raised again by ``result``)
             self._outcome.put(error)
 
     def result(self) -> _Result:
-        """Wait for its end, and return what it returned or raise what it raised; once."""
+        """Wait until the task has ended and return its result or raise its exception; called once."""
         outcome = self._outcome.get()
         if isinstance(outcome, BaseException):
             raise outcome
@@ -163,19 +162,19 @@ class Job(Generic[_Result]):
 
 
 class Workers:
-    """Threads that do jobs, in the order in which they come. Without any, the caller's own thread does them."""
+    """Threads that run tasks in the order of submission. Without threads, the caller runs them."""
 
     def __init__(self, count: int, name: str) -> None:
-        """Start nothing yet.
+        """Create the pool without starting threads.
 
         Args:
-            count: How many threads; fewer where the process may start no more of them.
-            name: Their names begin with it.
+            count: Number of threads; fewer are started if the process may not start more.
+            name: Prefix of the names of the threads.
         """
         self._count = count
         self._name = name
         self._threads: list[Worker] = []
-        self._waiting: queue.SimpleQueue[Job[object] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Task[object] | None] = queue.SimpleQueue()
         self._stopped = False
 
     def __enter__(self) -> Self:
@@ -191,25 +190,25 @@ class Workers:
     ) -> None:
         self._end()
 
-    def start(self, work: Callable[[], _Result]) -> Job[_Result]:
-        """Hand over some work."""
-        job = Job(work)
+    def start(self, work: Callable[[], _Result]) -> Task[_Result]:
+        """Submit ``work`` and return its task."""
+        task = Task(work)
         if self._threads:
-            self._waiting.put(job)  # type: ignore[arg-type]  # nobody puts anything into a job but itself
+            self._waiting.put(task)  # type: ignore[arg-type]  # only the task itself stores its result
         else:
-            job.run()
-        return job
+            task.run()
+        return task
 
     def _end(self) -> None:
-        """Wait for what has begun; what has not is never done."""
+        """Wait for tasks that have begun; the others never run."""
         self._stopped = True
-        for _ in range(self._count):  # also for one that an interrupt kept out of the list
+        for _ in range(self._count):  # one more than the list has if an interrupt came before an append
             self._waiting.put(None)
         join_threads(self._threads)
 
     def _work(self) -> None:
-        while (job := self._waiting.get()) is not None:
+        while (task := self._waiting.get()) is not None:
             if self._stopped:
                 return
-            job.run()
-            del job  # its result may be large, and the next job long in coming
+            task.run()
+            del task  # its result may be large, and the next task may come much later

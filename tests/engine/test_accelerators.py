@@ -194,7 +194,7 @@ def test_narrowing_casts_are_made_where_the_plan_says_and_it_says_why(tmp_path: 
     source.close()
     assert all((copy.cast_at is not None) == host for read in plan.reads for copy in read.copies)
     assert (plan.devices[0].scratch_bytes == 0) == host
-    reason = "casts on the host, because that sends 2.00 MiB less" if host else "casts on the accelerator:"
+    reason = "casts on the host, because that transfers 2.00 MiB less" if host else "casts on the accelerator:"
     assert any(reason in text for text in plan.reasons)
     for read in plan.reads:
         for copy in read.copies:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sluice
-from sluice._geometry import Piece, cut_rows
+from sluice._geometry import CopyPiece, cut_rows
 from sluice._options import TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.row_kernels import RowFunction, cast, row_function, scaled
@@ -126,7 +126,7 @@ def test_parts_of_rows_are_refused(tmp_path: Path) -> None:
 
 def test_a_row_larger_than_a_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold a row of 400 bytes"):
-        list(cut_rows(Piece(0, 800, (2, 100), (100, 1), (100, 0), 0), 4, limit_bytes=396))
+        list(cut_rows(CopyPiece(0, 800, (2, 100), (100, 1), (100, 0), 0), 4, limit_bytes=396))
 
 
 def test_the_first_users_of_the_seam() -> None:

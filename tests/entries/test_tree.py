@@ -162,7 +162,7 @@ def test_a_prefix_takes_the_versions_of_its_modules_along() -> None:
 
 
 @pytest.mark.parametrize("key", ["modle", "model.blocks.1", "model.blocks.0.w.x", "models.0", ".", "model.", "epoch.x"])
-def test_a_key_that_leads_nowhere_names_what_there_is(key: str) -> None:
+def test_the_error_for_an_unknown_key_lists_the_existing_keys(key: str) -> None:
     with pytest.raises(MismatchError, match="nothing at key") as caught:
         subtree(FLAT, key)
     assert caught.value.expected == "one of 'model', 'epoch'"

@@ -41,7 +41,7 @@ TRANSFORMER = {
 BLOCKS = {f"blocks.{i}" for i in range(4)}
 
 
-def test_what_fits_goes_to_the_first_accelerator() -> None:
+def test_a_model_that_fits_goes_to_the_first_accelerator() -> None:
     assert auto_placement(members(TRANSFORMER), rooms(1000, 1000)) == {"": "cuda:0"}
     assert auto_placement(members(TRANSFORMER), rooms(0, 1000)) == {"": "cuda:1"}
 
@@ -63,7 +63,7 @@ def test_accelerators_are_filled_in_order_and_the_rest_goes_to_the_cpu() -> None
     }
 
 
-def test_what_may_be_split_is_split_down_to_modules_without_children() -> None:
+def test_divisible_modules_are_split_down_to_modules_without_children() -> None:
     placed = auto_placement(members(TRANSFORMER), rooms(50))
     assert placed["blocks.0.attention"] == "cuda:0"
     assert placed["blocks.0.mlp"] == "cpu"
@@ -71,7 +71,7 @@ def test_what_may_be_split_is_split_down_to_modules_without_children() -> None:
     assert auto_placement(both, rooms(30)) == {"": "cpu"}  # one module, and order is kept
 
 
-def test_a_tensor_beside_children_is_placed_by_its_own_name() -> None:
+def test_a_tensor_of_a_module_with_children_is_placed_by_its_own_name() -> None:
     mixed = members({"attention.in_proj": 20, "attention.out.weight": 20})
     assert auto_placement(mixed, rooms(30)) == {"attention.in_proj": "cuda:0", "attention.out": "cpu"}
 
@@ -81,7 +81,7 @@ def test_modules_that_share_a_tensor_stay_together() -> None:
     del tied["embed.weight"], tied["head.weight"]
     tied = {"embed.weight = head.weight": 20, **tied, "head.bias": 20}
     placed = auto_placement(members(tied), rooms(90), whole=BLOCKS)
-    assert placed["embed"] == placed["head"] == "cuda:0"  # with its bias: the module is not split
+    assert placed["embed"] == placed["head"] == "cuda:0"  # with the bias, because the module is not split
     assert placed["blocks.0"] == "cuda:0"
     assert placed["blocks.1"] == "cpu"
     # Together they do not fit, so neither is there.
@@ -94,7 +94,7 @@ def test_a_tie_into_a_module_that_stays_whole_takes_all_of_it() -> None:
     assert auto_placement(tied, rooms(50))["last.other"] == "cpu"
 
 
-def test_what_lies_on_an_accelerator_already_costs_nothing_there() -> None:
+def test_a_tensor_already_on_an_accelerator_costs_nothing_there() -> None:
     live = [Member(names=(f"{i}.weight",), nbytes=20 * MIB, at="cuda:0") for i in range(5)]
     assert auto_placement(live, rooms(0)) == {"": "cuda:0"}
     assert auto_placement(live, [Room(device="cuda:1", nbytes=50 * MIB)])["2"] == "cpu"
@@ -195,7 +195,7 @@ def empty() -> Model:
 
 def test_a_load_fills_the_accelerators_and_reports_the_choice(file: Path, fakes: dict[str, FakeAccelerator]) -> None:
     model = empty()
-    # The scratch takes 10 MiB; what is up to 1 MiB is cut out of segments of 2 MiB.
+    # The scratch takes 10 MiB; tensors of up to 1 MiB share segments of 2 MiB.
     report = sluice.load_into(model, file, device="auto", memory=sluice.MemoryLimits(device="14MiB"))
     assert report.placement == {
         "embed": "fake:0",
@@ -215,7 +215,7 @@ def test_a_load_fills_the_accelerators_and_reports_the_choice(file: Path, fakes:
     assert model.head.weight is model.embed.weight
 
 
-def test_what_is_free_is_filled_less_a_reserve(file: Path, fakes: dict[str, FakeAccelerator]) -> None:
+def test_free_memory_is_filled_except_for_a_reserve(file: Path, fakes: dict[str, FakeAccelerator]) -> None:
     assert sluice.load_into(empty(), file, device="auto").placement == {"": "fake:0"}
     half: dict[str, int | str] = {"fake:0": 0, "fake:1": "18MiB"}
     report = sluice.load_into(
@@ -224,7 +224,7 @@ def test_what_is_free_is_filled_less_a_reserve(file: Path, fakes: dict[str, Fake
     assert report.placement == {"": "fake:1"}  # in half the bytes it fits
 
 
-def test_accelerators_that_do_not_say_what_they_have_need_a_limit(
+def test_accelerators_with_unknown_free_memory_need_a_limit(
     file: Path, fakes: dict[str, FakeAccelerator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.loading.devices.device_facts", lambda device: DeviceFacts(device=device))
@@ -258,7 +258,7 @@ def test_other_strategies_are_refused_by_name(file: Path, strategy: str) -> None
 
 
 @pytest.mark.parametrize("device", ["disk", {"": "cpu", "head": "disk"}])
-def test_disk_is_refused_with_what_serves_instead(file: Path, device: str | dict[str, str]) -> None:
+def test_disk_is_refused_with_an_alternative(file: Path, device: str | dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"disk.*place='map'"):
         sluice.load_into(empty(), file, device=device)
 

@@ -1,4 +1,4 @@
-"""Memory limits: where they come from, what keeps them, and advice that is true."""
+"""Memory limits: their origins, the plans that exceed them, and alternatives that fit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_tightest_of_free_memory_and_control_group_is_the_limit_of_the_host(
     assert (said.nbytes, said.origin) == (9 * MIB, "MemoryLimits(host=...)")
 
 
-def test_a_limit_on_virtual_memory_counts_beside_what_the_caller_says() -> None:
+def test_a_limit_on_virtual_memory_applies_in_addition_to_limits_of_the_caller() -> None:
     machine = replace(facts(cached=False), address_space_bytes=300 * MIB)
     short = shortages(plan(400, machine), sluice.MemoryLimits(host="8GiB"))
     assert [each.limit.where for each in short] == [ADDRESS_SPACE]
@@ -46,7 +46,7 @@ def test_a_limit_on_virtual_memory_counts_beside_what_the_caller_says() -> None:
     assert not shortages(plan(100, machine), sluice.MemoryLimits())
 
 
-def test_what_is_short_is_said_in_words() -> None:
+def test_a_shortage_is_described_as_text() -> None:
     made = plan(400)
     memory = sluice.MemoryLimits(host=made.predicted.total_bytes)
     assert not shortages(made, memory)
@@ -54,7 +54,7 @@ def test_what_is_short_is_said_in_words() -> None:
     assert text.startswith("the load needs 416 MiB of host memory: 400 MiB for weights, 16.0 MiB for staging")
 
 
-def test_pages_are_dropped_behind_where_they_would_crowd_the_control_group() -> None:
+def test_pages_are_dropped_if_they_would_not_fit_the_control_group() -> None:
     cold = facts(cached=False, direct_io=False)
     assert not plan(100, cold).drop_behind
     assert not plan(100, replace(cold, memory_limit_bytes=300 * MIB)).drop_behind
@@ -62,7 +62,7 @@ def test_pages_are_dropped_behind_where_they_would_crowd_the_control_group() -> 
     assert plan(100, crowded).drop_behind
     assert not plan(100, crowded, page_cache="keep").drop_behind
     cached = replace(facts(cached=True, direct_io=False), memory_limit_bytes=180 * MIB)
-    assert not plan(100, cached).drop_behind  # those pages are somebody else's, or counted already
+    assert not plan(100, cached).drop_behind  # cached pages are charged to another group, or already counted
     direct = replace(facts(cached=False), memory_limit_bytes=180 * MIB)
     assert not plan(100, direct).drop_behind
 
@@ -123,14 +123,14 @@ def test_smaller_staging_is_the_largest_that_fits(file: Path) -> None:
         sluice.load_into(model(torch.bfloat16), file, memory=larger, page_cache="bypass")
 
 
-def test_where_nothing_would_fit_nothing_is_offered(file: Path) -> None:
+def test_no_alternative_is_offered_if_nothing_fits(file: Path) -> None:
     with pytest.raises(sluice.BudgetError) as caught:
         sluice.load_into(model(None), file, memory=sluice.MemoryLimits(host="2MiB"))
     assert caught.value.alternatives == ()
     assert "would fit" not in str(caught.value)
 
 
-def test_state_dicts_get_advice_that_is_theirs(file: Path) -> None:
+def test_alternatives_for_state_dicts_use_arguments_that_they_have(file: Path) -> None:
     memory = sluice.MemoryLimits(host="50MiB")
     with pytest.raises(sluice.BudgetError) as caught:
         sluice.load_state_dict(file, memory=memory)

@@ -132,10 +132,10 @@ def test_each_tensor_is_saved_pickled_copied_and_shared_by_itself(file: Path) ->
     assert_equal(copy.deepcopy(model), expected)
     assert_equal(pickle.loads(pickle.dumps(model)), expected)
     assert_equal(model.share_memory(), expected)
-    assert not maps_of(file)  # share_memory moved every tensor to memory of another kind
+    assert not maps_of(file)  # share_memory moved every tensor to shared memory
 
 
-def test_other_dtypes_and_deleted_modules_give_their_pages_back(file: Path) -> None:
+def test_casts_and_deleted_modules_release_their_pages(file: Path) -> None:
     expected, (model, _) = saved(file), mapped(file)
     before = len(maps_of(file))
     assert isinstance(model, nn.Sequential)
@@ -152,7 +152,7 @@ def test_other_dtypes_and_deleted_modules_give_their_pages_back(file: Path) -> N
     [({"dtype": torch.bfloat16}, False, "cast"), ({}, True, "filled in place")],
     ids=["cast", "live"],
 )
-def test_what_cannot_be_mapped_is_copied_and_the_report_says_why(
+def test_a_tensor_that_cannot_be_mapped_is_copied_and_the_report_has_the_reason(
     file: Path, options: dict[str, object], live: bool, why: str
 ) -> None:
     expected = saved(file)
@@ -161,11 +161,11 @@ def test_what_cannot_be_mapped_is_copied_and_the_report_says_why(
         assert_equal(model, expected)
     else:
         assert torch.equal(model.get_parameter("2.weight"), expected.get_parameter("2.weight").bfloat16())
-    assert report.mapped_bytes == (0 if live else 8)  # the counter is no floating-point number
+    assert report.mapped_bytes == (0 if live else 8)  # the counter is an integer
     assert any("are copied: " in note and f" {why}" in note for note in report.notes)
 
 
-def test_an_offset_that_no_element_may_start_at_is_copied(tmp_path: Path) -> None:
+def test_a_tensor_at_a_misaligned_offset_is_copied(tmp_path: Path) -> None:
     header = {
         "flag": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
         "weight": {"dtype": "F32", "shape": [1, 3], "data_offsets": [1, 13]},
@@ -181,7 +181,9 @@ def test_an_offset_that_no_element_may_start_at_is_copied(tmp_path: Path) -> Non
     _, report = mapped(tmp_path / "f.safetensors", model)
     assert torch.equal(model.weight, weight)
     assert report.mapped_bytes == 1
-    assert any("12 B, are copied: 1 at an offset that is no multiple of the item size" in note for note in report.notes)
+    assert any(
+        "12 B, are copied: 1 at an offset that is not a multiple of the item size" in note for note in report.notes
+    )
 
 
 def test_two_parameters_that_share_bytes_in_the_file_stay_apart(tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_the_pages_are_those_of_the_page_cache_until_they_are_written_to(tmp_pat
         other.communicate("")
     assert sizes["Rss"] >= tensor.nbytes
     assert sizes["Shared_Clean"] + sizes["Shared_Dirty"] >= 0.99 * tensor.nbytes  # dirty: not yet on the disk
-    assert sizes["Pss"] <= 0.51 * sizes["Rss"]  # half of it, since two processes have it
+    assert sizes["Pss"] <= 0.51 * sizes["Rss"]  # half, because two processes share the pages
     assert sizes["Anonymous"] == 0
     with torch.no_grad():
         model[0][: MIB // 2].zero_()
@@ -240,7 +242,7 @@ def test_the_pages_are_those_of_the_page_cache_until_they_are_written_to(tmp_pat
 
 
 def smaps(path: Path) -> dict[str, int]:
-    """Sum what the kernel says of the mappings of a file, in bytes."""
+    """Return the sums of the fields of smaps over the mappings of a file, in bytes."""
     sums: dict[str, int] = {}
     counts = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -310,8 +312,8 @@ def test_the_engine_maps_without_a_read(tmp_path: Path) -> None:
     places = write_storages(tmp_path / "f", tensors)
     source = RecordingSource(LocalFile(tmp_path / "f"))
     index = index_of(places, (FileRecord(path="f", identity=source.identity),))
-    wanted = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
-    targets, views = single_targets(wanted, index, {})
+    requested = [request(f"t{i}", entry_of(tensor, i)) for i, tensor in enumerate(tensors)]
+    targets, views = single_targets(requested, index, {})
     plan = plan_load(targets, index.files, facts(), staging_bytes=MIB, mapped=plan_mapping(targets, [True]))
     memory = Targets(plan)
     execute(plan, [source], memory)
@@ -329,7 +331,7 @@ def mapping_of(requests: list[Request], storages: list[tuple[int, int]], mappabl
 
 
 @pytest.mark.parametrize(
-    ("wanted", "mappable", "why"),
+    ("requested", "mappable", "why"),
     [
         (request("t", entry((4, 4)), device="cuda:0"), True, "on an accelerator"),
         (request("t", entry((4, 4)), existing=True), True, "filled in place"),
@@ -339,13 +341,13 @@ def mapping_of(requests: list[Request], storages: list[tuple[int, int]], mappabl
         (request("t", entry((4, 4))), False, "in a file that the system cannot map"),
     ],
 )
-def test_why_a_tensor_is_copied(wanted: Request, mappable: bool, why: str) -> None:
-    made = mapping_of([wanted], [(64, 64)], mappable)
+def test_why_a_tensor_is_copied(requested: Request, mappable: bool, why: str) -> None:
+    made = mapping_of([requested], [(64, 64)], mappable)
     assert not made.blocks
     assert made.reasons[1].endswith(f"are copied: 1 {why}")
 
 
-def test_a_permuted_tensor_is_mapped_where_the_module_has_it_so_too() -> None:
+def test_a_permuted_tensor_is_mapped_if_the_module_permutes_it_too() -> None:
     made = mapping_of([request("t", entry((4, 4), stride=(1, 4)), stride=(1, 4))], [(64, 64)])
     assert made.ranges[0].offset == 64
     assert made.ranges[0].nbytes == 64

@@ -1,4 +1,4 @@
-"""The formulas for the usual ways to load, by hand for small models, and what is made of them."""
+"""Formulas for other loading methods, computed by hand for small models, and the recommendation."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_on_an_accelerator() -> None:
         ({"several_devices": True}, set()),
     ],
 )
-def test_what_takes_which_checkpoint(changes: dict[str, object], taking: set[str]) -> None:
+def test_formats_that_each_method_reads(changes: dict[str, object], taking: set[str]) -> None:
     subject = replace(FULL, **changes)  # type: ignore[arg-type]  # fields by name
     assert {method.name for method in METHODS if not forecast(method, subject).needs} == taking
 
@@ -126,7 +126,7 @@ def test_file_pages_do_not_have_to_fit() -> None:
     assert "1.00 MiB of host memory short (free memory)" in verdict("naive", 51, 50).remark
 
 
-def test_what_is_in_memory_already_is_not_needed_twice() -> None:
+def test_resident_bytes_are_not_needed_again() -> None:
     host = Peaks(anon_bytes=100 * MIB, file_bytes=0, shmem_bytes=0, total_bytes=100 * MIB)
     limits = [MemoryLimit(where=HOST, nbytes=60 * MIB, origin="free memory")]
     assert judge(Forecast(method="naive", host=host), {}, limits, resident={HOST: 40 * MIB}).fits
@@ -148,7 +148,7 @@ def test_the_recommended_method_fits_takes_the_file_and_comes_with_a_reason() ->
     assert chosen == "per-parameter"
 
 
-def test_a_way_that_takes_less_is_named_with_the_reason_why_it_is_not_taken() -> None:
+def test_a_method_that_takes_less_is_named_with_the_reason_why_it_is_not_recommended() -> None:
     small = [verdict("naive", 66, 900), verdict("per-parameter", 40, 900, needs="needs files"), verdict(COPY, 69, 900)]
     chosen, reason = recommend(small)
     assert chosen == COPY
@@ -156,5 +156,5 @@ def test_a_way_that_takes_less_is_named_with_the_reason_why_it_is_not_taken() ->
     _, reason = recommend([verdict("mmap", 1, 900, file_mib=60), verdict("naive", 90, 900), verdict(COPY, 69, 900)])
     assert "mmap takes less, 61.0 MiB on the host, but keeps the file mapped" in reason
     _, reason = recommend([verdict("naive", 200, 900), verdict(COPY, 110, 900)])
-    assert "the leanest other way that takes this file, naive, takes 200 MiB" in reason
+    assert "the leanest other method that reads this file, naive, takes 200 MiB" in reason
     assert "takes less" not in reason

@@ -92,13 +92,13 @@ def test_staging_is_divided_into_two_buffers_for_each_reader(staging: int, buffe
     ("small", "dtype", "readers"),
     [
         (0, "float32", 8),  # reads of 8 MiB
-        (16, "float32", 11),  # as many bytes in half as many reads again
+        (16, "float32", 11),  # the same bytes in one and a half times as many reads
         (200, "float32", 16),
-        (200, "bfloat16", 8),  # staged: more readers would only take the buffers
+        (200, "bfloat16", 8),  # staged: more readers would only occupy buffers
     ],
 )
 def test_short_reads_get_more_readers(small: int, dtype: str, readers: int) -> None:
-    """The same bytes are asked for at once, whether or not small tensors lie between large ones."""
+    """The bytes in flight do not depend on small tensors between large ones."""
     large = [big(f"w{i}", storage=i, mib=8, dtype=dtype) for i in range(32)]
     between = [request(f"b{i}", entry((1024,), storage=32 + i), dtype=dtype) for i in range(small)]
     storages = [(i * 16 * MIB, 8 * MIB) for i in range(32)] + [(i * MIB + 512 * MIB, 4096) for i in range(small)]
@@ -117,7 +117,7 @@ def test_staging_below_the_minimum_is_refused() -> None:
         plan([big(dtype="bfloat16")], [(0, 20 * MIB)], facts(), staging=64 << 10)
 
 
-def test_small_neighbours_share_one_read_and_distant_ones_do_not() -> None:
+def test_small_neighbors_share_one_read_and_distant_ones_do_not() -> None:
     requests = [request(f"b{i}", entry((100,), storage=i)) for i in range(4)]
     made = plan(requests, [(0, 400), (448, 400), (MIB, 400), (MIB + 448, 400)], facts(cached=False))
     assert [(read.offset, read.nbytes) for read in made.reads] == [(0, 848), (MIB, 848)]
@@ -144,7 +144,7 @@ def filled(offset: int, nbytes: int, *, dtype: str = "float32", swap_bytes: int 
     return Target(name="w", dtype=dtype, nbytes=nbytes, device=device, fills=(fill,))
 
 
-def test_bytes_that_are_wanted_as_they_are_and_turned_round_are_read_once_and_copied_before() -> None:
+def test_bytes_that_are_needed_both_stored_and_byteswapped_are_read_once_and_copied_before_the_swap() -> None:
     turned = filled(400, 400, swap_bytes=4)
     raw, apart = filled(0, 1000, dtype="uint8"), filled(1000, 100, dtype="uint8")
     made = plan_load([turned, raw, apart], (FILE,), facts(cached=True), staging_bytes=MIB)
@@ -157,7 +157,7 @@ def test_bytes_that_are_wanted_as_they_are_and_turned_round_are_read_once_and_co
 @pytest.mark.parametrize(
     ("offset", "dtype", "swap_bytes"), [(0, "float64", 8), (2, "float32", 4)], ids=["wider numbers", "another grid"]
 )
-def test_bytes_that_are_turned_round_in_two_ways_are_read_twice(offset: int, dtype: str, swap_bytes: int) -> None:
+def test_bytes_that_are_byteswapped_on_two_grids_are_read_twice(offset: int, dtype: str, swap_bytes: int) -> None:
     other = filled(offset, 400, dtype=dtype, swap_bytes=swap_bytes)
     behind = filled(800, 400, dtype="float64", swap_bytes=8)
     targets = [filled(0, 400, swap_bytes=4), other, behind]
@@ -173,7 +173,7 @@ def test_no_copy_to_an_accelerator_comes_before_a_swap_of_its_bytes() -> None:
     assert not any(read.copies_before_swaps for read in made.reads)
 
 
-def test_an_offset_that_no_element_may_start_at_goes_through_staging_when_cold() -> None:
+def test_a_misaligned_offset_goes_through_staging_if_cold() -> None:
     made = plan([big()], [(8193, 20 * MIB)], facts(cached=False))
     assert all(read.into is None for read in made.reads)
 
@@ -191,7 +191,7 @@ def test_a_permuted_live_tensor_is_copied_not_read_over() -> None:
     assert all(read.into is None for read in made.reads)
 
 
-def test_targets_of_several_fills_are_never_read_over_their_neighbours() -> None:
+def test_targets_of_several_fills_are_never_read_over_their_neighbors() -> None:
     fills = tuple(
         Fill(
             file=0,
@@ -242,7 +242,7 @@ def test_reads_are_in_file_order() -> None:
     assert offsets == sorted(offsets)
 
 
-def test_views_of_one_storage_share_a_target_where_they_overlap_or_touch() -> None:
+def test_views_of_one_storage_share_a_target_if_they_overlap_or_touch() -> None:
     requests = [
         request("a", entry((10,), start=0)),
         request("b", entry((10,), start=5)),
@@ -284,25 +284,25 @@ def test_equal_views_are_one_tensor_and_casts_do_not_mix() -> None:
 
 def test_a_limit_on_address_space_takes_threads_away() -> None:
     """Weights of 20 MiB, staging and a reserve of 64 MiB come first; each thread then takes 72 MiB."""
-    wanted = [request("t", entry((10 * MIB,)), dtype="bfloat16")]
+    requests = [request("t", entry((10 * MIB,)), dtype="bfloat16")]
 
     def threads(room: int) -> tuple[int, int]:
         machine = replace(facts(cached=False), address_space_bytes=20 * MIB + 64 * MIB + 64 * MIB + room)
-        made = plan(wanted, [(0, 40 * MIB)], machine, staging=64 * MIB)
+        made = plan(requests, [(0, 40 * MIB)], machine, staging=64 * MIB)
         return made.readers, made.copiers
 
     assert threads(100 * 72 * MIB) == (8, 2)
     assert threads(9 * 72 * MIB) == (8, 1)
     assert threads(8 * 72 * MIB) == (8, 0)
     assert threads(3 * 72 * MIB) == (3, 0)
-    assert threads(72 * MIB - 1) == (0, 0)  # the caller's own thread reads
+    assert threads(72 * MIB - 1) == (0, 0)  # the thread of the caller reads
     assert threads(-10 * MIB) == (0, 0)
 
 
 def test_the_room_that_huge_pages_and_leads_take_counts_before_threads() -> None:
-    wanted = [big()]  # 20 MiB, of which each direct read takes whole blocks: a page more, and so a huge page more
+    requests = [big()]  # 20 MiB, of which each direct read takes whole blocks: a page more, and so a huge page more
     needed = 64 * MIB + 64 * MIB + 22 * MIB
     machine = replace(facts(cached=False), huge_pages=True)
     for room, readers in ((72 * MIB, 1), (72 * MIB - 1, 0)):
-        made = plan(wanted, [(100, 20 * MIB)], replace(machine, address_space_bytes=needed + room), staging=64 * MIB)
+        made = plan(requests, [(100, 20 * MIB)], replace(machine, address_space_bytes=needed + room), staging=64 * MIB)
         assert made.readers == readers

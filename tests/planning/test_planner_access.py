@@ -68,7 +68,7 @@ def test_readers_and_buffers_follow_the_parallelism(access: AccessFacts, readers
 
 
 @pytest.mark.parametrize(("gap", "reads"), [(0, 4), (600, 2), (2 * MIB, 1)])
-def test_the_gap_decides_which_neighbours_share_a_read(gap: int, reads: int) -> None:
+def test_the_gap_decides_which_neighbors_share_a_read(gap: int, reads: int) -> None:
     requests = [request(f"b{i}", entry((100,), storage=i)) for i in range(4)]
     machine = with_access(facts(cached=False), replace(local_access(), gap_bytes=gap))
     made = plan(requests, [(0, 400), (1000, 400), (MIB, 400), (MIB + 1000, 400)], machine)

@@ -95,7 +95,7 @@ def test_mapped_models_copy_what_has_to_be_turned_round(tmp_path: Path) -> None:
     with sluice.empty_init():
         loaded = torch.nn.Linear(300, 200)
     report = sluice.load_into(loaded, path, place="map")
-    assert any("2 of another byte order" in note for note in report.notes)
+    assert any("2 in a different byte order" in note for note in report.notes)
     assert bits(loaded.weight) == bits(torch.load(path, weights_only=True, mmap=False)["weight"])
 
 

@@ -18,7 +18,7 @@ from sluice.engine.file_targets import FileTargets
 from sluice.engine.host_memory import HostMemory
 from sluice.engine.staging import StagingPool
 from sluice.engine.targets import Targets
-from sluice.planning.conversion import Gathering, gatherings, in_long_runs, plan_gathering, plan_stream
+from sluice.planning.conversion import TargetGroup, group_targets, in_long_runs, plan_group, plan_stream
 from sluice.planning.planner import staging_buffer_bytes
 from sluice.reading.reader import CheckpointReader
 from sluice.records import Target
@@ -122,7 +122,7 @@ class Stream:
             self._reader.release_staging()  # the window takes the place of half of it
             window = HostMemory(self.window_bytes, huge_pages=self._facts.huge_pages)
             for batch in _batches(targets, gathered):
-                for group in gatherings(targets, batch, self.window_bytes):
+                for group in group_targets(targets, batch, self.window_bytes):
                     self._gather(targets, group, window, write)
             self._reader.release_staging()
 
@@ -140,9 +140,9 @@ class Stream:
         self._report(parts.written)
         self._done += parts.written
 
-    def _gather(self, targets: Sequence[Target], group: Gathering, window: HostMemory, write: Write) -> None:
+    def _gather(self, targets: Sequence[Target], group: TargetGroup, window: HostMemory, write: Write) -> None:
         chosen = [targets[i] for i in group.targets]
-        plan = plan_gathering(
+        plan = plan_group(
             chosen,
             self._checkpoint.index.files,
             self._facts,

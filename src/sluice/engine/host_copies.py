@@ -15,7 +15,7 @@ import torch
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
-from sluice._geometry import Piece, collapse, cut, span_elements
+from sluice._geometry import CopyPiece, collapse, cut, span_elements
 from sluice.engine.row_kernels import RowFunction, cast, row_function
 from sluice.engine.staging import StagingBuffer
 from sluice.records import Constant, Copy, Elements
@@ -164,7 +164,7 @@ def _moved(target: torch.Tensor, source: StridedBytes) -> Iterator[tuple[torch.T
     """Yield the parts of a copy, the bytes of each in one scratch that holds those of one part."""
     shape, step, target_step = collapse(source.shape, source.stride, target.stride())
     nbytes = source.raw.numel()
-    whole = Piece(0, nbytes, shape, step, target_step, int(target.storage_offset()))
+    whole = CopyPiece(0, nbytes, shape, step, target_step, int(target.storage_offset()))
     scratch = torch.empty(min(nbytes, options.MOVED_BYTES), dtype=torch.uint8)
     for piece in cut(whole, source.dtype.itemsize, limit_bytes=options.MOVED_BYTES, gap_bytes=options.MOVED_BYTES):
         # Not copy_, which starts torch's threads for this many bytes.

@@ -16,7 +16,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import LoadJob, LoadRequest
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.read_probe import probe_rates
-from sluice.planning.alternatives import Change, what_would_fit
+from sluice.planning.alternatives import Change, find_alternatives
 from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
 from sluice.planning.other_methods import METHODS, Forecast, Rates, Subject, Weight, forecast
 from sluice.planning.recommendation import COPY, MAP, MethodVerdict, judge, recommend
@@ -67,7 +67,7 @@ def plan_report(
         device_bytes={device.device: device.predicted_bytes for device in plan.devices},
         limits=limits,
         shortages=tuple(f"{each}, {each.allowed}" for each in short),
-        alternatives=what_would_fit(plan, memory, replan, offer=request.offers) if short else (),
+        alternatives=find_alternatives(plan, memory, replan, offer=request.offers) if short else (),
         cast=casts(job.requests),
         missing=job.missing,
         unexpected=job.unexpected,

@@ -1,6 +1,7 @@
-"""What would fit where a load does not: each change of its arguments is planned, so that what is advised is true.
+"""Alternatives to a load that does not fit: changes of its arguments with which it would.
 
-Only a load that is refused pays for this. A single change is tried before two at once.
+Each change is planned completely, so that the advice is reliable; only refused loads pay for this. Single changes are
+tried before combinations of two.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ from sluice._units import parse_bytes
 from sluice.planning.budget import ADDRESS_SPACE, budget_error, plan_needs, shortages
 from sluice.records import LoadPlan
 
-__all__ = ["Change", "Offer", "Replan", "check_budget", "what_would_fit"]
+__all__ = ["Change", "Offer", "Replan", "check_budget", "find_alternatives"]
 
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Arguments of a load that are not as the caller gave them; None is as he did."""
+    """Overrides of the arguments of a load; None keeps the value of the caller."""
 
-    #: Name of another dtype, or ``"auto"`` for the checkpoint's.
+    #: Name of a different dtype, or ``"auto"`` for that of the checkpoint.
     dtype: str | None = None
-    #: Another device, or ``"auto"``.
+    #: A different device, or ``"auto"``.
     device: str | None = None
-    #: The other way to place tensors.
+    #: A different placement of tensors.
     place: Place | None = None
     #: Smaller staging, in bytes.
     staging_bytes: int | None = None
 
     def arguments(self, memory: MemoryLimits) -> dict[str, object]:
-        """Return the arguments by the names that the verbs have for them."""
+        """Return the overrides as keyword arguments of the public functions."""
         values: dict[str, object] = {"device": self.device, "place": self.place}
         if self.dtype is not None:
             values["dtype"] = "auto" if self.dtype == "auto" else torch_dtype(self.dtype)
@@ -56,37 +57,42 @@ class Change:
         return " with ".join(parts)
 
 
-#: Returns the plan of the same load with a change, unchecked; raises ``SluiceError`` or ``ValueError`` where there is
-#: none.
+#: Function that plans the same load with a change, without checking limits; raises ``SluiceError`` or ``ValueError`` if
+#: that is impossible.
 Replan = Callable[[Change], LoadPlan]
 
 
-#: Returns the single changes that a caller could ask for, beside smaller staging. Called only when something is short:
-#: looking for accelerators takes time.
+#: Function that returns the single changes to try in addition to smaller staging. It is called only if memory is short,
+#: because looking for accelerators takes time.
 Offer = Callable[[], Sequence[Change]]
 
 
 def check_budget(plan: LoadPlan, memory: MemoryLimits, replan: Replan, *, file: str, offer: Offer = tuple) -> None:
-    """Raise ``BudgetError`` with what would fit instead when a plan cannot keep its limits.
+    """Raise ``BudgetError`` with alternatives if a plan exceeds its limits.
 
     Args:
-        plan: The plan to judge.
-        memory: What the caller allows.
-        replan: Plans the same load with a change.
+        plan: The plan to check.
+        memory: Limits of the caller.
+        replan: Function that plans the same load with a change.
         file: Path of the checkpoint, for the message.
-        offer: Returns the changes that could be asked for.
+        offer: Function that returns the changes to try.
+
+    Raises:
+        BudgetError: The plan exceeds a limit.
     """
-    found = shortages(plan, memory)
-    if found:
-        raise budget_error(found, what_would_fit(plan, memory, replan, offer=offer), file=file)
+    exceeded = shortages(plan, memory)
+    if exceeded:
+        raise budget_error(exceeded, find_alternatives(plan, memory, replan, offer=offer), file=file)
 
 
-def what_would_fit(
+def find_alternatives(
     plan: LoadPlan, memory: MemoryLimits, replan: Replan, *, offer: Offer = tuple
 ) -> tuple[Alternative, ...]:
-    """Return the changes with which a load that does not fit does; the arguments are those of ``check_budget``."""
+    """Return changes with which a load would fit; for the arguments see ``check_budget``."""
     single = list(offer())
-    both = [replace(one, dtype=other.dtype) for one in single for other in single if other.dtype and not one.dtype]
+    both = [
+        replace(change, dtype=other.dtype) for change in single for other in single if other.dtype and not change.dtype
+    ]
     smallest = options.SMALLEST_STAGING_BYTES
     rounds: list[list[Change]] = [
         [*_smaller_staging(plan, memory), *single],
@@ -95,15 +101,15 @@ def what_would_fit(
         [replace(change, staging_bytes=smallest) for change in both],
     ]
     for changes in rounds:
-        found = tuple(made for change in changes if (made := _try(change, memory, replan)))
-        if found:
-            return found
+        fitting = tuple(alternative for change in changes if (alternative := _try(change, memory, replan)))
+        if fitting:
+            return fitting
     return ()
 
 
 def _smaller_staging(plan: LoadPlan, memory: MemoryLimits) -> Iterator[Change]:
-    """Yield the largest staging, a power of two, that leaves the room that is missing on the host."""
-    excess = max((each.needed_bytes - each.limit.nbytes for each in shortages(plan, memory)), default=0)
+    """Yield the change to the largest power of two of staging bytes that removes the shortage, if there is one."""
+    excess = max((short.needed_bytes - short.limit.nbytes for short in shortages(plan, memory)), default=0)
     held = plan.staging_buffers * plan.staging_buffer_bytes
     size = 1 << (parse_bytes(memory.staging) - 1).bit_length()
     while (size := size // 2) >= options.SMALLEST_STAGING_BYTES:
@@ -113,10 +119,11 @@ def _smaller_staging(plan: LoadPlan, memory: MemoryLimits) -> Iterator[Change]:
 
 
 def _try(change: Change, memory: MemoryLimits, replan: Replan) -> Alternative | None:
+    """Return the alternative of a change; None if it cannot be planned or does not fit."""
     try:
         plan = replan(change)
     except (SluiceError, ValueError):
-        return None  # another dtype or device can be refused for reasons of its own
+        return None  # the change itself may be invalid, such as a dtype that a tensor cannot have
     if shortages(plan, memory):
         return None
     needs = {where: nbytes for where, nbytes in plan_needs(plan).items() if where != ADDRESS_SPACE}

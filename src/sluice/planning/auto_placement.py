@@ -1,9 +1,11 @@
-"""``device="auto"``: accelerators are filled in order, the rest goes to the CPU. Pure; no torch.
+"""Placement of ``device="auto"``: fill accelerators in order and put the rest on the CPU.
 
-A module goes to the first accelerator that has room for all of it. One that does not fit is split into its children,
-down to what must stay whole: modules that the model says so of, and modules without children. What stays whole and
-does not fit closes the accelerator, so that the order of the model is the order of the devices and activations move
-once from each to the next. Modules that share a tensor stay together.
+A module goes to the first accelerator with room for all of it. A module that does not fit is split into its children,
+except for modules that must stay whole: those that the model declares indivisible, and those without children. If a
+whole module does not fit, its accelerator is closed. Devices therefore follow the order of the model, and activations
+move once from each device to the next. Modules that share a tensor stay together.
+
+Pure functions: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -21,53 +23,54 @@ _HOST = "cpu"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One tensor of a module that needs a place."""
+    """One tensor of a module to place."""
 
-    #: Its names in the module; tied tensors have several.
+    #: Names in the module; tied tensors have several.
     names: tuple[str, ...]
     #: Bytes of the finished tensor.
     nbytes: int
-    #: Device that holds it already, as it will be: there it costs nothing. None: it is on meta, or changes its dtype.
+    #: Device that already holds the tensor in its final dtype, where placing it takes no memory; None if it is on meta
+    #: or changes its dtype.
     at: str | None = None
 
     def cost_on(self, device: str) -> int:
-        """Bytes by which the memory of a device grows when it goes there."""
+        """Return the bytes by which the memory of ``device`` grows if the tensor is placed there."""
         return 0 if self.at == device else self.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What one accelerator may be filled with."""
+    """Capacity of one accelerator."""
 
     #: Name as torch writes it: ``"cuda:0"``.
     device: str
-    #: Bytes that its allocator may reserve for the tensors.
+    #: Most bytes that its allocator may reserve for the tensors.
     nbytes: int
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A module, or a tensor that its module holds directly beside children."""
+    """A module, or a tensor that belongs directly to a module with children."""
 
     path: str
     children: dict[str, _Node] = field(default_factory=dict)
-    #: Full name and position of each tensor that it holds itself.
+    #: Full name and position of each tensor that belongs directly to it.
     own: list[tuple[str, int]] = field(default_factory=list)
-    #: Positions of all tensors in it, in order.
+    #: Positions of all tensors in it, in order, as keys.
     members: dict[int, None] = field(default_factory=dict)
 
 
 def auto_placement(
     members: Sequence[Member], rooms: Sequence[Room], *, whole: Collection[str] = (), one_block: bool = True
 ) -> dict[str, str]:
-    """Return a device for every tensor, as a mapping from prefixes of names; the longest prefix wins.
+    """Return a device for every tensor, as a mapping from name prefixes to devices; the longest prefix applies.
 
-    No accelerator is asked to reserve more than its room, as torch's allocator counts. What has no room there is the
-    CPU's; whether it has room itself is checked with the rest of the plan.
+    No accelerator reserves more than its room, counted as torch's allocator does. Tensors without room there go to the
+    CPU; its limits are checked with the rest of the plan.
 
     Args:
-        members: Every tensor of the module, in the order of its modules.
-        rooms: The accelerators in the order in which they are filled.
+        members: All tensors of the module, in the order of its modules.
+        rooms: Accelerators in the order in which they are filled.
         whole: Paths of modules that must not be split.
         one_block: Whether the memory of an accelerator is reserved as one block; see ``plan_reservation``.
     """
@@ -81,7 +84,7 @@ def auto_placement(
             ]
             excess = plan_reservation(sizes, one_block=one_block).reserved_bytes - room.nbytes
             if excess > 0:
-                # Rounding took it over the edge: this much less fits. Later accelerators depend on it, so start again.
+                # Rounding exceeds the room by this much. Later accelerators depend on the limit, so start again.
                 limits[room.device] = min(limits[room.device], sum(sizes)) - excess
                 break
         else:
@@ -89,9 +92,10 @@ def auto_placement(
 
 
 def _tree(members: Sequence[Member]) -> _Node:
+    """Return the root of the tree of modules that the names describe."""
     root = _Node("")
     named = [(member.names[0], position) for position, member in enumerate(members)]
-    # Further names of tied tensors come last: they must not bring their modules forward.
+    # Further names of tied tensors come last, so that they do not change the order of modules.
     named += [(name, position) for position, member in enumerate(members) for name in member.names[1:]]
     for name, position in named:
         node = root
@@ -113,11 +117,11 @@ def _assign(root: _Node, members: Sequence[Member], limits: Mapping[str, int], w
     used = 0
     while queue:
         node = queue.popleft()
-        wanted = _together(node, partners, devices)
+        unit = _together(node, partners, devices)
         device = order[0]
-        nbytes = sum(members[position].cost_on(device) for position in wanted)
+        nbytes = sum(members[position].cost_on(device) for position in unit)
         if device == _HOST or used + nbytes <= limits[device]:
-            for position in wanted:
+            for position in unit:
                 devices[position] = device
             used += nbytes
         elif node.children and node.path not in whole:
@@ -130,8 +134,8 @@ def _assign(root: _Node, members: Sequence[Member], limits: Mapping[str, int], w
 
 
 def _units(root: _Node, members: Sequence[Member], whole: frozenset[str]) -> dict[int, list[_Node]]:
-    """Return for each tied member the smallest parts of the module that hold it and stay whole."""
-    found: defaultdict[int, list[_Node]] = defaultdict(list)
+    """Return for each tied member the smallest indivisible parts of the module that contain it."""
+    units: defaultdict[int, list[_Node]] = defaultdict(list)
     for position, member in enumerate(members):
         for name in member.names if len(member.names) > 1 else ():
             node = root
@@ -141,33 +145,34 @@ def _units(root: _Node, members: Sequence[Member], whole: frozenset[str]) -> dic
                 node = node.children[part]
             if node.children and node.path not in whole:
                 node = _Node(name, members={position: None})
-            found[position].append(node)
-    return dict(found)
+            units[position].append(node)
+    return dict(units)
 
 
 def _together(node: _Node, partners: Mapping[int, list[_Node]], devices: Sequence[str]) -> dict[int, None]:
-    """Return the members that have to go where ``node`` goes and have no place yet."""
-    wanted: dict[int, None] = {}
+    """Return the unplaced members that must go to the same device as ``node``."""
+    unit: dict[int, None] = {}
     pending = [node]
     while pending:
         for position in pending.pop().members:
-            if position not in wanted and not devices[position]:
-                wanted[position] = None
+            if position not in unit and not devices[position]:
+                unit[position] = None
                 pending.extend(partners.get(position, ()))
-    return wanted
+    return unit
 
 
 def _split(node: _Node) -> Iterator[_Node]:
+    """Yield the tensors that belong directly to a module, then its children."""
     for name, position in node.own:
         yield _Node(name, members={position: None})
     yield from node.children.values()
 
 
 def _prefixes(node: _Node, devices: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the shortest prefixes under which all tensors have one device."""
-    found = {devices[position] for position in node.members}
-    if len(found) == 1:
-        yield node.path, found.pop()
+    """Yield the shortest prefixes under which all tensors have the same device, with this device."""
+    distinct = {devices[position] for position in node.members}
+    if len(distinct) == 1:
+        yield node.path, distinct.pop()
         return
     for part in _split(node):
         yield from _prefixes(part, devices)

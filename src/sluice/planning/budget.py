@@ -1,7 +1,9 @@
-"""What memory a load may take, what its plan needs, and what is short. Pure; no torch.
+"""Memory limits of a load, the needs of its plan, and shortages.
 
-Limits come from the caller where he sets them, else from the control group, from free memory and from each accelerator.
-A limit on virtual memory (``ulimit -v``) counts whatever the caller says: the system would refuse the mappings.
+Limits are those of the caller, or else come from the control group, free memory and each accelerator. A limit on
+virtual memory (``ulimit -v``) always applies, because the system would refuse the mappings.
+
+Pure functions: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -29,61 +31,61 @@ __all__ = [
     "shortages",
 ]
 
-#: Names, beside those of devices, of what has a limit.
+#: Kinds of memory with a limit, in addition to devices.
 HOST = "host"
 ADDRESS_SPACE = "address space"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """What one kind of memory may grow by."""
+    """Limit on the growth of one kind of memory."""
 
     #: ``"host"``, ``"address space"`` or a device as torch writes it.
     where: str
-    #: The most that it may grow by, in bytes.
+    #: Largest growth, in bytes.
     nbytes: int
-    #: Where the number comes from: ``"MemoryLimits(host=...)"``, ``"free memory"``, ``"left in the control group"``.
+    #: Origin of the limit: ``"MemoryLimits(host=...)"``, ``"free memory"``, ``"left in the control group"``.
     origin: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """A limit that a plan cannot keep."""
+    """A limit that a plan exceeds."""
 
     #: The limit.
     limit: MemoryLimit
-    #: Growth that the plan predicts, in bytes.
+    #: Predicted growth, in bytes.
     needed_bytes: int
-    #: The part of it that is weights, in bytes.
+    #: Bytes of weights in the predicted growth.
     weights_bytes: int
 
     def __str__(self) -> str:
-        what = {HOST: "host memory", ADDRESS_SPACE: "virtual memory"}.get(
+        kind = {HOST: "host memory", ADDRESS_SPACE: "virtual memory"}.get(
             self.limit.where, f"memory of {self.limit.where}"
         )
         return (
-            f"the load needs {format_bytes(self.needed_bytes)} of {what}: {format_bytes(self.weights_bytes)} for "
+            f"the load needs {format_bytes(self.needed_bytes)} of {kind}: {format_bytes(self.weights_bytes)} for "
             f"weights, {format_bytes(self.needed_bytes - self.weights_bytes)} for staging and overhead"
         )
 
     @property
     def allowed(self) -> str:
-        """The limit in words."""
+        """The limit as text, with its origin."""
         return f"at most {format_bytes(self.limit.nbytes)} ({self.limit.origin})"
 
 
 def device_limit(memory: MemoryLimits, device: str) -> int | None:
-    """Return the bytes that the caller lets an accelerator's memory grow by; None without a limit."""
+    """Return the caller's limit on the growth of an accelerator's memory, in bytes; None if there is none."""
     limit = memory.device.get(device) if isinstance(memory.device, Mapping) else memory.device
     return None if limit is None else parse_bytes(limit)
 
 
 def find_limits(facts: MachineFacts, memory: MemoryLimits) -> tuple[MemoryLimit, ...]:
-    """Return what host, address space and each accelerator of the facts may grow by, as far as that is known.
+    """Return the known limits of the host, the address space and each accelerator of the facts.
 
     Args:
-        facts: What was asked of the machine.
-        memory: What the caller allows.
+        facts: Facts about the machine.
+        memory: Limits of the caller.
     """
     limits = [_host_limit(facts, memory)]
     if facts.address_space_bytes is not None:
@@ -106,7 +108,7 @@ def _host_limit(facts: MachineFacts, memory: MemoryLimits) -> MemoryLimit:
 
 
 def plan_needs(plan: LoadPlan) -> dict[str, int]:
-    """Return the bytes by which a plan lets each kind of memory grow."""
+    """Return the predicted growth of each kind of memory, in bytes."""
     return {
         HOST: plan.predicted.total_bytes,
         ADDRESS_SPACE: address_space_bytes(
@@ -121,7 +123,7 @@ def plan_needs(plan: LoadPlan) -> dict[str, int]:
 
 
 def shortages(plan: LoadPlan, memory: MemoryLimits) -> tuple[Shortage, ...]:
-    """Return the limits that a plan cannot keep, those of the host first."""
+    """Return the limits that a plan exceeds, those of the host first."""
     needs = plan_needs(plan)
     return tuple(
         Shortage(limit=limit, needed_bytes=needs[limit.where], weights_bytes=_weights(plan, limit.where))
@@ -130,16 +132,16 @@ def shortages(plan: LoadPlan, memory: MemoryLimits) -> tuple[Shortage, ...]:
     )
 
 
-def budget_error(found: Sequence[Shortage], alternatives: Sequence[Alternative], *, file: str) -> BudgetError:
-    """Return the error for what is short, the first of it in its fields.
+def budget_error(exceeded: Sequence[Shortage], alternatives: Sequence[Alternative], *, file: str) -> BudgetError:
+    """Return the error for exceeded limits, with the first of them in its fields.
 
     Args:
-        found: What is short.
-        alternatives: What would fit.
+        exceeded: The shortages, at least one.
+        alternatives: Changes of the arguments with which the load would fit.
         file: Path of the checkpoint.
     """
-    first = found[0]
-    text = "; ".join(str(shortage) if shortage is first else f"{shortage}, {shortage.allowed}" for shortage in found)
+    first = exceeded[0]
+    text = "; ".join(str(short) if short is first else f"{short}, {short.allowed}" for short in exceeded)
     return BudgetError(
         text,
         file=file,
@@ -162,21 +164,21 @@ def _weights(plan: LoadPlan, where: str) -> int:
 def address_space_bytes(
     targets: Sequence[Target], blocks: Sequence[Block], shared: Iterable[int], *, staging_bytes: int, huge_pages: bool
 ) -> int:
-    """Return the virtual memory that a load takes without its threads, in bytes.
+    """Return the virtual memory of a load without its threads, in bytes.
 
     Args:
         targets: Final memory.
-        blocks: Where each target lies.
+        blocks: Block of each target.
         shared: Bytes of each mapping that targets share: arenas and ranges of files.
         staging_bytes: Bytes of all staging buffers.
-        huge_pages: Whether large mappings get huge pages.
+        huge_pages: Whether large mappings use huge pages.
     """
     sizes = [*_mappings(targets, blocks, huge_pages=huge_pages), *shared]
     return sum(round_up(size, options.BLOCK_BYTES) for size in sizes) + staging_bytes + options.RESERVED_ADDRESS_BYTES
 
 
 def _mappings(targets: Sequence[Target], blocks: Sequence[Block], *, huge_pages: bool) -> Iterator[int]:
-    """Yield the bytes of each mapping that a target has for itself, with the room that huge pages take."""
+    """Yield the bytes of each mapping with a single target, rounded up to huge pages where they are used."""
     for target, block in zip(targets, blocks, strict=True):
         if block.kind == "mapping":
             nbytes = block.lead_bytes + target.nbytes

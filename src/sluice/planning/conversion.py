@@ -1,8 +1,9 @@
-"""Plans targets that are parts of files under construction: read once, in file order, through staging. Pure; no torch.
+"""Plans for conversions, whose targets are parts of output files: read once, in file order, through staging.
 
-A target whose elements reach it in long runs is written run by run, wherever they come from. One that would be written
-in short pieces (a transposed weight) is finished in memory before, where it fits the share of the gate that is kept
-for that.
+A target whose elements arrive in long runs is written run by run. A target that would be written in short runs, such as
+a transposed weight, is first finished in memory, if it fits the share of staging that is reserved for this.
+
+Pure functions: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import round_up
 from sluice._options import PageCache
 from sluice.planning.planner import most_threads, plan_load, reader_count
-from sluice.planning.reads import StagedReads, as_run, collapse_fills
+from sluice.planning.reads import StagedReads, collapse_fill, collapse_fills
 from sluice.records import Block, FileRecord, LoadPlan, MachineFacts, Peaks, Target
 
-__all__ = ["Gathering", "gatherings", "in_long_runs", "plan_gathering", "plan_stream"]
+__all__ = ["TargetGroup", "group_targets", "in_long_runs", "plan_group", "plan_stream"]
 
 
 def in_long_runs(target: Target) -> bool:
-    """Return whether the elements of a target come in runs that are worth a write each."""
+    """Return whether the elements of a target arrive in runs that are long enough for one write per run."""
     if target.constants:
         return False
     item = ITEM_BYTES[target.dtype]
     for fill in target.fills:
-        piece = as_run(0, fill).piece
-        run = piece.shape[-1] if piece.source_stride[-1] == piece.target_stride[-1] == 1 else 1
-        if piece.shape != (run,) and run * item < options.SHORTEST_RUN_BYTES:
+        piece = collapse_fill(0, fill).piece
+        run_elements = piece.shape[-1] if piece.source_stride[-1] == piece.target_stride[-1] == 1 else 1
+        if piece.shape != (run_elements,) and run_elements * item < options.SHORTEST_RUN_BYTES:
             return False
     return True
 
@@ -43,19 +44,19 @@ def plan_stream(
     buffer_bytes: int,
     page_cache: PageCache = "auto",
 ) -> LoadPlan:
-    """Return the plan that brings every byte of ``targets`` through staging, neighbours of a file together.
+    """Return the plan that reads all bytes of ``targets`` through staging, with neighboring ranges in one read.
 
     Args:
-        targets: Parts of files under construction.
-        files: The files that the fills read.
-        facts: What was asked of the machine, one ``FileFacts`` for each file.
-        staging_bytes: The most that staging buffers may take together.
-        buffer_bytes: Bytes of one of them.
+        targets: Parts of output files.
+        files: Files that the fills read.
+        facts: Facts about the machine, with one ``FileFacts`` per file.
+        staging_bytes: Most bytes of all staging buffers together.
+        buffer_bytes: Bytes of one staging buffer.
         page_cache: See ``sluice._options.PageCache``.
     """
     staged = StagedReads(targets, facts.files, buffer_bytes=buffer_bytes, page_cache=page_cache, host_casts=False)
-    for run in collapse_fills(targets):
-        staged.add(run)
+    for fill in collapse_fills(targets):
+        staged.add(fill)
     reads = tuple(staged.reads())
     buffers = min(max(1, staging_bytes // buffer_bytes), len(reads))
     threads = most_threads(facts, staging_bytes + options.RESERVED_ADDRESS_BYTES)
@@ -69,7 +70,7 @@ def plan_stream(
         arenas=(),
         reads=reads,
         readers=readers,
-        # They write, which is waiting too.
+        # Copiers write to files and wait for the disk, so that there may be more of them than cores.
         copiers=max(0, min(options.WRITERS, buffers - 1, threads - readers)),
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
@@ -80,39 +81,39 @@ def plan_stream(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gathering:
-    """Targets that are finished in memory together."""
+class TargetGroup:
+    """Targets that are finished in memory at the same time, before they are written."""
 
-    #: Their positions.
+    #: Positions of the targets.
     targets: tuple[int, ...]
-    #: First byte of each in that memory.
+    #: First byte of each target in the memory.
     offsets: tuple[int, ...]
 
 
-def gatherings(targets: Sequence[Target], wanted: Iterable[int], window_bytes: int) -> Iterator[Gathering]:
-    """Yield the targets at positions ``wanted`` in groups that fit ``window_bytes``; each of them does.
+def group_targets(targets: Sequence[Target], positions: Iterable[int], window_bytes: int) -> Iterator[TargetGroup]:
+    """Yield the targets at ``positions`` in groups that fit ``window_bytes``.
 
     Args:
         targets: All targets.
-        wanted: Positions of those that are finished in memory.
+        positions: Positions of the targets to finish in memory; each of them fits ``window_bytes``.
         window_bytes: Bytes of the memory.
     """
-    held: list[int] = []
+    members: list[int] = []
     offsets: list[int] = []
     end = 0
-    for position in wanted:
+    for position in positions:
         nbytes = targets[position].nbytes
-        if held and end + nbytes > window_bytes:
-            yield Gathering(targets=tuple(held), offsets=tuple(offsets))
-            held, offsets, end = [], [], 0
-        held.append(position)
+        if members and end + nbytes > window_bytes:
+            yield TargetGroup(targets=tuple(members), offsets=tuple(offsets))
+            members, offsets, end = [], [], 0
+        members.append(position)
         offsets.append(end)
         end = round_up(end + nbytes, options.TENSOR_ALIGNMENT_BYTES)
-    if held:
-        yield Gathering(targets=tuple(held), offsets=tuple(offsets))
+    if members:
+        yield TargetGroup(targets=tuple(members), offsets=tuple(offsets))
 
 
-def plan_gathering(
+def plan_group(
     targets: Sequence[Target],
     files: tuple[FileRecord, ...],
     facts: MachineFacts,
@@ -120,6 +121,6 @@ def plan_gathering(
     staging_bytes: int,
     page_cache: PageCache = "auto",
 ) -> LoadPlan:
-    """Return the plan that fills ``targets`` in memory that the caller supplies."""
+    """Return the plan that fills a group of targets in memory that the caller supplies."""
     existing = [replace(target, existing=True) for target in targets]
     return plan_load(existing, files, facts, staging_bytes=staging_bytes, page_cache=page_cache)

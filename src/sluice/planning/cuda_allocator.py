@@ -1,14 +1,16 @@
-"""What torch's CUDA caching allocator makes of a list of allocations. Pure arithmetic; no torch.
+"""Arithmetic of torch's CUDA caching allocator: the bytes that it reserves for a list of allocations.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.6 to 2.13), without expandable segments:
 
 - a request is rounded up to 512 bytes;
-- up to 1 MiB it is cut out of segments of 2 MiB, up to 10 MiB out of segments of 20 MiB, and a larger one gets a
-  segment of its own, rounded up to 2 MiB;
-- what is left of a segment stays usable, except the last MiB of a large one.
+- requests up to 1 MiB share segments of 2 MiB, those below 10 MiB share segments of 20 MiB, and larger ones get their
+  own segment, rounded up to 2 MiB;
+- the rest of a segment stays usable, unless at most 1 MiB of a 20 MiB segment is left.
 
-So one allocation for each tensor reserves more than the tensors: 10 % more for many tensors of 3 MiB. One allocation of
-them all, freed at once, leaves a cached block out of which the same tensors are then cut with no such loss.
+Separate allocations therefore reserve more than the tensors: 10 % more for many tensors of 3 MiB. A single allocation
+of the total size, freed at once, leaves a cached block from which these tensors are then allocated without this loss.
+
+Pure functions: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -21,33 +23,33 @@ from sluice.records import Reservation
 
 __all__ = ["plan_reservation", "scratch_bytes"]
 
-MIB = 1 << 20
+_MIB = 1 << 20
 _SMALLEST_BYTES = 512
-_LARGEST_SMALL_BYTES = MIB
-_SMALL_SEGMENT_BYTES = 2 * MIB
-_MEDIUM_SEGMENT_BYTES = 20 * MIB
-_LARGEST_MEDIUM_BYTES = 10 * MIB
-_SEGMENT_MULTIPLE_BYTES = 2 * MIB
+_LARGEST_SMALL_BYTES = _MIB
+_SMALL_SEGMENT_BYTES = 2 * _MIB
+_MEDIUM_SEGMENT_BYTES = 20 * _MIB
+_LARGEST_MEDIUM_BYTES = 10 * _MIB
+_SEGMENT_MULTIPLE_BYTES = 2 * _MIB
 
 
 def plan_reservation(sizes: Iterable[int], *, one_block: bool = True) -> Reservation:
-    """Return how tensors of these sizes, in bytes, are best allocated.
+    """Return the best allocation of tensors of these sizes.
 
     Args:
         sizes: Bytes of each tensor; zeros take nothing.
-        one_block: Whether they may be taken as one block first. Not where each replaces a live tensor: then the block
-            would be a second copy of them all.
+        one_block: Whether a single block may be allocated first. It must not if tensors replace live ones, because the
+            block would take as much memory as all of them together.
     """
-    asked = [size for size in sizes if size]
-    rounded = [round_up(size, _SMALLEST_BYTES) for size in asked]
+    requested = [size for size in sizes if size]
+    rounded = [round_up(size, _SMALLEST_BYTES) for size in requested]
     small = [size for size in rounded if size <= _LARGEST_SMALL_BYTES]
     large = [size for size in rounded if size > _LARGEST_SMALL_BYTES]
     small_bytes = _packed(small, _SMALL_SEGMENT_BYTES)
     apart = small_bytes + _apart(large)
-    # Up to 10 MiB the allocator would take a segment of 20 MiB for it; just above it takes what is asked for.
+    # Below 10 MiB the allocator would take a segment of 20 MiB; from 10 MiB on it takes the size of the block.
     block = round_up(max(sum(large), _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES) if large and one_block else 0
     return Reservation(
-        requested_bytes=sum(asked),
+        requested_bytes=sum(requested),
         allocated_bytes=sum(rounded),
         block_bytes=block,
         reserved_bytes=small_bytes + block if block else apart,
@@ -56,36 +58,35 @@ def plan_reservation(sizes: Iterable[int], *, one_block: bool = True) -> Reserva
 
 
 def scratch_bytes(buffer_bytes: int) -> int:
-    """Return the size of a scratch that holds one staging buffer and takes a segment of just its own size."""
+    """Return the size of a scratch that holds one staging buffer and fills a segment of its own, in bytes."""
     return round_up(max(buffer_bytes, _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES)
 
 
 def _apart(large: Iterable[int]) -> int:
-    """Return the segments of large tensors that are allocated one by one."""
+    """Return the bytes of the segments of large tensors that are allocated one by one."""
     large = list(large)
     medium = [size for size in large if size < _LARGEST_MEDIUM_BYTES]
     own = sum(round_up(size, _SEGMENT_MULTIPLE_BYTES) for size in large if size >= _LARGEST_MEDIUM_BYTES)
-    return own + _packed(medium, _MEDIUM_SEGMENT_BYTES, lost_bytes=MIB)
+    return own + _packed(medium, _MEDIUM_SEGMENT_BYTES, lost_bytes=_MIB)
 
 
 def _packed(sizes: Iterable[int], segment_bytes: int, *, lost_bytes: int = 0) -> int:
-    """Return the bytes of the segments that hold ``sizes`` one after the other, each in the first that has room.
+    """Return the bytes of the segments for allocations in sequence, each in the smallest free range that fits.
 
     Args:
         sizes: Bytes of each allocation, in order.
         segment_bytes: Bytes of a segment.
-        lost_bytes: A rest of at most this is not used again.
+        lost_bytes: Largest rest of a segment that is not used again.
     """
     rests: list[int] = []  # sorted
     segments = 0
     for size in sizes:
-        # The allocator takes the smallest block that fits.
-        place = bisect_left(rests, size)
-        if place == len(rests):
+        position = bisect_left(rests, size)
+        if position == len(rests):
             segments += 1
             rest = segment_bytes - size
         else:
-            rest = rests.pop(place) - size
+            rest = rests.pop(position) - size
         if rest > lost_bytes:
             insort(rests, rest)
     return segments * segment_bytes

@@ -1,8 +1,10 @@
-"""Final memory: from requests to targets, views on them, and how each is allocated. Pure; no torch.
+"""Layout of final memory: requests become targets and views of them, and each target gets a block.
 
 A dense tensor keeps the order of its dimensions, so that one contiguous read fills it. A view with gaps becomes
-contiguous unless others need the bytes in between. Views that overlap in the file share one target where the
-caller wants shared storages (state dicts), and get one each where every tensor stands alone (modules).
+contiguous unless other views need the bytes of the gaps. Views that overlap in the file share a target in state dicts
+(``shared_targets``), and have one target each in modules (``single_targets``).
+
+Pure functions: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ __all__ = ["Computed", "computed_targets", "lay_out_blocks", "shared_targets", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """A finished tensor whose values come from no file."""
+    """A finished tensor whose values are computed, not read."""
 
-    #: Its name, for messages.
+    #: Name for messages.
     name: str
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: Step of each dimension, in elements; row-major where these would leave gaps.
+    #: Step of each dimension, in elements; replaced by row-major steps if they would leave gaps.
     stride: tuple[int, ...]
     #: Name of its dtype.
     dtype: str
@@ -36,34 +38,34 @@ class Computed:
 
 
 def computed_targets(computed: Sequence[Computed], first: int) -> tuple[tuple[Target, ...], tuple[View, ...]]:
-    """Return memory without fills for computed tensors, and one view for each.
+    """Return a target without fills and a view for each computed tensor.
 
     Args:
-        computed: What is wanted.
-        first: Position of the first of these targets in the plan.
+        computed: The tensors.
+        first: Position in the plan of the first of these targets.
     """
     targets, views = [], []
-    for position, one in enumerate(computed, first):
-        stride = one.stride if is_dense(one.shape, one.stride) else contiguous_stride(one.shape)
-        nbytes = span_elements(one.shape, stride) * ITEM_BYTES[one.dtype]
-        targets.append(Target(name=one.name, dtype=one.dtype, nbytes=nbytes, device=one.device, fills=()))
-        views.append(View(target=position, start=0, shape=one.shape, stride=stride))
+    for position, tensor in enumerate(computed, first):
+        stride = tensor.stride if is_dense(tensor.shape, tensor.stride) else contiguous_stride(tensor.shape)
+        nbytes = span_elements(tensor.shape, stride) * ITEM_BYTES[tensor.dtype]
+        targets.append(Target(name=tensor.name, dtype=tensor.dtype, nbytes=nbytes, device=tensor.device, fills=()))
+        views.append(View(target=position, start=0, shape=tensor.shape, stride=stride))
     return tuple(targets), tuple(views)
 
 
 def single_targets(
     requests: Sequence[Request], index: Index, offsets: Mapping[int, int]
 ) -> tuple[tuple[Target, ...], tuple[View, ...]]:
-    """Return one target and one view for each request. Conjugates and negatives are made as such.
+    """Return one target and one view per request. Conjugates and negatives are materialized.
 
     Args:
-        requests: What is wanted.
-        index: The index that the entries belong to.
-        offsets: Data offset of every storage that the index has not located.
+        requests: The requested tensors.
+        index: Index of the entries.
+        offsets: Data offset of each storage that the index has not located, by position.
     """
     targets, views = [], []
     for position, request in enumerate(requests):
-        target, view = _alone(request, position, index, offsets)
+        target, view = _single_target(request, position, index, offsets)
         targets.append(target)
         views.append(view)
     return tuple(targets), tuple(views)
@@ -72,10 +74,10 @@ def single_targets(
 def shared_targets(
     requests: Sequence[Request], index: Index, offsets: Mapping[int, int]
 ) -> tuple[tuple[Target, ...], tuple[View, ...]]:
-    """Return targets and one view for each request, such that views of the same bytes share a target.
+    """Return targets, shared by views of the same bytes, and one view per request.
 
-    Of a storage only the union of what its views need is held: a 10-row view of a large storage is 10 rows.
-    Conjugates and negatives stay views of what they are made from.
+    Targets hold only the union of the requested views: a 10-row view of a large storage takes 10 rows. Conjugates and
+    negatives stay lazy views. For the arguments see ``single_targets``.
     """
     targets: list[Target] = []
     views: dict[int, View] = {}
@@ -99,15 +101,15 @@ def _without_math_bits(request: Request) -> Request:
 def lay_out_blocks(
     targets: Sequence[Target], leads: Mapping[int, int], mapped: Mapping[int, Block]
 ) -> tuple[tuple[Block, ...], tuple[int, ...]]:
-    """Return how each target is allocated, and the bytes of each arena.
+    """Return the block of each target, and the bytes of each arena.
 
-    An arena is closed when it is full, and early when another module begins, so that deleting a module gives its
-    memory back.
+    An arena is closed when it is full. If it holds enough, it is also closed at the next module, so that deleting a
+    module releases its memory.
 
     Args:
         targets: Final memory.
-        leads: Bytes to leave before a target in its own mapping, by position; absent means 0.
-        mapped: Blocks of the targets that are pages of a file, by position.
+        leads: Bytes to leave before a target in its own mapping, by position; 0 if absent.
+        mapped: Blocks of the mapped targets, by position.
     """
     blocks: list[Block] = []
     arenas: list[int] = []
@@ -116,7 +118,7 @@ def lay_out_blocks(
         if position in mapped:
             blocks.append(mapped[position])
             continue
-        kind = _kind(target)
+        kind = _block_kind(target)
         if kind != "arena":
             blocks.append(Block(kind=kind, lead_bytes=leads.get(position, 0)))
             continue
@@ -132,44 +134,45 @@ def lay_out_blocks(
     return tuple(blocks), tuple(arenas)
 
 
-def _kind(target: Target) -> BlockKind:
+def _block_kind(target: Target) -> BlockKind:
+    """Return the kind of block of a target that is not mapped."""
     if target.existing:
         return "existing"
     if target.nbytes == 0:
         return "empty"
     if target.device != "cpu":
         return "device"
-    # What a finisher replaces is freed, and an arena lives until its last tensor does.
+    # The input of a finisher is freed early, whereas an arena is freed with its last tensor.
     return "mapping" if target.nbytes >= options.OWN_MAPPING_BYTES or target.finisher else "arena"
 
 
-def _alone(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:
-    """Return memory for one tensor: as requested, or with its own stride where that wastes nothing, or row-major."""
+def _single_target(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:
+    """Return a target for one tensor, with the requested stride, its own stride if it leaves no gaps, or row-major."""
     entry, stride = request.entry, request.stride
     kernel = next((piece.elements.kernel for piece in entry.pieces if piece.elements.kernel), None)
     if kernel is not None:
-        return _rows(request, kernel, position, index, offsets)
+        return _row_target(request, kernel, position, index, offsets)
     if stride is not None:
-        target = _filled(request, entry, stride, index, offsets)
+        target = _filled_target(request, entry, stride, index, offsets)
         return target, View(target=position, start=0, shape=entry.shape, stride=stride)
-    # Of an expanded tensor each element is read and held once.
+    # Each element of an expanded tensor is read and held once.
     once = replace(entry, shape=tuple(min(size, 1) if not step else size for size, step in _dimensions(entry)))
     span = span_elements(once.shape, once.stride)
     if not is_dense(once.shape, once.stride) and span <= once.numel:
-        # Its elements overlap in another way (sliding windows, say): fill what lies under them.
+        # Elements overlap without a step of 0, as in sliding windows: hold the range of the storage that they view.
         first = entry.storage_offset
-        target = _union(request, first, first + span, index, offsets)
+        target = _union_target(request, first, first + span, index, offsets)
         return target, View(target=position, start=0, shape=entry.shape, stride=entry.stride)
     stride = once.stride if span <= once.numel else contiguous_stride(once.shape)
-    target = _filled(request, once, stride, index, offsets)
+    target = _filled_target(request, once, stride, index, offsets)
     repeated = tuple(0 if step == 0 else new for (_, step), new in zip(_dimensions(entry), stride, strict=True))
     return target, View(target=position, start=0, shape=entry.shape, stride=repeated)
 
 
-def _rows(
+def _row_target(
     request: Request, kernel: RowKernel, position: int, index: Index, offsets: Mapping[int, int]
 ) -> tuple[Target, View]:
-    """Return memory for the rows that a row kernel finishes: ``(rows, kernel.row_elements)``, row-major.
+    """Return a row-major target of shape ``(rows, kernel.row_elements)`` for the results of a row kernel.
 
     Raises:
         ValueError: The entry is assembled from parts of rows.
@@ -178,23 +181,23 @@ def _rows(
     if any(part.entry.shape[1:] != entry.shape[1:] for part in entry.parts):
         raise ValueError("a row kernel needs whole rows")
     stride = (kernel.row_elements, *(0 for _ in entry.shape[1:]))
-    target = _filled(request, entry, stride, index, offsets)
+    target = _filled_target(request, entry, stride, index, offsets)
     shape = (entry.shape[0], kernel.row_elements)
     nbytes = shape[0] * shape[1] * ITEM_BYTES[request.dtype]
     return replace(target, nbytes=nbytes), View(target=position, start=0, shape=shape, stride=contiguous_stride(shape))
 
 
 def _dimensions(entry: Entry) -> Iterator[tuple[int, int]]:
-    """Yield size and step of each dimension."""
+    """Yield the size and the step of each dimension."""
     return zip(entry.shape, entry.stride, strict=True)
 
 
-def _filled(
+def _filled_target(
     request: Request, entry: Entry, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]
 ) -> Target:
-    """Return a target of the given stride, with one fill or one for each part."""
+    """Return a target with the given stride, with one fill for the entry or one per part."""
     elements = entry.numel if request.existing else span_elements(entry.shape, stride)
-    pieces = [(part.entry, _first(part, stride)) for part in entry.parts] or [(entry, 0)]
+    pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
     held = [(piece, first) for piece, first in pieces if piece.numel]
     fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in held if piece.constant is None)
     return Target(
@@ -212,7 +215,7 @@ def _filled(
 
 
 def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
-    """Return what copies a view of one storage to the elements of a target from ``first`` on."""
+    """Return the fill from a view of one storage to a target, whose element 0 goes to ``first``."""
     storage = index.storages[piece.storage]
     base = storage.offset if storage.located else offsets[piece.storage]
     return Fill(
@@ -227,6 +230,7 @@ def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offse
 
 
 def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> Iterator[Constant]:
+    """Yield the constants among the pieces of an entry."""
     for piece, first in pieces:
         if piece.constant is not None:
             yield Constant(
@@ -238,15 +242,16 @@ def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> 
             )
 
 
-def _first(part: Part, stride: tuple[int, ...]) -> int:
-    """Return where a part's element 0 goes in a target of this stride, in elements."""
+def _part_start(part: Part, stride: tuple[int, ...]) -> int:
+    """Return the position of element 0 of a part in a target with this stride, in elements."""
     return sum(start * step for start, step in zip(part.start, stride, strict=True))
 
 
 def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
+    """Return groups of positions of requests whose targets may be shared."""
     groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for position, request in enumerate(requests):
-        entry = request.entry  # an assembled one shares memory with its like only
+        entry = request.entry  # an assembled entry shares memory only with equal ones
         source = (entry.parts or entry.storage, entry.elements)
         apart = position if request.alone else None
         groups[*source, request.dtype, request.device, apart].append(position)
@@ -275,29 +280,30 @@ def _lay_out_group(
     index: Index,
     offsets: Mapping[int, int],
 ) -> None:
+    """Append the targets of overlapping views of one storage to ``targets``, and store their views by position."""
     distinct = {(r.entry.storage_offset, r.entry.shape, r.entry.stride): r for _, r in group}
     first = min(start for start, _, _ in distinct)
     end = max(start + span_elements(shape, stride) for start, shape, stride in distinct)
-    wanted = sum(request.entry.numel for request in distinct.values())
-    if len(distinct) == 1 or end - first > wanted:
-        # Alone, or so sparse that a copy for each view takes less memory than the bytes between them.
-        made: dict[tuple[int, tuple[int, ...], tuple[int, ...]], View] = {}
+    viewed = sum(request.entry.numel for request in distinct.values())
+    if len(distinct) == 1 or end - first > viewed:
+        # One view, or views so sparse that separate copies take less memory than their union.
+        by_geometry: dict[tuple[int, tuple[int, ...], tuple[int, ...]], View] = {}
         for position, request in group:
             geometry = (request.entry.storage_offset, request.entry.shape, request.entry.stride)
-            if geometry not in made:
-                target, made[geometry] = _alone(request, len(targets), index, offsets)
+            if geometry not in by_geometry:
+                target, by_geometry[geometry] = _single_target(request, len(targets), index, offsets)
                 targets.append(target)
-            views[position] = made[geometry]
+            views[position] = by_geometry[geometry]
         return
     for position, request in group:
         entry = request.entry
         views[position] = View(
             target=len(targets), start=entry.storage_offset - first, shape=entry.shape, stride=entry.stride
         )
-    targets.append(_union(group[0][1], first, end, index, offsets))
+    targets.append(_union_target(group[0][1], first, end, index, offsets))
 
 
-def _union(request: Request, first: int, end: int, index: Index, offsets: Mapping[int, int]) -> Target:
-    """Return one target for all elements of a storage from ``first`` to ``end``."""
+def _union_target(request: Request, first: int, end: int, index: Index, offsets: Mapping[int, int]) -> Target:
+    """Return one target for the elements ``first`` to ``end`` of a storage."""
     whole = replace(request.entry, shape=(end - first,), stride=(1,), storage_offset=first)
-    return _filled(request, whole, (1,), index, offsets)
+    return _filled_target(request, whole, (1,), index, offsets)

@@ -1,8 +1,8 @@
-"""What the usual ways to load a model take: peaks of memory and time, as formulas. Pure; no torch.
+"""Other methods to load a model: formulas for their memory peaks and times.
 
-The methods are those of a well-known tutorial on memory-efficient loading, each from the construction of the model on,
-until every weight was touched. ``L`` is all that ``torch.load`` reads (the whole file, optimizer states included),
-``B`` the model as its constructor makes it, ``F`` the finished one, ``C`` the bytes in the file that become weights.
+The methods are those of a well-known tutorial on memory-efficient loading. Each counts from the construction of the
+model until every weight was accessed. ``L`` is the bytes that ``torch.load`` reads (the whole file, with optimizer
+states), ``B`` the model after its constructor, ``F`` the finished model, ``C`` the bytes of its weights in the file.
 
 method            on the host                          on an accelerator
 ----------------  -----------------------------------  -------------------------------------------------------
@@ -12,7 +12,9 @@ meta-sequential   F + L                                host largest of L; device
 mmap              C as file pages, and F when cast     host C as file pages; device L, and the cast of it
 per-parameter     F + largest of C                     host largest of C; device F
 
-A cast one parameter at a time is followed step by step. Device figures are what torch's allocator reserves.
+Casts of one parameter at a time are simulated step by step. Device figures are the reserved bytes of torch's allocator.
+
+Pure functions: no I/O, no torch.
 """
 
 from __future__ import annotations
@@ -31,120 +33,120 @@ __all__ = ["METHODS", "Forecast", "LoadingMethod", "Rates", "Subject", "Weight",
 class Weight:
     """One tensor of a model, in bytes."""
 
-    #: In the checkpoint; 0 where it is not there.
+    #: Bytes in the checkpoint; 0 if it is not there.
     file_bytes: int
-    #: As the constructor makes it.
+    #: Bytes after construction.
     built_bytes: int
-    #: Finished.
+    #: Bytes when finished.
     final_bytes: int
 
     @property
     def cast(self) -> bool:
-        """Whether the constructor's dtype is another one than the finished."""
+        """Whether the dtype changes between construction and the finished tensor."""
         return self.built_bytes != self.final_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model and its checkpoint, as far as the formulas need them."""
+    """The properties of a model and its checkpoint that the formulas need."""
 
-    #: The tensors of the model, in its order.
+    #: Tensors of the model, in its order.
     weights: tuple[Weight, ...]
-    #: Bytes of each storage of the checkpoint: what ``torch.load`` reads, whether the model wants it or not.
+    #: Bytes of each storage of the checkpoint, all of which ``torch.load`` reads.
     storages: tuple[int, ...]
-    #: Name of the format, as ``Checkpoint.format`` has it.
+    #: Name of the format, equal to ``Checkpoint.format``.
     format: str
     #: Number of files.
     files: int
-    #: The one device of the finished model; ``"cpu"`` is the host.
+    #: The single device of the finished model; ``"cpu"`` is the host.
     device: str
-    #: Whether the model is to be on several devices, which none of the methods does.
+    #: Whether the model is placed on several devices, which none of the methods supports.
     several_devices: bool = False
 
     @property
     def final_bytes(self) -> int:
-        """F."""
+        """``F``: bytes of the finished model."""
         return sum(weight.final_bytes for weight in self.weights)
 
     @property
     def built_bytes(self) -> int:
-        """B."""
+        """``B``: bytes of the model after its constructor."""
         return sum(weight.built_bytes for weight in self.weights)
 
     @property
     def file_bytes(self) -> int:
-        """C."""
+        """``C``: bytes of the weights in the file."""
         return sum(weight.file_bytes for weight in self.weights)
 
     @property
     def loaded_bytes(self) -> int:
-        """L."""
+        """``L``: bytes that ``torch.load`` reads."""
         return sum(self.storages)
 
     @property
     def cast(self) -> bool:
-        """Whether the file's dtype is another one than the finished, for any weight."""
+        """Whether the dtype of any weight changes between the file and the finished model."""
         return any(weight.file_bytes not in {0, weight.final_bytes} for weight in self.weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast this machine did small parts of a load, in bytes for each second."""
+    """Measured rates of the steps of a load on this machine, in bytes per second."""
 
-    #: sluice: read, cast and placed, with all readers.
+    #: sluice: read, cast and place, with all readers.
     sluice: float
     #: One thread through the page cache into new memory, as ``torch.load`` reads.
     serial: float
-    #: Random numbers into new memory, as constructors initialise.
+    #: Random numbers into new memory, as in constructors.
     initialise: float
-    #: Copied from memory to memory.
+    #: Copies from memory to memory.
     copy: float
-    #: From the host to the accelerator; None without one.
+    #: Transfers from the host to the accelerator; None without an accelerator.
     bus: float | None = None
-    #: Whether what was read lay in the page cache.
+    #: Whether the bytes read were in the page cache.
     cached: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What one way to load would take."""
+    """Predicted memory and time of one method."""
 
     #: Name of the method.
     method: str
-    #: Growth of the host's memory.
+    #: Growth of host memory.
     host: Peaks
-    #: Growth of what torch's allocator reserves on the accelerator, in bytes; 0 on the host.
+    #: Growth of torch's reserved bytes on the accelerator; 0 on the host.
     device_bytes: int = 0
-    #: Seconds; None where the machine was not probed.
+    #: Estimated seconds; None if the machine was not probed.
     seconds: float | None = None
-    #: Why the method cannot take this checkpoint as it is; empty when it can. The figures are then those of the same
-    #: weights in the file that it wants.
+    #: Requirement of the method that the load does not meet; empty if it meets all. The figures then assume the same
+    #: weights in the required form.
     needs: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingMethod:
-    """One way to load."""
+    """One method to load a model."""
 
-    #: Its name, as benchmarks and tables have it.
+    #: Name in benchmarks and tables.
     name: str
-    #: What it does, in words.
+    #: Description.
     how: str
-    #: Predicts its peaks.
+    #: Function that predicts its peaks in bytes: anonymous memory, file pages, device memory.
     peaks: Callable[[Subject], tuple[int, int, int]]
-    #: Predicts its seconds.
+    #: Function that predicts its seconds.
     seconds: Callable[[Subject, Rates], float]
-    #: Formats that it reads, of one file; None for one file for each parameter.
+    #: Formats of a single file that it reads; None for one file per parameter.
     formats: frozenset[str] | None = frozenset({"torch-zip", "torch-legacy"})
 
 
 def forecast(method: LoadingMethod, subject: Subject, rates: Rates | None = None) -> Forecast:
-    """Return what one method takes.
+    """Return the predicted memory and time of one method.
 
     Args:
         method: One of ``METHODS``.
-        subject: What is loaded.
-        rates: How fast the machine is; None gives no time.
+        subject: The model and its checkpoint.
+        rates: Rates of the machine; None for no estimate of time.
     """
     anon, file, device = method.peaks(subject)
     anon += options.METHOD_OVERHEAD_BYTES
@@ -158,6 +160,7 @@ def forecast(method: LoadingMethod, subject: Subject, rates: Rates | None = None
 
 
 def _needs(method: LoadingMethod, subject: Subject) -> str:
+    """Return the requirement of the method that the load does not meet, or an empty text."""
     if subject.several_devices:
         return "puts the whole model on one device"
     if method.formats is None:
@@ -180,7 +183,7 @@ def _largest_in_file(subject: Subject) -> int:
 
 
 def _reserved(*sizes: Iterable[int]) -> int:
-    """Return what torch's allocator reserves for tensors that are allocated one by one and kept."""
+    """Return the bytes that torch's allocator reserves for tensors that are allocated one by one and kept."""
     return plan_reservation((size for group in sizes for size in group), one_block=False).reserved_bytes
 
 
@@ -189,10 +192,10 @@ def _finals(subject: Subject) -> list[int]:
 
 
 def _cast_peak(steps: Sequence[tuple[int, int]]) -> int:
-    """Return the peak of tensors that are replaced one after the other, each whole before its old one goes.
+    """Return the peak bytes of tensors that are replaced in sequence, each complete before the old one is freed.
 
     Args:
-        steps: Bytes before and after, for each.
+        steps: Bytes of each tensor before and after.
     """
     held = peak = sum(before for before, _ in steps)
     for before, after in steps:
@@ -203,12 +206,12 @@ def _cast_peak(steps: Sequence[tuple[int, int]]) -> int:
 
 
 def _built_peak(subject: Subject) -> int:
-    """Return the peak on the host while the model is built there and cast."""
+    """Return the peak bytes on the host while the model is built there and cast."""
     return _cast_peak([(weight.built_bytes, weight.final_bytes) for weight in subject.weights])
 
 
 def _built_then_moved(subject: Subject) -> int:
-    """Return the peak on the host while the model is built there and moved: a cast makes a copy before the bus."""
+    """Return the peak bytes on the host while the model is built there and moved; a cast copies before the transfer."""
     cast = _largest(weight.final_bytes for weight in subject.weights if weight.cast)
     return subject.built_bytes + cast
 
@@ -268,13 +271,13 @@ def _meta_sequential_seconds(subject: Subject, rates: Rates) -> float:
 
 
 def _mmap_seconds(subject: Subject, rates: Rates) -> float:
-    # Cached pages are only entered into the page table, sixteen at a time: about as fast as a copy without the copy.
-    touched = subject.file_bytes / (2 * rates.copy if rates.cached else rates.serial)
+    # Cached pages are only mapped, sixteen at a time, which takes about half the time of a copy.
+    accessed = subject.file_bytes / (2 * rates.copy if rates.cached else rates.serial)
     cast = subject.file_bytes / rates.copy if subject.cast else 0.0
-    return touched + cast + _bus_seconds(subject, rates, subject.loaded_bytes)
+    return accessed + cast + _bus_seconds(subject, rates, subject.loaded_bytes)
 
 
-#: In the order of the tutorial.
+#: The methods, in the order of the tutorial.
 METHODS = (
     LoadingMethod(
         name="naive", how="load_state_dict(torch.load()) into a real model", peaks=_naive, seconds=_naive_seconds
@@ -300,7 +303,7 @@ METHODS = (
     ),
     LoadingMethod(
         name="per-parameter",
-        how="one small file after the other into a model from to_empty()",
+        how="one small file after another into a model from to_empty()",
         peaks=_per_parameter,
         seconds=_meta_sequential_seconds,
         formats=None,

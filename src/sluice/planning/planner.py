@@ -1,4 +1,7 @@
-"""From targets and facts to a plan: a pure function, no I/O, no allocation, no torch."""
+"""The planner: ``plan_load`` turns targets and facts into a complete plan.
+
+Pure functions: no I/O, no allocation, no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,15 @@ from sluice.planning.budget import address_space_bytes
 from sluice.planning.cuda_allocator import plan_reservation, scratch_bytes
 from sluice.planning.mappings import NOTHING_MAPPED, Mapped
 from sluice.planning.memory_layout import lay_out_blocks
-from sluice.planning.reads import Run, StagedReads, collapse_fills, is_cached, overlapped, read_in_place, takes_bytes
+from sluice.planning.reads import (
+    CollapsedFill,
+    StagedReads,
+    collapse_fills,
+    is_cached,
+    needs_no_staging,
+    read_in_place,
+    shared_ids,
+)
 from sluice.records import (
     AccessFacts,
     Block,
@@ -48,33 +59,26 @@ def plan_load(
 
     Args:
         targets: Final memory and its fills.
-        files: The files that the fills read.
-        facts: What was asked of the machine, one ``FileFacts`` for each file.
-        staging_bytes: The most that staging buffers may take together.
+        files: Files that the fills read.
+        facts: Facts about the machine, with one ``FileFacts`` per file.
+        staging_bytes: Most bytes of all staging buffers together.
         page_cache: See ``sluice._options.PageCache``.
-        mapped: The targets that are pages of the files; nothing is read for them.
+        mapped: Targets that are mapped pages of the files, for which nothing is read.
+
+    Raises:
+        BudgetError: ``staging_bytes`` is less than the smallest staging.
     """
-    on_devices = any(target.device != "cpu" for target in targets)
-    host_casts = facts.cores >= options.HOST_CAST_CORES and any(map(_narrows_on_device, targets))
-    runs = [run for run in collapse_fills(targets) if run.target not in mapped.blocks]
-    access = largest_access(facts.files[file].access for file in {run.fill.file for run in runs})
+    fills = [fill for fill in collapse_fills(targets) if fill.target not in mapped.blocks]
+    access = largest_access(facts.files[file].access for file in {fill.fill.file for fill in fills})
     buffer_bytes = staging_buffer_bytes(staging_bytes, access)
-    reads, leads = _plan_reads(runs, targets, facts, buffer_bytes, page_cache, host_casts=host_casts)
+    reads, leads = _plan_reads(fills, targets, facts, buffer_bytes, page_cache)
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
-    shared = [*arenas, *(held.nbytes for held in mapped.ranges)]
-    threads = most_threads(
-        facts,
-        address_space_bytes(targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_pages),
-    )
+    threads = most_threads(facts, _address_space_bytes(targets, blocks, arenas, mapped, staging_bytes, facts))
     readers = min(reader_count(reads, facts), threads)
-    staged = sum(read.into is None for read in reads)
-    # While one buffer is filled, another one is emptied by a copier or still being sent to an accelerator; a reader
-    # that copies by itself needs one, and so does the caller's thread where there is no reader.
-    waiting = readers > facts.cores
-    useful = staged if on_devices else 2 * min(readers, access.parallel_requests) if waiting else max(1, readers)
-    buffers = min(max(1, staging_bytes // buffer_bytes), staged, useful)
-    unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
-    predicted = _predict(targets, blocks, arenas, buffers * buffer_bytes, unfinished_bytes(reads, targets, unfinished))
+    buffers = _buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
+    most_unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
+    unfinished = unfinished_bytes(reads, targets, most_unfinished)
+    predicted = _predict(targets, blocks, arenas, staging_bytes=buffers * buffer_bytes, unfinished=unfinished)
     return LoadPlan(
         files=files,
         facts=facts,
@@ -90,26 +94,24 @@ def plan_load(
         predicted=predicted,
         devices=tuple(_device_plans(targets, reads, buffer_bytes)),
         device_scratch_bytes=scratch_bytes(buffer_bytes),
-        reasons=(*mapped.reasons, *_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
-        most_unfinished_reads=unfinished,
-        drop_behind=page_cache == "bypass" or (page_cache == "auto" and _crowded(reads, facts, predicted)),
+        reasons=(*mapped.reasons, *_read_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
+        most_unfinished_reads=most_unfinished,
+        drop_behind=_drops_pages(reads, facts, predicted, page_cache),
         mapped_ranges=mapped.ranges,
     )
 
 
-def _narrows_on_device(target: Target) -> bool:
-    finished = ITEM_BYTES[target.dtype]
-    return target.device != "cpu" and any(finished < ITEM_BYTES[fill.dtype] for fill in target.fills)
-
-
 def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) -> int:
-    """Return the size of one buffer: a share of the gate, between one huge page and one full read.
+    """Return the size of one staging buffer, between one huge page and one full request.
 
-    There should be two buffers for each reader: one to fill, one to empty.
+    The aim is two buffers per reader: one to fill and one to empty.
 
     Args:
-        staging_bytes: The gate.
-        access: Facts of the sources that are read; None for local files.
+        staging_bytes: Most bytes of all staging buffers together.
+        access: Access facts of the sources that are read; None for local files.
+
+    Raises:
+        BudgetError: ``staging_bytes`` is less than the smallest staging.
     """
     access = access or local_access()
     if staging_bytes < options.SMALLEST_STAGING_BYTES:
@@ -125,40 +127,100 @@ def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) 
 
 
 def _plan_reads(
-    runs: Sequence[Run],
+    fills: Sequence[CollapsedFill],
     targets: Sequence[Target],
     facts: MachineFacts,
     buffer_bytes: int,
     page_cache: PageCache,
-    *,
-    host_casts: bool,
 ) -> tuple[list[Read], dict[int, int]]:
-    """Return all reads in file order, and the bytes to leave before each target that is read directly."""
-    shared = overlapped(runs)
+    """Return all reads in file order, and the bytes to leave before each target that is read without staging."""
+    shared = shared_ids(fills)
     reads: list[Read] = []
     leads: dict[int, int] = {}
-    staged = StagedReads(targets, facts.files, buffer_bytes=buffer_bytes, page_cache=page_cache, host_casts=host_casts)
-    for run in runs:
-        target = targets[run.target]
-        placed = None
-        if takes_bytes(target, run) and id(run) not in shared:
-            placed = read_in_place(run, target, facts.files[run.fill.file], page_cache)
-        if placed is None:
-            staged.add(run)
+    staged = StagedReads(
+        targets,
+        facts.files,
+        buffer_bytes=buffer_bytes,
+        page_cache=page_cache,
+        host_casts=facts.cores >= options.HOST_CAST_CORES and any(map(_narrows_on_device, targets)),
+    )
+    for fill in fills:
+        target = targets[fill.target]
+        in_place = None
+        if needs_no_staging(target, fill) and id(fill) not in shared:
+            in_place = read_in_place(fill, target, facts.files[fill.fill.file], page_cache)
+        if in_place is None:
+            staged.add(fill)
         else:
-            leads[run.target], in_place = placed
-            reads.extend(in_place)
+            leads[fill.target], target_reads = in_place
+            reads.extend(target_reads)
     reads.extend(staged.reads())
     reads.sort(key=lambda read: (read.file, read.offset))
     return reads, leads
 
 
+def _narrows_on_device(target: Target) -> bool:
+    """Return whether a target on an accelerator has a narrower dtype than any of its fills."""
+    finished = ITEM_BYTES[target.dtype]
+    return target.device != "cpu" and any(finished < ITEM_BYTES[fill.dtype] for fill in target.fills)
+
+
+def _address_space_bytes(
+    targets: Sequence[Target],
+    blocks: Sequence[Block],
+    arenas: Sequence[int],
+    mapped: Mapped,
+    staging_bytes: int,
+    facts: MachineFacts,
+) -> int:
+    """Return the virtual memory of the load without its threads, in bytes."""
+    shared = [*arenas, *(mapping.nbytes for mapping in mapped.ranges)]
+    return address_space_bytes(targets, blocks, shared, staging_bytes=staging_bytes, huge_pages=facts.huge_pages)
+
+
+def _buffer_count(
+    reads: Sequence[Read],
+    targets: Sequence[Target],
+    facts: MachineFacts,
+    access: AccessFacts,
+    *,
+    readers: int,
+    most: int,
+) -> int:
+    """Return the number of staging buffers.
+
+    Readers that wait for a disk need two buffers each: while one is filled, a copier empties the other. A reader that
+    copies its own reads needs one, and so does the thread of the caller without readers. Transfers to an accelerator
+    hold buffers until they are done, so that every buffer helps.
+
+    Args:
+        reads: All reads of the plan.
+        targets: All targets of the plan.
+        facts: Facts about the machine.
+        access: Largest access facts of the files that are read.
+        readers: Number of reader threads.
+        most: Number of buffers that staging has room for.
+    """
+    staged = sum(read.into is None for read in reads)
+    if any(target.device != "cpu" for target in targets):
+        useful = staged
+    elif readers > facts.cores:  # most of them wait for a disk
+        useful = 2 * min(readers, access.parallel_requests)
+    else:
+        useful = max(1, readers)
+    return min(max(1, most), staged, useful)
+
+
 def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
-    """Return the number of threads: those that wait for a disk sleep, those that copy cached pages need a core each."""
+    """Return the number of reader threads.
+
+    Threads that wait for a disk sleep, so that there may be more of them than cores. Threads that copy cached pages
+    need a core each.
+    """
     total = sum(read.nbytes for read in reads)
     waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
-    wanted = _waiting_readers(reads, total, facts) if 2 * waiting > total else facts.cores
-    return max(1, min(wanted, len(reads)))
+    useful = _waiting_readers(reads, total, facts) if 2 * waiting > total else facts.cores
+    return max(1, min(useful, len(reads)))
 
 
 def _waiting_readers(reads: Sequence[Read], total_bytes: int, facts: MachineFacts) -> int:
@@ -166,74 +228,78 @@ def _waiting_readers(reads: Sequence[Read], total_bytes: int, facts: MachineFact
     access = largest_access(facts.files[file].access for file in {read.file for read in reads})
     staged_bytes = sum(read.nbytes for read in reads if read.into is None)
     if 2 * staged_bytes > total_bytes:
-        return access.parallel_requests  # more of them would take the buffers that are being emptied
+        return access.parallel_requests  # more readers would occupy buffers that are being emptied
     at_once = access.parallel_requests * access.request_bytes * len(reads) // total_bytes
     return max(access.parallel_requests, min(at_once, options.MOST_WAITING_READERS))
 
 
 def copier_count(readers: int, buffers: int, threads: int, facts: MachineFacts) -> int:
-    """Return the number of threads that empty buffers while readers, most of which wait for a disk, fill others."""
+    """Return the number of threads that copy out of staging; 0 if readers do it because they rarely wait for a disk."""
     return max(0, min(facts.cores, buffers - 1, threads - readers)) if readers > facts.cores else 0
 
 
 def most_threads(facts: MachineFacts, needed_bytes: int) -> int:
-    """Return the number of threads whose stacks and arenas fit beside ``needed_bytes`` under a limit on virtual memory.
+    """Return the number of threads that fit next to ``needed_bytes`` under a limit on virtual memory.
 
-    None may fit: a single reader whose stack and arena were mapped first would take the place of the last weights.
+    A thread takes a stack and a malloc arena. The number can be 0: even one reader, mapped first, could take the room
+    of the last weights.
     """
     if facts.address_space_bytes is None:
         most_readers = max(options.MOST_WAITING_READERS, facts.access.parallel_requests)
-        return most_readers + max(facts.cores, options.WRITERS)  # the most that any plan uses
+        return most_readers + max(facts.cores, options.WRITERS)  # most threads of any plan
     return max(0, facts.address_space_bytes - needed_bytes) // options.THREAD_ADDRESS_BYTES
 
 
-def _crowded(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks) -> bool:
-    """Return whether the file pages that the reads would leave do not fit the control group beside the weights.
+def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:
+    """Return whether to drop the pages of buffered reads from the page cache after use.
 
-    The kernel takes such pages away before it kills, but it does so late, page by page and in the way of the load.
-    What is cached already is charged to whoever read it first, and stays.
+    With ``page_cache="auto"`` they are dropped if they would not fit the control group together with the weights. The
+    kernel reclaims such pages before it kills the process, but late, page by page, and in the way of the load. Pages
+    that are already cached are charged to the control group that read them first, and are not counted.
     """
-    if facts.memory_limit_bytes is None:
-        return False
-    left = sum(
+    if page_cache != "auto" or facts.memory_limit_bytes is None:
+        return page_cache == "bypass"
+    new_pages = sum(
         read.nbytes
         for read in reads
         if read.methods[0] == "buffered" and not is_cached(facts.files[read.file], read.offset, read.nbytes)
     )
-    return predicted.total_bytes + left > facts.memory_limit_bytes
+    return predicted.total_bytes + new_pages > facts.memory_limit_bytes
 
 
 def unfinished_bytes(reads: Sequence[Read], targets: Sequence[Target], most_reads: int) -> int:
-    """Return the most bytes of weights that wait for their finishers at once.
+    """Return the most bytes of weights that wait for their finishers at the same time.
 
     Args:
-        reads: In the order in which they start.
-        targets: Of the plan.
-        most_reads: Reads whose results may wait at once; 0 without finishers.
+        reads: Reads in the order in which they start.
+        targets: All targets of the plan.
+        most_reads: Most finished reads that may wait at the same time; 0 without finishers.
     """
     if not most_reads:
         return 0
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for number, read in enumerate(reads):
+    for step, read in enumerate(reads):
         for position in (read.into,) if read.into is not None else {copy.target for copy in read.copies}:
             if targets[position].finisher:
-                first.setdefault(position, number)
-                last[position] = number
+                first.setdefault(position, step)
+                last[position] = step
     changes: defaultdict[int, int] = defaultdict(int)
-    for position, number in first.items():
-        changes[max(0, number - most_reads)] += targets[position].nbytes
+    for position, step in first.items():
+        changes[max(0, step - most_reads)] += targets[position].nbytes
         changes[last[position] + 1] -= targets[position].nbytes
-    return max(accumulate(changes[number] for number in sorted(changes)), default=0)
+    return max(accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
 def _predict(
     targets: Sequence[Target],
     blocks: Sequence[Block],
     arenas: Sequence[int],
+    *,
     staging_bytes: int,
     unfinished: int,
 ) -> Peaks:
+    """Return the predicted growth of host memory."""
     page = options.BLOCK_BYTES
     mapped = unfinished + sum(
         round_up(target.finisher.finished_bytes if target.finisher else block.lead_bytes + target.nbytes, page)
@@ -247,12 +313,13 @@ def _predict(
 
 
 def _device_plans(targets: Sequence[Target], reads: Iterable[Read], buffer_bytes: int) -> Iterator[DevicePlan]:
+    """Yield the memory plan of each accelerator."""
     on_device: defaultdict[str, list[Target]] = defaultdict(list)
     for target in targets:
         if target.device != "cpu":
             on_device[target.device].append(target)
-    # Bytes that are not simply the target's are unpacked on the device.
-    unpacked = {
+    # Casts, strided copies and computations on the device need scratch memory there.
+    with_scratch = {
         targets[copy.target].device
         for read in reads
         for copy in read.copies
@@ -269,19 +336,20 @@ def _device_plans(targets: Sequence[Target], reads: Iterable[Read], buffer_bytes
         yield DevicePlan(
             device=device,
             reservation=plan_reservation((target.nbytes for target in new), one_block=one_block),
-            scratch_bytes=scratch_bytes(buffer_bytes) if device in unpacked else 0,
+            scratch_bytes=scratch_bytes(buffer_bytes) if device in with_scratch else 0,
         )
 
 
-def _reasons(
+def _read_reasons(
     reads: Sequence[Read], files: Sequence[FileRecord], facts: MachineFacts, page_cache: PageCache
 ) -> Iterator[str]:
+    """Yield one sentence on direct and buffered reads for each reason, with the files that it applies to."""
     direct: defaultdict[str, int] = defaultdict(int)
     total: defaultdict[str, int] = defaultdict(int)
     read_files: defaultdict[str, set[int]] = defaultdict(set)
-    because = [_because(file, known, page_cache) for file, known in zip(files, facts.files, strict=True)]
+    reasons = [_read_reason(file, known, page_cache) for file, known in zip(files, facts.files, strict=True)]
     for read in reads:
-        why = because[read.file]
+        why = reasons[read.file]
         total[why] += read.nbytes
         direct[why] += read.nbytes if read.methods[0] == "direct" else 0
         read_files[why].add(read.file)
@@ -290,7 +358,8 @@ def _reasons(
         yield f"{where}: {format_bytes(direct[why])} of {format_bytes(total[why])} read directly, because {why}"
 
 
-def _because(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str:
+def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str:
+    """Return the reason for the methods of the reads of a file."""
     if page_cache != "auto":
         return f"page_cache={page_cache!r}"
     if known.direct_io:
@@ -301,6 +370,7 @@ def _because(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str:
 
 
 def _cast_reasons(targets: Sequence[Target], reads: Iterable[Read]) -> Iterator[str]:
+    """Yield one sentence on the place of casts for accelerators, if there are any."""
     casts = [
         copy
         for read in reads
@@ -310,6 +380,6 @@ def _cast_reasons(targets: Sequence[Target], reads: Iterable[Read]) -> Iterator[
     host = [copy for copy in casts if copy.cast_at is not None]
     if host:
         saved = sum(copy.shape[0] * (ITEM_BYTES[copy.dtype] - ITEM_BYTES[targets[copy.target].dtype]) for copy in host)
-        yield f"{len(host)} of {len(casts)} casts on the host, because that sends {format_bytes(saved)} less"
+        yield f"{len(host)} of {len(casts)} casts on the host, because that transfers {format_bytes(saved)} less"
     elif casts:
-        yield "casts on the accelerator: they widen, or the host has too few cores to cast as fast as the bus carries"
+        yield "casts on the accelerator: they widen, or the host has too few cores to cast as fast as the bus transfers"

@@ -1,4 +1,7 @@
-"""Which ways to load fit, and the one to take, with the reason. Pure; no torch."""
+"""Verdicts on the loading methods: whether each fits, and the recommended one with the reason.
+
+Pure functions: no I/O, no torch.
+"""
 
 from __future__ import annotations
 
@@ -12,97 +15,98 @@ from sluice.records import Peaks
 
 __all__ = ["COPY", "MAP", "MethodVerdict", "judge", "recommend"]
 
-#: Names of sluice's own rows.
+#: Names of the methods of sluice.
 COPY = "sluice"
 MAP = "sluice, place='map'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodVerdict:
-    """One way to load: what it would take, and whether that is there.
+    """Predicted memory and time of one loading method, and whether it fits.
 
-    Growth counts from before the model exists until every weight was touched, so that all ways can be compared.
+    Growth is measured from before the model exists until every weight was accessed, so that methods are comparable.
     """
 
     #: Name of the method: ``"naive"``, ``"mmap"``, ``"sluice"``, ...
     method: str
     #: Predicted growth of host memory, in bytes.
     host: Peaks
-    #: Predicted growth of what each accelerator's allocator reserves, in bytes.
+    #: Predicted growth of the reserved bytes of each accelerator, by device.
     devices: Mapping[str, int]
     #: Estimated seconds; None without a read probe.
     seconds: float | None
-    #: Whether the limits leave room for it. File pages do not count: the kernel takes them away when it has to.
+    #: Whether it stays within the limits. File pages do not count, because the kernel can reclaim them.
     fits: bool
-    #: What is short, or what else is to be known; empty when there is nothing to say.
+    #: Shortages, or other restrictions; empty if there are none.
     remark: str
-    #: What it needs that this checkpoint is not; empty when it can take it as it is.
+    #: Requirement of the method that the load does not meet; empty if it meets all.
     needs: str
 
     @property
     def possible(self) -> bool:
-        """Whether it fits and takes this checkpoint as it is."""
+        """Whether it fits and its requirements are met."""
         return self.fits and not self.needs
 
 
 def judge(
-    found: Forecast, devices: Mapping[str, int], limits: Sequence[MemoryLimit], *, resident: Mapping[str, int]
+    forecast: Forecast, devices: Mapping[str, int], limits: Sequence[MemoryLimit], *, resident: Mapping[str, int]
 ) -> MethodVerdict:
-    """Return whether a method fits.
+    """Return the verdict on a method.
 
     Args:
-        found: What it takes.
-        devices: The same for each accelerator.
-        limits: What memory may grow by, from now on.
-        resident: Bytes of the model that are in memory now, by the names of ``limits``: the method would not need them
-            twice.
+        forecast: Predicted memory and time of the method.
+        devices: Predicted growth of the reserved bytes of each accelerator.
+        limits: Limits on the growth of memory from now on.
+        resident: Bytes of the model that are already in memory, by the names of ``limits``, which the method would not
+            need again.
     """
-    wanted = {HOST: found.host.total_bytes - found.host.file_bytes, **devices}
+    needed = {HOST: forecast.host.total_bytes - forecast.host.file_bytes, **devices}
     short = []
     for limit in limits:
         room = limit.nbytes + resident.get(limit.where, 0)
-        excess = wanted.get(limit.where, 0) - room
+        excess = needed.get(limit.where, 0) - room
         if excess > 0:
             short.append(f"{format_bytes(excess)} of {limit.where} memory short ({limit.origin})")
     host = next(limit.nbytes + resident.get(HOST, 0) for limit in limits if limit.where == HOST)
-    if not short and found.host.file_bytes and found.host.total_bytes > host:
-        remark = "its file pages do not all stay in memory: what is used again is read again"
+    if not short and forecast.host.file_bytes and forecast.host.total_bytes > host:
+        remark = "its file pages do not all stay in memory: evicted pages are read again when they are used"
     else:
         remark = "; ".join(short)
     return MethodVerdict(
-        method=found.method,
-        host=found.host,
+        method=forecast.method,
+        host=forecast.host,
         devices=dict(devices),
-        seconds=found.seconds,
+        seconds=forecast.seconds,
         fits=not short,
         remark=remark,
-        needs=found.needs,
+        needs=forecast.needs,
     )
 
 
 def recommend(verdicts: Sequence[MethodVerdict]) -> tuple[str | None, str]:
-    """Return the method to take, or None when nothing fits, and why.
+    """Return the recommended method, or None if nothing fits, and the reason.
 
-    What does not fit or does not take the checkpoint as it is is out. Of the rest sluice's copy comes first, then its
-    mapping, then whatever takes least. Staging is a constant, so that ways that hold a small model twice can take less
-    than sluice: it still comes first, because it checks everything before it touches the model and leaves no file
-    mapped, and the reason says which way takes less.
+    Methods that do not fit or whose requirements are not met are excluded. The order of the rest is: copies by sluice,
+    mapping by sluice, and the method that takes the least memory. Staging has a fixed size, so that methods that hold a
+    small model twice can take less than sluice. sluice is still preferred, because it checks everything before it
+    changes the model and leaves no file mapped; the reason then names the method that takes less.
     """
     possible = {verdict.method: verdict for verdict in verdicts if verdict.possible}
     if not possible:
         least = min(verdicts, key=_peak)
-        return None, f"nothing fits: the least is {_describe(least)} of {least.method}, and {least.remark}"
+        return None, f"nothing fits: {least.method} takes the least, {_describe(least)}; {least.remark or least.needs}"
     if COPY in possible:
         return COPY, _reason(possible[COPY], verdicts)
     if MAP in possible:
-        return MAP, "weights that are copied do not fit; pages of the file take memory only while there is some"
+        return MAP, "copied weights do not fit; mapped pages of the file are evicted when memory is short"
     best = min(possible.values(), key=_peak)
-    return best.method, f"it is the leanest that fits: {_describe(best)}"
+    return best.method, f"it takes the least memory of the methods that fit: {_describe(best)}"
 
 
 def _reason(chosen: MethodVerdict, verdicts: Iterable[MethodVerdict]) -> str:
+    """Return the reason for the copy by sluice, with a comparison to the other methods."""
     others = [verdict for verdict in verdicts if not verdict.method.startswith(COPY)]
-    killed = [verdict.method for verdict in others if not verdict.fits]
+    too_large = [verdict.method for verdict in others if not verdict.fits]
     fitting = [verdict for verdict in others if verdict.possible]
     text = f"it fits and takes {_describe(chosen)}"
     if fitting:
@@ -110,22 +114,23 @@ def _reason(chosen: MethodVerdict, verdicts: Iterable[MethodVerdict]) -> str:
         if _peak(least) < _peak(chosen):
             text += f"; {least.method} takes less, {_describe(least)}, but {_drawback(least)}"
         else:
-            text += f"; the leanest other way that takes this file, {least.method}, takes {_describe(least)}"
-    elif not killed:
-        text += "; no other way takes this checkpoint as it is"
-    if killed:
-        text += f"; {', '.join(killed)} would not fit"
+            text += f"; the leanest other method that reads this file, {least.method}, takes {_describe(least)}"
+    elif not too_large:
+        text += "; no other method reads this checkpoint"
+    if too_large:
+        text += f"; {', '.join(too_large)} would not fit"
     return text
 
 
 def _drawback(verdict: MethodVerdict) -> str:
-    """Say why a way that takes less comes behind sluice all the same."""
+    """Return why a method that takes less memory is not preferred to sluice."""
     if verdict.method == "mmap":
         return "keeps the file mapped"
     return "checks less before it changes the model; the difference is at most sluice's staging and overhead"
 
 
 def _peak(verdict: MethodVerdict) -> int:
+    """Return the peak bytes of host and accelerators together."""
     return verdict.host.total_bytes + sum(verdict.devices.values())
 
 

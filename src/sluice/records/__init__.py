@@ -1,14 +1,16 @@
-"""The frozen records that cross layers; a file for each step of a load, in the order in which it makes them.
+"""Frozen records that cross layers, one module for each step of a load, in the order of the steps.
 
-``_index``:   what a checkpoint holds: ``FileRecord``, ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
-``_plain``:   values of torch as plain ones: ``TorchText``, ``TorchSize``
-``_targets``: what is wanted and what fills it: ``Request``, ``Fill``, ``Constant``, ``Target``
-``_facts``:   what was asked of the machine: ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
-``_plan``:    what the engine runs: ``Copy``, ``Swap``, ``Read``, ``Block``, ``LoadPlan`` and the plan of each device
-``_memory``:  what memory grows by, predicted and measured: ``Peaks``, ``DeviceMemory``
+``index``:        contents of a checkpoint: ``FileRecord``, ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
+``elements``:     stored form of elements and computations on them: ``Elements``, ``RowKernel``
+``torch_values``: values of torch types without torch: ``TorchText``, ``TorchSize``
+``targets``:      requested tensors and their final memory: ``Request``, ``Fill``, ``Constant``, ``Target``
+``facts``:        properties of files and of the machine: ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
+``plan``:         complete decision of a load: ``Copy``, ``Swap``, ``Read``, ``Block``, ``LoadPlan``, ``DevicePlan``
+``memory``:       growth of memory, predicted and measured: ``Peaks``, ``DeviceMemory``
+``bulk``:         fast construction of many records
 
-They are imported from here. No record holds a tensor, and none of them imports torch. Offsets and sizes are bytes
-unless a name says elements.
+Import the records from this package. They hold no tensors and import no torch. Offsets and sizes are in bytes unless a
+name says elements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How elements are stored, and what is computed with each of them on its way to a target.
+"""Stored form of elements, and elementwise computations between file and target.
 
 Every record that describes elements (``Entry``, ``Fill``, ``Copy``, ``Constant``) holds one ``Elements``. A new
-elementwise property is a field here, and its computation in ``sluice.engine.host_copies``.
+elementwise property is a field here and a computation in ``sluice.engine.host_copies``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 __all__ = ["Elements", "MathBit", "RowKernel", "elements_of"]
 
-#: Lazy operations that torch records as a bit of a tensor: it is the conjugate or the negative of its storage.
+#: Lazy operations that torch records as bits of a tensor: conjugate and negative of its storage.
 MathBit = Literal["conj", "neg"]
 
 
@@ -20,7 +20,7 @@ MathBit = Literal["conj", "neg"]
 class RowKernel:
     """A computation on whole rows, the first dimension of a fill.
 
-    Its result for a row depends only on that row and its position, so that any number of rows may be computed at once.
+    The result for a row depends only on this row and its position, so that any number of rows can be computed at once.
     """
 
     #: Name of the function; see ``sluice.engine.row_kernels``.
@@ -31,22 +31,22 @@ class RowKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elements:
-    """The stored form of elements, and what is computed with each one, in the order of the fields."""
+    """Stored form of elements, and the computations on each element, in the order of the fields."""
 
     #: Name of the dtype, as torch spells it: ``"float32"``.
     dtype: str
-    #: Bytes of each number that is stored with the most significant byte first; 0 for little-endian numbers.
+    #: Bytes of each big-endian real number; 0 for little-endian numbers.
     swap_bytes: int = 0
-    #: Whether the conjugate, the negative or both of the stored element is meant.
+    #: Conjugation or negation of the stored elements.
     math_bits: tuple[MathBit, ...] = ()
-    #: Numbers that each element is multiplied by, one after the other, in ``dtype``.
+    #: Factors by which each element is multiplied in sequence, in ``dtype``.
     factors: tuple[float, ...] = ()
-    #: Computation on whole rows; None if each element stands alone.
+    #: Computation on whole rows, or None.
     kernel: RowKernel | None = None
 
     @property
     def computed(self) -> bool:
-        """Whether elements are computed with, besides a change of byte order or a cast."""
+        """Whether there is a computation other than a change of byte order or a cast."""
         return bool(self.math_bits or self.factors or self.kernel)
 
     @property
@@ -55,15 +55,15 @@ class Elements:
         return not (self.swap_bytes or self.computed)
 
     def native(self) -> Elements:
-        """Return the same elements after their bytes were put into the order of this machine."""
+        """Return the same elements in native byte order."""
         return replace(self, swap_bytes=0) if self.swap_bytes else self
 
     def without_math_bits(self) -> Elements:
-        """Return the elements that the storage holds, neither conjugated nor negated."""
+        """Return the elements of the storage, neither conjugated nor negated."""
         return replace(self, math_bits=()) if self.math_bits else self
 
 
 @cache
 def elements_of(dtype: str) -> Elements:
-    """Return elements of a dtype with which nothing is computed: one record for all tensors that have it."""
+    """Return little-endian elements of a dtype without computations: one shared record per dtype."""
     return Elements(dtype=dtype)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: its files, storages and tensors, without any tensor data."""
+"""Contents of a checkpoint: files, storages and tensors, without tensor data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "UnsupportedValue",
 ]
 
-#: ``Entry.storage`` of an entry that is made of others, or constant.
+#: ``Entry.storage`` of an entry that is constant, assembled from parts, or a composite.
 NO_STORAGE = -1
 
 
@@ -64,9 +64,9 @@ class FileIdentity:
 class FileRecord:
     """One file of a checkpoint."""
 
-    #: Path as the user would type it; used in messages and to open it.
+    #: Path that opens the file, also for messages.
     path: str
-    #: Its identity when it was indexed.
+    #: Identity of the file when it was indexed.
     identity: FileIdentity
 
 
@@ -76,15 +76,15 @@ class Storage:
 
     #: Position of the file in ``Index.files``.
     file: int
-    #: First byte of the data in the file; of the record's local header for a storage that is not ``located``.
+    #: First byte of the data in the file, or of the local header of the zip record if not ``located``.
     offset: int
     #: Bytes of data.
     nbytes: int
-    #: Name of the storage inside its file, for messages and for telling shared storages.
+    #: Name of the storage inside its file, which identifies shared storages.
     key: str
-    #: Whether ``offset`` is that of the data. Zip files know it only after their local headers were read.
+    #: Whether ``offset`` is the offset of the data. In zip files it is known only after the local header was read.
     located: bool = True
-    #: Bytes of each number in it that is stored with the most significant byte first; 0 where none is.
+    #: Bytes of each big-endian real number in it; 0 for little-endian numbers.
     swap_bytes: int = 0
 
 
@@ -92,7 +92,7 @@ class Storage:
 class Part:
     """A box of an assembled entry, and the entry whose elements fill it."""
 
-    #: Where they come from; its shape is that of the box. Never assembled itself.
+    #: Source of the elements; its shape is that of the box. It has no parts.
     entry: Entry
     #: Position of the box's first element in each dimension of the whole.
     start: tuple[int, ...]
@@ -100,16 +100,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """How a sparse tensor is made of dense ones."""
+    """Representation of a sparse tensor by dense ones."""
 
-    #: Its layout as torch spells it: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
+    #: Layout, as torch spells it: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
     #: ``"sparse_bsc"``.
     layout: str
-    #: COO: the coordinates, a row for each sparse dimension. Else the compressed indices and the plain ones.
+    #: COO: the coordinates, one row per sparse dimension. Otherwise the compressed and the plain indices.
     indices: tuple[Entry, ...]
-    #: The elements that are there.
+    #: The specified elements.
     values: Entry
-    #: COO: whether the coordinates are sorted and distinct; None where the file does not say.
+    #: COO: whether the coordinates are sorted and distinct; None if unknown.
     coalesced: bool | None = None
 
     @property
@@ -120,7 +120,7 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """How a quantized tensor is made of dense ones: an element is ``scale * (integer - zero_point)``."""
+    """Representation of a quantized tensor by dense ones: an element is ``scale * (integer - zero_point)``."""
 
     #: The integers, in the layout of the tensor.
     values: Entry
@@ -128,7 +128,7 @@ class Quantized:
     scales: Entry | tuple[float, ...]
     #: The zero point, or the zero point of each channel.
     zero_points: Entry | tuple[float, ...]
-    #: Dimension of the channels; None where one scale is for all.
+    #: Dimension of the channels; None for one scale per tensor.
     axis: int | None = None
 
     layout: ClassVar[str] = "quantized"
@@ -136,81 +136,81 @@ class Quantized:
     @property
     def components(self) -> tuple[Entry, ...]:
         """The dense tensors."""
-        return (self.values, *(one for one in (self.scales, self.zero_points) if not isinstance(one, tuple)))
+        return (self.values, *(entry for entry in (self.scales, self.zero_points) if not isinstance(entry, tuple)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor: a strided view of a storage, or a whole that is made of such views.
+    """One tensor: a strided view of a storage, or assembled from such views.
 
-    Two names of one tensor object share one entry. The last three fields are set by rules; no file has them.
+    Two names of one tensor object share an entry. Only rules set the last three fields.
     """
 
-    #: How its elements are stored and what is computed with them; those of an assembled entry are its parts'.
+    #: Stored form of its elements, and computations on them; of an assembled entry see those of its parts.
     elements: Elements
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: Step of each dimension, in elements; empty for a sparse tensor, which has none.
+    #: Step of each dimension, in elements; empty for a sparse tensor.
     stride: tuple[int, ...]
     #: Position of the storage in ``Index.storages``; ``NO_STORAGE`` for an entry that is constant, has parts or is a
     #: composite.
     storage: int
     #: First element of the view in its storage, in elements.
     storage_offset: int = 0
-    #: Whether the file holds it as a ``torch.nn.Parameter``.
+    #: Whether it is a ``torch.nn.Parameter`` in the file.
     parameter: bool = False
-    #: Whether gradients are recorded for it.
+    #: Whether it requires gradients.
     requires_grad: bool = False
-    #: The boxes that it is assembled from, which cover it without overlap; none for a view of one storage.
+    #: Boxes that it is assembled from, which cover it without overlap; empty for a view of one storage.
     parts: tuple[Part, ...] = ()
-    #: What a sparse or quantized tensor is made of; None for a dense one.
+    #: Components of a sparse or quantized tensor; None for a dense tensor.
     composite: Sparse | Quantized | None = None
     #: Python attributes of the tensor object, by name: plain values and further tensors.
     attributes: dict[str, object] | None = field(default=None, compare=False)
-    #: What every element is; None for elements of a file. Only parts are constant.
+    #: Value of every element; None for elements of a file. Only entries of parts are constant.
     constant: float | None = None
-    #: Dtype that the finished tensor has, whatever else is asked for; None where no rule says.
+    #: Dtype of the finished tensor, which overrides the requested one; None without a rule that casts.
     cast: str | None = None
-    #: What rules made it of, in words; empty for a tensor as the file has it.
+    #: Description of the tensors from which rules produced it; empty for a tensor of the file.
     origin: str = ""
 
     @property
     def dtype(self) -> str:
-        """Name of its dtype, as torch spells it: ``"float32"``."""
+        """Name of the dtype, as torch spells it: ``"float32"``."""
         return self.elements.dtype
 
     @property
     def math_bits(self) -> tuple[MathBit, ...]:
-        """Whether it is the conjugate, the negative or both of what its storage holds."""
+        """Conjugation or negation of the elements of its storage."""
         return self.elements.math_bits
 
     @property
     def layout(self) -> str:
-        """How its elements are kept: ``"strided"`` for a dense tensor, else the layout of the composite."""
+        """``"strided"`` for a dense tensor, otherwise the layout of the composite."""
         return "strided" if self.composite is None else self.composite.layout
 
     @property
     def components(self) -> tuple[Entry, ...]:
-        """The dense tensors of a sparse or quantized tensor; a dense tensor itself."""
+        """The dense tensors of a sparse or quantized tensor, or the dense tensor itself."""
         return (self,) if self.composite is None else self.composite.components
 
     @property
     def byte_span(self) -> tuple[int, int]:
-        """First byte of its elements in its storage, and the byte after the last element."""
+        """First byte of its elements in its storage, and the first byte after them."""
         item_bytes = ITEM_BYTES[self.dtype]
         first = self.storage_offset * item_bytes
         return first, first + span_elements(self.shape, self.stride) * item_bytes
 
     @property
     def pieces(self) -> tuple[Entry, ...]:
-        """The views of storages and constants that it is made of; itself, when it is one."""
+        """The views of storages and the constants that it consists of; the entry itself if it is one of these."""
         if self.composite is not None:
             return self.composite.components
         return tuple(part.entry for part in self.parts) or (self,)
 
     @property
     def storages(self) -> tuple[int, ...]:
-        """Positions of the storages that its elements lie in."""
+        """Positions of the storages that contain its elements."""
         if self.storage != NO_STORAGE:
             return (self.storage,)
         return tuple(dict.fromkeys(piece.storage for piece in self.pieces if piece.constant is None))
@@ -225,7 +225,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, each counted once for each place in the shape; of a composite all that it needs."""
+        """Bytes of its elements, with repeated ones counted each time; for a composite, of all its components."""
         if self.composite is not None:
             return sum(component.nbytes for component in self.composite.components)
         return self.numel * ITEM_BYTES[self.dtype]
@@ -234,9 +234,9 @@ class Entry:
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
-    """An object of a pickle that sluice does not build: that would mean to import or call what the file names."""
+    """An object of a pickle that sluice does not build, because that would import or call code named in the file."""
 
-    #: Its qualified name, as the file gives it: ``"argparse.Namespace"``.
+    #: Qualified name in the file: ``"argparse.Namespace"``.
     qualified_name: str
 
     def __repr__(self) -> str:
@@ -246,9 +246,9 @@ class Opaque:
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsupportedValue(Opaque):
-    """A tensor, or another value, of a kind that sluice does not read. Its qualified name is what the file calls it."""
+    """A tensor or other value of a kind that sluice does not read. Its qualified name is that in the file."""
 
-    #: What it is, in words: ``"a nested tensor"``.
+    #: Description of the kind: ``"a nested tensor"``.
     reason: str
     #: The file that holds it.
     file: str
@@ -263,17 +263,17 @@ class Index:
 
     #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``.
     format: str
-    #: The files that hold data or described it.
+    #: Files that contain tensor data or metadata.
     files: tuple[FileRecord, ...]
-    #: The byte ranges that entries view; ``Entry.storage`` counts here.
+    #: Byte ranges that entries view; ``Entry.storage`` is a position in this tuple.
     storages: tuple[Storage, ...]
     #: The nested object of the file: dict, list, tuple and plain values, with ``Entry`` and ``Opaque`` leaves.
     tree: object
-    #: Text that the file says of itself (safetensors ``__metadata__``; format version and byte order of a zip file).
+    #: Metadata of the file as text (safetensors ``__metadata__``; format version and byte order of a zip file).
     metadata: Mapping[str, str] = field(default_factory=dict)
-    #: What a reader of the report should know, a sentence each.
+    #: Notes for the report, one sentence per note.
     notes: tuple[str, ...] = ()
-    #: Those of them that say where the files contradict each other, though every tensor is there.
+    #: Those notes that report contradictions between files although every tensor exists.
     contradictions: tuple[str, ...] = ()
-    #: First byte behind it in its only file, where something else may follow; None where the file must end with it.
+    #: First byte after the checkpoint in its only file if other data may follow; None if the file must end there.
     end: int | None = None

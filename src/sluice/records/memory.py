@@ -1,4 +1,4 @@
-"""Growth of memory during a load: predicted by a plan, measured beside it."""
+"""Growth of memory during a load, predicted and measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DeviceMemory", "Peaks"]
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """Growth of memory during a load, in bytes: predicted by a plan or measured beside it."""
+    """Growth of host memory during a load, in bytes: predicted by a plan, or measured."""
 
     #: Private anonymous memory.
     anon_bytes: int
@@ -20,21 +20,21 @@ class Peaks:
     file_bytes: int
     #: Shared memory.
     shmem_bytes: int
-    #: Peak of the three together, which can be less than the sum of their peaks.
+    #: Peak of the sum of all three, which can be less than the sum of their peaks.
     total_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Growth of one accelerator's memory during a load, in bytes: predicted beside measured."""
+    """Growth of the memory of one accelerator during a load, in bytes: predicted and measured."""
 
     #: Name as torch writes it: ``"cuda:0"``.
     device: str
-    #: What the tensors asked for.
+    #: Bytes of the tensors.
     requested_bytes: int
-    #: What the plan predicted that torch's allocator would reserve, were nothing cached.
+    #: Predicted growth of the reserved bytes of torch's allocator, without cached memory.
     predicted_bytes: int
-    #: What torch's allocator has more allocated than before; None where it does not say.
+    #: Growth of torch's allocated bytes; None if unknown.
     allocated_bytes: int | None = None
-    #: What torch's allocator has more reserved than before; None where it does not say.
+    #: Growth of torch's reserved bytes; None if unknown.
     reserved_bytes: int | None = None

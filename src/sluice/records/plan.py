@@ -1,4 +1,4 @@
-"""The complete decision of a load: what the engine runs."""
+"""The plan of a load: the complete decision that the engine runs."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ __all__ = [
     "Swap",
 ]
 
-#: How a read is done: ``direct`` bypasses the page cache (O_DIRECT), ``buffered`` goes through it.
+#: Method of a read: ``direct`` bypasses the page cache (O_DIRECT), ``buffered`` uses it.
 Method = Literal["direct", "buffered"]
 
-#: How final memory comes to be; see ``Block.kind``.
+#: Kind of final memory; see ``Block.kind``.
 BlockKind = Literal["mapping", "arena", "mapped", "existing", "device", "empty", "file"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A strided copy from a read's bytes to a target; ``Fill`` cut to what one read holds."""
+    """A strided copy from the bytes of a read to a target: the part of a ``Fill`` inside one read."""
 
     #: Position of the target in ``LoadPlan.targets``.
     target: int
     #: First byte of element 0, counted from ``Read.offset``.
     offset: int
-    #: The elements that were read, after swaps, and what is computed with them.
+    #: Stored form of the elements after swaps, and computations on them.
     elements: Elements
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: Step of each dimension in the bytes that were read, in elements.
+    #: Step of each dimension in the read, in elements.
     source_stride: tuple[int, ...]
     #: Step of each dimension in the target, in elements.
     target_stride: tuple[int, ...]
-    #: Where element 0 goes, in elements from the start of the target.
+    #: Position of element 0 in the target, in elements.
     target_start: int
-    #: Where in the staging buffer, in bytes from its start, it is cast before it is sent to an accelerator; None casts
+    #: Offset in the staging buffer, in bytes, of the result of a cast before a transfer to an accelerator; None to cast
     #: at the target.
     cast_at: int | None = None
-    #: With a row kernel: position of the first row in its fill.
+    #: With a row kernel: position of the first row in the fill.
     first_row: int = 0
 
     @property
@@ -63,19 +63,19 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """A range of a read whose numbers are stored with the most significant byte first."""
+    """A range of big-endian numbers in a read, whose bytes are swapped."""
 
     #: First byte, counted from ``Read.offset``.
     offset: int
-    #: Bytes of the range: a multiple of those of a number.
+    #: Bytes of the range, a multiple of ``item_bytes``.
     nbytes: int
-    #: Bytes of one number: an element, or either half of a complex one.
+    #: Bytes of one real number: an element, or either half of a complex element.
     item_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """One contiguous range of one file, and where it goes."""
+    """One contiguous range of one file, and the destination of its bytes."""
 
     #: Position of the file in ``LoadPlan.files``.
     file: int
@@ -83,18 +83,18 @@ class Read:
     offset: int
     #: Bytes to read.
     nbytes: int
-    #: Permitted methods, the preferred first; the engine may only step down.
+    #: Permitted methods in order of preference; the engine may only step down.
     methods: tuple[Method, ...]
-    #: Target that receives the bytes without staging, or None.
+    #: Position of the target that receives the bytes without staging; None for a staged read.
     into: int | None = None
-    #: With ``into``: where the bytes go, counted from the start of the target.
+    #: With ``into``: first byte in the target.
     into_offset: int = 0
     #: Without ``into``: the copies out of the staging buffer.
     copies: tuple[Copy, ...] = ()
-    #: Without ``into``: the ranges whose byte order is turned round. They do not overlap.
+    #: Without ``into``: the ranges that are byteswapped. They do not overlap.
     swaps: tuple[Swap, ...] = ()
-    #: Without ``into``: how many of the copies, the first ones, are made before the swaps: of bytes that they want as
-    #: the file has them and that another copy wants turned round.
+    #: Without ``into``: number of copies, from the first, that precede the swaps: they need the stored bytes of ranges
+    #: that other copies need byteswapped.
     copies_before_swaps: int = 0
 
 
@@ -102,29 +102,29 @@ class Read:
 class Block:
     """One allocation of final memory, for the target at the same position of ``LoadPlan.targets``."""
 
-    #: ``mapping``: an anonymous mapping of its own; ``arena``: a part of a small shared mapping; ``mapped``: pages of
-    #: the file itself, which nothing reads; ``existing``: the caller's memory; ``device``: memory of an accelerator;
-    #: ``empty``: no bytes at all; ``file``: a part of a file under construction.
+    #: ``mapping``: an anonymous mapping for one target; ``arena``: part of a small shared mapping; ``mapped``: mapped
+    #: pages of the file, without reads; ``existing``: memory of the caller; ``device``: memory of an accelerator;
+    #: ``empty``: no bytes; ``file``: part of an output file.
     kind: BlockKind
-    #: Bytes before the target in its allocation: they make its address congruent with the file for direct reads.
+    #: Bytes before the target in its allocation, which make its address congruent with the file for direct reads.
     lead_bytes: int = 0
-    #: For ``arena``: which one, in the order of ``LoadPlan.arenas``.
+    #: For ``arena``: position in ``LoadPlan.arenas``.
     arena: int = 0
-    #: For ``arena``: first byte of the target in it.
+    #: For ``arena``: first byte of the target in the arena.
     arena_offset: int = 0
-    #: For ``mapped``: in which range it lies, in the order of ``LoadPlan.mapped_ranges``.
+    #: For ``mapped``: position in ``LoadPlan.mapped_ranges``.
     mapped_range: int = 0
-    #: For ``mapped``: first byte of the target in it.
+    #: For ``mapped``: first byte of the target in the range.
     mapped_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedRange:
-    """A range of a file that is mapped privately: shared pages until one is written to."""
+    """A range of a file that is mapped privately: pages are shared until they are written to."""
 
     #: Position of the file in ``LoadPlan.files``.
     file: int
-    #: First byte in the file; whoever maps it begins at the page below.
+    #: First byte in the file. The mapping itself starts at the page boundary at or before it.
     offset: int
     #: Bytes of the range.
     nbytes: int
@@ -132,17 +132,17 @@ class MappedRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """How the memory of one accelerator is taken."""
+    """Allocation of the memory of one accelerator."""
 
-    #: Bytes that the tensors ask for.
+    #: Bytes of the tensors.
     requested_bytes: int
-    #: Bytes that the allocator will count as allocated: each tensor rounded up.
+    #: Bytes that the allocator counts as allocated: each tensor rounded up.
     allocated_bytes: int
-    #: Bytes of the one block that is taken and freed before the tensors; 0 for none.
+    #: Bytes of the single block that is allocated and freed before the tensors; 0 for none.
     block_bytes: int
-    #: Bytes that the allocator will have reserved from the device.
+    #: Bytes that the allocator reserves from the device.
     reserved_bytes: int
-    #: The same, were the block refused and each tensor allocated by itself.
+    #: Reserved bytes if the single block is refused and tensors are allocated one by one.
     reserved_apart_bytes: int
 
 
@@ -152,43 +152,43 @@ class DevicePlan:
 
     #: Name as torch writes it: ``"cuda:0"``.
     device: str
-    #: How its memory is taken.
+    #: Allocation of its memory.
     reservation: Reservation
-    #: Bytes of the scratch in which casts and views are made; 0 when none is needed.
+    #: Bytes of the scratch memory for casts and views; 0 if not needed.
     scratch_bytes: int = 0
 
     @property
     def predicted_bytes(self) -> int:
-        """Growth of what torch's allocator reserves, were nothing cached."""
+        """Predicted growth of torch's reserved bytes, without cached memory."""
         return self.reservation.reserved_bytes + self.scratch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The complete decision of a load: the engine adds nothing to it.
+    """The complete decision of a load; the engine makes no further choices.
 
-    ``blocks`` and ``targets`` run in parallel.
+    ``blocks`` has one block per target, in the order of ``targets``.
     """
 
     #: Files to read.
     files: tuple[FileRecord, ...]
-    #: What was asked of the machine.
+    #: Facts about the machine and the files.
     facts: MachineFacts
-    #: Final memory and what fills it.
+    #: Final memory and its fills.
     targets: tuple[Target, ...]
-    #: How each target is allocated.
+    #: Allocation of each target.
     blocks: tuple[Block, ...]
     #: Bytes of each shared mapping for small targets.
     arenas: tuple[int, ...]
-    #: Reads in the order in which they start.
+    #: Reads, in the order in which they start.
     reads: tuple[Read, ...]
-    #: Threads that read; with 0, under a limit on virtual memory, the caller's does.
+    #: Number of reader threads; 0, under a limit on virtual memory, to read in the thread of the caller.
     readers: int
-    #: Threads that copy out of staging what was read into it; with 0 each reader does it.
+    #: Number of threads that copy out of staging; 0 if each reader copies what it has read.
     copiers: int
     #: Bytes of one staging buffer.
     staging_buffer_bytes: int
-    #: Number of staging buffers; 0 when every read goes to its final place.
+    #: Number of staging buffers; 0 if every read goes to its final place.
     staging_buffers: int
     #: Bytes of the finished tensors that the load allocates or fills.
     final_bytes: int
@@ -196,24 +196,24 @@ class LoadPlan:
     predicted: Peaks
     #: Memory of each accelerator.
     devices: tuple[DevicePlan, ...] = ()
-    #: Bytes of the device memory through which casts and views reach an accelerator, allocated when the first is made.
+    #: Bytes of the scratch memory on each accelerator for casts and views, allocated at its first use.
     device_scratch_bytes: int = 0
-    #: Why the plan is as it is, a sentence each.
+    #: Reasons for the decisions, one sentence per reason.
     reasons: tuple[str, ...] = ()
-    #: Whether buffered pages are dropped from the page cache once they were used.
+    #: Whether pages of buffered reads are dropped from the page cache after use.
     drop_behind: bool = False
-    #: Reads whose results may wait for the caller, so that finishers keep up with the readers; 0 for any number.
+    #: Most finished reads that may wait for finishers, which slows readers to their pace; 0 for no limit.
     most_unfinished_reads: int = 0
-    #: Ranges of the files that stay mapped, for the targets whose block is ``mapped``.
+    #: Ranges of the files that stay mapped, for targets with a ``mapped`` block.
     mapped_ranges: tuple[MappedRange, ...] = ()
 
     @property
     def read_bytes(self) -> int:
-        """Bytes that will be read from files."""
+        """Bytes to read from files."""
         return sum(read.nbytes for read in self.reads)
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the targets that are pages of the files."""
+        """Bytes of the targets that are mapped pages of the files."""
         pairs = zip(self.targets, self.blocks, strict=True)
         return sum(target.nbytes for target, block in pairs if block.kind == "mapped")

@@ -1,4 +1,4 @@
-"""The tensors that are wanted, the memory that they end in, and what fills it."""
+"""Requested tensors, their final memory, and the copies that fill it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Constant", "Fill", "Finisher", "Request", "Target", "View"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finisher:
-    """What is done with a whole weight once its last byte has arrived: a tensor takes its place."""
+    """A computation on a whole weight after its last byte has arrived; its result replaces the weight."""
 
-    #: Name of the function, which whoever runs the plan supplies.
+    #: Name of the function, which the caller of the engine supplies.
     name: str
-    #: Sizes of the weight that it gets, in elements; row-major.
+    #: Shape of the weight that it receives, in elements; row-major.
     shape: tuple[int, ...]
     #: Bytes of the tensor that it returns.
     finished_bytes: int
@@ -24,46 +24,47 @@ class Finisher:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One finished tensor that is wanted: which entry, and as what."""
+    """One requested tensor: its entry, and its final form."""
 
     #: Name in the result: that of the parameter, the buffer or the state-dict entry.
     name: str
-    #: Where its bytes come from.
+    #: Source of its bytes.
     entry: Entry
     #: Dtype of the finished tensor.
     dtype: str
     #: Device of the finished tensor, as torch writes it: ``"cpu"``, ``"cuda:0"``.
     device: str
-    #: Step of each dimension of the finished tensor, in elements; None keeps the entry's where that wastes nothing.
+    #: Step of each dimension of the finished tensor, in elements; None keeps the entry's if that leaves no gaps.
     stride: tuple[int, ...] | None = None
-    #: True where the caller supplies the memory (a live tensor filled in place), False where it is allocated.
+    #: Whether the caller supplies the memory (a live tensor filled in place); otherwise it is allocated.
     existing: bool = False
-    #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
+    #: Whether it replaces a live tensor, whose memory is released as soon as this tensor is complete.
     replaces: bool = False
-    #: True where it shares memory with no other tensor, whatever the file does.
+    #: Whether it must not share memory with other tensors, even if they share storage in the file.
     alone: bool = False
-    #: The part of the entry that the tensor holds: for each dimension ascending intervals ``(start, stop)`` of
-    #: positions; None for the whole entry.
+    #: Part of the entry that the tensor holds: for each dimension ascending intervals ``(start, stop)`` of positions;
+    #: None for the whole entry.
     region: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    #: What is done with the whole tensor once it has arrived; only for a row-major tensor on the host.
+    #: Computation on the complete tensor; only for a row-major tensor on the host.
     finisher: Finisher | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """A rectangular strided copy out of a file: the only way by which bytes reach a target.
+    """A rectangular strided copy from a file to a target; all bytes of files reach targets this way.
 
     Element ``i, j, ...`` of ``shape`` is read at ``offset + item * (i*source_stride[0] + ...)`` in the file and
-    written at ``target_start + i*target_stride[0] + ...`` elements in the target, computed in its own dtype as its
-    ``elements`` say and then cast to the target's. Whole tensors, views, slices, transposes, parts of a fused weight
-    and shards are all fills. With a row kernel, finished row ``i`` begins at ``target_start + i*target_stride[0]``.
+    written at ``target_start + i*target_stride[0] + ...`` elements in the target. The computations of ``elements`` are
+    done in the dtype of the file, before the cast to the dtype of the target. Whole tensors, views, slices,
+    transposes, parts of a fused weight and shards are all fills. With a row kernel, finished row ``i`` begins at
+    ``target_start + i*target_stride[0]``.
     """
 
     #: Position of the file in ``LoadPlan.files``.
     file: int
     #: First byte of element 0 in the file.
     offset: int
-    #: How the elements lie in the file, and what is computed with them.
+    #: Stored form of the elements, and computations on them.
     elements: Elements
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
@@ -71,7 +72,7 @@ class Fill:
     source_stride: tuple[int, ...]
     #: Step of each dimension in the target, in elements of the target's dtype.
     target_stride: tuple[int, ...]
-    #: Where element 0 goes, in elements from the start of the target.
+    #: Position of element 0 in the target, in elements.
     target_start: int = 0
 
     @property
@@ -82,25 +83,25 @@ class Fill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A box of a target that no file fills: the rows that a larger vocabulary adds."""
+    """A box of a target with a constant value, such as the rows that a larger vocabulary adds."""
 
-    #: What every element is.
+    #: Value of every element.
     value: float
-    #: Dtype that it is rounded to, and what is computed with it, before the cast to the target's dtype.
+    #: Dtype to which the value is rounded, and computations on it, before the cast to the dtype of the target.
     elements: Elements
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
     #: Step of each dimension in the target, in elements.
     target_stride: tuple[int, ...]
-    #: Where element 0 goes, in elements from the start of the target.
+    #: Position of element 0 in the target, in elements.
     target_start: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Final memory of one or more tensors, and what fills it."""
+    """Final memory of one or more tensors, and the copies that fill it."""
 
-    #: Name for messages and progress: that of its first tensor.
+    #: Name of its first tensor, for messages and progress.
     name: str
     #: Dtype of the finished elements.
     dtype: str
@@ -108,17 +109,17 @@ class Target:
     nbytes: int
     #: Device as torch writes it: ``"cpu"``, ``"cuda:0"``.
     device: str
-    #: The copies that fill it. With the constants they cover what its tensors view.
+    #: Copies that fill it. Together with the constants they cover the elements that its tensors view.
     fills: tuple[Fill, ...]
-    #: What no file fills; written before the first fill.
+    #: Boxes with a constant value, written before the first fill.
     constants: tuple[Constant, ...] = ()
-    #: True where the caller supplies the memory (a live parameter filled in place), False where it is allocated.
+    #: Whether the caller supplies the memory (a live parameter filled in place); otherwise it is allocated.
     existing: bool = False
-    #: True where it takes the place of a live tensor, whose memory goes as soon as this one is whole.
+    #: Whether it replaces a live tensor, whose memory is released as soon as this target is complete.
     replaces: bool = False
-    #: What is done with the whole; None leaves it in place.
+    #: Computation on the complete target; None for none.
     finisher: Finisher | None = None
-    #: What rules made it of, in words; empty for a tensor as the file has it.
+    #: Description of the tensors from which rules produced it; empty for a tensor of the file.
     origin: str = ""
 
 
@@ -128,11 +129,11 @@ class View:
 
     #: Position of the target in ``LoadPlan.targets``.
     target: int
-    #: Element 0, in elements from the start of the target.
+    #: Position of element 0 in the target, in elements.
     start: int
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
     #: Step of each dimension, in elements.
     stride: tuple[int, ...]
-    #: Bits that the finished tensor gets: its memory holds the conjugate, the negative or both.
+    #: Math bits to set on the finished tensor, whose memory holds the conjugate or negative.
     math_bits: tuple[MathBit, ...] = ()

@@ -1,4 +1,4 @@
-"""Values of torch that an index holds without torch: equal to their text, and still told apart from text."""
+"""Values of torch types in an index, without torch: subclasses of str and tuple."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from sluice import _options as options
-from sluice._threads import Job, Workers
+from sluice._threads import Task, Workers
 from sluice.writing.chunks import Chunk, Staging, chunks
 
 __all__ = ["WriteQueue", "write_queue"]
@@ -48,7 +48,7 @@ class WriteQueue:
         self._workers = workers
         self._staging = staging
         self._wrote = wrote
-        self._under_way: deque[tuple[int, Job[None]]] = deque()
+        self._under_way: deque[tuple[int, Task[None]]] = deque()
 
     def write(self, tensor: torch.Tensor, dtype: str, first: int, put: Put, consumer: Consumer | None = None) -> None:
         """Write the elements of a tensor in row-major order.
