@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and failing callbacks, at any point: threads are joined, and the state is reported."""
+"""Ctrl-C, SIGTERM and failing callbacks at any point: threads are joined, and the state is reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class Stop(BaseException):
-    """What no handler of exceptions catches."""
+    """Derives from BaseException, so that handlers of Exception do not catch it."""
 
 
 @pytest.mark.parametrize("kind", [ValueError, Stop])

@@ -1,4 +1,4 @@
-"""Memory limits: where they come from, what keeps them, and advice that is true."""
+"""Memory limits: their sources, plans that keep them, and correct advice."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_pages_are_dropped_behind_where_they_would_crowd_the_control_group() -> 
     assert plan(100, crowded).drop_behind
     assert not plan(100, crowded, page_cache="keep").drop_behind
     cached = replace(facts(cached=True, direct_io=False), memory_limit_bytes=180 * MIB)
-    assert not plan(100, cached).drop_behind  # those pages are somebody else's, or counted already
+    assert not plan(100, cached).drop_behind  # those pages belong to other processes, or are counted already
     direct = replace(facts(cached=False), memory_limit_bytes=180 * MIB)
     assert not plan(100, direct).drop_behind
 

@@ -1,4 +1,4 @@
-"""``place="map"``: tensors that are pages of the file."""
+"""``place="map"``: tensors that map pages of the file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 
 def network() -> nn.Sequential:
-    """A tensor above a MiB, small ones, a counter, and a tie."""
+    """A model with a tensor above 1 MiB, small tensors, a counter, and a tie."""
     first, last = nn.Linear(600, 600), nn.Linear(600, 600)
     last.weight = first.weight
     return nn.Sequential(first, nn.BatchNorm1d(600), nn.Linear(600, 10), last)
@@ -132,7 +132,7 @@ def test_each_tensor_is_saved_pickled_copied_and_shared_by_itself(file: Path) ->
     assert_equal(copy.deepcopy(model), expected)
     assert_equal(pickle.loads(pickle.dumps(model)), expected)
     assert_equal(model.share_memory(), expected)
-    assert not maps_of(file)  # share_memory moved every tensor to memory of another kind
+    assert not maps_of(file)  # share_memory moves every tensor to shared memory
 
 
 def test_other_dtypes_and_deleted_modules_give_their_pages_back(file: Path) -> None:
@@ -161,7 +161,7 @@ def test_what_cannot_be_mapped_is_copied_and_the_report_says_why(
         assert_equal(model, expected)
     else:
         assert torch.equal(model.get_parameter("2.weight"), expected.get_parameter("2.weight").bfloat16())
-    assert report.mapped_bytes == (0 if live else 8)  # the counter is no floating-point number
+    assert report.mapped_bytes == (0 if live else 8)  # the counter is an integer
     assert any("are copied: " in note and f" {why}" in note for note in report.notes)
 
 
@@ -232,7 +232,7 @@ def test_the_pages_are_those_of_the_page_cache_until_they_are_written_to(tmp_pat
         other.communicate("")
     assert sizes["Rss"] >= tensor.nbytes
     assert sizes["Shared_Clean"] + sizes["Shared_Dirty"] >= 0.99 * tensor.nbytes  # dirty: not yet on the disk
-    assert sizes["Pss"] <= 0.51 * sizes["Rss"]  # half of it, since two processes have it
+    assert sizes["Pss"] <= 0.51 * sizes["Rss"]  # half of it, because two processes map it
     assert sizes["Anonymous"] == 0
     with torch.no_grad():
         model[0][: MIB // 2].zero_()
@@ -240,7 +240,7 @@ def test_the_pages_are_those_of_the_page_cache_until_they_are_written_to(tmp_pat
 
 
 def smaps(path: Path) -> dict[str, int]:
-    """Sum what the kernel says of the mappings of a file, in bytes."""
+    """Sum the kernel's figures for the mappings of a file, in bytes."""
     sums: dict[str, int] = {}
     counts = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -94,11 +94,11 @@ def test_staging_is_divided_into_two_buffers_for_each_reader(staging: int, buffe
         (0, "float32", 8),  # reads of 8 MiB
         (16, "float32", 11),  # as many bytes in half as many reads again
         (200, "float32", 16),
-        (200, "bfloat16", 8),  # staged: more readers would only take the buffers
+        (200, "bfloat16", 8),  # staged: more readers would only compete for buffers
     ],
 )
 def test_short_reads_get_more_readers(small: int, dtype: str, readers: int) -> None:
-    """The same bytes are asked for at once, whether or not small tensors lie between large ones."""
+    """The same number of bytes is requested at a time, with and without small tensors between large ones."""
     large = [big(f"w{i}", storage=i, mib=8, dtype=dtype) for i in range(32)]
     between = [request(f"b{i}", entry((1024,), storage=32 + i), dtype=dtype) for i in range(small)]
     storages = [(i * 16 * MIB, 8 * MIB) for i in range(32)] + [(i * MIB + 512 * MIB, 4096) for i in range(small)]
@@ -283,7 +283,7 @@ def test_equal_views_are_one_tensor_and_casts_do_not_mix() -> None:
 
 
 def test_a_limit_on_address_space_takes_threads_away() -> None:
-    """Weights of 20 MiB, staging and a reserve of 64 MiB come first; each thread then takes 72 MiB."""
+    """Weights of 20 MiB, staging and a reserve of 64 MiB are reserved first; each thread then takes 72 MiB."""
     wanted = [request("t", entry((10 * MIB,)), dtype="bfloat16")]
 
     def threads(room: int) -> tuple[int, int]:
@@ -300,7 +300,7 @@ def test_a_limit_on_address_space_takes_threads_away() -> None:
 
 
 def test_the_room_that_huge_pages_and_leads_take_counts_before_threads() -> None:
-    wanted = [big()]  # 20 MiB, of which each direct read takes whole blocks: a page more, and so a huge page more
+    wanted = [big()]  # 20 MiB; direct reads take whole blocks, so a page and therefore a huge page more
     needed = 64 * MIB + 64 * MIB + 22 * MIB
     machine = replace(facts(cached=False), huge_pages=True)
     for room, readers in ((72 * MIB, 1), (72 * MIB - 1, 0)):

@@ -83,7 +83,7 @@ def _wait(child: int) -> int:
 
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-quiet = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # the test forks a process that has threads
+quiet = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking with threads is tested
 
 
 @forks

@@ -211,7 +211,7 @@ def test_a_module_is_untouched_or_its_state_is_told(
             else:
                 break
     assert "untouched" in outcomes
-    assert "partial" in outcomes or not live or dtype is not None  # it depends on timing whether a replaced tensor is done
+    assert "partial" in outcomes or not live or dtype is not None  # timing decides whether replaced ones are done
 
 
 BLACK_BOX = """

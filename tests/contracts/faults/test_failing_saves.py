@@ -21,7 +21,7 @@ from support.system_calls import SystemCalls, failing
 
 
 class Mode(NamedTuple):
-    """A form, and whether it replaces an existing checkpoint."""
+    """Destination and form of a save."""
 
     name: str
     format: Literal["safetensors", "torch", "huggingface", "per-parameter"]

@@ -98,7 +98,7 @@ def test_a_process_that_may_start_no_thread(file: Path, options: dict[str, str])
     [(8, CAST), *(pytest.param(readers, one, marks=pytest.mark.long) for readers in (1, 3, 8) for one in ({}, CAST))],
 )
 def test_a_limit_on_address_space(file: Path, options: dict[str, str], readers: int) -> None:
-    """The limit allows the weights, staging, 64 MiB, and 72 MiB per reader or copier.
+    """The limit allows the weights, staging, a reserve of 64 MiB, and 72 MiB per reader; copiers use part of that.
 
     A direct read takes whole blocks, so a mapping takes a huge page more. Python's own heap takes a few arenas of 1 MiB
     between setting the limit and planning.

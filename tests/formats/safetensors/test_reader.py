@@ -78,7 +78,7 @@ def oracle(path: Path) -> dict[str, torch.Tensor] | None:
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.offset_keys()}
-    except (SafetensorError, TypeError, RuntimeError):  # the last two come from torch, for sizes that it cannot represent
+    except (SafetensorError, TypeError, RuntimeError):  # the last two come from torch, for too large sizes
         return None
 
 
