@@ -1,4 +1,4 @@
-"""Progress events, and who receives them."""
+"""Progress events and their receivers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_bar_ends_when_the_load_fails(capsys: pytest.CaptureFixture[str]) ->
         with progress_sink(True, "loading") as sink:
             assert sink is not None
             sink(_event(1))
-            assert "loading" not in capsys.readouterr().err  # where there is no terminal, only the end is drawn
+            assert "loading" not in capsys.readouterr().err  # without a terminal only the end is drawn
             raise OSError("disk")
 
     with pytest.raises(OSError, match="disk"):

@@ -170,7 +170,7 @@ for name, arguments in [
 
 
 @pytest.mark.usefixtures("fresh_processes")
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can change its user")
 def test_what_may_not_be_written_is_refused(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as path:  # other users have no access to the directories of pytest
         place = Path(path)

@@ -44,7 +44,7 @@ STATES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("content", "problem"), STATES.values(), ids=STATES)
 @pytest.mark.parametrize("key", [None, "inside"])
 def test_files(tmp_path: Path, content: Any, problem: str, key: str | None) -> None:
-    torch.save(content if key is None else {"inside": content, "beside": 1}, tmp_path / "f.pt")
+    torch.save(content if key is None else {"inside": content, "step": 1}, tmp_path / "f.pt")
     model = net()
     optimizer = KINDS["AdamW"](model)
     with pytest.raises(UnsupportedError, match=problem) as caught:

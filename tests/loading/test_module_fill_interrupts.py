@@ -72,7 +72,7 @@ _SIGNALLED = """
 import os, signal, sys, threading, torch, sluice
 
 path, number = sys.argv[1], int(sys.argv[2])
-# Whoever started this process may have told it to ignore interrupts.
+# Interrupts may be ignored in a background process.
 signal.signal(number, (lambda *_: sys.exit(9)) if number == signal.SIGTERM else signal.default_int_handler)
 real, lock = os.preadv, threading.Lock()
 

@@ -96,7 +96,7 @@ def test_a_step_that_is_a_number_becomes_the_tensor_that_torch_makes_of_it(tmp_p
 
 
 class Lion(torch.optim.Optimizer):
-    """A custom optimizer with kinds of state that torch's lack: integers, lists, text, one tensor for all parameters."""
+    """A custom optimizer with state that torch's lack: integers, lists, text, one tensor for all parameters."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "precision": torch.float32})

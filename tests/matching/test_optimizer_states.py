@@ -56,13 +56,13 @@ def by_parameter(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
 
 
-@pytest.mark.parametrize("form", ["nested", "flat", "nested in a file", "flat in a file", "behind a prefix"])
+@pytest.mark.parametrize("form", ["nested", "flat", "nested in a file", "flat in a file", "under a prefix"])
 def test_state_by_name_is_matched_by_name(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], form: str) -> None:
     model, optimizer = run
     state: Any = get_optimizer_state_dict(
         model, optimizer, options=FLAT if "flat" in form or "prefix" in form else None
     )
-    if form == "behind a prefix":
+    if form == "under a prefix":
         path = save_distributed(tmp_path / "d", {f"optim.{name}": value for name, value in state.items()})
     elif "file" in form:
         path = write(tmp_path / "o.pt", {"optim": state})

@@ -22,7 +22,7 @@ NAMES = ("embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weigh
 
 
 def outline(*groups: str | tuple[str, ...]) -> Outline:
-    """Return slots with one tensor per argument; a tuple has the names of a tied tensor."""
+    """Return an outline with one tensor per argument; a tuple has the names of a tied tensor."""
     return Outline(
         slots=tuple(
             Slot(

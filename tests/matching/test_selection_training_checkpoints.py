@@ -57,7 +57,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
 
 
 def basic(net: nn.Module) -> dict[str, Any]:
-    """Write a checkpoint in the layout of torch's tutorials."""
+    """Return a checkpoint in the layout of torch's tutorials."""
     optimizer = trained(net)
     return {
         "model": net.state_dict(),
@@ -70,7 +70,7 @@ def basic(net: nn.Module) -> dict[str, Any]:
 
 
 def lightning(lit: nn.Module) -> dict[str, Any]:
-    """Write a checkpoint of Lightning 2 with two callbacks, mixed precision and hyperparameters."""
+    """Return a checkpoint of Lightning 2 with two callbacks, mixed precision and hyperparameters."""
     optimizer = trained(lit)
     best = "/runs/version_0/checkpoints/epoch=1-step=20.ckpt"
     monitor = "ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1}"
@@ -117,7 +117,7 @@ def lightning(lit: nn.Module) -> dict[str, Any]:
 
 
 def nested(net: nn.Module) -> dict[str, Any]:
-    """Write weights two levels deep, next to named scalars."""
+    """Return weights two levels deep, next to named scalars."""
     return {
         "trainer": {"nets": {"policy": net.state_dict()}, "step": torch.tensor(7)},
         "metrics": {"accuracy": torch.tensor(1.0)},
@@ -126,7 +126,7 @@ def nested(net: nn.Module) -> dict[str, Any]:
 
 
 def deepspeed(net: nn.Module) -> dict[str, Any]:
-    """Write ``mp_rank_00_model_states.pt`` of DeepSpeed."""
+    """Return the content of DeepSpeed's ``mp_rank_00_model_states.pt``."""
     return {
         "module": net.state_dict(),
         "buffer_names": [name for name, _ in net.named_buffers()],
@@ -255,7 +255,7 @@ def test_averaged_weights(tmp_path: Path) -> None:
 
 
 def two_models(net: nn.Module) -> dict[str, Any]:
-    """Write a checkpoint of timm: weights and their average."""
+    """Return a checkpoint of timm: weights and their average."""
     average = {name: tensor + 1 for name, tensor in net.state_dict().items()}
     optimizer = trained(net).state_dict()
     return {

@@ -114,7 +114,7 @@ def test_a_refusal_says_where_and_what_is_needed_and_leaves_nothing(tmp_path: Pa
 
 
 def test_version_2_makes_its_group_where_children_get_the_controller(tmp_path: Path) -> None:
-    """The process's own group has processes, so its children lack a memory controller; those of its ancestors have one."""
+    """The process's own group has processes, so only groups below its ancestors can have a memory controller."""
     root = make(
         tmp_path,
         {

@@ -317,7 +317,7 @@ def test_neighbours_are_joined_by_their_larger_reading(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install a fake ``pynvml`` of two devices for the helper process; return the file with the second one's used bytes."""
+    """Install a fake ``pynvml`` of two devices for the helper process; return the file of the second one's use."""
     used = tmp_path / "used"
     used.write_text(str(7 * MIB))
     (tmp_path / "pynvml.py").write_text(f"""

@@ -76,7 +76,7 @@ def states() -> dict[str, tuple[type[nn.Module], State]]:
         "renames": (Renames, {"kernel": weight, "offset": bias}),
         "renames nothing": (Renames, {"weight": weight, "bias": bias}),
         "drops": (Drops, {"weight": weight, "bias": bias, "obsolete": torch.ones(1)}),
-        "ignores": (IgnoresUnexpected, {"weight": weight, "bias": bias, "whatever": torch.ones(1)}),
+        "ignores": (IgnoresUnexpected, {"weight": weight, "bias": bias, "other": torch.ones(1)}),
         "copies": (CopiesByItself, {"kernel": weight, "bias": bias}),
         "version": (ByVersion, {"kernel": weight, "bias": bias}),
         "scalar": (Scalar, {"weight": torch.ones(1)}),

@@ -68,7 +68,7 @@ def test_what_may_be_split_is_split_down_to_modules_without_children() -> None:
     assert placed["blocks.0.attention"] == "cuda:0"
     assert placed["blocks.0.mlp"] == "cpu"
     both = members({"layer.weight": 20, "layer.bias": 20, "head.weight": 20})
-    assert auto_placement(both, rooms(30)) == {"": "cpu"}  # one module per device, in order
+    assert auto_placement(both, rooms(30)) == {"": "cpu"}  # layer stays whole, and modules keep their order
 
 
 def test_a_tensor_beside_children_is_placed_by_its_own_name() -> None:

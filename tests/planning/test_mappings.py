@@ -329,7 +329,7 @@ def mapping_of(requests: list[Request], storages: list[tuple[int, int]], mappabl
 
 
 @pytest.mark.parametrize(
-    ("wanted", "mappable", "why"),
+    ("tensor", "mappable", "why"),
     [
         (request("t", entry((4, 4)), device="cuda:0"), True, "on an accelerator"),
         (request("t", entry((4, 4)), existing=True), True, "filled in place"),
@@ -339,8 +339,8 @@ def mapping_of(requests: list[Request], storages: list[tuple[int, int]], mappabl
         (request("t", entry((4, 4))), False, "in a file that the system cannot map"),
     ],
 )
-def test_why_a_tensor_is_copied(wanted: Request, mappable: bool, why: str) -> None:
-    made = mapping_of([wanted], [(64, 64)], mappable)
+def test_why_a_tensor_is_copied(tensor: Request, mappable: bool, why: str) -> None:
+    made = mapping_of([tensor], [(64, 64)], mappable)
     assert not made.blocks
     assert made.reasons[1].endswith(f"are copied: 1 {why}")
 

@@ -225,8 +225,8 @@ DAMAGED = {
     "size and shape differ": tensor_with(shape="[2]"),
     "not from the start": tensor_with(data_offsets="[1,5]"),
     "2**62 elements of 4 bytes": tensor_with(shape="[4611686018427387904]", data_offsets="[0,0]"),
-    "2**63 beside nothing": tensor_with(shape="[0,9223372036854775808]", data_offsets="[0,0]"),
-    "overflow beside nothing": tensor_with(shape="[4611686018427387904,4,0]", data_offsets="[0,0]"),
+    "2**63 times zero": tensor_with(shape="[0,9223372036854775808]", data_offsets="[0,0]"),
+    "overflow times zero": tensor_with(shape="[4611686018427387904,4,0]", data_offsets="[0,0]"),
     "dtype with an escape": tensor_with(dtype='"\\u004632"'),
     "dtype as an object": tensor_with(dtype='{"F32":null}'),
 }
