@@ -11,7 +11,7 @@ from bench.index import Row, main
 
 
 def test_when_a_goal_is_kept() -> None:
-    row = Row(what="a file", ours=1.0, theirs=3.0, beside="a library", goal=1 / 3)
+    row = Row(what="a file", ours=1.0, theirs=3.0, reference="a library", goal=1 / 3)
     assert row.kept
     assert not replace(row, ours=1.1).kept
     assert replace(row, tensor_bytes=1024).kept

@@ -101,7 +101,7 @@ def replacing(files: dict[str, list[str]], command: str) -> tuple[list[str], Pat
 @pytest.mark.parametrize(
     ("stdin", "stderr"),
     [(Pipe, Terminal), (Terminal, io.StringIO), (lambda: None, Terminal), (Pipe, lambda: None)],
-    ids=["no terminal", "stderr is no terminal", "closed", "all closed"],
+    ids=["no terminal", "stderr not a terminal", "closed", "all closed"],
 )
 def test_a_script_is_never_asked(
     files: dict[str, list[str]],

@@ -1,9 +1,9 @@
 """Parse the code blocks of the documents with Sybil and run them in order.
 
-The fenced blocks of a page run in one namespace and one directory, as one session. Annotations:
+The fenced blocks of a page run in one namespace and one directory. Annotations of blocks:
 
 - ``python`` and ``bash`` are run; ``bash`` blocks of only plain ``sluice`` commands run in this process.
-- ``python title="net.py"``, or any other language with a title: the block is written to a file that later blocks can use.
+- ``python title="net.py"``, or any other language with a title: the block is written to a file for later blocks.
 - ``<!-- skip: next "why" -->`` before a block: it is compiled, or parsed by ``bash -n``, and not run.
 - ``<!-- invisible-code-block: python ... -->`` runs like the others and is not shown: files that a page assumes.
 - ``text`` is not code. A block in any other language or without a language is an error.

@@ -16,10 +16,10 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
 
     Args:
         condition: Called repeatedly until it returns True.
-        what: Description of the condition, for the message.
+        what: Description of the condition, for the error message.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"waited {PATIENCE_SECONDS:g} s, but not {what}")
+            pytest.fail(f"timed out after {PATIENCE_SECONDS:g} s: {what}")
         time.sleep(0.001)
