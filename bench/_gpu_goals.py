@@ -15,7 +15,7 @@ __all__ = ["Figures", "Goal", "judge"]
 MIB = 1 << 20
 
 #: Bounds: reserved device memory in addition to the weights, and growth of host memory.
-_RESERVED_BESIDE_BYTES = 40 * MIB
+_EXTRA_RESERVED_BYTES = 40 * MIB
 _HOST_GROWTH_BYTES = 150 * MIB
 
 #: Fractions of the raw speeds to reach.
@@ -29,7 +29,7 @@ class Goal:
     #: Its name.
     name: str
     #: The bound.
-    wanted: str
+    bound: str
     #: The figure.
     found: str
     #: Whether the figure is within the bound; None if either was not measured.
@@ -81,22 +81,22 @@ def judge(
         )
         right = puzzle["wrong_matrices"] == 0 and puzzle["computes"]
         found = "all right" if right else f"{puzzle['wrong_matrices']} wrong matrices"
-        goals.append(Goal(name="the puzzle: every weight", wanted="all right", found=found, reached=right))
+        goals.append(Goal(name="the puzzle: every weight", bound="all right", found=found, reached=right))
     return goals
 
 
 def _memory_goals(title: str, reserved_bytes: int, final_bytes: int, host_bytes: int) -> Iterator[Goal]:
     measured = reserved_bytes > 0
-    beside = reserved_bytes - final_bytes
+    extra = reserved_bytes - final_bytes
     yield Goal(
         name=f"{title}: reserved on the device",
-        wanted=f"F + {format_bytes(_RESERVED_BESIDE_BYTES)}",
-        found=f"F {'-' if beside < 0 else '+'} {format_bytes(abs(beside))}" if measured else "not measured",
-        reached=beside <= _RESERVED_BESIDE_BYTES if measured else None,
+        bound=f"F + {format_bytes(_EXTRA_RESERVED_BYTES)}",
+        found=f"F {'-' if extra < 0 else '+'} {format_bytes(abs(extra))}" if measured else "not measured",
+        reached=extra <= _EXTRA_RESERVED_BYTES if measured else None,
     )
     yield Goal(
         name=f"{title}: growth of the host",
-        wanted=format_bytes(_HOST_GROWTH_BYTES),
+        bound=format_bytes(_HOST_GROWTH_BYTES),
         found=format_bytes(host_bytes) if measured else "not measured",
         reached=host_bytes <= _HOST_GROWTH_BYTES if measured else None,
     )
@@ -107,7 +107,7 @@ def _speed_goal(figures: Figures, ours: Row, state: State, raw: float | None, sh
     bound = None if raw is None else raw / share
     return Goal(
         name=f"{figures.title}: {state}",
-        wanted=f"{share:g} of the {of}" + ("" if bound is None else f": {bound:.2f} s"),
+        bound=f"{share:g} of the {of}" + ("" if bound is None else f": {bound:.2f} s"),
         found="not measured" if found is None else f"{found:.2f} s",
         reached=None if found is None or bound is None else found <= bound,
     )
@@ -123,7 +123,7 @@ def _peer_goals(figures: Figures, ours: Row) -> Iterator[Goal]:
         faster = all(ours.seconds[state] < row.seconds[state] for state in both)
         yield Goal(
             name=f"{figures.title}: ahead of {row.method}",
-            wanted=_time_and_memory(row, both, theirs_bytes),
+            bound=_time_and_memory(row, both, theirs_bytes),
             found=_time_and_memory(ours, both, ours_bytes),
             reached=faster and ours_bytes <= theirs_bytes if both else None,
         )

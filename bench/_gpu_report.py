@@ -109,8 +109,8 @@ def goals_section(goals: Sequence[Goal]) -> Section:
     words = {True: "reached", False: "missed", None: "not measured"}
     return Section(
         title="Goals",
-        headings=("goal", "wanted, at most", "found", "verdict"),
-        rows=tuple((goal.name, goal.wanted, goal.found, words[goal.reached]) for goal in goals),
+        headings=("goal", "bound", "measured", "verdict"),
+        rows=tuple((goal.name, goal.bound, goal.found, words[goal.reached]) for goal in goals),
     )
 
 

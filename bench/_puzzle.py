@@ -27,7 +27,7 @@ __all__ = ["FULL", "Puzzle", "build", "choose", "load", "make_file"]
 _LOCAL_HEADER, _NAME_AND_EXTRA = 30, struct.Struct("<26xHH")
 
 #: Seconds of the puzzle in addition to moving the file's bytes: a process, its context, the comparison.
-_SECONDS_BESIDE = 40.0
+_EXTRA_SECONDS = 40.0
 
 #: How often all bytes of the file move at about the speed of the disk: written, flushed, read, and a margin.
 _HANDLINGS = 3
@@ -101,7 +101,7 @@ def choose(*, disk_bytes: int, device_bytes: int, seconds: float, bytes_per_seco
         1.0,
         _SHARE_OF_FREE * disk_bytes / FULL.file_bytes,
         _SHARE_OF_FREE * device_bytes / FULL.device_limit_bytes,
-        (seconds - _SECONDS_BESIDE) * bytes_per_second / (_HANDLINGS * FULL.file_bytes),
+        (seconds - _EXTRA_SECONDS) * bytes_per_second / (_HANDLINGS * FULL.file_bytes),
     )
     return Puzzle(layers=int(share * FULL.layers)) if share >= _SMALLEST_SHARE else None
 

@@ -74,7 +74,7 @@ class Row:
     #: Seconds of the library, or of the goal.
     theirs: float
     #: Description of ``theirs``.
-    beside: str
+    reference: str
     #: Largest permitted ratio of ``ours`` to ``theirs``.
     goal: float
     #: Growth of sluice's peak memory, in bytes per tensor; None if not measured.
@@ -134,15 +134,15 @@ def _rows(paths: Mapping[str, Path], tensors: int, shards: int, runs: int) -> li
         "legacy.pth": ("torch.save, legacy", _TORCH, "torch.load, meta", 1 / 3),
         "many.safetensors": ("safetensors", _SAFETENSORS, "safetensors: names, shapes, dtypes", 1.5),
     }
-    for file, (what, code, beside, goal) in libraries.items():
+    for file, (what, code, other, goal) in libraries.items():
         ours, _, grown = _medians(lambda file=file: _run(_OPEN, paths[file], small), runs)  # type: ignore[misc]
         (theirs,) = _medians(lambda file=file, code=code: _run(code, paths[file]), runs)  # type: ignore[misc]
-        rows.append(Row(what=what, ours=ours, theirs=theirs, beside=beside, goal=goal, tensor_bytes=grown / tensors))
+        rows.append(Row(what=what, ours=ours, theirs=theirs, reference=other, goal=goal, tensor_bytes=grown / tensors))
     _, wall, _ = _medians(lambda: _run(_OPEN, paths["shards"], small), runs)
-    rows.append(Row(what=f"{shards:,} shards (wall)", ours=wall, theirs=2.0, beside="2 s", goal=1.0))
+    rows.append(Row(what=f"{shards:,} shards (wall)", ours=wall, theirs=2.0, reference="2 s", goal=1.0))
     (ours,) = _medians(lambda: _started("-c", "from sluice.cli import main; main()", "inspect", str(small)), runs)
     (theirs,) = _medians(lambda: _started("-c", "import torch"), runs)
-    rows.append(Row(what="sluice inspect FILE", ours=ours, theirs=theirs, beside="import torch", goal=0.25))
+    rows.append(Row(what="sluice inspect FILE", ours=ours, theirs=theirs, reference="import torch", goal=0.25))
     return rows
 
 
@@ -154,13 +154,13 @@ def main(*, tensors: int, shards: int, runs: int) -> None:
     """Measure time and memory to open checkpoints of many tensors."""
     with temporary_folder() as folder:
         rows = _rows(_files(Path(folder), tensors, shards), tensors, shards, runs)
-    table = Table("file", "sluice, s", "beside, s", "which is", "ratio", "goal", "bytes a tensor", "kept")
+    table = Table("file", "sluice, s", "reference, s", "which is", "ratio", "goal", "bytes a tensor", "kept")
     for row in rows:
         grown = "-" if row.tensor_bytes is None else f"{row.tensor_bytes:.0f}"
         figures = (
             f"{row.ours:.2f}",
             f"{row.theirs:.2f}",
-            row.beside,
+            row.reference,
             f"{row.ours / row.theirs:.2f}",
             f"{row.goal:.2f}",
         )

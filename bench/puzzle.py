@@ -41,7 +41,7 @@ _PACKAGES = ("torch", "sluice", "accelerate")
 _METHODS = (*(method.name for method in STRATEGIES if method.name != "sluice"), "accelerate", "sluice")
 
 #: Permitted memory of sluice in addition to the finished model and staging, in bytes.
-_BESIDE_BYTES = 64 << 20
+_EXTRA_BYTES = 64 << 20
 
 #: Needed disk space in files: one file, the same as a file per parameter, and a margin.
 _DISK_IN_FILES = 2.1
@@ -49,7 +49,7 @@ _DISK_IN_FILES = 2.1
 
 def goal_bytes(final_bytes: int) -> int:
     """Return the permitted growth of sluice in bytes: F + staging + 64 MiB."""
-    return final_bytes + parse_bytes(MemoryLimits().staging) + _BESIDE_BYTES
+    return final_bytes + parse_bytes(MemoryLimits().staging) + _EXTRA_BYTES
 
 
 def outcome_section(size: Puzzle, free: Scenario, limited: Scenario | None, runs: Sequence[MethodRun]) -> Section:

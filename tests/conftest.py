@@ -12,11 +12,11 @@ from hypothesis import settings
 from support.fresh_process import serving
 from support.leaks import Holdings
 
-# Set before torch is imported: waiting threads of OpenMP sleep. By default they spin, and take more of two cores that
-# several processes share than the tests themselves.
+# Set before torch is imported: waiting threads of OpenMP sleep. By default they spin, and on two cores that several
+# processes share they take more time than the tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The same examples in every CI run; new ones, and more of them, in the long run. Shared machines make deadlines lie.
+# The same examples in every CI run; more and new ones in the long run. No deadlines: shared machines are slow at times.
 settings.register_profile("ci", deadline=None, max_examples=100, derandomize=True)
 settings.register_profile("long", deadline=None, max_examples=2000)
 settings.load_profile("ci")

@@ -1,4 +1,4 @@
-"""The exception tree: its shape, its messages, and that errors survive process boundaries."""
+"""The exception tree: its shape, its messages, and pickling of errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from sluice import _errors
 from sluice._errors import CheckpointError, FormatError, PartialLoadError, SluiceError, TruncatedError
 
-#: Without the record that one of them carries.
+#: Exported classes of errors; ``Alternative`` is a record.
 CLASSES = [getattr(_errors, name) for name in _errors.__all__ if name != "Alternative"]
 
 

@@ -27,7 +27,7 @@ shapes = st.lists(st.integers(0, 6), min_size=0, max_size=4).map(tuple)
 
 @st.composite
 def layouts(draw: st.DrawFn, *, smallest: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape and strides: dense in any order, with gaps, overlapping or expanded."""
+    """Draw a shape and strides: dense in any order, with gaps, overlapping or expanded."""
     shape = tuple(draw(st.lists(st.integers(smallest, 5), min_size=0, max_size=4)))
     dense = contiguous_stride(shape)
     order = draw(st.permutations(range(len(shape))))

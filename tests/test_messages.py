@@ -1,4 +1,4 @@
-"""Lists of names in one line."""
+"""Lists of names in a single line."""
 
 from __future__ import annotations
 

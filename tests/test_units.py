@@ -1,4 +1,4 @@
-"""Sizes as text."""
+"""Parsing and formatting of sizes."""
 
 from __future__ import annotations
 

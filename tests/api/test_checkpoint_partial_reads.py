@@ -1,4 +1,4 @@
-"""Slices and parts read only the bytes that they need: the reads of every format, recorded and compared."""
+"""Slices and parts read only the bytes that they need: recorded reads of every format."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 #: File, first byte and size of a read.
 Range: TypeAlias = tuple[str, int, int]
 
-#: The gap of most tests, so that small files have gaps on both sides of it: 16 elements.
+#: Coalescing gap of most tests, in bytes: 16 elements, so that small files have gaps above and below it.
 GAP_BYTES = 64
 
 
@@ -38,7 +38,7 @@ def _small_gap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbered(*shape: int, start: int = 0) -> torch.Tensor:
-    """A tensor in which no two elements are equal, so that its bytes are found in a file."""
+    """Return a tensor of distinct elements, so that its bytes can be located in a file."""
     return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
 
 
@@ -103,21 +103,21 @@ every_format = pytest.mark.parametrize("write", WRITERS, ids=lambda write: write
 
 
 class Recorded:
-    """An open checkpoint whose reads are recorded."""
+    """An open checkpoint with recorded reads."""
 
     def __init__(self, checkpoint: sluice.Checkpoint, recordings: tuple[RecordingSource, ...]) -> None:
         self.checkpoint = checkpoint
         self._recordings = recordings
 
     def reads(self) -> list[Range]:
-        """Return what was read since the last call."""
+        """Return the reads since the last call."""
         found = [(source.path, read.offset, read.nbytes) for source in self._recordings for read in source.reads]
         for source in self._recordings:
             source.reads.clear()
         return sorted(found)
 
     def needed(self, stored: torch.Tensor, key: Any = ..., gap_bytes: int = GAP_BYTES) -> list[Range]:
-        """Return the byte runs of ``stored[key]`` in the file that holds it, joined over gaps that are small."""
+        """Return the byte ranges of ``stored[key]`` in its file, joined over small gaps."""
         storage = torch.empty(0, dtype=stored.dtype).set_(stored.untyped_storage())
         places = [(path, Path(path).read_bytes().find(storage.numpy().tobytes())) for path in self.checkpoint.files]
         [(path, base)] = [place for place in places if place[1] >= 0]
@@ -135,11 +135,11 @@ class Recorded:
 
 @contextmanager
 def recorded(path: Path) -> Iterator[Recorded]:
-    """Open a checkpoint, find where its data lies, and record from there on."""
+    """Open a checkpoint, locate its data, and record the reads that follow."""
     with sluice.open(path) as checkpoint:
         for tensor in checkpoint.values():
             if tensor.shape:
-                tensor[:1].read()  # zip files tell where the data is beside it
+                tensor[:1].read()  # local headers of a zip file stand next to the data
         yield Recorded(checkpoint, record_reads(checkpoint))
 
 
@@ -176,7 +176,7 @@ def test_an_empty_slice_reads_nothing_at_all(tmp_path: Path, write: Callable[[Pa
         recordings = record_reads(checkpoint)
         assert checkpoint["w"][3:3, ::2].read().shape == (0, 25)
         assert checkpoint["w"][:, 50:].read(dtype=torch.bfloat16).dtype == torch.bfloat16
-        assert [source.reads for source in recordings] == [[]]  # neither data nor what tells where the data is
+        assert [source.reads for source in recordings] == [[]]  # neither data nor local headers
 
 
 @every_format
@@ -272,7 +272,7 @@ def parameters(start: int) -> Tensors:
 
 
 def covered(ranges: list[Range]) -> Mapping[str, set[int]]:
-    """Return every byte of the ranges, by file; none of them twice."""
+    """Return every byte of the ranges, by file; fail if a byte occurs twice."""
     found: dict[str, set[int]] = {}
     for path, offset, nbytes in ranges:
         bytes_ = set(range(offset, offset + nbytes))
@@ -330,7 +330,7 @@ sizes = st.integers(1, 6)
 
 @st.composite
 def views(draw: st.DrawFn) -> torch.Tensor:
-    """Draw a view of a storage: any steps, any order of dimensions, some of them expanded."""
+    """Draw a view of a storage: any steps, any order of dimensions, some dimensions expanded."""
     shape = draw(st.lists(sizes, min_size=1, max_size=3))
     tensor = numbered(*(size * 3 for size in shape))
     tensor = tensor[tuple(slice(draw(sizes), None, draw(sizes)) for _ in shape)]

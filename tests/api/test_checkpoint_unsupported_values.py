@@ -1,4 +1,4 @@
-"""A tensor that sluice does not read: listed by its name, and an error only where it is asked for or needed."""
+"""Unsupported tensors: listed by name, and an error only if they are read or needed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def packed() -> torch.Tensor:
         return torch.quantize_per_channel(torch.ones(2, 4), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
 
 
-#: A tensor of each kind, by the words that say which.
+#: A tensor of each kind, by the description of the kind.
 KINDS: Mapping[str, Callable[[], torch.Tensor]] = {
     "a nested tensor": nested,
     "a tensor subclass": lambda: torch.eye(3).as_subclass(Tagged),
@@ -97,7 +97,7 @@ def test_a_module_that_needs_it(tmp_path: Path) -> None:
         assert caught.value.tensor == "module.weight"
         assert torch.equal(model.bias, before)
     other = saved(tmp_path / "y.pt", {"old": nested(), "bias": torch.arange(2.0)})
-    with pytest.raises(sluice.UnsupportedError, match="nested"):  # under its new name it is needed as well
+    with pytest.raises(sluice.UnsupportedError, match="nested"):  # also needed under its new name
         sluice.load_into(torch.nn.Linear(3, 2), other, rename={"old": "weight"}, strict=False)
 
 
@@ -105,7 +105,7 @@ def test_a_module_that_does_not_need_it(tmp_path: Path) -> None:
     value = state(nested())
     path = saved(tmp_path / "x.pt", value)
     model = torch.nn.Linear(3, 2)
-    with pytest.raises(sluice.UnsupportedError, match="nested"):  # strict: it has no place in the module
+    with pytest.raises(sluice.UnsupportedError, match="nested"):  # strict: the module has no tensor of this name
         sluice.load_into(model, path)
     sluice.load_into(model, path, strict=False)
     assert torch.equal(model.weight, value["weight"])
@@ -148,7 +148,7 @@ def test_shards_and_their_total_size(tmp_path: Path) -> None:
 
 
 def six_bits(path: Path) -> Path:
-    """Write a safetensors file with a tensor that torch has no dtype for, and one that it has."""
+    """Write a safetensors file with one tensor of a dtype that torch lacks, and one of a dtype that it has."""
     header = {
         "odd": {"dtype": "F6_E2M3", "shape": [2, 4], "data_offsets": [0, 6]},
         "w": {"dtype": "U8", "shape": [3], "data_offsets": [6, 9]},
@@ -184,7 +184,7 @@ def test_inspect_lists_it(tmp_path: Path) -> None:
     path = str(saved(tmp_path / "x.pt", value))
     shown = CliRunner().invoke(main, ["inspect", path]).output
     assert re.search(r"odd +a nested tensor +torch\._utils\._rebuild_nested_tensor", shown)
-    assert "contents" not in shown  # everything else at the top is a tensor
+    assert "contents" not in shown  # all other values at the top are tensors
     assert re.search(r"turned +conj complex64 ", shown)
     tree = CliRunner().invoke(main, ["inspect", path, "--tree"]).output
     assert "odd: a nested tensor, torch._utils._rebuild_nested_tensor (not loaded)" in tree

@@ -90,7 +90,7 @@ SOURCES: list[Callable[[Path, Tensors], Path]] = [
 
 
 def read_back(path: Path) -> dict[str, torch.Tensor]:
-    """Read with the libraries of the format."""
+    """Read with the library of the format."""
     if path.suffix == ".pt":
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None  # the CRC of every record
@@ -201,13 +201,13 @@ def test_ties_and_views_stay_shared_in_a_torch_file_and_are_stored_once_elsewher
     assert_equal(found, {name: tensor.double() for name, tensor in state.items()})
     shared = {name: tensor.untyped_storage().data_ptr() for name, tensor in found.items()}
     assert shared["a"] == shared["b"] == shared["turned"] == shared["rows"] != shared["far"]
-    assert found["far"].untyped_storage().nbytes() == 80  # of the thousand only what is needed
+    assert found["far"].untyped_storage().nbytes() == 80  # only the needed part of the thousand elements
     report = sluice.convert(tmp_path / "in.pt", tmp_path / "out.safetensors")
     assert report.tied == {"b": "a"}
     assert_equal(read_back(tmp_path / "out.safetensors"), {k: t for k, t in state.items() if k != "b"})
     sluice.convert(tmp_path / "out.safetensors", tmp_path / "back.pt", rename={"a": "x"})
     back = torch.load(tmp_path / "back.pt", weights_only=True)
-    assert back["x"].data_ptr() == back["b"].data_ptr()  # the name that the header kept is a tie again
+    assert back["x"].data_ptr() == back["b"].data_ptr()  # the header keeps the name of the tied tensor
     report = sluice.convert(tmp_path / "out.safetensors", tmp_path / "named.safetensors", rename={"a": "x"})
     assert report.tied == {"x": "b"}
 
@@ -237,7 +237,7 @@ def test_parts_that_reach_a_large_tensor_in_short_runs(tmp_path: Path, name: str
     state = {"q": torch.randn(600, 600), "k": torch.randn(600, 600), "small": torch.randn(9, 9)}
     torch.save(state, tmp_path / "in.pt")
     wanted = [rules.concatenate(("q", "k"), "qk", dim=1), rules.transpose("small")]
-    memory = sluice.MemoryLimits(staging="2MiB")  # half of it is less than the joined tensor
+    memory = sluice.MemoryLimits(staging="2MiB")  # half of it is smaller than the joined tensor
     sluice.convert(tmp_path / "in.pt", tmp_path / name, rules=wanted, memory=memory, dtype=torch.float64)
     expected = {"qk": torch.cat([state["q"], state["k"]], 1).double(), "small": state["small"].t().double()}
     assert_equal(read_back(tmp_path / name), expected)

@@ -1,4 +1,4 @@
-"""Manifests of conversions: the hash of each tensor, however it reaches the file."""
+"""Manifests of conversions: the hash of each tensor, copied or computed."""
 
 from __future__ import annotations
 

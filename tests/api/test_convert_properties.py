@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import sluice
 from support.oracles import bits, same
 
-#: Where there is one, a directory in memory: each file would wait for the disk's sync.
+#: A directory in memory, if the system has one: on a disk each file would wait for its sync.
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.uint8, torch.bool, torch.complex64]
@@ -41,7 +41,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return base.conj() if dtype.is_complex and draw(st.booleans()) else base
 
 
-#: Without empty bytes: their pickle calls ``bytes``, which torch refuses.
+#: Without empty bytes objects: their pickle calls ``bytes``, which torch refuses.
 _PLAIN = st.one_of(
     st.none(),
     st.booleans(),

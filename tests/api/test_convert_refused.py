@@ -1,4 +1,4 @@
-"""What a conversion refuses, before anything is made, and what it leaves when something fails."""
+"""Refused conversions write nothing, and failed ones leave the destination as before."""
 
 from __future__ import annotations
 

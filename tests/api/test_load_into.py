@@ -16,7 +16,7 @@ import sluice
 
 
 class Net(nn.Module):
-    """Small, with everything that loading gets wrong: a tie, a norm with counters, both kinds of buffers."""
+    """A small model with the traps of loading: a tie, a norm with counters, both kinds of buffers."""
 
     def __init__(self, width: int = 300) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 def saved(path: Path, seed: int = 0) -> Net:
-    """Write a trained-looking model and return it."""
+    """Write a model that looks trained and return it."""
     torch.manual_seed(seed)
     model = Net()
     model(torch.arange(64))  # moves the running statistics
@@ -75,7 +75,7 @@ def test_an_empty_model_becomes_the_saved_one(file: Path) -> None:
     assert report.tied == (("embedding.weight", "head.weight"),)
     assert report.tensors == len(list(model.parameters())) + len(list(model.buffers())) - 1
     assert report.final_bytes == sum(t.nbytes for t in {*model.parameters(), *model.buffers()}) - 1200
-    assert report.final_bytes <= report.read_bytes <= report.final_bytes + 4096  # gaps between small neighbours
+    assert report.final_bytes <= report.read_bytes <= report.final_bytes + 4096  # gaps between small neighbors
     assert report.reads == {"direct": 0, "buffered": report.read_bytes}
     assert report.measured is not None
 
@@ -217,7 +217,7 @@ def test_budget_errors_come_before_any_data_is_read(file: Path, monkeypatch: pyt
 
 
 class FailAt:
-    """``os.preadv`` that fails its k-th call on buffers of at least a kibibyte: headers pass, data does not."""
+    """``os.preadv`` that fails its k-th call with buffers of at least 1 KiB: data, but not headers."""
 
     def __init__(self, k: int) -> None:
         self.k, self.calls, self.real = k, 0, os.preadv

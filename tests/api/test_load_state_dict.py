@@ -18,7 +18,7 @@ from support.oracles import same, save_and_compare
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),  # torch's own loader, of its own files
+    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),  # torch's own loader reads its own files
 ]
 
 

@@ -94,7 +94,7 @@ def test_views_stay_views_and_ties_stay_ties_for_torch(tmp_path: Path) -> None:
     loaded = torch.load(tmp_path / "f.pt", weights_only=True)
     assert all(same(loaded[name], tensor) for name, tensor in state.items())
     assert loaded["rows"].data_ptr() == loaded["tied"].data_ptr() == loaded["again"].data_ptr() - 200
-    assert loaded["rows"].untyped_storage().nbytes() == 400  # of the thousand only what is needed
+    assert loaded["rows"].untyped_storage().nbytes() == 400  # only the needed part of the thousand elements
     assert (tmp_path / "f.pt").stat().st_size < 3000
 
 
@@ -234,7 +234,7 @@ def test_saving_over_the_file_that_a_live_model_was_loaded_from(tmp_path: Path) 
 
 
 class Mine:
-    """Nothing that a weights-only load would take."""
+    """A class that ``torch.load(weights_only=True)`` refuses."""
 
 
 @pytest.mark.parametrize(

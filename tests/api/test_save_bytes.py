@@ -1,4 +1,4 @@
-"""What lies in the files of a save and a conversion: the same for the same input, aligned, of any dtype and size."""
+"""Files of saves and conversions: deterministic, with aligned data, for every dtype and size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.oracles import bits, same
 
 
 class Form(NamedTuple):
-    """One form of a checkpoint."""
+    """A form of a checkpoint."""
 
     name: str
     format: SaveFormat
@@ -50,7 +50,7 @@ FORMS = [
 ]
 EVERY_FORM = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 
-#: Dtypes that safetensors files have no name for.
+#: Dtypes that the safetensors format lacks.
 ABSENT = {"complex32", "complex128"}
 
 
@@ -139,7 +139,7 @@ def test_every_tensor_of_a_torch_file_is_aligned(tmp_path: Path, how: str) -> No
 
 
 def test_a_torch_file_of_more_than_four_gigabytes(tmp_path: Path) -> None:
-    """All of the first storage is a hole, which takes neither memory nor disk."""
+    """The first storage is a hole of the file, so it takes neither memory nor disk space."""
     huge, late = 5 << 30, torch.arange(3.0)
     tree = {"huge": object(), "late": object()}
     walked = walk_object(tree, lambda _: {})
@@ -220,7 +220,7 @@ def test_a_format_that_fits_or_that_the_suffix_says_nothing_of(tmp_path: Path, n
 
 @pytest.fixture
 def alarms() -> Iterator[list[int]]:
-    """Signals that were handled."""
+    """Signals received by the handler."""
     handled: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: handled.append(number))
     yield handled

@@ -1,4 +1,4 @@
-"""Where saves go: full disks, limits, what is no file, what may not be written, and who else writes there."""
+"""Destinations of saves: full disks, limits, special files, missing permissions and concurrent writers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMS: list[tuple[str, dict[str, Any]]] = [
 
 
 def state(value: float, rows: int = 1) -> dict[str, torch.Tensor]:
-    return {name: torch.full((rows, 1 << 18), float(value)) for name in "abc"}  # of a MiB for each row
+    return {name: torch.full((rows, 1 << 18), float(value)) for name in "abc"}  # 1 MiB per row
 
 
 def value_of(path: Path) -> float:
@@ -50,7 +50,7 @@ def names(directory: Path) -> set[str]:
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    """A file system of 8 MiB, where this process may mount one."""
+    """A file system of 8 MiB; skip if this process may not mount one."""
     with tempfile.TemporaryDirectory() as path:
         mounted = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", path],
@@ -98,7 +98,7 @@ def file_limit(nbytes: int) -> Iterator[None]:
 def test_a_limit_on_the_size_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arguments: dict[str, Any], reserving: bool
 ) -> None:
-    if not reserving:  # the write itself meets the limit, and is cut short before it fails
+    if not reserving:  # the write itself reaches the limit: it is cut short, then it fails
         monkeypatch.delattr(os, "posix_fallocate")
     path = tmp_path / name
     sluice.save(state(1), path, **arguments)
@@ -170,9 +170,9 @@ for name, arguments in [
 
 
 @pytest.mark.usefixtures("fresh_processes")
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can change its user")
 def test_what_may_not_be_written_is_refused(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:  # above pytest's directories nobody else may look
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:  # other users have no access to the directories of pytest
         place = Path(path)
         place.chmod(0o777)
         for name, mode in (("closed", 0o555), ("open", 0o777)):
@@ -351,7 +351,7 @@ def test_two_writers_of_one_checkpoint(tmp_path: Path) -> None:
             writer.stdin.write("\n")
             writer.stdin.flush()
         counts = [int(writer.stdout.readline()) for writer in writers]
-        # Two writers of one model directory exclude each other, and only one can make a directory of parameters.
+        # Two writers of one model directory exclude each other, and only one can create a directory of parameters.
         assert min(counts) >= {"whole": 0, "sharded": 0, "parameters": 24}.get(name, 25)
         assert max(counts) > 0
         assert value_of(tmp_path / name) in {1, 2}

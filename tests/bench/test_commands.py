@@ -1,4 +1,4 @@
-"""The commands of bench/: what they run, what they leave behind."""
+"""The commands of bench/: the loads that they run and the files that they leave."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_load_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     before = (tmp_path / "files/tiny.pth").stat().st_mtime_ns
     _invoke(load.main, *arguments, *folders)
-    assert (tmp_path / "files/tiny.pth").stat().st_mtime_ns == before  # used, not made again
+    assert (tmp_path / "files/tiny.pth").stat().st_mtime_ns == before  # reused, not written again
 
 
 def test_load_says_which_peers_are_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``python -m bench.convert`` measures every conversion beside a copy."""
+"""``python -m bench.convert`` measures every conversion and a copy of the same file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bench.gpu`` without a GPU: what it runs, when it stops, what it leaves behind."""
+"""``bench.gpu`` without a GPU: its runs, its deadline and its output."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_load_onto_a_device_ends_when_the_device_is_idle(monkeypatch: pytest.M
 
 
 class FakeJobs:
-    """Stands for processes and for the page cache, and writes down what is asked of them."""
+    """Fake processes and page cache that record the requests to them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seconds: float = 1.0) -> None:
         self.log: list[str] = []
@@ -105,7 +105,7 @@ def test_nothing_is_under_way_after_the_deadline_and_every_row_is_there(monkeypa
     jobs = FakeJobs(monkeypatch, seconds=30.0)
     scenarios = gpu.scenarios_for("tiny", Path("folder"))
     runs = list(_gpu_runner.run_within(scenarios, deadline=100.0, watch=watch))
-    assert jobs.timeouts == [100.0, 70.0, 40.0]  # with 10 s left none is started
+    assert jobs.timeouts == [100.0, 70.0, 40.0]  # with 10 s left no process is started
     ended = {run.method for run in runs if run.outcome.status == "timeout"}
     assert runs[-1].outcome.reason == "warm: not started, the time was up"
     assert {"sluice", "naive"} <= ended
@@ -124,8 +124,8 @@ def test_what_is_not_installed_is_a_row_without_a_process(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that runs the command with a pretended device; it takes the result of each task."""
-    # Enough disk for the whole puzzle, whatever this machine has.
+    """Return a function that runs the command with a fake device; it takes the result of each task."""
+    # Enough disk space for the whole puzzle, regardless of this machine.
     usage = SimpleNamespace(free=100 * 10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
 
@@ -174,7 +174,7 @@ def test_the_command_leaves_tables_goals_and_no_checkpoints(
     assert {"what": "wrong matrices", "figure": "0"} in solved
     verdicts = {goal["goal"]: goal["verdict"] for goal in goals}
     assert verdicts["GPT-2 tiny, .pth, fp32: warm"] == "reached"
-    assert verdicts["GPT-2 tiny, .pth, fp32: ahead of torch-load"] == "missed"  # equal is not ahead
+    assert verdicts["GPT-2 tiny, .pth, fp32: ahead of torch-load"] == "missed"  # equal speed does not count as faster
     assert verdicts["the puzzle: every weight"] == "reached"
     markdown = (tmp_path / "out/gpu.md").read_text()
     assert "### Goals" in markdown

@@ -1,4 +1,4 @@
-"""Goals on a GPU are judged by their bounds; raw limits are shown as speeds."""
+"""Goals on a GPU are compared with their bounds; raw limits are shown as speeds."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_strategies_that_build_the_model_are_not_held_against_raw_limits() -> No
         ({"seconds": {"cold": 2.1, "warm": 0.3}}, {}, True),
         ({"seconds": {"cold": 1.9, "warm": 0.3}}, {}, False),
         ({"seconds": {"cold": 2.1, "warm": 0.3}, "total_bytes": 50 * MIB}, {}, False),
-        # What the device saw counts, also where torch's allocator knows nothing of it.
+        # The device's figure counts, even if torch's allocator did not make the allocation.
         ({"seconds": {"cold": 2.1}, "device_reserved_bytes": 0}, {"peer": 3 * GIB, "sluice-load-into": GIB}, True),
         ({"seconds": {"cold": 2.1}, "device_reserved_bytes": 0}, {"peer": GIB, "sluice-load-into": 3 * GIB}, False),
     ],

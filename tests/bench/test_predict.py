@@ -1,4 +1,4 @@
-"""Predicted peaks of every way to load, beside fresh processes that are watched from outside."""
+"""Predicted peaks of every way to load, compared with measurements of fresh processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def _forked(fresh_processes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes that are measured from one that has imported torch."""
+    """Fork the measured processes from one that has imported torch."""
     monkeypatch.setattr("sluice.benchmark.process.subprocess", fresh_process.SUBPROCESS)
 
 
@@ -32,7 +32,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("method", "dtype"), [("naive", "float32"), ("mmap", "bfloat16"), ("sluice", "bfloat16")])
 def test_a_small_model(tiny: dict[str, Path], method: str, dtype: Precision) -> None:
-    """33 MiB in the file: a copy of it too many or too few is more than is allowed here."""
+    """33 MiB in the file, so that one copy more or fewer exceeds the permitted error."""
     (found,) = compare("tiny", tiny, [dtype], [method])
     assert found.outcome.status == "ok", found.outcome.reason
     assert abs(found.error_bytes) <= 28 * MIB, found

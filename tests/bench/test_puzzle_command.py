@@ -1,4 +1,4 @@
-"""``python -m bench.puzzle``: what it runs, the table it makes of it, and when it fails."""
+"""``python -m bench.puzzle``: its runs, its table, and when it fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Solve = Callable[..., Result]
 
 
 def _runs(scenarios: Sequence[Scenario], *, ours: int, survives: bool) -> list[MethodRun]:
-    """Naive needs twice F and dies under a limit; sluice takes so many bytes."""
+    """Return results in which ``naive`` takes twice F and is killed under a limit, and sluice takes the given bytes."""
     runs = []
     for each in scenarios:
         limited = each.host_limit_bytes is not None
@@ -42,7 +42,7 @@ def _runs(scenarios: Sequence[Scenario], *, ours: int, survives: bool) -> list[M
 
 @pytest.fixture
 def solve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Solve:
-    """Run the command at a small scale, without its file and without processes."""
+    """Run the command at a small scale, without a checkpoint and without processes."""
     monkeypatch.setattr(puzzle, "make_file", lambda path, *_, **__: torch.save({"0.weight": torch.ones(1)}, path))
     monkeypatch.setattr(Checkpoints, "path_for", lambda *_: tmp_path)  # no copies of the file
     monkeypatch.setattr("sluice.benchmark.machine.device", lambda: "cpu")

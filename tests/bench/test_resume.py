@@ -1,4 +1,4 @@
-"""Every way to resume ends with the same model and state, and the command says what each one took."""
+"""Every way to resume ends with the same model and state; the command prints the cost of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRUTH = Verdict(weights="abc", logits=(1.0,))
 
 
 class FakeRunner:
-    """Stands for the runner: remembers the scenario and answers with a good run for each method and state."""
+    """A fake runner: records the scenario and returns a successful run for each method and state."""
 
     def __init__(self, found: Verdict = TRUTH) -> None:
         self.scenarios: Sequence[Scenario] = ()

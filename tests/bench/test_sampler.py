@@ -1,4 +1,4 @@
-"""What the benchmark of the meter finds out, and that the meter stays cheap."""
+"""The benchmark of the meter, and the bound of the meter's overhead."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def test_what_the_helper_takes_is_found_and_it_sleeps_between_its_looks() -> Non
     assert cost.alone_seconds >= 0.5
     assert cost.measured_seconds >= 0.5
     assert cost.ends_seconds > 0
-    assert 0 < cost.samples_per_second < 1100  # one that never sleeps takes tens of thousands
+    assert 0 < cost.samples_per_second < 1100  # a helper that never sleeps takes tens of thousands of samples
 
 
 def test_what_the_meter_slows_down_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = iter([0.1, 0.2, 0.3, 0.25, 0.1, 0.1])  # alone and measured in turn; the first call is not counted
+    taken = iter([0.1, 0.2, 0.3, 0.25, 0.1, 0.1])  # alone and measured in turn; the first call is a warm-up
     calls: list[float] = []
 
     def timed(work: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""``python -m bench.save`` and ``bench.verify``: every way is run, and the table shows medians and ratios."""
+"""``python -m bench.save`` and ``bench.verify`` run every case and print medians and ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cold is cold and warm is warm, as the kernel sees it."""
+"""Files are dropped from the page cache and brought into it, as the kernel reports."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ def test_a_file_that_stays_is_not_called_cold(folder: Path, monkeypatch: pytest.
 def test_what_is_warm_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_warm(folder)
     monkeypatch.setattr("sluice.benchmark.cache._READINGS", 1)
-    monkeypatch.setattr("sluice.benchmark.cache._READ_BYTES", 0)  # a read would bring in nothing
+    monkeypatch.setattr("sluice.benchmark.cache._READ_BYTES", 0)  # a read would not bring pages into the cache
     assert make_warm(folder)
     assert not make_cold(folder) or not make_warm(folder)

@@ -32,7 +32,7 @@ _LOADERS = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_vocabulary() -> Iterator[None]:
-    """Make the tiny model a twentieth: what a method does with it, and not its size, is what is tested here."""
+    """Shrink the tiny model to a twentieth: these tests do not depend on its size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpt2, "GPTConfig", lambda **fields: {**fields, "vocab_size": 997})
         yield
@@ -61,7 +61,7 @@ def truth(dtype: Precision) -> Verdict:
     return verdict(_load("reference", Path(), dtype))
 
 
-@pytest.mark.filterwarnings("default")  # peers warn as they like
+@pytest.mark.filterwarnings("default")  # peers may warn
 @pytest.mark.parametrize(("name", "suffix"), _LOADERS)
 def test_a_method_makes_the_right_model(
     name: str, suffix: str, dtype: Precision, truth: Verdict, checkpoints: dict[Kind, Path]
@@ -93,7 +93,7 @@ def test_one_changed_bit_changes_the_verdict() -> None:
     with torch.no_grad():
         model.weight.view(torch.int32)[31, 2] ^= 1
     assert verdict(model).weights != before.weights
-    assert verdict(model).logits == before.logits  # row 31 is no row of the fixed input
+    assert verdict(model).logits == before.logits  # row 31 is not in the fixed input
 
 
 def test_touch_reads_the_first_element_of_every_page_and_the_last() -> None:

@@ -1,4 +1,4 @@
-"""Fresh processes, watched from outside."""
+"""Fresh processes, measured from outside."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_a_copying_method_grows_by_anonymous_memory(checkpoints: dict[str, Path]
     outcome = run_job(_job("meta-sequential", checkpoints[".pth"], verify=True))
     assert (outcome.status, outcome.reason) == ("ok", "")
     assert outcome.seconds > 0
-    # The total is the kernel's own record. The kinds are sampled, and on a busy machine no sample may fall into the
-    # moment between the last copy and the end of the state dict; the look when all is done sees the model.
+    # The total is the kernel's own record. The kinds are sampled; on a busy machine there may be no sample between the
+    # last copy and the release of the state dict, but the final sample includes the model.
     assert 1.9 * final < outcome.total_bytes < 3 * final
     assert 0.95 * final < outcome.anon_bytes <= outcome.total_bytes
     assert outcome.file_bytes + outcome.shmem_bytes < 0.5 * final

@@ -1,4 +1,4 @@
-"""report.html in a real browser: what is drawn, what is toggled, how it looks on a phone and in the dark."""
+"""report.html in a real browser: charts, toggles, small screens and the dark theme."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shut
 
 pytestmark = pytest.mark.skipif(_CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
-#: A browser of its own, offline, that asks nobody for updates.
+#: Start a separate browser, offline and without updates.
 _ARGUMENTS = [
     "--disable-gpu",
     "--disable-quic",
@@ -29,7 +29,7 @@ _ARGUMENTS = [
     "--no-first-run",
 ]
 
-#: Counts the pixels of the canvas that have the colour of a method's button, give or take smoothing.
+#: Counts the pixels of the canvas that have the color of a method's button, with a tolerance for smoothing.
 _PIXELS = """(method) => {
   const swatch = document.querySelector(`button[data-method="${method}"] .swatch`);
   const [r, g, b] = (swatch.dataset.colour ||= getComputedStyle(swatch).backgroundColor).match(/\\d+/g).map(Number);
@@ -46,7 +46,7 @@ Open = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page of two tables, the second under a limit that one method did not survive."""
+    """A page of two tables; in the second, one method is killed under a limit."""
     scenarios = [scenario("float32"), scenario("bfloat16", limit=800 << 20)]
     path = tmp_path_factory.mktemp("report") / "report.html"
     write_report(
@@ -62,7 +62,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    arguments = [*_ARGUMENTS, *(["--no-sandbox"] if os.getuid() == 0 else [])]  # its sandbox refuses root
+    arguments = [*_ARGUMENTS, *(["--no-sandbox"] if os.getuid() == 0 else [])]  # its sandbox does not run as root
     with api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=_CHROMIUM, args=arguments)
         yield started
@@ -71,7 +71,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any, page_file: Path) -> Iterator[Open]:
-    """Open the page; the test fails if it asks for anything else, or if its script complains."""
+    """Open the page; fail the test if the page requests another file or its script logs an error."""
     requested: list[str] = []
     complaints: list[str] = []
     contexts: list[Any] = []
@@ -94,7 +94,7 @@ def open_page(browser: Any, page_file: Path) -> Iterator[Open]:
 
 
 def _settle(page: Any) -> None:
-    """Wait until what was asked for is drawn: uPlot draws in a microtask, the browser in the next frame."""
+    """Wait until changes are drawn: uPlot draws in a microtask, the browser in the next frame."""
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -110,7 +110,7 @@ def test_every_method_is_drawn_and_can_be_toggled(open_page: Open) -> None:
     button = page.get_by_role("button", name="naive")
     assert button.get_attribute("aria-pressed") == "true"
     button.click()
-    page.mouse.move(0, 0)  # the button under the mouse would draw the others pale
+    page.mouse.move(0, 0)  # hovering over a button would draw the other methods pale
     assert button.get_attribute("aria-pressed") == "false"
     assert _pixels(page, "naive") < 20
     assert _pixels(page, "sluice") > 0.9 * before["sluice"]
@@ -196,5 +196,5 @@ def test_the_dark_has_other_colours_and_follows_the_system(open_page: Open) -> N
     light = page.evaluate(ground), page.evaluate(swatch)
     page.emulate_media(color_scheme="dark")
     page.wait_for_function(f"{ground} !== {light[0]!r}")
-    page.wait_for_function(f"{swatch} !== {light[1]!r}")  # the page hears of the change after its style has changed
-    assert _pixels(page, "sluice") > 200  # drawn again, in the new colour
+    page.wait_for_function(f"{swatch} !== {light[1]!r}")  # the page is notified after its style has changed
+    assert _pixels(page, "sluice") > 200  # drawn again, in the new color

@@ -1,4 +1,4 @@
-"""What is run, in which order, and how runs become rows and tables."""
+"""Runs of a comparison: their order, their rows and their tables."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _run(
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace processes and the page cache by fakes that write down what they are asked."""
+    """Replace processes and the page cache by fakes that record the calls."""
     lines: list[str] = []
 
     def run_job(job: MethodJob, **_: object) -> Outcome:
@@ -78,7 +78,7 @@ def test_methods_take_turns_and_the_cache_is_prepared_before_each(log: list[str]
     runs = _all_runs(_scenario("cold", "warm"), repetitions=2)
     first = ["naive made cold", "naive naive verify", "sluice made cold", "sluice sluice verify"]
     first += ["naive made warm", "naive naive verify", "sluice made warm", "sluice sluice verify"]
-    again = ["sluice made cold", "sluice sluice", "naive made cold", "naive naive"]  # begins with the other method
+    again = ["sluice made cold", "sluice sluice", "naive made cold", "naive naive"]  # starts with the other method
     again += ["sluice made warm", "sluice sluice", "naive made warm", "naive naive"]
     assert log == ["reference  verify", *first, *again]
     assert [run.repetition for run in runs] == [0, 0, 0, 0, 0, 1, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""What is compared when nobody says, and which checkpoint each method gets."""
+"""Defaults of a comparison: methods, states and size, and the checkpoint that each method reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MODEL = f"{__name__}:Tied"
 
 
 class Tied(nn.Module):
-    """Two names for one weight, an integer buffer, and a buffer that no file holds."""
+    """Two names for one weight, an integer buffer, and a non-persistent buffer."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Tied(nn.Module):
         self.register_buffer("positions", torch.arange(4), persistent=False)
 
 
-#: What the demo runs: two references, and six methods in two precisions for each state.
+#: Runs of the demo: two references, and six methods in two precisions for each state.
 _COUNTS: dict[tuple[State, ...], int] = {("cold", "warm"): 26, ("warm",): 14}
 
 
@@ -56,10 +56,10 @@ def _choose(counts: dict[tuple[State, ...], int] = _COUNTS, **changes: Any) -> C
         ({"disk_bytes": 3 << 30}, "small", 2),
         ({"device_bytes": 5 << 30}, "medium", 2),
         ({"seconds_per_byte": 5e-10}, "large", 2),
-        ({"seconds_per_byte": 1.5e-9}, "large", 1),  # one state of the largest rather than two of the next
+        ({"seconds_per_byte": 1.5e-9}, "large", 1),  # one state of the largest size is preferred to two of the next
         ({"seconds_per_byte": 3e-9}, "medium", 1),
         ({"seconds_per_process": 4.0, "seconds_per_byte": 3e-9}, "small", 1),
-        ({"seconds_per_process": 40.0}, "small", 1),  # it takes too long, and is all there is
+        ({"seconds_per_process": 40.0}, "small", 1),  # it takes too long, but there is no smaller size
         ({"memory_bytes": 0, "seconds_per_byte": 9e-9}, "small", 1),
         ({"memory_bytes": 0}, "small", 2),
     ],
@@ -113,7 +113,7 @@ def test_probes_tell_what_this_machine_is_like(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A training checkpoint of ``Tied``, its weights below a key."""
+    """A training checkpoint of ``Tied`` with its weights under a key."""
     torch.manual_seed(0)
     path = tmp_path / "run.pth"
     torch.save({"model": Tied().state_dict(), "epoch": 3}, path)
@@ -161,8 +161,8 @@ def test_others_get_a_copy_of_the_weights_alone(own: Path, tmp_path: Path) -> No
     assert set(copied) == {"embedding.weight", "head.weight", "steps"}
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert checkpoints.path_for("runai-streamer") == folder / "model.safetensors"
-    assert (folder / "model.safetensors").stat().st_mtime_ns == made  # once for all
-    assert checkpoints.path_for("accelerate") == folder / "model.pth"  # it takes no key
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made  # once for all methods
+    assert checkpoints.path_for("accelerate") == folder / "model.pth"  # the method takes no key
     assert {path.name for path in checkpoints.path_for("per-parameter").iterdir()} == {
         "embedding.weight.pt", "head.weight.pt", "steps.pt"
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What is watched of processes and devices, and the picture of it."""
+"""Memory of watched processes and devices, and its picture."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_trace_begins_where_the_device_is_used() -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing but sleep."""
+    """A process that only sleeps."""
     code = "import time; print('ready', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -85,7 +85,7 @@ print(repr(draw(Path(sys.argv[1]), [Trace(title="a load", final_bytes=1 << 30, s
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     if find_spec("matplotlib") is None:
         pytest.skip("matplotlib is not installed")
-    # In a process of its own: matplotlib keeps its fonts open.
+    # In a separate process: matplotlib keeps its fonts open.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "MPLCONFIGDIR": str(tmp_path)}
     picture = tmp_path / "p.png"
     done = subprocess.run([sys.executable, "-c", DRAW, picture], env=environment, capture_output=True, check=True)

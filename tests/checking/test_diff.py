@@ -30,7 +30,7 @@ FORMATS = ["torch-zip", "torch-legacy", "safetensors", "shards", "parameters", "
 
 
 def write(path: Path, kind: str, tensors: Tensors) -> Path:
-    """Write tensors in a format, as they are where it can hold that."""
+    """Write tensors in a format, with their strides and shared storages if it supports them."""
     if kind in {"torch-zip", "torch-legacy"}:
         torch.save(tensors, path, _use_new_zipfile_serialization=kind == "torch-zip")
     elif kind == "distributed":
@@ -214,7 +214,7 @@ def _is_nan(value: Any) -> bool:
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw two tensors of one shape, of one dtype or of two of one kind, with much in common."""
+    """Draw two tensors of one shape, of equal dtypes or two dtypes of one kind, with many equal elements."""
     names = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(DTYPES))
     kinds = [torch_dtype(name) for name in names]
     if kinds[0].is_floating_point != kinds[1].is_floating_point or kinds[0].is_complex != kinds[1].is_complex:

@@ -1,4 +1,4 @@
-"""The order in which files are verified: every byte once, and each tensor's bytes in its own order."""
+"""Read order of a verification: every byte once, and the bytes of each tensor in order."""
 
 from __future__ import annotations
 

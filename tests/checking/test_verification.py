@@ -1,4 +1,4 @@
-"""``sluice.verify``: what is whole is ok in every format, and each kind of damage is found and named."""
+"""``sluice.verify``: intact checkpoints of every format are ok, and each kind of damage is found and named."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_is_whole_is_ok_and_hashed_as_its_tensors(tmp_path: Path, name: str
     assert report.hashes == {key: hashed(tensor) for key, tensor in tensors.items()}
     assert report.tensors == len(tensors)
     assert report.nbytes >= sum(path.stat().st_size for path in files_of(tmp_path / "c"))
-    assert name == "big-endian" or not report.non_finite  # turned round, its numbers are any
+    assert name == "big-endian" or not report.non_finite  # byteswapped, its values are arbitrary
     report.write_manifest(tmp_path / "m.json")
     again = sluice.verify(tmp_path / "c", manifest=tmp_path / "m.json")
     assert again.ok, again
@@ -69,7 +69,7 @@ def flip(path: Path, at: int, bit: int = 1) -> None:
 
 
 def records(path: Path) -> dict[str, tuple[int, int]]:
-    """Return where the data of each record of an archive begins, and its bytes."""
+    """Return offset and bytes of the data of each record of an archive."""
     content = path.read_bytes()
     places = {}
     with zipfile.ZipFile(path) as archive:
@@ -121,7 +121,7 @@ def test_a_changed_element_is_found_by_the_manifest(tmp_path: Path, name: str) -
     (file,) = [one for one in files_of(tmp_path / "c") if content in one.read_bytes()]
     flip(file, file.read_bytes().index(content) + 3)
     if name in {"safetensors", "shards", "torch-legacy"}:
-        assert sluice.verify(tmp_path / "c").ok  # nothing in these files could tell
+        assert sluice.verify(tmp_path / "c").ok  # these files have no checksums
     report = sluice.verify(tmp_path / "c", manifest=tmp_path / "m.json")
     assert [(one.kind, one.tensor) for one in report.problems if one.kind != "checksum"] == [("hash", "half")]
     assert report.problems[-1].expected == hashed(tensors["half"]).hash
@@ -326,7 +326,7 @@ def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(sluice.UnsupportedError, match="TorchScript"):
         sluice.verify(tmp_path / "script.pt")
     (tmp_path / "text").write_text("hello, this is text", encoding="utf-8")
-    (problem,) = sluice.verify(tmp_path / "text").problems  # it may have been a checkpoint once
+    (problem,) = sluice.verify(tmp_path / "text").problems  # it may once have been a checkpoint
     assert problem.problem == "this is text, not a checkpoint"
     sluice.save(plain_tensors(), tmp_path / "f.pt")
     with pytest.raises(sluice.CheckpointError, match=r"m\.json: the file does not exist"):

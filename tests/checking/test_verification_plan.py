@@ -1,4 +1,4 @@
-"""How often ``sluice.verify`` reads what: everything once, in whatever order hashes want it."""
+"""``sluice.verify`` reads every byte once, in the order that its hashes need."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ FORMS = {"torch-zip": pickled, "big-endian": big_endian, "sparse": sparse, "chun
 
 
 def header_bytes(path: Path) -> int:
-    """Return what is read to find the records of a checkpoint that is open."""
+    """Return the reads that locate the records of an open checkpoint."""
     with sluice.open(path) as checkpoint:
         recordings = record_reads(checkpoint)
         checkpoint.checksums()
@@ -79,7 +79,7 @@ def header_bytes(path: Path) -> int:
 def test_everything_is_read_once(tmp_path: Path, form: object, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert callable(form)
     monkeypatch.setattr(options, "SCAN_WINDOW_BYTES", window)
-    monkeypatch.setattr(options, "COALESCE_GAP_BYTES", 0)  # small gaps may be read again: that takes less time
+    monkeypatch.setattr(options, "COALESCE_GAP_BYTES", 0)  # small gaps may be read again to save time
     tensors = form(tmp_path / "c")
     headers = header_bytes(tmp_path / "c")
     with sluice.open(tmp_path / "c") as checkpoint:
@@ -102,7 +102,7 @@ def test_what_is_too_large_to_be_held_is_read_again(tmp_path: Path, monkeypatch:
 
 
 def test_two_tensors_that_want_the_same_bytes_in_two_orders(tmp_path: Path) -> None:
-    """The indices of each are the values of the other: a hash takes indices first, so that one is read again."""
+    """The indices of each are the values of the other: hashes need indices first, so one range is read twice."""
     a, b = torch.arange(3), torch.tensor([4, 0, 2])
     tensors = {"ab": torch.sparse_coo_tensor(a[None], b, (9,)), "ba": torch.sparse_coo_tensor(b[None], a, (9,))}
     torch.save(tensors, tmp_path / "c")

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint directories: what torch writes and what the builder writes, against torch's reader."""
+"""torch.distributed.checkpoint directories, written by torch and by hand, compared with torch's reader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from support.oracles import same
 
 
 def whole(checkpoint: Checkpoint) -> Any:
-    """Return everything in a checkpoint, read."""
+    """Read everything in a checkpoint."""
     return _tree.map_leaves(checkpoint.index.tree, lambda entry: sluice.LazyTensor(checkpoint, "", entry).read())
 
 
@@ -109,7 +109,7 @@ def test_the_tree_has_the_nesting_of_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_state_dicts_that_were_saved_without_flattening(tmp_path: Path) -> None:
-    """Each is one value, with tensors that share storages inside of it."""
+    """Return objects that are one value each and contain tensors with shared storages."""
     weight = torch.randn(2, 3)
     state = {"model": {"a": weight, "deep": {"b": weight[0]}, "n": 3}, "other": torch.arange(3.0)}
     save(tmp_path / "d", state, planner=DefaultSavePlanner(flatten_state_dict=False))
@@ -130,7 +130,7 @@ def test_names_stay_flat_without_paths(tmp_path: Path) -> None:
 
 def test_the_metadata_stands_for_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"w": rows(torch.arange(6.0), 2)})
-    (tmp_path / "model.safetensors").touch()  # would come first
+    (tmp_path / "model.safetensors").touch()  # would be first
     monkeypatch.chdir(tmp_path)
     for path in (tmp_path / ".metadata", Path(".metadata")):
         with sluice.open(path) as checkpoint:
@@ -222,7 +222,7 @@ def test_opening_reads_no_tensor_data(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def record(checkpoint: Checkpoint) -> list[RecordingSource]:
-    """Put sources that record their reads in the place of a checkpoint's."""
+    """Replace the sources of a checkpoint by sources that record their reads."""
     made = [RecordingSource(file.source) for file in checkpoint._files]
     files = [replace(file, source=source) for file, source in zip(checkpoint._files, made, strict=True)]
     checkpoint._files = tuple(files)
@@ -315,7 +315,7 @@ def test_equal_values_stay_apart(tmp_path: Path) -> None:
 
 @st.composite
 def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """Boxes that come from a whole by cutting boxes in two: more than grids."""
+    """Draw boxes that result from cutting boxes in two: more general than grids."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=3)))
     boxes: list[Box] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 8)) if shape else 0):
@@ -367,7 +367,7 @@ def test_large_grids_are_checked_in_one_pass() -> None:
 
 
 def test_conjugates_and_negatives(tmp_path: Path) -> None:
-    """torch saves them as views, and copies them when it loads."""
+    """torch saves such tensors as views, and copies them when it loads."""
     numbers = torch.randn(4, 3, dtype=torch.complex64)
     save(tmp_path / "d", {"whole": numbers.clone().conj(), "negative": numbers.clone().conj().imag})
     with sluice.open(tmp_path / "d") as checkpoint:

@@ -1,4 +1,4 @@
-"""Damaged and hostile torch.distributed.checkpoint directories: each refused with the right error, none believed."""
+"""Damaged and hostile torch.distributed.checkpoint directories: each refused with the right error."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def refusal(path: Path, *, limits: Limits | None = None) -> CheckpointError:
 
 
 def described(tmp_path: Path, items: object, stored: object, *, paths: object = None) -> Path:
-    """Write a directory whose one file holds one tensor of 2 x 3, and this metadata."""
+    """Write a directory of one file with one tensor of 2 x 3, and this metadata."""
     (tmp_path / FILE).write_bytes(item(torch.ones(2, 3)))
     (tmp_path / ".metadata").write_bytes(distributed_metadata(items, stored, paths=paths))
     return tmp_path
 
 
 def one(tmp_path: Path, *, where: object = None, tensor: object = None) -> Path:
-    """The same, where all but one thing is right."""
+    """Write the same directory with a different location or tensor record."""
     nbytes = len(item(torch.ones(2, 3)))
     items = {"w": tensor_metadata((2, 3), [WHOLE]) if tensor is None else tensor}
     return described(tmp_path, items, {index_key("w", (0, 0)): place(FILE, 0, nbytes) if where is None else where})
@@ -420,7 +420,7 @@ def test_offsets_in_errors_count_from_the_start_of_the_file(tmp_path: Path) -> N
 
 
 def test_a_chunk_that_is_not_what_its_first_bytes_say(tmp_path: Path) -> None:
-    """It starts like the chunk before it, but its archive's directory leads to the tensor's transpose."""
+    """The chunk starts like the one before it, but its archive's directory leads to the transposed tensor."""
     honest = item(torch.ones(4, 4))
     other = item(torch.ones(4, 4).t())
     start = honest.find(b"PK\7\x08")
@@ -472,7 +472,7 @@ def test_shards_of_the_hugging_face_writer(tmp_path: Path) -> None:
     assert "parts of tensors" in error.problem
 
 
-# What is there
+# Existing and missing files
 
 
 @pytest.mark.parametrize("left", [".metadata.tmp", "__0.metadata", "__0.metadata.tmp", "__0_0.distcp"])
@@ -566,12 +566,12 @@ def small(tmp_path: Path) -> Path:
     return write(tmp_path / "d", {"m.w": halves}, {"n": 3}, paths={"m.w": ("m", "w"), "n": ("n",)})
 
 
-#: Bits of a byte that are kept, then those that are flipped.
+#: Mask of kept bits of a byte, and mask of flipped bits.
 EDITS = {"0": (0, 0), "255": (0, 255), "^128": (255, 128), "^1": (255, 1)}
 
 
 def edits(data: bytes, how: str) -> Iterator[bytes]:
-    """Yield the data with one byte changed, for each byte that the change changes."""
+    """Yield the data with one byte changed, for each byte that differs from the result."""
     kept, flipped = EDITS[how]
     for position, byte in enumerate(data):
         changed = byte & kept ^ flipped
@@ -618,7 +618,7 @@ def test_every_byte_of_the_items(small: Path, how: str) -> None:
             continue
         try:
             theirs = torch_loaded(small)
-        except CheckpointException:  # of records that nothing is read from, torch checks more
+        except CheckpointException:  # torch checks more of records that are not read
             theirs = honest
         assert same(ours, theirs)
     assert {FormatError, TruncatedError} <= seen

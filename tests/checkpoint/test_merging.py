@@ -1,4 +1,4 @@
-"""Directories and shard indexes: what is refused, and how it is said."""
+"""Refused directories and shard indexes, and their error texts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_tensors_that_the_index_leaves_out_are_kept_and_said(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("claimed", "lies"), [(144, False), (96, False), (144.0, False), (95, True), (0, True)])
 def test_a_total_size_that_lies_is_said(tmp_path: Path, claimed: float, lies: bool) -> None:
-    """Both sums are in use: that of the names, and that of the stored bytes, where tied tensors count once."""
+    """Two sums are in use: over all names, and over stored bytes, in which tied tensors count once."""
     tied = torch.ones(12)
     save(tmp_path / "1.bin", {"a": tied, "b": tied, "c": torch.zeros(12)})
     write_index(tmp_path / "pytorch_model.bin.index.json", {"1.bin": ["a", "b", "c"]}, total_size=claimed)

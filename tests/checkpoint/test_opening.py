@@ -1,4 +1,4 @@
-"""Checkpoints are opened through ``Directory``: with another implementation of it nothing touches the file system."""
+"""Checkpoints are opened through ``Directory``: with a directory in memory nothing touches the file system."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class MemoryDirectory:
 
 
 def in_memory(directory: Path, **options: frozenset[str]) -> MemoryDirectory:
-    """Move a local directory into memory: its files are deleted, so that nothing else can be read."""
+    """Move a local directory into memory and delete its files, so that only the copy can be read."""
     made = MemoryDirectory({file.name: file.read_bytes() for file in directory.iterdir()}, **options)
     for file in directory.iterdir():
         file.unlink()

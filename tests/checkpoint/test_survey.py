@@ -1,4 +1,4 @@
-"""Directories and shard indexes: what is read of them, and what that costs."""
+"""Directories and shard indexes: files that are read, and resources that opening takes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from support.directories import (
     write_index,
 )
 
-# What is read
+# Files that are read
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
@@ -155,7 +155,7 @@ def test_legacy_names_and_dots_become_names_of_parameters(tmp_path: Path) -> Non
 def test_only_the_shard_that_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = two_shards(tmp_path)
     with sluice.open(tmp_path) as checkpoint:
-        first.unlink()  # nobody looks at it
+        first.unlink()  # it is not read
         read = []
         real = os.preadv
 
@@ -218,13 +218,13 @@ def test_five_hundred_shards_under_a_small_limit_of_descriptors(tmp_path: Path) 
 
 
 def test_a_shard_is_opened_and_read_once_and_several_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the time to open depends on; ``bench.index`` measures that for a thousand shards."""
+    """Opening reads shards concurrently; ``bench.index`` measures its time for a thousand shards."""
     shards = {f"{n:04}.safetensors": tensors(*(f"layers.{n}.{i}" for i in range(20))) for n in range(100)}
     save_sharded(tmp_path, SAFETENSORS_INDEX, shards)
     opened: Counter[str] = Counter()
     read: Counter[int] = Counter()
     readers: set[str] = set()
-    together = threading.Barrier(INDEXING_THREADS, timeout=90)  # passed only if so many read at once
+    together = threading.Barrier(INDEXING_THREADS, timeout=90)  # passed only by that many concurrent readers
     real_open, real_preadv = os.open, os.preadv
 
     def note_open(path: str, flags: int) -> int:

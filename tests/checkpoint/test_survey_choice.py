@@ -1,4 +1,4 @@
-"""Directories: which of their files are the checkpoint."""
+"""Choice of the files of a directory that are the checkpoint."""
 
 from __future__ import annotations
 

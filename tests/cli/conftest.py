@@ -12,7 +12,7 @@ from support.command_line import MODEL_MODULE
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory to work in, with a module that builds models. Both are forgotten afterwards."""
+    """A working directory with a module that builds models; neither stays after the test."""
     (tmp_path / "cli_model.py").write_text(MODEL_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -1,4 +1,4 @@
-"""What convert, verify and diff do at a terminal and in a script: bars, questions, JSON, exit codes and their help."""
+"""convert, verify and diff at a terminal and in scripts: bars, questions, JSON, exit codes and help."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 
 class Pipe(io.StringIO):
-    """An input that is no terminal and never ends: whoever asks it waits for ever."""
+    """An input that is not a terminal and never ends: a prompt would block."""
 
     def read(self, _size: int | None = -1, /) -> str:
         raise AssertionError("waits for an answer")
@@ -47,7 +47,7 @@ def files(tmp_path: Path) -> dict[str, list[str]]:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[io.StringIO, io.StringIO]]:
-    """Return what sets stdin and stderr, and gives stdout and stderr."""
+    """Return a function that sets stdin and stderr, runs a command and returns stdout and stderr."""
 
     def replace(stdin: io.StringIO | None, stderr: io.StringIO | None) -> tuple[io.StringIO, io.StringIO]:
         out = io.StringIO()
@@ -89,7 +89,7 @@ def test_no_bar_in_a_script(
 
 
 def replacing(files: dict[str, list[str]], command: str) -> tuple[list[str], Path, int]:
-    """Return arguments that would replace a file, the file, and the exit code for not doing it."""
+    """Return arguments that would replace a file, the file, and the exit code if it is kept."""
     source, out = files["convert"]
     Path(out).write_text("mine", encoding="utf-8")
     if command == "convert":
@@ -101,7 +101,7 @@ def replacing(files: dict[str, list[str]], command: str) -> tuple[list[str], Pat
 @pytest.mark.parametrize(
     ("stdin", "stderr"),
     [(Pipe, Terminal), (Terminal, io.StringIO), (lambda: None, Terminal), (Pipe, lambda: None)],
-    ids=["no terminal", "nobody sees it", "closed", "all closed"],
+    ids=["no terminal", "stderr not a terminal", "closed", "all closed"],
 )
 def test_a_script_is_never_asked(
     files: dict[str, list[str]],

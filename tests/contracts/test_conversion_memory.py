@@ -26,7 +26,7 @@ with assert_peak((16 + 32 << 20) + 1024 * int(tensors)):
 assert report.tensors == int(tensors), report.tensors
 """
 
-#: Several times the bound: 16 tensors of 16 MiB, of which none fits the half of staging that puts tensors together.
+#: Several times the bound: 16 tensors of 16 MiB, each larger than the half of staging that batches tensors.
 LARGE = """
 import sys, torch
 torch.save({f"w{i}": torch.full((2048, 2048), float(i)) for i in range(16)}, sys.argv[1])

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of public names, which the site shows, do what they say."""
+"""The examples in the docstrings of public names run and print the shown results."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from support.documents import DOCUMENTS, ROOT, run_document
 
-#: How many blocks of a page are not run; the reason stands beside each of them. All others are.
+#: Number of blocks of each page that are not run; each has its reason next to it. All other blocks run.
 SKIPPED = {
     "CONTRIBUTING.md": 1,
     "README.md": 1,
@@ -30,7 +30,7 @@ def test_every_block_of_the_page_runs(path: Path, tmp_path: Path) -> None:
     tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
     indented = [token.map for token in tokens if token.type == "code_block"]
     assert not indented, "fence code blocks, so that they are run"
-    # Another parser counts them, so that none is overlooked.
+    # A second parser counts the blocks, so that a missed one is noticed.
     code = [token for token in tokens if token.type == "fence" and token.info != "text"]
     assert len(outcome.skipped) == SKIPPED.get(str(path.relative_to(ROOT)), 0), outcome.skipped
     assert all(len(reason) > 8 for _, reason in outcome.skipped), outcome.skipped

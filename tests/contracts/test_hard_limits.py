@@ -1,4 +1,4 @@
-"""Limits that hold: staging of every size, memory control groups, limits on virtual memory; each in a fresh process."""
+"""Hard limits: staging of every size, memory control groups, virtual memory; each in a fresh process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 MIB = 1 << 20
 
-#: Loads what it is told and says how much memory grew, or what it was refused with. The limit is what was planned.
+#: Loads under the planned peak as its limit; prints the growth of memory, or the error that refused the load.
 LOAD = """
 import json, sys, torch, sluice
 from sluice.testing import assert_peak
@@ -70,7 +70,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(path: Path, staging: str, **options: Any) -> tuple[int, int, int]:
-    """Load under the limit that the plan asks for; return it, the staging, and the growth."""
+    """Load under the planned peak as limit; return the limit, the staging and the growth, in bytes."""
     arguments = json.dumps([str(path), staging, options])
     done = fresh_process.run(LOAD, arguments)
     assert done.returncode == 0, done.stderr
@@ -106,7 +106,7 @@ def test_one_tensor_larger_than_staging_is_kept(one: Path) -> None:
     assert 48 * MIB <= grown <= limit <= (48 + 18) * MIB
 
 
-#: Does everything but the load; or one kind of load. Builds inside, as a user's program does.
+#: Does everything but the load, or one kind of load. Builds the model itself, as a user's program does.
 PROGRAM = """
 import json, sys, torch, sluice
 
@@ -151,7 +151,7 @@ FINAL = 12 * 2048 * 4096 * 4
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """384 MiB: more than the kernel could hide, large enough for direct reads."""
+    """A checkpoint of 384 MiB: larger than measurement error, and large enough for direct reads."""
     return write(tmp_path_factory.mktemp("limits") / "large.pth", [(2048, 4096)] * 12)
 
 
@@ -211,7 +211,7 @@ def test_a_load_that_does_not_fit_its_control_group_is_refused_and_not_killed(la
     assert "place='map'" in done.stderr
 
 
-#: Sets a limit on virtual memory above what the process has, loads, and says what came of it.
+#: Sets a limit on virtual memory above the process's current size, loads, and prints the outcome.
 VIRTUAL = """
 import json, os, resource, sys, torch, sluice
 
@@ -256,17 +256,17 @@ def test_a_limit_on_virtual_memory_is_found_and_ends_in_success_or_a_budget_erro
     done = fresh_process.run(VIRTUAL, arguments)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout)
-    # Refused with the model untouched, up to the room from which on all loads succeed: nothing that is started before
-    # the plan, nor what earlier loads left behind, takes of the room.
+    # Loads are refused with the model untouched below some size, and all succeed above it: neither threads started
+    # before planning nor leftovers of earlier loads use memory under the limit.
     refused = outcomes.count(True)
     assert 0 < refused < len(room)
     assert outcomes == [True] * refused + ["loaded"] * (len(room) - refused)
 
 
 def test_what_is_planned_to_fit_under_a_limit_on_virtual_memory_fits(several: Path) -> None:
-    """96 MiB of weights and the reserve of 64 MiB: no thread is started that would take of it.
+    """With 96 MiB for weights and the reserve of 64 MiB, no thread is started, because it would use the reserve.
 
-    Python's own heap takes a few arenas of 1 MiB between the limit and the plan.
+    Python's own heap takes a few arenas of 1 MiB between setting the limit and planning.
     """
     needed = 96 + 64
     arguments = json.dumps([str(several), [needed - 1, needed + 4], {}])

@@ -16,7 +16,7 @@ import pytest
 
 import sluice
 
-#: Imports that cost more than the rest of the start together, and that `import sluice` must not make.
+#: Modules that take longer to import than all others together, and that `import sluice` must not import.
 _SLOW = ("torch", "numpy", "rich", "click", "psutil", "safetensors")
 
 

@@ -1,4 +1,4 @@
-"""The layers in docs/design.md are those of the import contract, and every package says what it is for."""
+"""The layers in docs/design.md match the import contract, and every package has a head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests lie where the source that they test lies: a module's name leads to its tests and back."""
+"""Tests mirror the source: a module's name leads to its tests and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIRRORS = [path for path in FILES if path.parts[0] not in NO_MIRROR]
 def has_mirror(path: Path, source: Path) -> bool:
     """Return whether ``test_<name>.py`` or ``test_<name>_<aspect>.py`` names a module of the same folder in the source.
 
-    The name may also be that of a package there, or of the folder's own package, for what it does as a whole.
+    The name may also be that of a package there, or of the folder's own package for tests of it as a whole.
     """
     folder = source / path.parent
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""The leak check itself, which every other test relies on."""
+"""The leak check that every test uses."""
 
 from __future__ import annotations
 

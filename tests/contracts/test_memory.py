@@ -1,4 +1,4 @@
-"""The memory contract, in fresh processes: what a test process freed before would hide what a load takes."""
+"""The memory contract, in fresh processes: memory that a test process freed before would hide the growth of a load."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ GRID = [((row, column), (1024, 1024)) for row in (0, 1024) for column in (0, 102
 def test_chunks_of_a_distributed_checkpoint(
     tmp_path: Path, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], dtype: str | None
 ) -> None:
-    """Their elements lie at odd addresses: moving a whole buffer to where they may lie took 16 MiB for each reader."""
+    """Elements at odd addresses are copied in small pieces: copying whole buffers took 16 MiB per reader."""
     write(tmp_path / "d", {str(i): chunks(torch.full((2048, 2048), 0.25), boxes, files=2) for i in range(4)})
     with sluice.open(tmp_path / "d") as checkpoint:
         assert any(offset % 4 for offset in checkpoint.locate(range(16)).values())

@@ -1,4 +1,4 @@
-"""The memory contract in every way to fill a module, in a process of its own: freed memory would hide what it takes."""
+"""The memory contract for every way to fill a module, each in a fresh process: freed memory would hide growth."""
 
 from __future__ import annotations
 

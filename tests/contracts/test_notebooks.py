@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, and what is committed of it has been run and is small."""
+"""The notebook runs from top to bottom, and its committed version is executed and small."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_the_notebook_runs_from_top_to_bottom(
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = []
-    # Its own directory is where Jupyter starts a notebook.
+    # Jupyter starts a notebook in its own directory.
     client = NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     asyncio.run(client.async_execute())
     assert [cell.source for cell in notebook.cells] == sources
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 9
     text = "\n".join(output.get("text", "") for output in outputs)
-    # The tiny model takes 33 MiB, the staging more than that: only what holds the weights twice has a known figure.
+    # The tiny model takes 33 MiB, staging more than that: only methods that hold the weights twice have a known figure.
     ordinary = re.search(r"^ordinary: host ([\d.]+) F", text, re.MULTILINE)
     mapped = re.search(r"^mapped: host ([\d.]+) F", text, re.MULTILINE)
     assert ordinary is not None

@@ -1,4 +1,4 @@
-"""The check of phrases finds them where they are prose, and nowhere else."""
+"""The check of phrases scans prose only, and reports every phrase in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A save takes its buffer and little more, also with a cast; each in a process of its own."""
+"""A save takes its buffer and little more, also with a cast; each in a fresh process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path to an accelerator, on one that copies late, in any order, and checks every byte."""
+"""Copies to an accelerator: a fake device that copies late, in any order, and checks every byte."""
 
 from __future__ import annotations
 

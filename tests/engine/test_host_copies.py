@@ -1,4 +1,4 @@
-"""Copies of bytes at addresses that their dtype cannot have, against the same bytes where it can."""
+"""Copies of unaligned elements, compared with copies of the same bytes aligned."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = [torch.int16, torch.float32, torch.bfloat16, torch.complex64, torch.flo
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and steps of a box: dense, with gaps, transposed, or with elements that are shown twice."""
+    """Draw sizes and strides of a box: dense, with gaps, transposed, or with repeated elements."""
     sizes = draw(st.lists(st.integers(1, 7), max_size=4))
     steps, step = [], 1
     for size in sizes:

@@ -1,4 +1,4 @@
-"""Copies that compute on whole rows: equal to the whole, however the plan cuts it."""
+"""Copies that compute on whole rows: bit-equal to the whole tensor for any partition into reads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROWS, COLUMNS = 3000, 700
 
 
 def scales(target: torch.Tensor, rows: torch.Tensor, _first: int, /) -> None:
-    """The largest magnitude of each row, over 127."""
+    """Return the largest magnitude of each row, divided by 127."""
     target.copy_(rows.abs().amax(1, keepdim=True) / 127)
 
 
@@ -39,7 +39,7 @@ def numbered(target: torch.Tensor, rows: torch.Tensor, first: int, /) -> None:
 
 
 def halves(target: torch.Tensor, rows: torch.Tensor, _first: int, /) -> None:
-    """Two elements out of each stored byte: what decoding blocks does."""
+    """Return two elements per stored byte, as decoding of blocks does."""
     target.view(len(rows), -1, 2).copy_(torch.stack([rows & 15, rows >> 4], 2))
 
 

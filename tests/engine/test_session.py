@@ -1,4 +1,4 @@
-"""The engine's threads: who copies, and what a failure at any point leaves behind."""
+"""The engine's threads: readers and copiers, and cleanup after a failure at any point."""
 
 from __future__ import annotations
 

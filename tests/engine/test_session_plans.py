@@ -1,4 +1,4 @@
-"""Sessions that run several plans: threads and staging are shared, failures end them, finishers keep up."""
+"""Sessions that run several plans: shared threads and staging, failures, and finishers."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_finisher_replaces_the_weight_and_gives_its_memory_back(weights: Weigh
 
 
 def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most ``most_unfinished_reads`` are ahead of a slow finisher, so that the prediction holds."""
+    """At most ``most_unfinished_reads`` run ahead of a slow finisher, as predicted."""
     finisher = Finisher(name="slow", shape=(MIB // 2,), finished_bytes=0)
     plan, _ = weights.plan(*range(6), dtype="float32", finisher=finisher)
     plan = replace(plan, most_unfinished_reads=2)
@@ -182,7 +182,7 @@ def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.Monkey
     with Session([weights.source]) as session:
         session.run(plan, Targets(plan, finishers={"slow": slow}))
     assert taken == len(plan.reads)
-    assert max(under_way) <= 3  # two permits, and one that is given back when its result was taken
+    assert max(under_way) <= 3  # two permits, and one that is released when its result was taken
 
 
 def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:

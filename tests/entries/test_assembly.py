@@ -1,4 +1,4 @@
-"""Entries that are assembled from parts: whole, sliced, shared and cast, against torch."""
+"""Entries that are assembled from parts: whole, sliced, shared and cast, compared with torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def assembled(shape: tuple[int, ...], parts: list[tuple[torch.Tensor, tuple[int,
 
 @st.composite
 def grids(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[torch.Tensor, tuple[int, ...]]]]:
-    """A tensor, and chunks with a storage and a stride of their own that cover it."""
+    """A tensor, and chunks that cover it, each with its own storage and strides."""
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
     cuts = [sorted({0, size, *draw(st.sets(st.integers(0, size), max_size=2))}) for size in shape]

@@ -1,4 +1,4 @@
-"""Intervals of several dimensions, against numpy's indexing."""
+"""Intervals of several dimensions, compared with numpy's indexing."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from sluice.entries.slicing import KeyItem, slice_view
 positions = st.integers(-7, 7)
 slices = st.builds(slice, st.none() | positions, st.none() | positions, st.none() | st.integers(1, 4))
 keys = st.lists(st.one_of(positions, slices, st.none(), st.just(...)), max_size=5)
-one_ellipsis = keys.filter(lambda key: sum(one is ... for one in key) <= 1)  # torch takes several, numpy does not
+one_ellipsis = keys.filter(lambda key: sum(one is ... for one in key) <= 1)  # torch accepts several, numpy does not
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), one_ellipsis)

@@ -244,7 +244,7 @@ trees = trees_with(keys)
 
 
 def recursive_names(tree: object, name: str = "", first: bool = True) -> list[tuple[str, Entry]]:
-    """The definition of dotted names, by recursion."""
+    """Return the dotted names by a recursive definition."""
     if isinstance(tree, Entry):
         return [(name, tree)]
     items: list[Any] = list(tree.items()) if isinstance(tree, dict) else []

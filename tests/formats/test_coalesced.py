@@ -1,4 +1,4 @@
-"""Small ranges of a file: the right bytes, in few reads, from few threads or many."""
+"""Small ranges of a file: the right bytes, in few reads, with any number of threads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_end_of_the_file(distance: int) -> None:
 
 
 class Readers(MemorySource):
-    """Notes the names of the threads that read."""
+    """Records the names of the reading threads."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
@@ -67,7 +67,7 @@ class Readers(MemorySource):
 
 @pytest.fixture
 def address_space() -> Iterator[None]:
-    """A limit on virtual memory, far away."""
+    """A high limit on virtual memory."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (8 << 30), limits[1]))
     yield
@@ -86,7 +86,7 @@ def test_several_threads_read_what_is_far_apart() -> None:
 
 @pytest.mark.usefixtures("address_space")
 def test_under_a_limit_on_virtual_memory_nobody_but_the_caller_reads() -> None:
-    """What a thread reserves there, its stack and its malloc arena, would be missing for the weights."""
+    """A thread's stack and malloc arena count against the limit, and the weights need that memory."""
     source = Readers(CONTENT)
     assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
     assert source.names == {threading.current_thread().name}

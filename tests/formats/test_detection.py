@@ -1,4 +1,4 @@
-"""Telling formats apart by their first bytes, and naming what sluice does not read."""
+"""Detection of formats by their first bytes, and errors that name unsupported formats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\
 
 
 def tar_bytes(name: str, *, mark: bool = True) -> bytes:
-    """Return a tar archive; without its mark it is of the kind from before 1988."""
+    """Return a tar archive; without its magic it is of the format from before 1988."""
     header = tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT)
     if not mark:
         header = header[:148] + 8 * b" " + header[156:257] + bytes(255)
@@ -69,7 +69,7 @@ def legacy_bytes(protocol: int) -> bytes:
 
 
 def detect_in(path: Path, content: bytes | None = None) -> str:
-    """Return the name of the format that is detected in a file."""
+    """Return the name of the format that is detected for a file."""
     if content is not None:
         path.write_bytes(content)
     with closing(LocalFile(path)) as source:
@@ -89,7 +89,7 @@ def test_a_safetensors_file_is_safetensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_a_file_of_torch_before_1_6_is_legacy(tmp_path: Path, protocol: int) -> None:
     assert detect_in(tmp_path / "x", legacy_bytes(protocol)) == "torch-legacy"
-    # Cut inside its magic number, from where on it is no bare pickle.
+    # Truncated inside its magic number, from where on it is not a bare pickle.
     assert detect_in(tmp_path / "x", legacy_bytes(protocol)[:10]) == "torch-legacy"
 
 
@@ -258,7 +258,7 @@ def test_no_start_is_claimed_twice(tmp_path: Path) -> None:
 
 
 def test_no_length_hides_a_safetensors_file(tmp_path: Path) -> None:
-    """The first bytes of a length can be those of a pickle, of a gzip file or of text."""
+    """The length at the start of a file can have the first bytes of a pickle, a gzip file or a text."""
     lengths = [first | second << 8 | 10 << 16 for first in range(256) for second in (0, 2, 75, 104, 139, 255)]
     found = {detect_in(tmp_path / "x", length.to_bytes(8, "little") + b'{"a":') for length in lengths}
     assert found == {"safetensors"}

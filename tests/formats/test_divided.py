@@ -1,4 +1,4 @@
-"""States that were divided over ranks are refused by what they are, with what to do."""
+"""States that were divided over ranks are refused by kind, with advice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.training_runs import KINDS, net
 PART = torch.zeros(40)
 ADAM = {"state": {0: {"step": 3, "exp_avg": PART, "exp_avg_sq": PART}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
 
-#: Content of a file, and what the refusal says of it.
+#: Content of a file, and part of the error text.
 STATES: dict[str, tuple[Any, str]] = {
     "ZeRO 1 and 2": (
         {"optimizer_state_dict": {"zero_stage": 2, "base_optimizer_state": ADAM, "partition_count": 2}},
@@ -44,7 +44,7 @@ STATES: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize(("content", "problem"), STATES.values(), ids=STATES)
 @pytest.mark.parametrize("key", [None, "inside"])
 def test_files(tmp_path: Path, content: Any, problem: str, key: str | None) -> None:
-    torch.save(content if key is None else {"inside": content, "beside": 1}, tmp_path / "f.pt")
+    torch.save(content if key is None else {"inside": content, "step": 1}, tmp_path / "f.pt")
     model = net()
     optimizer = KINDS["AdamW"](model)
     with pytest.raises(UnsupportedError, match=problem) as caught:
@@ -72,7 +72,7 @@ def test_directories(tmp_path: Path, name: str, problem: str) -> None:
 
 
 def test_a_directory_of_trainer_with_deepspeed_keeps_its_model(tmp_path: Path) -> None:
-    """The model beside is read; its optimizer is in a directory of DeepSpeed's, which ``latest`` names."""
+    """The model next to it is read; its optimizer is in a directory of DeepSpeed's, which ``latest`` names."""
     model = net()
     sluice.save(model, tmp_path / "model.safetensors")
     (tmp_path / "latest").write_text("global_step3", encoding="utf-8")

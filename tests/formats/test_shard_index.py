@@ -1,4 +1,4 @@
-"""The index file of a sharded checkpoint: what is read from it and all that is refused."""
+"""The index file of a sharded checkpoint: its content, and everything that is refused."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_accepted_name_stays_inside_on_every_platform(tmp_path: Path, file: s
     assert file
     for flavour in (PurePosixPath(file), PureWindowsPath(file)):
         assert not flavour.anchor
-        assert flavour.as_posix() == file  # spelled one way
+        assert flavour.as_posix() == file  # with one spelling
         assert all(part.rstrip(". ") for part in flavour.parts)
 
 

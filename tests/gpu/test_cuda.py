@@ -1,4 +1,4 @@
-"""What arrives on a CUDA device: every bit of every dtype, casts, layouts, ties, small and huge tensors."""
+"""Loads to a CUDA device: bits of every dtype, casts, layouts, ties, small and huge tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 
-#: More elements than one read holds, and no round number.
+#: More elements than one read holds, and not a multiple of a block.
 COUNT = 3 * MIB + 7
 
 
@@ -29,7 +29,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def random_of(name: str, count: int) -> torch.Tensor:
-    """Return a tensor of any dtype with any bits in it, those of no value too."""
+    """Return a tensor of any dtype with arbitrary bits, NaN payloads included."""
     if name == "bool":
         return torch.randint(0, 2, (count,), dtype=torch.uint8).view(torch.bool)
     raw = torch.randint(0, 256, (count * ITEM_BYTES[name],), dtype=torch.uint8)
@@ -86,7 +86,7 @@ def test_casts_give_what_to_gives(
     report = sluice.load_into(model, tmp_path / "f.pth", device=device, dtype=new)
     loaded, expected = model["t"].detach().cpu(), tensors["t"].to(new)
     number = ~expected.isnan()
-    assert torch.equal(loaded.isnan(), expected.isnan())  # which of the many NaNs is the processor's choice
+    assert torch.equal(loaded.isnan(), expected.isnan())  # the payload of a NaN depends on the processor
     assert torch.equal(bits(loaded[number]), bits(expected[number]))
     assert report.cast == {f"{dtype_name(old)}->{dtype_name(new)}": 1}
     if new.itemsize < old.itemsize:
@@ -110,7 +110,7 @@ def test_views_keep_their_strides_and_share_memory(tmp_path: Path, device: str) 
     theirs = torch.load(tmp_path / "f.pth", map_location=device, weights_only=True)
     for name, expected in theirs.items():
         assert torch.equal(ours[name], expected), name
-        if name != "expanded":  # only dense strides are promised
+        if name != "expanded":  # only dense strides are guaranteed
             assert ours[name].stride() == expected.stride(), name
     assert ours["transposed"].data_ptr() == ours["base"].data_ptr()
     assert ours["rows"].data_ptr() == ours["base"].data_ptr() + 10 * 700 * 4
@@ -186,7 +186,7 @@ def test_a_tensor_larger_than_staging(
 def test_bytes_at_odd_offsets_arrive(tmp_path: Path, device: str, dtype: torch.dtype | None) -> None:
     tensor = torch.randn(COUNT)
     header = json.dumps({"t": {"dtype": "F32", "shape": [COUNT], "data_offsets": [0, tensor.nbytes]}}).encode()
-    header += b" " * (1 - len(header) % 2)  # foreign writers do not align what follows
+    header += b" " * (1 - len(header) % 2)  # other writers do not align data
     (tmp_path / "f.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + tensor.numpy().tobytes())
     loaded = sluice.load_state_dict(tmp_path / "f.safetensors", device=device, dtype=dtype)["t"]
     assert torch.equal(loaded.cpu(), tensor.to(dtype or tensor.dtype))
@@ -211,7 +211,7 @@ def test_a_device_that_is_not_there_is_refused_before_reading(
     with pytest.raises(ValueError, match="cuda:99"):
         sluice.load_into(model, tmp_path / "f.pth", device="cuda:99")
     assert model["t"].is_meta
-    assert torch.ones(3, device=device).sum().item() == 3  # the failed look left no error behind
+    assert torch.ones(3, device=device).sum().item() == 3  # the failed query did not leave an error pending
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
@@ -224,7 +224,7 @@ def test_parts_of_a_module_go_to_several_devices_at_once(tmp_path: Path) -> None
     for name, number in (("left", 0), ("right", 1)):
         assert model[name].device.index == number
         assert torch.equal(model[name].cpu(), tensors[name])
-        # A runtime error that nobody looked at would come up at the next kernel.
+        # A pending runtime error would be raised by the next kernel.
         assert torch.ones(3, device=f"cuda:{number}").sum().item() == 3
 
 

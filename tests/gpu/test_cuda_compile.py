@@ -17,11 +17,11 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
-    """Look away: the compiler keeps helper processes, threads and files for the next time."""
+    """Disable the leak check: the compiler keeps helper processes, threads and files for later use."""
     return iter([None])
 
 
-@pytest.mark.filterwarnings("default")  # the compiler has much to say
+@pytest.mark.filterwarnings("default")  # the compiler logs many warnings
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_model_computes_with_loaded_weights(tmp_path: Path, device: str, backend: str) -> None:
@@ -41,6 +41,6 @@ def test_a_compiled_model_computes_with_loaded_weights(tmp_path: Path, device: s
         for parameter in expected.parameters():
             parameter.add_(0.1)
         torch.save(expected.state_dict(), tmp_path / "f.pth")
-        sluice.load_into(model, tmp_path / "f.pth")  # in place: nothing needs to be compiled again
+        sluice.load_into(model, tmp_path / "f.pth")  # in place: no recompilation
         torch.testing.assert_close(compiled(tokens.to(device)).cpu(), expected(tokens), rtol=1e-2, atol=1e-2)
     torch.compiler.reset()

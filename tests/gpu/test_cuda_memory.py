@@ -1,4 +1,4 @@
-"""What a load leaves of a CUDA device's memory and of page-locked memory, when it succeeds and when it fails."""
+"""CUDA device memory and page-locked memory after successful and failed loads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 
-#: Parameters of 8 MiB that the allocator would pack badly one by one, and small ones.
+#: Shapes of parameters: some of 8 MiB, which waste allocator segments if allocated one by one, and small ones.
 SHAPES = {**{f"large{i}": (1024, 2048 + i) for i in range(12)}, **{f"small{i}": (300, i + 1) for i in range(40)}}
 
 
 class Weights(nn.Module):
-    """Parameters of the given shapes."""
+    """A module with parameters of the given shapes."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: str = "meta") -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def allocated_and_reserved() -> tuple[int, int]:
 
 
 class Registrations:
-    """Stands before the CUDA runtime and keeps the addresses that are page-locked."""
+    """Wraps the CUDA runtime and records the page-locked addresses."""
 
     def __init__(self) -> None:
         self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # of torch
@@ -127,7 +127,7 @@ def test_out_of_memory_at_any_tensor_leaves_everything_as_it_was(
     before = allocated_and_reserved()
     room = before[1] + fits * 64 * MIB + 32 * MIB
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info(device)[1], device)
-    # What free memory can tell is another test's matter: here the allocator itself has to refuse.
+    # Free memory is tested elsewhere: here the allocator itself must refuse.
     monkeypatch.setattr("sluice.planning.alternatives.shortages", lambda *_: ())
     model = Weights(shapes)
     with pytest.raises(sluice.BudgetError, match=r"cuda:0 is out of memory: 64\.0 MiB more were needed"):
@@ -156,7 +156,7 @@ def test_what_the_device_does_not_have_is_refused_before_reading(
     header = f'{{"t":{{"dtype":"F32","shape":[{count}],"data_offsets":[0,{count * 4}]}}}}'.encode()
     with (tmp_path / "f.safetensors").open("wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
-        stream.truncate(8 + len(header) + count * 4)  # a hole: nothing of it may be read
+        stream.truncate(8 + len(header) + count * 4)  # a hole in the file: it must not be read
     monkeypatch.setattr(_transfer, "execute", lambda *_, **__: pytest.fail("data was read"))
     with pytest.raises(sluice.BudgetError, match=r"memory of cuda:0.*free on the device"):
         sluice.load_into(Weights({"t": (count,)}), tmp_path / "f.safetensors", device=device)
@@ -195,7 +195,7 @@ def test_a_driver_that_refuses_page_locking_costs_speed_and_nothing_else(
 ) -> None:
     class Refusing(Registrations):
         def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-            # Twice the same address: the driver's own refusal, with all that it leaves behind.
+            # The same address twice: the driver itself refuses, and leaves an error pending.
             super().cudaHostRegister(address, nbytes, flags)
             refused = super().cudaHostRegister(address, nbytes, flags)
             super().cudaHostUnregister(address)
@@ -205,7 +205,7 @@ def test_a_driver_that_refuses_page_locking_costs_speed_and_nothing_else(
     monkeypatch.setattr(_accelerators, "_runtime", lambda: refusing)
     model = Weights(SHAPES)
     sluice.load_into(model, file, device=device)
-    assert torch.ones(3, device=device).sum().item() == 3  # an error that nobody looked at would come up here
+    assert torch.ones(3, device=device).sum().item() == 3  # a pending error would be raised here
     assert not refusing.locked
     assert_holds(model, file)
 

@@ -1,4 +1,4 @@
-"""Optimizers on a CUDA device: their state arrives there, waits on the host when asked to, and training goes on."""
+"""Optimizers on a CUDA device: state is loaded there, or deferred on the host, and training continues."""
 
 from __future__ import annotations
 

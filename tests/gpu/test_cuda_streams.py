@@ -1,4 +1,4 @@
-"""Order on a CUDA device: what was queued before a load, what runs beside it, and what is started after it."""
+"""Order on a CUDA device: work queued before a load, concurrent with it, and started after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 MIB = 1 << 20
 
-#: Cycles of a kernel that does nothing for about a tenth of a second, which is longer than these loads.
+#: Cycles of a kernel that spins for about a tenth of a second, longer than these loads take.
 LONG = 200_000_000
 
 
@@ -38,7 +38,7 @@ def new_stream() -> torch.cuda.Stream:
 
 
 def leave_work_behind(device: str) -> None:
-    """Queue writes to memory that is free again for whoever allocates next, and so must wait for them."""
+    """Queue writes to memory and free it: the next user of that memory must wait for them."""
     others = [torch.empty(4 * MIB, device=device) for _ in range(6)]
     torch.cuda._sleep(LONG)  # type: ignore[no-untyped-call]  # of torch
     for other in others:
@@ -69,7 +69,7 @@ def test_memory_that_another_thread_freed_is_not_written_too_early(
     once = threading.Lock()
 
     def after_others(self: CudaAccelerator, count: int, dtype: torch.dtype) -> torch.Tensor:
-        # This runs in a reader thread, on the default stream, after the load has begun.
+        # This runs in a reader thread, on the default stream, after the load has started.
         if once.acquire(blocking=False):
             leave_work_behind(device)
         return allocate(self, count, dtype)
@@ -98,7 +98,7 @@ def test_loading_onto_the_second_device_keeps_the_first_current(file: Path, expe
 
 
 class Busy(threading.Thread):
-    """Computes the same with a model again and again, and keeps every result that differs from the first."""
+    """Repeats one computation with a model and collects the results that differ from the first."""
 
     def __init__(self, model: nn.Module, tokens: torch.Tensor) -> None:
         super().__init__(name="busy")
@@ -172,7 +172,7 @@ def test_a_cuda_graph_replays_with_the_weights_that_are_there(tmp_path: Path, de
     with torch.no_grad():
         side = new_stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # a capture wants its kernels to have run before, on another stream
+        with torch.cuda.stream(side):  # a capture needs a warm-up of its kernels on a side stream
             model(tokens)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""transformers, quiet and without threads of its own; every test here is skipped where it is missing."""
+"""transformers without progress bars and threads; tests are skipped if it is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``sluice.hf.from_pretrained`` does beside loading: classes, dtypes, what is missing, what is refused."""
+"""``sluice.hf.from_pretrained``: classes, dtypes, missing and unexpected names, refusals and memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_importing_it_imports_no_transformers() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# Which class, which dtype
+# Classes and dtypes
 
 
 def test_the_class_can_be_given(transformers: Any, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_what_was_loaded_is_saved_as_it_was(transformers: Any, tmp_path: Path) -
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-# What is missing, what has no place
+# Missing and unexpected names
 
 
 def test_a_missing_head_is_named_or_initialised_by_the_library(transformers: Any, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_a_tie_is_found_by_any_of_its_names(transformers: Any, tmp_path: Path, k
     assert_same(sluice.hf.from_pretrained(tmp_path), type(model).from_pretrained(tmp_path))
 
 
-# What is refused
+# Refusals
 
 
 def test_quantized_models_are_refused(transformers: Any, tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_with_transformers_that_were_not_checked(
 def test_the_peak_is_the_finished_model(transformers: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     config = transformers.GPT2Config(n_layer=6, n_embd=768, n_head=12, vocab_size=8192)  # about 200 MB in float32
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="50MB")
-    sluice.hf.from_pretrained(tmp_path, dtype=dtype)  # what is imported once
+    sluice.hf.from_pretrained(tmp_path, dtype=dtype)  # imports happen once
     finished = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")) * dtype.itemsize // 4
     with assert_peak(finished + (8 << 20) + (32 << 20)):
         sluice.hf.from_pretrained(tmp_path, dtype=dtype, memory=sluice.MemoryLimits(staging="8MiB"))

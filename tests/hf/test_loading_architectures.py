@@ -1,4 +1,4 @@
-"""Every architecture, in every form in which it can be saved: what sluice loads equals what transformers loads."""
+"""Every architecture in every saved form: sluice and transformers load equal models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.hf_comparing import assert_same, outputs, save_bin
 
 _PARAMETERS = [pytest.param(case, id=case.name, marks=() if case.quick else pytest.mark.long) for case in CASES]
 
-#: Forms in which a model is saved, and the dtypes in which it is loaded out of each.
+#: Forms of saved models, and the dtypes to load from each.
 _FORMS: dict[str, tuple[torch.dtype, ...]] = {
     "safetensors": (torch.float32, torch.bfloat16),
     "safetensors-shards": (torch.float32,),
@@ -41,7 +41,7 @@ def test_it_loads_as_transformers_does(transformers: Any, tmp_path: Path, case: 
     for form, dtypes in _FORMS.items():
         path = _save(model, tmp_path, form)
         for dtype in dtypes:
-            torch.manual_seed(1)  # heads that no checkpoint holds are random
+            torch.manual_seed(1)  # heads that are missing in the checkpoint are random
             theirs = type(model).from_pretrained(path, dtype=dtype)
             torch.manual_seed(1)
             ours = sluice.hf.from_pretrained(path, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Symbolic tensors: any chain of operations that moves elements, run on them and on real tensors."""
+"""Symbolic tensors: chains of operations that move elements, applied to them and to real tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Operation = Callable[[Any], Any]
 
 
 def _check(path: Path, tensors: Sequence[torch.Tensor], operation: Operation) -> None:
-    """Compare what an operation makes of tensors with what it makes of symbols for them."""
+    """Compare the result of an operation on tensors with that on their symbols."""
     expected = operation(list(tensors))
     found = operation([SymbolicTensor(entry_of(tensor, i)) for i, tensor in enumerate(tensors)])
     assert isinstance(found, SymbolicTensor)
@@ -56,7 +56,7 @@ def test_what_conversions_are_made_of(tmp_path: Path, operation: Operation) -> N
 
 @st.composite
 def chains(draw: st.DrawFn) -> list[Operation]:
-    """Operations, one after the other, whatever the shape is when they are reached."""
+    """Draw a chain of operations, each valid for the shape that precedes it."""
 
     def one() -> Operation:
         kind = draw(st.sampled_from(["cat", "permute", "reshape", "split", "interleave"]))

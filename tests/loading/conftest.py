@@ -1,4 +1,4 @@
-"""torch makes its compiler's cache directory before the leak check of a test begins."""
+"""torch creates its compiler's cache directory before the leak check of a test begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that stays on the host until the first step. The meta device stands for an accelerator: steps run there."""
+"""State that stays on the host until the first step. The meta device replaces an accelerator: steps run there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_state_stays_on_the_host_and_moves_at_the_first_step(tmp_path: Path, key
     assert len(ours._optimizer_step_pre_hooks) == 1
     ours.step()
     assert devices(ours, big) == {"meta"}
-    assert devices(ours, "step") <= {"cpu"}  # torch keeps it there unless the optimizer is fused or capturable
+    assert devices(ours, "step") <= {"cpu"}  # torch keeps it on the host unless the optimizer is fused or capturable
     assert not ours._optimizer_step_pre_hooks
     ours.step()
 

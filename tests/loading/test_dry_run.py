@@ -1,4 +1,4 @@
-"""``sluice.plan``: the decisions of a load without the load, compared with the usual ways to load."""
+"""``sluice.plan``: decisions of a load without the load, compared with the usual ways to load."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_methods_are_compared_from_before_the_model_exists(file: Path) -> None:
     assert by_name["per-parameter"].needs == "needs one file for each parameter"
     own = by_name["sluice"].host.total_bytes
     live = {each.method: each for each in sluice.plan(Net(), file).methods}["sluice"].host.total_bytes
-    assert own - MIB <= live <= own + MIB  # the model is there already: only what is added differs
+    assert own - MIB <= live <= own + MIB  # the model exists already: only the additional memory differs
 
 
 def test_without_a_model_the_checkpoint_is_enough(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The steps that every load shares: a request is decided without touching anything, then run, then reported."""
+"""Steps shared by every load: a request is decided without side effects, then run, then reported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def optimizer_request(options: TransferOptions) -> LoadRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsRequest(LoadRequest):
-    """A kind of load that the package does not have: some rows of one tensor."""
+    """A kind of load that the package lacks: some rows of one tensor."""
 
     name: str
     rows: int

@@ -41,7 +41,7 @@ TOKENS = torch.arange(12)
 
 
 def pair(path: Path) -> tuple[Net, Net]:
-    """Return a model and the one that was loaded from its file."""
+    """Return a model and a second one loaded from its file."""
     torch.manual_seed(0)
     expected = Net()
     torch.save(expected.state_dict(), path)
@@ -54,7 +54,7 @@ def pair(path: Path) -> tuple[Net, Net]:
 def through_torch(model: nn.Module) -> nn.Module:
     buffer = io.BytesIO()
     torch.save(model, buffer)
-    assert len(buffer.getvalue()) < 40_000  # nothing but its own tensors
+    assert len(buffer.getvalue()) < 40_000  # only its own tensors
     buffer.seek(0)
     loaded: nn.Module = torch.load(buffer, weights_only=False)
     return loaded
@@ -102,7 +102,7 @@ def test_it_trains_like_the_original(use: str | None, tmp_path: Path) -> None:
 def test_state_dicts_are_taken_and_loaded(tmp_path: Path) -> None:
     model, expected = pair(tmp_path / "f.pth")
     for one, name in ((model, "again.pth"), (expected, "fagan.pth")):
-        torch.save(one.state_dict(), tmp_path / name)  # the name of a file is in it
+        torch.save(one.state_dict(), tmp_path / name)  # the code contains a file name
     assert (tmp_path / "again.pth").stat().st_size == (tmp_path / "fagan.pth").stat().st_size
     expected.load_state_dict(torch.load(tmp_path / "again.pth"))
     model.load_state_dict(Net().state_dict())

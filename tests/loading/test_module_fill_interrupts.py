@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and failing callbacks, at any point: threads are joined, and the state is reported."""
+"""Ctrl-C, SIGTERM and failing callbacks at any point: threads are joined, and the state is reported."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 
 
 class Stop(BaseException):
-    """What no handler of exceptions catches."""
+    """Derives from BaseException, so that handlers of Exception do not catch it."""
 
 
 @pytest.mark.parametrize("kind", [ValueError, Stop])
@@ -72,7 +72,7 @@ _SIGNALLED = """
 import os, signal, sys, threading, torch, sluice
 
 path, number = sys.argv[1], int(sys.argv[2])
-# Whoever started this process may have told it to ignore interrupts.
+# Interrupts may be ignored in a background process.
 signal.signal(number, (lambda *_: sys.exit(9)) if number == signal.SIGTERM else signal.default_int_handler)
 real, lock = os.preadv, threading.Lock()
 

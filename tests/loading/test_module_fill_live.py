@@ -17,7 +17,7 @@ from support.oracles import bits
 
 
 def holds(tensor: torch.Tensor) -> nn.Module:
-    """Return a module with the tensor as a parameter and nothing else."""
+    """Return a module with the tensor as its only parameter."""
     module = nn.Module()
     module.weight = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
     return module
@@ -117,12 +117,12 @@ def test_frozen_parameters_and_inference_tensors_of_another_dtype(tmp_path: Path
 
 
 def many(count: int = 6) -> nn.Module:
-    """Return a module with small and large tensors, several in each of several blocks of memory."""
+    """Return a module with small and large tensors, several in each of several blocks."""
     return nn.Sequential(*(nn.Linear(600, 600) for _ in range(count)))
 
 
 class FailAt:
-    """Allocates until its k-th call."""
+    """Fails the k-th allocation."""
 
     def __init__(self, k: int) -> None:
         self.k, self.calls = k, 0

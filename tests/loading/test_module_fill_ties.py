@@ -1,4 +1,4 @@
-"""Tied tensors, and tensors that share memory, stay so with any of their names in the checkpoint."""
+"""Ties and shared memory are kept, regardless of which of the names the checkpoint has."""
 
 from __future__ import annotations
 

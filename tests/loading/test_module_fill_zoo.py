@@ -63,7 +63,7 @@ def compare_outputs(module: nn.Module, expected: nn.Module, name: str) -> None:
     assert same(*outputs)
 
 
-#: Constructors that look at values of parameters; see ``empty_init``.
+#: Modules whose constructors read values of parameters; see ``empty_init``.
 NEEDS_VALUES = {"orthogonal"}
 
 CASES = [(name, how) for name in ZOO for how in ("live", "empty") if how == "live" or name not in NEEDS_VALUES]
@@ -83,6 +83,6 @@ def test_a_loaded_module_is_what_load_state_dict_makes(name: str, how: str, tmp_
     assert same(ours, theirs)
     for (key, one), (_, other) in zip(module.named_buffers(), expected.named_buffers(), strict=True):
         assert bits(one) == bits(other), key
-    if "pruned" not in name:  # what pruning leaves in a module cannot be copied, whoever loads it
+    if "pruned" not in name:  # modules with pruning cannot be copied, with torch's load either
         compare_outputs(copy.deepcopy(module), copy.deepcopy(expected), name)
     compare_outputs(module, expected, name)

@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 class Odds(nn.Module):
-    """A scalar, an empty tensor, and buffers of several dtypes and layouts."""
+    """A module with a scalar, an empty tensor, and buffers of several dtypes and layouts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ PARTS: list[Callable[[], nn.Module]] = [
 
 @dataclass(frozen=True)
 class Case:
-    """A module and what became of its state dict."""
+    """A module and changes to its state dict."""
 
     parts: list[int]
-    #: Pairs of parts that are one module, or whose weights are one parameter.
+    #: Pairs of parts that are the same module, or whose weights are the same parameter.
     shared: list[tuple[int, int]]
     tied: list[tuple[int, int]]
-    #: Positions in the state dict of names that are dropped, renamed, reshaped and of another dtype.
+    #: Positions in the state dict of names that are dropped, renamed, reshaped and cast to a different dtype.
     dropped: set[int]
     renamed: set[int]
     reshaped: set[int]
@@ -99,7 +99,7 @@ cases = st.builds(
 
 
 def same_names(module: nn.Module) -> dict[str, list[str]]:
-    """Return all names of the tensor that each name of the state dict means."""
+    """Return all names of the tensor of each name of the state dict."""
     found: dict[int, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         found.setdefault(id(tensor), []).append(name)
@@ -107,7 +107,7 @@ def same_names(module: nn.Module) -> dict[str, list[str]]:
 
 
 def with_partners(state: dict[str, torch.Tensor], names: dict[str, list[str]]) -> dict[str, torch.Tensor]:
-    """Return a state dict that has its tensors under all their names, each with the value of the first."""
+    """Return the state dict with its tensors under all their names, each with the value of the first."""
     complete = dict(state)
     for group in names.values():
         present = [name for name in group if name in state]
@@ -117,7 +117,7 @@ def with_partners(state: dict[str, torch.Tensor], names: dict[str, list[str]]) -
 
 
 def conflicts(state: dict[str, torch.Tensor], module: nn.Module) -> bool:
-    """Return whether two names of one tensor give it different values, or one of them a shape that does not fit."""
+    """Return whether two names of one tensor have different values, or one of them a different shape."""
     own = module.state_dict()
     for group in same_names(module).values():
         found = [state[name] for name in group if name in state]
@@ -155,7 +155,7 @@ def test_random_modules_load_as_load_state_dict_loads_them(case: Case, tmp_path:
         assert all(tensor.is_meta for tensor in empty.state_dict().values())
         return
     if not any(name in names for name in state):
-        return  # nothing says which part of the file is meant
+        return  # the part of the file is ambiguous
     sluice.load_into(live, tmp_path / "f.pth", strict=case.strict)
     assert same_names(live) == names
     for name, tensor in expected.state_dict().items():

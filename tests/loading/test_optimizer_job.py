@@ -1,4 +1,4 @@
-"""Training after a load continues as if it had not stopped, for every kind of optimizer, bit for bit."""
+"""Training after a load continues as without the interruption, bit for bit, for every kind of optimizer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_step_that_is_a_number_becomes_the_tensor_that_torch_makes_of_it(tmp_p
 
 
 class Lion(torch.optim.Optimizer):
-    """Somebody's own optimizer, which keeps what torch's do not: integers, lists, text, one tensor for all."""
+    """A custom optimizer with state that torch's lack: integers, lists, text, one tensor for all parameters."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "precision": torch.float32})
@@ -123,7 +123,7 @@ def test_an_optimizer_that_is_not_torchs(tmp_path: Path, dtype: torch.dtype) -> 
     sluice.load_optimizer(ours, tmp_path / "run.pt")
     assert not differences(ours.state_dict(), theirs.state_dict())
     assert ours.param_groups[0]["precision"] is torch.float32
-    # One tensor stays one where torch keeps it so, and becomes one for each parameter where torch casts.
+    # As in torch, a shared tensor stays shared without a cast, and becomes one per parameter with a cast.
     for optimizer in (ours, theirs):
         memory = {state["shared"].data_ptr() for state in optimizer.state.values()}
         assert len(memory) == (1 if dtype is torch.float32 else len(optimizer.state))

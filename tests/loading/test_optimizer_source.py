@@ -1,4 +1,4 @@
-"""Resuming from checkpoints of training loops: one file for all, directories of Trainer and accelerate, DCP."""
+"""Resuming from checkpoints of training loops: single files, directories of Trainer and accelerate, DCP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ kind = KINDS["AdamW"]
 
 
 def everything(path: Path) -> tuple[Any, Any, Any, Any]:
-    """Write what a loop with a scheduler, mixed precision and random numbers needs to go on."""
+    """Write the state that a loop with a scheduler, mixed precision and random numbers needs to resume."""
     model = net()
     optimizer = kind(model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
@@ -84,7 +84,7 @@ def test_one_open_checkpoint_is_indexed_once_and_read_once(tmp_path: Path) -> No
         optimizer = kind(model)
         second = sluice.load_optimizer(optimizer, checkpoint)
         locating = [read for read in recording.reads if read.nbytes < 64]  # local headers of the records
-    # Nothing but the data and the local headers of its records: the directory and the pickle were read by open().
+    # Only the data and the local headers of its records: open() has read the directory and the pickle.
     records = first.tensors + second.tensors
     assert recording.read_bytes <= first.read_bytes + second.read_bytes + records * 1024
     assert recording.read_bytes > after_model

@@ -144,7 +144,7 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
         if counts_pages and not _residency._counts_pages(descriptor):
             pytest.skip("this kernel does not count cached pages")
         probes = [probe_cache(descriptor, range(0, 16 * MIB, step)) for _ in range(4)]
-        # Read-ahead differs between systems: of 32 answers, a few places may have been hit twice.
+        # Read-ahead differs between systems: of 32 samples, a few positions may coincide.
         assert sum(map(sum, probes)) <= (0 if counts_pages else 8), probes
         for offset in range(0, 16 * MIB, step):
             os.pread(descriptor, 4096, offset)

@@ -22,7 +22,7 @@ def test_a_transient_peak_is_not_missed() -> None:
         data = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         data.write(b"x" * 64 * MIB)
         data.close()
-    assert 64 * MIB <= meter.peaks.total_bytes <= 160 * MIB  # the written bytes object is a second copy
+    assert 64 * MIB <= meter.peaks.total_bytes <= 160 * MIB  # the bytes object to write is a second copy
 
 
 @linux_only

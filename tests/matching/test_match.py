@@ -1,4 +1,4 @@
-"""Entries against slots: ties, dtypes, memory, missing names, and the text of a mismatch."""
+"""Matching of entries to slots: ties, dtypes, memory, missing names, and the text of a mismatch."""
 
 from __future__ import annotations
 

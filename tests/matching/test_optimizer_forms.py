@@ -1,4 +1,4 @@
-"""Any contents in place of an optimizer state: a match or a ``MismatchError``."""
+"""Arbitrary content in place of an optimizer state: a match or a ``MismatchError``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a checkpoint that fits an optimizer, by number and by name, and the errors if none does."""
+"""The state of a checkpoint that fits an optimizer, by number and by name, and errors if there is none."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(path: Path, content: object) -> Path:
 
 
 def refusal(path: Path, optimizer: torch.optim.Optimizer, **how: Any) -> str:
-    """Return why a load is refused; the optimizer has to be as it was."""
+    """Return the error text of a refused load; check that the optimizer is unchanged."""
     before = repr(optimizer.state_dict())
     with pytest.raises(MismatchError) as caught:
         sluice.load_optimizer(optimizer, path, **how)
@@ -56,13 +56,13 @@ def by_parameter(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
 
 
-@pytest.mark.parametrize("form", ["nested", "flat", "nested in a file", "flat in a file", "behind a prefix"])
+@pytest.mark.parametrize("form", ["nested", "flat", "nested in a file", "flat in a file", "under a prefix"])
 def test_state_by_name_is_matched_by_name(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], form: str) -> None:
     model, optimizer = run
     state: Any = get_optimizer_state_dict(
         model, optimizer, options=FLAT if "flat" in form or "prefix" in form else None
     )
-    if form == "behind a prefix":
+    if form == "under a prefix":
         path = save_distributed(tmp_path / "d", {f"optim.{name}": value for name, value in state.items()})
     elif "file" in form:
         path = write(tmp_path / "o.pt", {"optim": state})
@@ -198,7 +198,7 @@ def test_names_need_a_model(tmp_path: Path, run: tuple[Net, torch.optim.Optimize
     assert "pass model=" in refusal(path, adamw(net()))
     again = net(seed=1)
     ours = torch.optim.AdamW([{**group, "params": named(again, group["params"])} for group in grouped(again)])
-    sluice.load_optimizer(ours, path)  # its groups have names
+    sluice.load_optimizer(ours, path)  # its groups are named
     assert not differences(by_parameter(again, ours), by_parameter(*run))
 
 
@@ -253,7 +253,7 @@ def test_candidates_are_listed(tmp_path: Path, run: tuple[Net, torch.optim.Optim
     ours = adamw(net())
     assert sluice.load_optimizer(ours, path, key="opt.0").key == "opt.0"
     assert not differences(ours.state_dict(), optimizer.state_dict())
-    assert sluice.load_optimizer(KINDS["SGD"](net()), path).key == "small"  # the only one of its size
+    assert sluice.load_optimizer(KINDS["SGD"](net()), path).key == "small"  # the only parameter of its size
     assert "none of these (3)" in refusal(path, torch.optim.SGD(net().up.parameters()))
 
 

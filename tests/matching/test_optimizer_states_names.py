@@ -1,4 +1,4 @@
-"""State by name, with different names in the checkpoint and in the model."""
+"""State by name, with different names in checkpoint and model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RENAMES: dict[str, Rename] = {
 
 
 class Old(nn.Module):
-    """The net as it was called when it was trained."""
+    """The net with its names during training."""
 
     def __init__(self, old: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def run() -> tuple[Net, torch.optim.Optimizer]:
 
 
 def full_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, *, prefix: str = "") -> dict[str, Any]:
-    """Return what FSDP writes with FULL_STATE_DICT: one entry for each parameter, by name, groups of names."""
+    """Return a state of FSDP's FULL_STATE_DICT: one entry per parameter name, and groups of names."""
     names = {id(parameter): f"{prefix}{name}" for name, parameter in model.named_parameters()}
     return {
         "state": {names[id(parameter)]: value for parameter, value in optimizer.state.items()},

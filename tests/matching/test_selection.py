@@ -1,4 +1,4 @@
-"""Finding the state dict of a module in a checkpoint, by names."""
+"""Selection of the state dict of a module in a checkpoint, by names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("embedding.weight", "blocks.0.weight", "blocks.0.bias", "blocks.1.weigh
 
 
 def outline(*groups: str | tuple[str, ...]) -> Outline:
-    """A module with one tensor for each argument; a tuple is the names of a tied one."""
+    """Return an outline with one tensor per argument; a tuple has the names of a tied tensor."""
     return Outline(
         slots=tuple(
             Slot(
@@ -149,7 +149,7 @@ def test_what_does_not_fit_with_several_candidates_is_an_error() -> None:
     with pytest.raises(MismatchError, match="more than one is close") as caught:
         select({"model": entries(NAMES[1:]), "ema": entries(NAMES[2:], 50)}, MODULE)
     assert "key='model': 5 names match, 1 tensors of the module are missing" in str(caught.value)
-    # Something that shares a name by accident does not compete.
+    # A dictionary that has one of the names by accident is not a candidate.
     assert select({"model": entries(NAMES[1:]), "other": entries(["head.weight", "x"], 50)}, MODULE).key == "model"
 
 

@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Lit(nn.Module):
-    """What a LightningModule is to its state dict."""
+    """A module that has the state dict of a LightningModule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
 
 
 def basic(net: nn.Module) -> dict[str, Any]:
-    """The loop of every tutorial."""
+    """Return a checkpoint in the layout of torch's tutorials."""
     optimizer = trained(net)
     return {
         "model": net.state_dict(),
@@ -70,7 +70,7 @@ def basic(net: nn.Module) -> dict[str, Any]:
 
 
 def lightning(lit: nn.Module) -> dict[str, Any]:
-    """What Lightning 2 writes with two callbacks, mixed precision and saved hyperparameters."""
+    """Return a checkpoint of Lightning 2 with two callbacks, mixed precision and hyperparameters."""
     optimizer = trained(lit)
     best = "/runs/version_0/checkpoints/epoch=1-step=20.ckpt"
     monitor = "ModelCheckpoint{'monitor': 'val_loss', 'mode': 'min', 'every_n_train_steps': 0, 'every_n_epochs': 1}"
@@ -117,7 +117,7 @@ def lightning(lit: nn.Module) -> dict[str, Any]:
 
 
 def nested(net: nn.Module) -> dict[str, Any]:
-    """Weights two levels down, beside scalars by name."""
+    """Return weights two levels deep, next to named scalars."""
     return {
         "trainer": {"nets": {"policy": net.state_dict()}, "step": torch.tensor(7)},
         "metrics": {"accuracy": torch.tensor(1.0)},
@@ -126,7 +126,7 @@ def nested(net: nn.Module) -> dict[str, Any]:
 
 
 def deepspeed(net: nn.Module) -> dict[str, Any]:
-    """``mp_rank_00_model_states.pt``."""
+    """Return the content of DeepSpeed's ``mp_rank_00_model_states.pt``."""
     return {
         "module": net.state_dict(),
         "buffer_names": [name for name, _ in net.named_buffers()],
@@ -255,7 +255,7 @@ def test_averaged_weights(tmp_path: Path) -> None:
 
 
 def two_models(net: nn.Module) -> dict[str, Any]:
-    """As timm writes them: weights and their average."""
+    """Return a checkpoint of timm: weights and their average."""
     average = {name: tensor + 1 for name, tensor in net.state_dict().items()}
     optimizer = trained(net).state_dict()
     return {
@@ -289,7 +289,7 @@ def test_two_state_dicts_are_an_error_that_lists_them(tmp_path: Path) -> None:
 
 
 def listed(error: sluice.SluiceError) -> list[str]:
-    """Return the keys that an error offers."""
+    """Return the keys that an error suggests."""
     return re.findall(r"key='([^']+)'", str(error))
 
 
@@ -379,7 +379,7 @@ def test_a_module_of_scalars_is_found_beside_a_larger_one(tmp_path: Path) -> Non
 
 
 def accelerate(directory: Path, net: nn.Module, *, safe: bool) -> None:
-    """What ``Accelerator.save_state`` writes."""
+    """Write the files of ``Accelerator.save_state``."""
     optimizer = trained(net)
     if safe:
         safetensors.torch.save_file(net.state_dict(), directory / "model.safetensors", metadata={"format": "pt"})
@@ -395,7 +395,7 @@ def accelerate(directory: Path, net: nn.Module, *, safe: bool) -> None:
 
 
 def trainer(directory: Path, net: nn.Module, *, safe: bool) -> None:
-    """What the Trainer of transformers writes into ``checkpoint-20``."""
+    """Write the files of ``checkpoint-20`` as the Trainer of transformers does."""
     accelerate(directory, net, safe=safe)
     (directory / "optimizer.bin").rename(directory / "optimizer.pt")
     (directory / "scheduler.bin").rename(directory / "scheduler.pt")
@@ -415,7 +415,7 @@ def test_output_directories_are_their_model(tmp_path: Path, make: Callable[..., 
     report = sluice.load_into(target, tmp_path)
     assert [Path(file).name for file in report.files] == ["model.safetensors" if safe else "pytorch_model.bin"]
     assert same(weights(target), weights(net))
-    state_dict = sluice.load_state_dict(tmp_path)  # safetensors has an order of its own
+    state_dict = sluice.load_state_dict(tmp_path)  # safetensors reorders tensors
     assert same({name: state_dict[name] for name in weights(net)}, weights(net))
 
 

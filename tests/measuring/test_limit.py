@@ -1,4 +1,4 @@
-"""Programs under a hard memory limit: what becomes of them, what is left behind, what is said where that is refused."""
+"""Programs under a hard memory limit: their outcome, cleanup, and errors if limits are not permitted."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_without_control_groups_the_refusal_says_what_is_missing(tmp_path: Path)
 
 
 def test_a_refusal_says_where_and_what_is_needed_and_leaves_nothing(tmp_path: Path) -> None:
-    """A directory that is no control group: the kernel puts no files into what is made there."""
+    """A directory that is not a control group: the kernel creates no files in its subdirectories."""
     root = make(
         tmp_path,
         {
@@ -114,7 +114,7 @@ def test_a_refusal_says_where_and_what_is_needed_and_leaves_nothing(tmp_path: Pa
 
 
 def test_version_2_makes_its_group_where_children_get_the_controller(tmp_path: Path) -> None:
-    """The process's own group holds processes, so its children have no memory controller; its ancestors' have."""
+    """The process's own group has processes, so only groups below its ancestors can have a memory controller."""
     root = make(
         tmp_path,
         {

@@ -1,4 +1,4 @@
-"""``sluice.measure``: what it sees, also what the interpreter lock would hide, and what it leaves behind."""
+"""``sluice.measure``: memory by kind, peaks while the interpreter lock is held, and cleanup."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from support.waiting import wait_until
 
 MIB = 1 << 20
 
-#: The kernel keeps resident sizes per processor and adds them up late; the heap reuses pages that it had.
+#: Tolerance in bytes: the kernel sums resident sizes per processor with a delay, and the heap reuses its pages.
 SLACK = 4 * MIB
 
 
 def touch(nbytes: int) -> None:
-    """Hold ``nbytes`` for some tenths of a second, without letting go of the interpreter lock."""
+    """Hold ``nbytes`` for some tenths of a second without releasing the interpreter lock."""
     held = bytearray(nbytes)
     for _ in range(20):
         held.count(b"\1")
 
 
 def touch_until_sampled(nbytes: int, memory: _meter.Measurement) -> None:
-    """Hold ``nbytes`` until the helper process has looked: it sleeps after each look, which the kernel counts."""
+    """Hold ``nbytes`` until the helper process has sampled: it sleeps after each sample, and the kernel counts that."""
     process = memory._helper._process
     assert process is not None
     status = Path(f"/proc/{process.pid}/status")
@@ -52,7 +52,7 @@ def touch_until_sampled(nbytes: int, memory: _meter.Measurement) -> None:
 
 def test_a_peak_behind_the_interpreter_lock_is_seen() -> None:
     before = sys.getswitchinterval()
-    sys.setswitchinterval(100)  # a thread would not get a turn
+    sys.setswitchinterval(100)  # a sampling thread would not run
     try:
         with sluice.measure() as memory:
             touch_until_sampled(256 * MIB, memory)
@@ -87,7 +87,7 @@ def test_a_peak_before_the_block_is_not_its_own(monkeypatch: pytest.MonkeyPatch)
 
     def start_slowly(*args: Any, **kwargs: Any) -> _meter._Helper:
         helper = start(*args, **kwargs)
-        touch(96 * MIB)  # by another thread, on a busy machine: before the block, but seen by the helper
+        touch(96 * MIB)  # by another thread, on a busy machine: before the block, but in the helper's samples
         return helper
 
     monkeypatch.setattr(_meter._Helper, "start", start_slowly)
@@ -126,7 +126,7 @@ def test_the_report_is_plain_data_rows_a_table_and_a_picture() -> None:
     report = memory.report
     assert json.loads(json.dumps(report.to_json()))["marks"][0]["name"] == "done"
     rows = list(report.timeline.rows())
-    assert len(rows) == len(report.timeline) >= 2  # the helper looks when it starts and when it is stopped
+    assert len(rows) == len(report.timeline) >= 2  # the helper samples at its start and at its end
     assert {"seconds", "anon_bytes", "file_bytes", "shmem_bytes", "peak_bytes", "pss_bytes"} <= rows[0].keys()
     assert report.pss_bytes is not None
     assert [row[0] for row in report.lines()][:2] == ["host, total", "  anonymous"]
@@ -256,7 +256,7 @@ def test_the_helper_ends_with_the_process_that_started_it() -> None:
 
 
 class FakeModule:
-    """A module of torch with one device whose allocator grew."""
+    """A fake backend module of torch with one device whose allocator grew."""
 
     def __init__(self) -> None:
         self.used = 5 * MIB
@@ -317,7 +317,7 @@ def test_neighbours_are_joined_by_their_larger_reading(monkeypatch: pytest.Monke
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A ``pynvml`` of two devices that the helper process finds; the file that is returned has the second one's use."""
+    """Install a fake ``pynvml`` of two devices for the helper process; return the file of the second one's use."""
     used = tmp_path / "used"
     used.write_text(str(7 * MIB))
     (tmp_path / "pynvml.py").write_text(f"""
@@ -370,7 +370,7 @@ def test_nvml_tells_the_whole_device_whatever_torch_calls_it(nvml: Path, monkeyp
     with sluice.measure() as memory:
         for used in (47, 17):
             nvml.with_suffix(".new").write_text(str(used * MIB))
-            nvml.with_suffix(".new").replace(nvml)  # at no moment empty
+            nvml.with_suffix(".new").replace(nvml)  # never empty, not even for a moment
             wait_until(partial(holds, nvml.with_name("used.seen"), str(used * MIB)), "the helper looks at the device")
     report = memory.report
     assert report.separate_process
@@ -391,5 +391,5 @@ def test_a_machine_without_a_driver_is_measured_without_devices(nvml: Path) -> N
     with sluice.measure() as memory:
         pass
     assert memory.report.separate_process
-    assert len(memory.report.timeline) >= 2  # the helper looks when it starts and when it is stopped
+    assert len(memory.report.timeline) >= 2  # the helper samples at its start and at its end
     assert not [name for name in memory.report.timeline.columns if name.startswith("device")]

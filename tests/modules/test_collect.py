@@ -1,4 +1,4 @@
-"""The tensors collected from a module, and those that are refused."""
+"""Collection of the tensors of a module, and refused tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules that override ``_load_from_state_dict`` or ``load_state_dict``: followed, or refused by name."""
+"""Modules that override ``_load_from_state_dict`` or ``load_state_dict``: supported, or refused by name."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ByVersion(nn.Linear):
 
 
 class Scalar(nn.Module):
-    """Loads one element into a scalar, as checkpoints of old versions have it."""
+    """Loads a tensor of one element into a scalar, as stored by old versions."""
 
     def __init__(self, *_: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def states() -> dict[str, tuple[type[nn.Module], State]]:
         "renames": (Renames, {"kernel": weight, "offset": bias}),
         "renames nothing": (Renames, {"weight": weight, "bias": bias}),
         "drops": (Drops, {"weight": weight, "bias": bias, "obsolete": torch.ones(1)}),
-        "ignores": (IgnoresUnexpected, {"weight": weight, "bias": bias, "whatever": torch.ones(1)}),
+        "ignores": (IgnoresUnexpected, {"weight": weight, "bias": bias, "other": torch.ones(1)}),
         "copies": (CopiesByItself, {"kernel": weight, "bias": bias}),
         "version": (ByVersion, {"kernel": weight, "bias": bias}),
         "scalar": (Scalar, {"weight": torch.ones(1)}),

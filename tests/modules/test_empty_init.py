@@ -20,7 +20,7 @@ from support import fresh_process
 
 
 class Causal(nn.Module):
-    """One buffer of each kind, computed by the constructor."""
+    """A module with one buffer of each kind, computed by the constructor."""
 
     mask: torch.Tensor
     inverse_frequency: torch.Tensor
@@ -282,14 +282,14 @@ def test_building_costs_little_memory_and_imports_no_compiler() -> None:
     assert done.returncode == 0, done.stderr
     peak, kept, compiler = map(int, done.stdout.split())
     mask = 4 << 20
-    assert kept < 4 * mask  # 48 masks and twice that in holes of the heap without care
+    assert kept < 4 * mask  # without precautions: 48 masks, and twice that in holes of the heap
     assert peak < 24 * mask
     assert not compiler
 
 
 @pytest.fixture(scope="module")
 def _imported_compiler() -> None:
-    """Let torch make its cache directory before a test starts: some meta kernels import its compiler."""
+    """Let torch create its cache directory before a test starts: some meta kernels import its compiler."""
     importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir()
 
 

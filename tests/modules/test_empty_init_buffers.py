@@ -23,7 +23,7 @@ class Rotary(nn.Module):
 
 
 class Windowed(nn.Module):
-    """Relative positions, as windowed attention has them."""
+    """Relative positions of windowed attention."""
 
     def __init__(self, size: int = 3) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Windowed(nn.Module):
 
 
 class Masked(nn.Module):
-    """Masks of each kind: saved, computed, shared by two modules, a view of another one, of half precision."""
+    """Masks of each kind: saved, computed, shared by two modules, a view of a mask, in half precision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Masked(nn.Module):
 
 
 class Late(nn.Module):
-    """Computes its buffer again, in ``reset_parameters``, from values that are no tensors."""
+    """Recomputes its buffer in ``reset_parameters`` from values that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors that the checkpoint does not have, and swaps that are refused."""
+"""Tensors that are missing in the checkpoint, and refused swaps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_missing_live_tensors_keep_their_values() -> None:
 
 
 class Odd(nn.Module):
-    """A module whose reset leaves one tensor out."""
+    """A module whose ``reset_parameters`` omits one tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules after finished tensors were installed. Oracle: load_state_dict."""
+"""Modules after installing finished tensors, compared with load_state_dict."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_is_replaced_is_replaced_in_attributes_too() -> None:
     reference = weakref.ref(module.weight)
     _, replaced = load(module, nn.Linear(2, 2).state_dict())
     assert replaced == ("weight",)
-    assert reference() is None  # nobody holds the one on meta any more
+    assert reference() is None  # there is no reference to the meta parameter left
     assert module.weight is module.held[0]
     assert module.weight is module.named["w"] is module.pair[0]
     assert module.pair[1] is module.bias
@@ -131,7 +131,7 @@ def test_recurrent_layers_keep_their_lists_of_weights(held: bool) -> None:
     weights = [*module.parameters()]
     references = [weakref.ref(weight) for weight in weights if held]
     _, replaced = load(module, source.state_dict())
-    assert len(replaced) == len(references)  # those of torch's own layers do not count
+    assert len(replaced) == len(references)  # hooks of torch's own layers do not count
     assert [one is other for one, other in zip(module.parameters(), weights, strict=True)] == [not held] * 8
     assert all(one is other for one, other in zip(module._flat_weights, module.parameters(), strict=True))
     assert not module._weights_have_changed()

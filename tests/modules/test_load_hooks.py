@@ -1,4 +1,4 @@
-"""Old checkpoints, hooks and extra state: changes that modules make to a state dict."""
+"""Old checkpoints, hooks and extra state: state dicts that modules change while loading."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from support.oracles import same
 
 
 class Custom:
-    """Something that only running code can build."""
+    """A value that can only be unpickled by running code."""
 
 
 def save(path: Path, value: Any, prefix: str = "") -> nn.Module:

@@ -1,4 +1,4 @@
-"""``device="auto"`` and the mappings that callers give, on made-up accelerators."""
+"""``device="auto"`` and device mappings, on simulated accelerators."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_divisible_modules_are_split_down_to_modules_without_children() -> None:
     assert placed["blocks.0.attention"] == "cuda:0"
     assert placed["blocks.0.mlp"] == "cpu"
     both = members({"layer.weight": 20, "layer.bias": 20, "head.weight": 20})
-    assert auto_placement(both, rooms(30)) == {"": "cpu"}  # one module, and order is kept
+    assert auto_placement(both, rooms(30)) == {"": "cpu"}  # layer stays whole, and modules keep their order
 
 
 def test_a_tensor_of_a_module_with_children_is_placed_by_its_own_name() -> None:
@@ -84,7 +84,7 @@ def test_modules_that_share_a_tensor_stay_together() -> None:
     assert placed["embed"] == placed["head"] == "cuda:0"  # with the bias, because the module is not split
     assert placed["blocks.0"] == "cuda:0"
     assert placed["blocks.1"] == "cpu"
-    # Together they do not fit, so neither is there.
+    # Together they do not fit, so neither is placed there.
     assert auto_placement(members(tied), rooms(30), whole=BLOCKS) == {"": "cpu"}
 
 
@@ -109,7 +109,7 @@ def test_the_rounding_of_the_allocator_counts() -> None:
 
 @st.composite
 def modules(draw: st.DrawFn) -> list[Member]:
-    """Tensors in random trees of modules, some of them tied."""
+    """Draw tensors in random trees of modules, some of them tied."""
     paths = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join)
     names = draw(st.lists(paths.map(lambda path: f"{path}.w"), unique=True, min_size=1, max_size=12))
     names.sort()
@@ -154,7 +154,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """1 MiB for each matrix: an embedding with a tied head, and four blocks of two."""
+    """A model of 1 MiB per matrix: an embedding with a tied head, and four blocks of two matrices."""
 
     _no_split_modules = ("Block",)
 
@@ -175,7 +175,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> dict[str, FakeAccelerator]:
-    """Two accelerators of 40 MiB that torch does not know, and everything that would ask torch for them."""
+    """Fake two accelerators of 40 MiB, and every query of torch about them."""
     made = {f"fake:{i}": FakeAccelerator(seed=i) for i in range(2)}
 
     def known(device: str) -> DeviceFacts:
@@ -221,7 +221,7 @@ def test_free_memory_is_filled_except_for_a_reserve(file: Path, fakes: dict[str,
     report = sluice.load_into(
         empty(), file, device="auto", dtype=torch.bfloat16, memory=sluice.MemoryLimits(device=half)
     )
-    assert report.placement == {"": "fake:1"}  # in half the bytes it fits
+    assert report.placement == {"": "fake:1"}  # it fits with half the bytes
 
 
 def test_accelerators_with_unknown_free_memory_need_a_limit(
@@ -276,7 +276,7 @@ def test_device_maps_of_accelerate_are_taken(file: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("torch.empty", stand_in)
     assert _devices.parse_placement({"blocks.0": 1}) == {"blocks.0": "cuda:1"}
-    assert asked == [1]  # torch knows which accelerator an int means
+    assert asked == [1]  # torch maps an int to an accelerator
 
 
 def test_prefixes_that_name_nothing_are_refused(file: Path) -> None:

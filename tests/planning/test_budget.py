@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def plan(mib: int, machine: MachineFacts | None = None, **options: Any) -> LoadPlan:
-    """The plan for one fp32 tensor."""
+    """Return the plan for one fp32 tensor."""
     wanted = request("w", entry((mib * MIB // 4,)))
     targets, _ = single_targets([wanted], index_of([(0, mib * MIB)]), {})
     return plan_load(targets, (FILE,), machine or facts(cached=False), **{"staging_bytes": 64 * MIB, **options})

@@ -1,4 +1,4 @@
-"""``place="map"``: tensors that are pages of the file."""
+"""``place="map"``: tensors that map pages of the file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 
 def network() -> nn.Sequential:
-    """A tensor above a MiB, small ones, a counter, and a tie."""
+    """A model with a tensor above 1 MiB, small tensors, a counter, and a tie."""
     first, last = nn.Linear(600, 600), nn.Linear(600, 600)
     last.weight = first.weight
     return nn.Sequential(first, nn.BatchNorm1d(600), nn.Linear(600, 10), last)

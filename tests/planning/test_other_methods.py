@@ -15,7 +15,7 @@ from sluice.records import Peaks
 MIB = 1 << 20
 OVER = options.METHOD_OVERHEAD_BYTES
 
-#: 100 + 40 MiB in fp32, and 10 MiB that the constructor computes; the file holds 60 MiB more than the model.
+#: 100 + 40 MiB in fp32, and computed buffers of 10 MiB; the file holds 60 MiB more than the model.
 WEIGHTS = tuple(
     Weight(file_bytes=a * MIB, built_bytes=b * MIB, final_bytes=c * MIB)
     for a, b, c in ((100, 100, 100), (40, 40, 40), (0, 10, 10))
@@ -29,7 +29,7 @@ CAST = replace(FULL, weights=HALF)
 
 
 def peaks(subject: Subject) -> dict[str, tuple[int, int, int]]:
-    """Anonymous, file and device MiB of each method, without the constant."""
+    """Return anonymous, file and device MiB of each method, without the constant."""
     found = {}
     for method in METHODS:
         made = forecast(method, subject)
@@ -61,7 +61,7 @@ def test_on_the_host_with_a_cast() -> None:
 
 
 def test_building_can_be_the_peak() -> None:
-    """The model is built in fp32 and cast one parameter at a time: the first cast comes on top of all."""
+    """The model is built in fp32 and cast one parameter at a time: the first cast adds to the whole model."""
     small = replace(CAST, storages=(10 * MIB,))
     assert peaks(small)["naive"] == (150 + 50, 0, 0)
 
@@ -69,8 +69,8 @@ def test_building_can_be_the_peak() -> None:
 def test_on_an_accelerator() -> None:
     found = peaks(replace(CAST, device="cuda:0"))
     assert {name: host for name, (host, _, _) in found.items()} == {
-        "naive": 150 + 50,  # built on the host, and the largest cast of it
-        "sequential": 200,  # L, which is more
+        "naive": 150 + 50,  # built on the host, with the cast of its largest parameter
+        "sequential": 200,  # L, which is larger
         "meta-sequential": 100,
         "mmap": 0,
         "per-parameter": 100 + 50,

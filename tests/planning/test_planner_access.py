@@ -1,4 +1,4 @@
-"""The access facts of a source decide the size of requests, the coalescing gap and the number of readers of a plan."""
+"""Access facts of a source determine request size, coalescing gap and number of readers of a plan."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_gap_decides_which_neighbors_share_a_read(gap: int, reads: int) -> N
 
 
 def test_each_file_keeps_its_own_gap_and_request_size() -> None:
-    """A plan over two sources: buffers fit the larger requests, reads of the other source stay small."""
+    """In a plan over two sources, buffers fit the larger requests, and reads of the other source stay small."""
     machine = with_access(facts(cached=False, direct_io=False), STORE, SLOW)
     index = index_of([(0, 64 * MIB), (0, 64 * MIB)], (FILE, FILE))
     index = replace(index, storages=(index.storages[0], replace(index.storages[1], file=1)))
@@ -96,7 +96,7 @@ def test_the_largest_facts_of_several_sources() -> None:
 
 
 class StoreSource(MemorySource):
-    """An object in a store: other access facts than those of local files."""
+    """An object in a store: its access facts differ from those of local files."""
 
     access = STORE
 
@@ -111,7 +111,7 @@ def test_the_facts_of_a_source_reach_planning_through_every_wrapper() -> None:
 
 
 def test_a_load_makes_the_requests_that_suit_its_source(tmp_path: Path) -> None:
-    """From the public verb down: the same file, read through a source whose requests are small and never span gaps."""
+    """The public verb reads the same file through a source with small requests that never span gaps."""
     torch = pytest.importorskip("torch")
     sluice.save({f"w{i}": torch.ones(300_000) for i in range(3)}, tmp_path / "f.safetensors")
 

@@ -1,4 +1,4 @@
-"""Sparse and quantized tensors: what ``torch.load`` gives, and nothing that would let torch leave its memory."""
+"""Sparse and quantized tensors: equal to ``torch.load``, and never with indices out of bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # of torch's own loader
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # warning of torch's own loader
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
 
@@ -194,7 +194,7 @@ def test_many_small_matrices_in_one_batch(tmp_path: Path) -> None:
     check(tmp_path / "f.pth", value)
 
 
-# Data that lies
+# Invalid data
 
 
 def refused(content: bytes, problem: str) -> None:
@@ -249,7 +249,7 @@ def test_compressed_indices_that_lie(layout: str) -> None:
     refuse([0, 1, 1, 4], [2, 0, 3], "do not run from 0")
     refuse([0, 2, 1, 3], [2, 3, 3], "not sorted")
     refuse([0, -1, 1, 3], [2, 0, 3], "not sorted")
-    refuse([0, 2**40, 1, 3], [2, 0, 3], "not sorted", (3, 2**50))  # torch would follow this one out of its memory
+    refuse([0, 2**40, 1, 3], [2, 0, 3], "not sorted", (3, 2**50))  # torch would access memory out of bounds
     refuse([0, 1, 1, 3], [2, 0, 4], "plain index of a sparse tensor is out of range")
     refuse([0, 1, 1, 3], [-1, 0, 3], "plain index of a sparse tensor is out of range")
     refuse([0, 1, 1, 3], [2, 3, 0], "plain indices of a sparse tensor are not sorted in a row")

@@ -1,4 +1,4 @@
-"""Indices of sparse tensors are accepted and refused as torch does it with ``check_invariants``."""
+"""Indices of sparse tensors are accepted and refused as by torch's ``check_invariants``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def entry_of(tensor: torch.Tensor) -> Entry:
 
 
 def agrees(layout: str, shape: tuple[int, ...], indices: list[torch.Tensor], values: torch.Tensor) -> None:
-    """Assert that torch and sluice take or refuse the same tensor."""
+    """Assert that torch and sluice both accept or both refuse a tensor."""
     held = tuple(map(entry_of, indices))
     made = Sparse(layout=layout, indices=held, values=entry_of(values), coalesced=False)
     entry = Entry(elements=elements_of("float32"), shape=shape, stride=(), storage=0, composite=made)
@@ -69,7 +69,7 @@ def test_compressed(data: st.DataObject) -> None:
         each += [0] * (count - len(each))
         starts += line
         plain += each
-    for numbers in (starts, plain):  # mostly right, and a few that are not
+    for numbers in (starts, plain):  # mostly valid, with a few changes
         for _ in range(data.draw(st.integers(0, 2)) if numbers else 0):
             numbers[data.draw(st.integers(0, len(numbers) - 1))] = data.draw(st.integers(-1, 9))
     kind = data.draw(st.sampled_from([torch.int32, torch.int64]))

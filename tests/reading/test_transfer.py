@@ -1,4 +1,4 @@
-"""Requests through planner and engine, against torch's own view of the same bytes."""
+"""Requests through planner and engine, compared with torch's view of the same bytes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_large_tensors_arrive_without_staging(tmp_path: Path, offset: int, cache
 
 @st.composite
 def views(draw: st.DrawFn, base: torch.Tensor) -> torch.Tensor:
-    """A view of ``base``: any shape and strides that stay inside, in any of a few dtypes."""
+    """Draw a view of ``base``: any shape and strides within bounds, in one of a few dtypes."""
     typed = base.view(draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.float64])))
     rank = draw(st.integers(0, 4))
     shape, stride, room = [], [], typed.numel() - 1
@@ -198,7 +198,7 @@ def test_a_file_rewritten_during_the_load_is_noticed_at_the_end(tmp_path: Path) 
 
 
 class Interrupted(BaseException):
-    """Stands for Ctrl-C."""
+    """Stand-in for KeyboardInterrupt."""
 
 
 def test_an_exception_in_a_callback_leaves_no_reader_behind(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_an_exception_in_a_callback_leaves_no_reader_behind(tmp_path: Path) -> N
     plan = plan_load(targets, index.files, facts(cached=True), staging_bytes=MIB)
     with pytest.raises(Interrupted):
         execute(plan, [source], Targets(plan), progress=fail)
-    source.close()  # the leak fixture looks for threads
+    source.close()  # the leak fixture checks for threads
 
 
 def test_progress_and_completion_reach_the_caller(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files of big-endian machines: their numbers are turned round on the way, as torch turns them."""
+"""Files of big-endian machines: numbers are byteswapped during the load, as torch does it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from support.oracles import bits, same
 from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages
 from support.torch_files import saved_big_endian
 
-#: Those that torch writes as storages of their own dtype.
+#: Dtypes that torch writes as typed storages.
 NAMES = [
     *("bool", "uint8", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -100,7 +100,7 @@ def test_mapped_models_copy_what_has_to_be_turned_round(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # of torch's own loader
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # warning of torch's own loader
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_composites(tmp_path: Path) -> None:
     value = {
@@ -113,7 +113,7 @@ def test_composites(tmp_path: Path) -> None:
 
 
 def test_tensors_whose_bytes_torch_leaves_as_they_are() -> None:
-    """torch turns storages round by their own dtype: untyped ones, of uint16 and the like, stay wrong."""
+    """torch byteswaps storages by their own dtype: untyped ones, for example of uint16, are not swapped."""
     for name in ("uint16", "uint32", "uint64"):
         content = saved_big_endian({"w": torch.arange(3).to(torch_dtype(name))})
         with (
@@ -133,7 +133,7 @@ def test_tensors_whose_bytes_torch_leaves_as_they_are() -> None:
 @pytest.mark.parametrize("cores", [2, 8], ids=["cast on the device", "cast on the host"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_accelerators(tmp_path: Path, cores: int, dtype: str) -> None:
-    """Neighbours in one read, of several item sizes, sent to a device that copies late."""
+    """Neighbors in one read, of several item sizes, copied to a device that copies late."""
     sent = [torch.randn(5_000), torch.randn(40, 50, dtype=torch.float64), torch.randn(300_000)]
     swapped = [torch.from_numpy(one.numpy().byteswap()) for one in sent]
     path = tmp_path / "f"
@@ -158,7 +158,7 @@ def test_accelerators(tmp_path: Path, cores: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "fake:0", "file"])
 def test_numbers_and_their_bytes_in_one_plan(tmp_path: Path, device: str) -> None:
-    """The same bytes as they are, as numbers of two sizes and as a part, in one plan; each arrives as it should."""
+    """One plan reads the same bytes unswapped, swapped with two item sizes, and in part; all results are right."""
     raw = torch.randint(0, 256, (400_000,), dtype=torch.uint8)
     places = write_storages(tmp_path / "f", [raw])
     source = LocalFile(tmp_path / "f")

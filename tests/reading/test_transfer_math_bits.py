@@ -1,4 +1,4 @@
-"""Conjugates and negatives, which torch keeps as views: lazy in a state dict as in the file, real in a module."""
+"""Conjugated and negated views: lazy in a state dict, as in the file, and computed in a module."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_tensor_and_its_conjugate_are_not_the_same_bytes(tmp_path: Path, tied_
     model.b = model.a
     whole = numbers(50) if tied_values == "other" else numbers(50).real.to(torch.complex64)
     torch.save({"a": whole, "b": whole.conj()}, tmp_path / "f.pth")
-    with pytest.raises(sluice.MismatchError, match="tied in the model and differ"):  # real numbers too: -0.0 is not 0.0
+    with pytest.raises(sluice.MismatchError, match="tied in the model and differ"):  # -0.0 is not 0.0
         sluice.load_into(model, tmp_path / "f.pth")
 
 

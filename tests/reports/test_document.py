@@ -1,4 +1,4 @@
-"""One description of a report, rendered as text, with rich, and as plain values."""
+"""Documents of reports, rendered as text, with rich, and as plain values."""
 
 from __future__ import annotations
 

@@ -115,10 +115,10 @@ def test_sizes_of_a_split(file: Path) -> None:
     assert torch.equal(made["h.3.kv"], torch.load(file)["h.3.qkv.weight"][:, 4:])
 
 
-@pytest.mark.parametrize("wanted", ["bfloat16", torch.float64])
-def test_cast_decides_the_dtype(file: Path, wanted: torch.dtype | str) -> None:
-    made = load(file, [rules.cast("wte", wanted), rules.cast("ids", "int32")], dtype=torch.float16)
-    dtype = wanted if isinstance(wanted, torch.dtype) else getattr(torch, wanted)
+@pytest.mark.parametrize("name", ["bfloat16", torch.float64])
+def test_cast_decides_the_dtype(file: Path, name: torch.dtype | str) -> None:
+    made = load(file, [rules.cast("wte", name), rules.cast("ids", "int32")], dtype=torch.float16)
+    dtype = name if isinstance(name, torch.dtype) else getattr(torch, name)
     assert torch.equal(made["wte"], torch.load(file)["wte"].to(dtype))
     assert made["ids"].dtype == torch.int32
     assert made["h.0.qkv.bias"].dtype == torch.float16

@@ -23,13 +23,13 @@ FAKE = "fake:0"
 
 
 class _Blocking(BlockingAccelerator):
-    """The plain accelerator on the host's own memory."""
+    """An accelerator whose memory is host memory."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
 
     def finish(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: copies are synchronous."""
 
 
 def load(
@@ -52,7 +52,7 @@ def load(
         source.close()
 
 
-@pytest.mark.parametrize("cores", [2, 16])  # with many, casts to a narrower dtype are made on the host
+@pytest.mark.parametrize("cores", [2, 16])  # with many, the host casts to narrower dtypes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("blocking", [False, True])
 def test_products_and_constants_arrive(tmp_path: Path, blocking: bool, dtype: torch.dtype, cores: int) -> None:
@@ -77,4 +77,4 @@ def test_products_and_constants_arrive(tmp_path: Path, blocking: bool, dtype: to
     ]
     for ours, theirs in zip(loaded, expected, strict=True):
         assert torch.equal(ours, theirs.to(dtype))
-    assert plan.devices[0].scratch_bytes  # a device that multiplies needs a place for it
+    assert plan.devices[0].scratch_bytes  # multiplication on the device needs scratch memory

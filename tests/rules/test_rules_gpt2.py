@@ -1,4 +1,4 @@
-"""docs/rules.md works when pasted: GPT-2 from transformers into the tutorial's model and back, and training files."""
+"""docs/rules.md runs when pasted: GPT-2 from transformers to the tutorial's model and back, and training files."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ TOKENS = torch.arange(2 * 20).view(2, 20) * 5
 
 @pytest.fixture(scope="module")
 def docs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
-    """What the examples of the page define."""
+    """Return the names that the examples of the page define."""
     return run_document(ROOT / "docs" / "rules.md", tmp_path_factory.mktemp("docs")).namespace
 
 
 @pytest.fixture(scope="module")
 def make_gpt2() -> Callable[[], torch.nn.Module]:
-    """Return what makes transformers' own GPT-2, with random weights."""
+    """Return a function that builds transformers' GPT-2 with random weights."""
     transformers = pytest.importorskip("transformers")
-    transformers.utils.logging.disable_progress_bar()  # it would leave a thread behind
+    transformers.utils.logging.disable_progress_bar()  # it would leave a thread
     shape = {"vocab_size": 211, "n_positions": 24, "n_embd": 48, "n_head": 4, "n_layer": 3}
     config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
 
     def make() -> torch.nn.Module:
         model: torch.nn.Module = transformers.GPT2LMHeadModel(config).eval()
         with torch.no_grad():
-            for parameter in model.parameters():  # biases too, which start at zero
+            for parameter in model.parameters():  # also biases, which start at zero
                 parameter.normal_(0, 0.2)
         return model
 
@@ -58,7 +58,7 @@ def test_hugging_faces_gpt2_becomes_the_tutorials(
         source = tmp_path
     elif kind == "bin":
         torch.save(theirs.state_dict(), source)
-    else:  # the files on the hub are of the model without its head, and hold its causal masks
+    else:  # files on the hub lack the head and its prefix, and include causal masks
         state = theirs.transformer.state_dict()
         if kind == "old":
             masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 24, 24).tril() for i in range(3)}
@@ -98,7 +98,7 @@ def test_a_head_that_differs_from_the_embedding_is_not_tied_silently(
 
 @pytest.fixture
 def trained(tmp_path: Path) -> tuple[Path, GPTModel]:
-    """A checkpoint as a training script writes it, of a compiled model in a DistributedDataParallel."""
+    """A checkpoint of a training script: a compiled model in DistributedDataParallel."""
     torch.manual_seed(0)
     model = GPTModel(CONFIG).eval()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -12,7 +12,7 @@ from support import fresh_process
 MIB = 1 << 20
 WIDTH, BLOCKS, ROWS = 1536, 4, 6000
 
-#: Puts fused weights, transposed in the file, and a vocabulary that grows, into separate parameters in bfloat16.
+#: Splits fused, transposed weights and grows a vocabulary, into separate bfloat16 parameters.
 LOAD = """
 import sys, torch, sluice
 from sluice import rules
@@ -35,8 +35,8 @@ with assert_peak(limit) as meter:
     report = load_into(model, path, dtype=torch.bfloat16, rules=applied, memory=sluice.MemoryLimits(staging="16MiB"))
 for i in range(blocks):
     for value, part in enumerate("qkv", 1):
-        wanted = value * 0.125 if part == "q" else value
-        assert bool((model[f"{i}_{part}"] == wanted).all()), (i, part)
+        expected = value * 0.125 if part == "q" else value
+        assert bool((model[f"{i}_{part}"] == expected).all()), (i, part)
 assert bool((model["vocabulary"][:rows] == 7).all()) and not bool(model["vocabulary"][rows:].any())
 print(meter.peaks.total_bytes, report.read_bytes)
 """

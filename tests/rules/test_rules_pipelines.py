@@ -1,4 +1,4 @@
-"""Any pipeline of rules against the same operations done by torch on the loaded tensors."""
+"""Random pipelines of rules, compared with the same operations of torch on the loaded tensors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Pipeline:
-    """Rules and what torch makes of the same tensors, grown together."""
+    """Rules, and the results of the same operations in torch."""
 
     tensors: Tensors
     rules: list[rules.Rule]
 
 
-#: A rule, and the same in torch.
+#: A rule, and the same operation in torch.
 Operation = tuple[rules.Rule, Callable[[Tensors], Tensors]]
 
 
 def operations(tensors: Tensors) -> st.SearchStrategy[Operation]:  # noqa: C901, PLR0915 - a strategy for each rule
-    """Return rules that apply to these tensors, each with the same in torch."""
+    """Return rules that apply to these tensors, each with the same operation in torch."""
     name = st.sampled_from(sorted(tensors))
 
     def replaced(one: str, function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:

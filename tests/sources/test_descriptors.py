@@ -1,4 +1,4 @@
-"""The bounded cache of descriptors: what it closes, what it must not close, and what happens when none are left."""
+"""The bounded cache of descriptors: closing, descriptors in use, and exhaustion."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def opening(path: Path) -> Callable[[list[int]], None]:
 
 
 def are_open(files: Sequence[Path]) -> list[bool]:
-    """Return for each file whether this process has it open."""
+    """Return per file whether this process has it open."""
     targets = open_files()
     return [str(path) in targets for path in files]
 
@@ -94,7 +94,7 @@ def test_what_is_dropped_while_it_is_lent_closes_when_the_last_reader_is_done(
     assert are_open(files[:1]) == [True]
     cache.give_back(two)
     assert are_open(files[:1]) == [False]
-    cache.drop(key)  # there is nothing left to drop
+    cache.drop(key)  # there are no descriptors left to close
 
 
 def test_a_quarter_of_the_limit_of_the_process_is_enough(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_a_file_replaced_while_its_descriptor_was_closed_is_noticed(
     with closing(LocalFile(files[0])) as first, closing(LocalFile(files[1])) as second:
         assert first.read_at(0, 2) == b"\0\0"
         files[2].replace(files[0])
-        assert first.read_at(0, 2) == b"\0\0"  # the descriptor still leads to the old file
+        assert first.read_at(0, 2) == b"\0\0"  # the descriptor still refers to the old file
         second.read_at(0, 1)
         with pytest.raises(SourceChangedError):
             first.read_at(0, 2)
@@ -219,7 +219,7 @@ def test_a_file_replaced_while_its_descriptor_was_closed_is_noticed(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 def test_a_fork_inherits_no_readers_and_no_lock(files: list[Path]) -> None:
-    """In a process of its own, because forking one with threads is what is tested."""
+    """Runs in a separate process, because the test forks a process with threads."""
     code = """if True:
         import os, sys, threading, warnings
         from sluice.sources.descriptors import DESCRIPTORS
@@ -261,7 +261,7 @@ def test_an_interrupt_right_after_the_opening_leaves_nothing_open(cache: Descrip
 
 
 class InterruptedLock:
-    """A lock at one of whose releases an interrupt arrives."""
+    """A lock whose n-th release raises an interrupt."""
 
     def __init__(self, at: int) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""File objects: a checkpoint is read from where they stand, as ``torch.load(f)`` does."""
+"""File objects: a checkpoint is read from the current position, as by ``torch.load(f)``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_several_objects_one_after_the_other(tmp_path: Path, opener: Opener) -> 
     with opener(path) as ours, path.open("rb") as theirs:
         for _ in objects():
             expected = torch.load(theirs, weights_only=True)
-            if "step" in expected:  # no tensors: not a state dict, but a checkpoint
+            if "step" in expected:  # without tensors: not a state dict, but a checkpoint
                 with sluice.open(ours) as checkpoint:
                     assert checkpoint.tree == expected
             else:
@@ -126,7 +126,7 @@ def test_errors_say_where_in_the_file(tmp_path: Path) -> None:
 
 
 def test_two_zip_files_in_one(tmp_path: Path) -> None:
-    """torch takes the directory of the second for the first."""
+    """torch uses the directory of the second archive for the first."""
     path = tmp_path / "f"
     with path.open("wb") as file:
         torch.save({"a": torch.ones(3)}, file)

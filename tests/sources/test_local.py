@@ -1,4 +1,4 @@
-"""Local files: what is refused before opening, how reads fail and recover, and files that change."""
+"""Local files: refusals before opening, failing and recovering reads, and files that change."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from support.leaks import open_files
 
 CONTENT = bytes(range(251)) * 100
 
-#: Reads for real into a buffer from an offset.
+#: The real read into a buffer from an offset.
 Reader = Callable[[memoryview, int], int]
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     (tmp_path / "x.pth").write_bytes(CONTENT)
-    os.utime(tmp_path / "x.pth", (1, 1))  # long ago: changes within one tick of the clock are invisible
+    os.utime(tmp_path / "x.pth", (1, 1))  # long ago: a change within one tick of the clock is not visible
     return tmp_path / "x.pth"
 
 
@@ -48,7 +48,7 @@ def source(path: Path) -> Iterator[LocalFile]:
 
 
 def patch_preadv(monkeypatch: pytest.MonkeyPatch, replacement: Callable[[Reader, memoryview, int], int]) -> None:
-    """Replace ``os.preadv``; the replacement gets a way to read for real, the buffer and the offset."""
+    """Replace ``os.preadv``; the replacement gets the real read, the buffer and the offset."""
     real = os.preadv
 
     def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -193,7 +193,7 @@ def rewrite(path: Path) -> None:
 
 def rewrite_and_restore_times(path: Path) -> None:
     status = path.stat()
-    while path.stat().st_ctime_ns == status.st_ctime_ns:  # it alone shows this, and it counts in ticks
+    while path.stat().st_ctime_ns == status.st_ctime_ns:  # which alone shows the change, in steps of the clock
         path.write_bytes(CONTENT[::-1])
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
@@ -319,7 +319,7 @@ def test_direct_io_that_the_platform_lacks(source: LocalFile, monkeypatch: pytes
 
 @pytest.fixture
 def direct_in_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open for direct I/O without the flag, so that what comes next is the same on every file system."""
+    """Ignore the direct I/O flag when opening, so that every file system behaves the same."""
     monkeypatch.setattr(os, "O_DIRECT", 0)
 
 

@@ -1,4 +1,4 @@
-"""Headers are read in few pieces, whatever the format asks for."""
+"""Headers are read in few pieces, for any requests of the format."""
 
 from __future__ import annotations
 

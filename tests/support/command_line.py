@@ -44,7 +44,7 @@ def state_dict() -> dict[str, torch.Tensor]:
 
 
 def index_of_three(**changes: Any) -> Index:
-    """Three tensors in two storages, the smaller of which two names share."""
+    """Return three tensors in two storages; two names share the smaller one."""
     shared = Entry(elements=elements_of("float32"), shape=(4,), stride=(1,), storage=1)
     fields: dict[str, Any] = {
         "format": "torch-zip",

@@ -1,4 +1,4 @@
-"""Runs of a comparison that never took place, for tests of what is made of them."""
+"""Fake runs of a comparison, for tests of tables, reports and the command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def scenario(dtype: Precision = "float32", *, title: str = "GPT-2 small", limit:
 
 
 def trace(seconds: float, peak_bytes: int, *, mapped: bool = False) -> Trace:
-    """A load that takes memory evenly up to its peak."""
+    """Return a load whose memory grows linearly up to its peak."""
     moments = range(101)
     grown = tuple(peak_bytes * moment // 100 for moment in moments)
     nothing = (0,) * len(grown)
@@ -69,7 +69,7 @@ def killed(seconds: float, peak_bytes: int) -> Outcome:
 
 
 def runs_of(each: Scenario) -> list[MethodRun]:
-    """The truth, and one run of each method in each state; naive is killed where there is a limit."""
+    """Return the reference, and one run of each method in each state; ``naive`` is killed under a limit."""
     outcomes = {
         "naive": killed(1.0, 700 * MIB) if each.host_limit_bytes else good("naive", 2.0, 1000 * MIB),
         "mmap": good("mmap", 1.5, FINAL_BYTES, mapped=True),
@@ -89,7 +89,7 @@ def runs_of(each: Scenario) -> list[MethodRun]:
 
 
 class FakeRunner:
-    """Stands for the runner: remembers the scenarios and answers with a good run for each method and state."""
+    """A fake runner: records the scenarios and returns a successful run for each method and state."""
 
     def __init__(self, found: Verdict = TRUTH) -> None:
         self.scenarios: Sequence[Scenario] = ()

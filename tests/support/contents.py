@@ -20,7 +20,7 @@ def _contents(path: Path) -> _Contents:
 
 
 def once_per_content(read: Callable[[Path], T]) -> Callable[[Path], T]:
-    """Return ``read``, which is not called again for files whose names and bytes it has read without an error."""
+    """Return ``read`` with a cache: files with the same names and bytes are read once, unless reading fails."""
     known: dict[tuple[str, _Contents], T] = {}
 
     def remembered(path: Path) -> T:

@@ -1,4 +1,4 @@
-"""Direct writes for small files, wherever the file system accepts them."""
+"""Direct writes for small files, if the file system supports them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sluice.writing.durable import direct as _direct
 
 @contextmanager
 def forced_direct_writes() -> Iterator[None]:
-    """Let every save of the block write around the page cache."""
+    """Let every save of the block use direct I/O."""
     with pytest.MonkeyPatch.context() as patch:
         force_direct_writes(patch)
         yield

@@ -1,4 +1,4 @@
-"""Checkpoint directories, written as their libraries write them, and what tests ask of them."""
+"""Checkpoint directories in the layouts of their libraries, and checks of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tensors(*names: str) -> Tensors:
 
 
 def save(path: Path, content: Any) -> None:
-    """Write a file in the format that its name promises."""
+    """Write a file in the format of its suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
         safetensors.torch.save_file(content, path, metadata={"format": "pt"})

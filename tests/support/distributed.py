@@ -1,4 +1,4 @@
-"""Distributed checkpoints for tests, and what torch's own reader makes of them."""
+"""Distributed checkpoints for tests, and reading them with torch."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def write(
     *,
     paths: Mapping[str, tuple[object, ...]] | None = None,
 ) -> Path:
-    """Write a directory; values that are no bytes are saved by torch."""
+    """Write a directory; values other than bytes are saved by torch."""
     items = {name: value if isinstance(value, bytes) else item(value) for name, value in (values or {}).items()}
     write_distributed(directory, tensors, items, paths=paths)
     return directory
 
 
 def save(directory: Path, state_dict: dict[str, Any], *, planner: SavePlanner | None = None, **options: Any) -> Path:
-    """Save with torch, in this process alone."""
+    """Save with torch, in this single process."""
     writer = FileSystemWriter(directory, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,13 +1,12 @@
-"""The code blocks of the documents: found with Sybil, and run in the order in which they stand.
+"""Parse the code blocks of the documents with Sybil and run them in order.
 
-Every fenced block of a page is run in one namespace and one directory, so that a page reads as one session. What an
-author says about a block:
+The fenced blocks of a page run in one namespace and one directory. Annotations of blocks:
 
-- ``python`` and ``bash`` are run; a ``bash`` block that has nothing but plain ``sluice`` commands runs in this process.
-- ``python title="net.py"``, or any other language with a title: the block is a file, and later blocks find it.
+- ``python`` and ``bash`` are run; ``bash`` blocks of only plain ``sluice`` commands run in this process.
+- ``python title="net.py"``, or any other language with a title: the block is written to a file for later blocks.
 - ``<!-- skip: next "why" -->`` before a block: it is compiled, or parsed by ``bash -n``, and not run.
-- ``<!-- invisible-code-block: python ... -->`` runs like the others and is not shown: files that a page takes as given.
-- ``text`` is not code. A block of any other language is an error, and so is one without a language.
+- ``<!-- invisible-code-block: python ... -->`` runs like the others and is not shown: files that a page assumes.
+- ``text`` is not code. A block in any other language or without a language is an error.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _BASH_SECONDS = 100
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a page."""
+    """The outcome of a page."""
 
     #: Names that its Python blocks defined.
     namespace: Mapping[str, Any]
@@ -60,16 +59,16 @@ class Outcome:
     executed: int = 0
     #: Line and reason of each block that was only compiled.
     skipped: list[tuple[int, str]] = field(default_factory=list)
-    #: What commands printed; Python blocks print to the standard output of the test.
+    #: Output of commands; Python blocks print to the standard output of the test.
     printed: str = ""
 
 
 def run_document(path: Path, directory: Path) -> Outcome:
-    """Run the blocks of a page; the first that fails raises, with the page's line in the traceback.
+    """Run the blocks of a page; the first failure raises, with the page's line in the traceback.
 
     Args:
         path: The page.
-        directory: An empty one, to run in. What Python imported out of it is forgotten afterwards.
+        directory: Empty working directory. Modules imported from it are removed from ``sys.modules`` afterwards.
     """
     shell = _Shell()
     evaluators: dict[str, Callable[[Example], None]] = {
@@ -89,7 +88,7 @@ def run_document(path: Path, directory: Path) -> Outcome:
 
 
 class _BlockParser:
-    """Finds fenced blocks of all kinds, and invisible ones."""
+    """Finds fenced blocks of all kinds, and invisible blocks."""
 
     def __init__(self, evaluators: Mapping[str, Callable[[Example], None]]) -> None:
         self._evaluators = evaluators
@@ -146,7 +145,7 @@ def _parse_json(example: Example) -> None:
 
 
 def _ignore(_: Example) -> None:
-    """Text is not code."""
+    """Skip a text block."""
 
 
 class _Shell:
@@ -156,7 +155,7 @@ class _Shell:
         self.printed = ""
 
     def __call__(self, example: Example) -> None:
-        # Plain commands of our own need no second process, which would import torch once more.
+        # Plain sluice commands run in this process: a second one would import torch again.
         commands = [_plain_command(line) for line in _lines(example.parsed)]
         if all(commands):
             for command in commands:
@@ -192,7 +191,7 @@ def _plain_command(line: str) -> list[str] | None:
 
 @contextlib.contextmanager
 def session(directory: Path) -> Iterator[None]:
-    """Work in ``directory``, find modules in it, and leave nothing of that behind."""
+    """Change to ``directory`` and import modules from it; undo both after the block."""
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
         patch.chdir(directory)

@@ -1,4 +1,4 @@
-"""Faults of the operating system, injected where sluice calls it: ``os.preadv`` is the one way to tensor data."""
+"""Faults of the operating system, injected where sluice calls it: all tensor data is read by ``os.preadv``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Injection:
     """Replaces ``os.preadv``: the ``at``-th read gets the fault, counted from 1 over all threads; 0 faults them all.
 
     Attributes:
-        hits: Reads that got the fault; a test that never sees one has tested nothing.
+        hits: Number of reads that got the fault; a test with zero hits has tested nothing.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, fault: Fault, at: int = 0) -> None:
@@ -31,7 +31,7 @@ class Injection:
         def read(buffer: memoryview) -> int:
             return self._real(descriptor, [buffer], offset, flags)
 
-        self._count += 1  # one bytecode too many to be exact with threads, near enough to reach every read
+        self._count += 1  # not exact with threads, but close enough to reach every read
         if self._at not in {0, self._count}:
             return read(buffers[0])
         self.hits += 1

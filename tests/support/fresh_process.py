@@ -1,6 +1,6 @@
 """Run code in fresh processes that have imported torch and sluice, without the two seconds that the imports take.
 
-A server imports both once per test session and forks for each run, so that a run finds the heap that follows the
+A server imports both once per test session and forks for each run, so that a run starts with the heap after the
 imports: nothing freed by earlier tests hides its growth. The server has a single thread and never runs code itself.
 
 A module that uses :func:`run` has ``pytestmark = pytest.mark.usefixtures("fresh_processes")``. Code that measures the
@@ -34,7 +34,7 @@ _TIMEOUT = 200.0
 #: Bytes of the longest message; requests carry source code.
 _MESSAGE = 1 << 20
 
-#: Other systems start an interpreter for each run.
+#: False on systems that start an interpreter for each run.
 _FORKING = sys.platform.startswith("linux")
 
 _server: socket.socket | None = None
@@ -53,7 +53,7 @@ def run(
         timeout: Seconds until it is killed.
 
     Raises:
-        subprocess.TimeoutExpired: It was killed for its time.
+        subprocess.TimeoutExpired: It was killed after its timeout.
     """
     command = ["-c", *map(str, arguments)]
     if not _FORKING:
@@ -127,14 +127,14 @@ class Process:
         self.wait()
 
     def wait(self) -> int:
-        """Return the exit status, when it has ended."""
+        """Return the exit status after the process has ended."""
         if self.returncode is None:
             self.returncode = _asked({"ended": self.pid})
         assert self.returncode is not None
         return self.returncode
 
     def kill(self) -> None:
-        """Kill it, unless it was waited for."""
+        """Kill the process, unless it was waited for."""
         if self.returncode is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -151,12 +151,12 @@ def _parsed(command: list[str]) -> list[str]:
 def _run_command(
     command: list[str], *, env: Mapping[str, str] | None = None, timeout: float = _TIMEOUT, **_: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command as ``subprocess.run`` does that captures text and checks nothing."""
+    """Run a command as ``subprocess.run`` with captured text and without a check of the exit status."""
     code, _option, *arguments = _parsed(command)
     return run(code, *arguments, env=env, timeout=timeout)
 
 
-#: Stands for the module ``subprocess`` where only these names of it are used.
+#: Stand-in for the module ``subprocess`` in code that uses only these names.
 SUBPROCESS = (
     types.SimpleNamespace(
         Popen=Process, run=_run_command, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired
@@ -174,7 +174,7 @@ def _text(output: Any) -> str:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """Keep a server for the block; the session fixture ``fresh_processes`` does."""
+    """Run a server for the block, as the session fixture ``fresh_processes`` does."""
     global _server  # noqa: PLW0603  one server per test process, which helpers of many modules use
     if not _FORKING:
         yield
@@ -188,7 +188,7 @@ def serving() -> Iterator[None]:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # an interrupt of the terminal is for pytest
-            # A pool of OpenBLAS's threads would not survive a fork.
+            # Thread pools of OpenBLAS do not survive a fork.
             env={**os.environ, "PYTHONPATH": search, "OPENBLAS_NUM_THREADS": "1"},
         )
         theirs.close()
@@ -217,12 +217,12 @@ def _serve(connection: socket.socket) -> None:
             for descriptor in descriptors:
                 os.close(descriptor)
             answer = _wait(child, connection, request["timeout"]) if "timeout" in request else child
-        with suppress(BrokenPipeError):  # the client has ended, and so does this
+        with suppress(BrokenPipeError):  # the client has ended
             connection.send(json.dumps([request["number"], answer]).encode())
 
 
 def _wait(child: int, connection: socket.socket, timeout: float) -> int | None:
-    """Return the exit status; None if the child was killed for its time or because the client ended."""
+    """Return the exit status; None if the child was killed after its timeout or because the client ended."""
     handle = os.pidfd_open(child)
     waited_for: list[int] = [handle, connection.fileno()]
     ready, _, _ = select.select(waited_for, [], [], timeout)
@@ -277,7 +277,7 @@ def _import_everything() -> None:
     [threads] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Threads:")]
     assert threads.split()[1] == "1", threads
     gc.collect()
-    gc.freeze()  # a collection in a child neither walks nor copies what was imported
+    gc.freeze()  # garbage collection in a child does not touch, and so copy, imported objects
 
 
 if __name__ == "__main__":

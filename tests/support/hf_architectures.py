@@ -1,4 +1,4 @@
-"""Small random models of many architectures, and inputs for them. Every size is the least that its library takes."""
+"""Small random models of many architectures, with inputs. Every size is the smallest that the library accepts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["CASES", "Case"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One architecture."""
+    """An architecture."""
 
     #: Name of the model class in transformers.
     name: str
     #: Its kind, for the table in the documentation.
     kind: str
-    #: Makes its configuration out of the class; takes transformers.
+    #: Keyword arguments of its configuration.
     settings: Mapping[str, Any]
     #: Inputs of one forward pass.
     inputs: Callable[[], dict[str, torch.Tensor]]
@@ -32,7 +32,7 @@ class Case:
         return getattr(transformers, self.name).config_class(**made)
 
     def model(self, transformers: Any) -> Any:
-        """Return a new model with random weights, also where the library starts with zeros and ones."""
+        """Return a new model with random weights, also for tensors that the library initializes with zeros and ones."""
         torch.manual_seed(0)
         model = getattr(transformers, self.name)(self.config(transformers)).eval()
         with torch.no_grad():

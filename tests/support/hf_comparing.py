@@ -1,4 +1,4 @@
-"""Two ways to load one model, and everything in which they must agree."""
+"""Comparison of two loads of one model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["assert_same", "outputs", "save_bin"]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
-    """Compare all that a model is: tensors and their names, dtypes, bits, ties and flags; settings; mode."""
+    """Compare two models: tensor names, dtypes, bits, ties and flags; settings; mode."""
     assert type(ours) is type(theirs)
     for kind in ("named_parameters", "named_buffers"):
         mine, other = (dict(getattr(model, kind)(remove_duplicate=False)) for model in (ours, theirs))
@@ -49,7 +49,7 @@ def _ties(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 
 
 def outputs(model: Any, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | str:
-    """Return every tensor of a forward pass, or the message of the error that it ends with."""
+    """Return every tensor of a forward pass, or the message of its error."""
     dtype = next(tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
     cast = {name: one.to(dtype) if one.is_floating_point() else one for name, one in inputs.items()}
     try:
@@ -68,7 +68,7 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def save_bin(model: Any, saved: Path, directory: Path, *, shards: int) -> None:
-    """Write the pickled form of a directory that ``save_pretrained`` made, with both names of tied weights."""
+    """Write the pickled form of a directory of ``save_pretrained``, with both names of tied weights."""
     directory.mkdir()
     for file in saved.glob("*.json"):
         if not file.name.endswith(".index.json"):

@@ -54,7 +54,7 @@ def header(text: str | bytes, data: bytes = bytes(4)) -> bytes:
 def repacked(
     content: bytes, method: int = zipfile.ZIP_STORED, *, directories: bool = False, flat: bool = False
 ) -> bytes:
-    """Return the records of an archive as another program packs them."""
+    """Return an archive of the records as other programs write it."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w", method) as new:
         if directories:
@@ -65,7 +65,7 @@ def repacked(
 
 
 def zip64_entry(*sizes: int, declared: int | None = None) -> bytes:
-    """Return an archive whose last record has its size in a zip64 field of these sizes, and of the length declared."""
+    """Return an archive whose last record has a zip64 field of these sizes, with the declared length."""
     extra = struct.pack(f"<HH{len(sizes)}Q", 1, 8 * len(sizes) if declared is None else declared, *sizes)
     record = ArchiveRecord(
         name=b"archive/version", data=b"3\n", nbytes=0xFFFFFFFF, stored_nbytes=0xFFFFFFFF, extra=extra
@@ -79,7 +79,7 @@ def shape_of(text: str) -> bytes:
 
 
 def subclass(inner: object) -> Call:
-    """Return the call that rebuilds a tensor with attributes, of what its arguments say."""
+    """Return the call that rebuilds a tensor with attributes from these arguments."""
     function = Global("torch._utils", "_rebuild_tensor_v2")
     arguments: tuple[object, ...] = (function, Global("torch", "Tensor"), inner, {})
     return Call(Global("torch._tensor", "_rebuild_from_type_v2"), arguments)
@@ -121,7 +121,7 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         sluice.FormatError,
         "not a valid integer",
     ),
-    "a device of another number": (
+    "a device with a different number": (
         torch_archive({"w": W, "d": Call(Global("torch", "device"), ("cuda", 10**30))}, DATA),
         sluice.FormatError,
         "torch.device",
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         sluice.FormatError,
         "larger than torch",
     ),
-    # archives of other packers
+    # archives of other programs
     "deflated by another packer": (
         repacked(GOOD, zipfile.ZIP_DEFLATED),
         sluice.UnsupportedError,
@@ -238,7 +238,7 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     ),
     "a legacy file sent as text": (LEGACY.replace(b"\n", b"\r\n"), sluice.FormatError, "in binary mode"),
     # safetensors files
-    "a comma behind the last size": (shape_of("[1,]"), sluice.FormatError, "expected a tensor"),
+    "a comma after the last size": (shape_of("[1,]"), sluice.FormatError, "expected a tensor"),
     "a size in hexadecimal": (shape_of("[0x1]"), sluice.FormatError, "expected a tensor"),
     "a size in other digits": (shape_of("[\u0661]"), sluice.FormatError, "expected a tensor"),
     "a line break in a name": (header(f'{{"a\nb":{FIELDS}}}'), sluice.FormatError, "expected a tensor"),
@@ -266,13 +266,13 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
 }
 
 
-# Small files that describe a great deal
+# Small files that declare large objects
 
 LEAVES = {"tensors": encode(W), "numbers": b"K\1", "nothing": b"]", "objects": b"cfoo\nbar\n"}
 
 
 def doubled(leaf: bytes, levels: int, kind: str, key: str = "a") -> bytes:
-    """Return a pickle of containers, each of which holds the one before it twice: 2**levels places."""
+    """Return a pickle of nested containers, each with the previous one twice: 2**levels paths."""
     body = b"X" + struct.pack("<I", len(key)) + key.encode() + b"q\0" + leaf + b"q\1"
     for level in range(levels):
         inner = b"h" + bytes([level + 1])
@@ -285,7 +285,7 @@ def doubled(leaf: bytes, levels: int, kind: str, key: str = "a") -> bytes:
     return b"\x80\x02(" + body + b"t."
 
 
-#: Files of about a kilobyte, each of which is refused for a limit.
+#: Files of about a kilobyte, each of which exceeds a limit.
 BOMBS: dict[str, bytes] = {
     f"{leaf} in 2**{levels} {kind}s": torch_archive(doubled(opcodes, levels, kind), DATA)
     for leaf, opcodes in LEAVES.items()

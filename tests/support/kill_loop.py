@@ -1,9 +1,9 @@
-"""Kills saves and conversions and looks at what they leave: ``main(VERB, START, KILLS, DIRECTORY, [MODE, ...])``.
+"""Kill saves and conversions and check the files they leave: ``main(VERB, START, KILLS, DIRECTORY, [MODE, ...])``.
 
 VERB is ``save`` or ``convert``, from a torch file. START is ``over`` (each replaces the one before it) or ``new`` (each
-finds nothing, or what a killed one left). KILLS is how many die at random moments, or ``every``: one before each call
-of the operating system. One process imports torch and forks a child for each save, because importing it anew would take
-most of the time.
+starts with an empty place or the leftovers of a killed one). KILLS is the number of kills at random moments, or
+``every``: one kill before each system call. One process imports torch and forks a child for each save, because
+importing torch each time would take longer than the saves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TENSORS = 6
 
 
 class Mode(NamedTuple):
-    """One way to save."""
+    """Destination and form of a save."""
 
     name: str
     format: Literal["safetensors", "torch", "huggingface", "per-parameter"]
-    #: Tensors that fit one shard; None for a single file.
+    #: Number of tensors per shard; None for a single file.
     shards: float | None
     #: Files of a whole checkpoint.
     files: int
@@ -64,7 +64,7 @@ class Job(NamedTuple):
     rows: int
 
     def prepare(self, number: int) -> Callable[[], object]:
-        """Return what writes the checkpoint of this number."""
+        """Return a function that writes the checkpoint of this number."""
         how: dict[str, Any] = {
             "format": self.mode.format,
             "overwrite": self.overwrite,
@@ -84,7 +84,7 @@ class Job(NamedTuple):
             self.path.unlink(missing_ok=True)
 
     def check_clean(self) -> None:
-        """Check that the place holds the files of a whole checkpoint and nothing else."""
+        """Check that the directory has the files of a whole checkpoint and no others."""
         files = [each.name for each in self.path.parent.rglob("*") if each.is_file()]
         hidden = [each.name for each in self.path.parent.rglob("*") if "sluice" in each.name]
         assert not hidden, hidden
@@ -92,12 +92,12 @@ class Job(NamedTuple):
 
 
 def generation(path: Path) -> int | None:
-    """Return which save the file is of, all of it; None when there is no checkpoint."""
+    """Return the number of the save that wrote the whole checkpoint; None if there is none."""
     if not path.exists() or (path.is_dir() and not any(not name.startswith(".") for name in os.listdir(path))):
         return None
     try:
         return _generation_of_files(path)
-    except sluice.IncompleteCheckpointError:  # some shards have their names, and the index has not
+    except sluice.IncompleteCheckpointError:  # some shards are renamed, but the index is not
         return None
 
 
@@ -133,13 +133,13 @@ def forked(write: Callable[[], object], *, seconds: float | None, directly: bool
 
 
 def _write_directly() -> None:
-    """Write around the page cache, where the file system lets this process, as a large file is written."""
+    """Write with direct I/O, as for large files, if the file system supports it."""
     options.DIRECT_FILE_BYTES, options.DIRECT_WRITE_BYTES, options.WRITE_BYTES = 1, 4096, 30_000
     vars(_direct)["takes_direct_io"] = lambda _: True
 
 
 def at_random_moments(job: Job, kills: int) -> tuple[int, int]:
-    """Return how many were killed, and how many of these had taken effect."""
+    """Return the number of killed saves, and how many of these had taken effect."""
     chance = random.Random(kills)
     current = None if not job.overwrite else 1
     died = effective = 0
@@ -171,10 +171,10 @@ def watching(calls: SystemCalls, write: Callable[[], object]) -> Callable[[], No
 
 
 def before_every_call(job: Job) -> tuple[int, int]:
-    """Return how many were killed, each before another call of the operating system, and how many had taken effect."""
+    """Return the number of saves killed, each before a different system call, and how many had taken effect."""
     died = effective = 0
     old = 1 if job.overwrite else None
-    for number in itertools.cycle(range(2, 12, 2)):  # few, so that what was loaded before need not be loaded again
+    for number in itertools.cycle(range(2, 12, 2)):  # few, so that cached contents are not read again
         calls = SystemCalls(died + 1, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         was_killed = forked(watching(calls, job.prepare(number)), seconds=None)
         found = generation(job.path)

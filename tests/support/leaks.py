@@ -28,7 +28,7 @@ class Holdings:
     def now(cls) -> Holdings:
         return cls(
             descriptors=open_files(),
-            # One without an identity was interrupted before it was made; it will never run, but stays in Python's list.
+            # A thread without an identity was interrupted before its start; it never runs, but stays in Python's list.
             threads=frozenset(thread for thread in threading.enumerate() if thread.ident is not None),
             temporary=frozenset(os.listdir(tempfile.gettempdir())),
         )
@@ -45,14 +45,14 @@ class Holdings:
 
 
 def open_files() -> Counter[str]:
-    """Return how often each file is open in this process; empty where the system does not tell."""
+    """Return the number of open descriptors of each file of this process; empty if the system does not list them."""
     targets: Counter[str] = Counter()
     for descriptor in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.exists() else ():
         try:
             target = os.readlink(_DESCRIPTORS / descriptor)
         except FileNotFoundError:
-            continue  # the descriptor by which the directory itself was listed
-        if not target.endswith(".ttf"):  # matplotlib keeps the fonts open that it has drawn with
+            continue  # the descriptor of the listed directory itself
+        if not target.endswith(".ttf"):  # matplotlib keeps its fonts open
             targets[target] += 1
     return targets
 

@@ -1,4 +1,4 @@
-"""Modules of every kind that keeps its tensors in a way of its own, with an input for each."""
+"""Modules that keep tensors in different ways, with an input for each."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Attended(nn.Module):
 
 
 class Renaming(nn.Linear):
-    """Older versions called the weight ``kernel``, and kept a tensor that is no longer needed."""
+    """Older versions named the weight ``kernel`` and had an additional tensor."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if prefix + "kernel" in state_dict:
@@ -88,7 +88,7 @@ class Renaming(nn.Linear):
 
 
 class Extra(nn.Linear):
-    """Extra state: plain values and a tensor."""
+    """A module with extra state: plain values and a tensor."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -102,7 +102,7 @@ class Extra(nn.Linear):
 
 
 class Hooked(nn.Linear):
-    """Saves its weight under another name, and finds it there again."""
+    """Saves its weight under a different name, and loads it from that name."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -119,7 +119,7 @@ class Hooked(nn.Linear):
 
 
 class SetsData(nn.Linear):
-    """A constructor that gives its weight other data, of another shape, and changes a part of its bias."""
+    """A constructor that replaces the data of its weight by a different shape, and changes part of its bias."""
 
     def __init__(self) -> None:
         super().__init__(4, 3)
@@ -151,7 +151,7 @@ def _tied_parametrized() -> nn.Module:
 
 IMAGE, ROWS, SEQUENCE = (2, 4, 5, 5), (4, 4), (3, 2, 4)
 
-#: Name -> how to build it and the shape of its input; ``tokens`` are integers.
+#: Name -> constructor and shape of the input; ``tokens`` are integers.
 ZOO: dict[str, tuple[Build, tuple[int, ...]]] = {
     "scaled": (Scaled, ROWS),
     "collections": (Collections, ROWS),
@@ -197,7 +197,7 @@ def sample(name: str) -> torch.Tensor:
 
 
 def trained(name: str) -> nn.Module:
-    """Return a module of the zoo that has seen data, so that its buffers are not those of the constructor."""
+    """Return a module of the zoo after a forward pass, so that its buffers differ from those of the constructor."""
     torch.manual_seed(0)
     module = ZOO[name][0]()
     module(sample(name))

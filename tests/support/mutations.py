@@ -1,4 +1,4 @@
-"""Mutated checkpoint files: seeded generators, and comparisons with the reference libraries on the same bytes.
+"""Mutated checkpoint files: seeded generators, and comparison with the reference libraries.
 
 ``run`` compares the result for each file with the reference and counts the verdicts:
 
@@ -129,7 +129,7 @@ def _legacy_bases() -> list[bytes]:
 
 
 def _edit(content: bytes, choose: random.Random, first: int = 0, last: int | None = None) -> bytes:
-    """Return the bytes with one to three changes: other bytes, bytes left out, or copies of others."""
+    """Return the bytes with one to three changes: changed, deleted or duplicated bytes."""
     changed = bytearray(content)
     for _ in range(choose.choice([1, 1, 1, 2, 3])):
         end = len(changed) if last is None else min(last, len(changed))
@@ -147,7 +147,7 @@ def _edit(content: bytes, choose: random.Random, first: int = 0, last: int | Non
 
 
 def _edit_record(content: bytes, choose: random.Random) -> bytes:
-    """Change the pickle of an archive and write the archive again around it, so that the change is looked at."""
+    """Change the pickle of an archive and write a valid archive around it, so that the change is parsed."""
     import zipfile
 
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -165,7 +165,7 @@ def _edit_record(content: bytes, choose: random.Random) -> bytes:
 
 
 def zips(count: int, seed: int) -> Iterator[bytes]:
-    """Yield mutated zip files: a half with a changed pickle, a quarter changed at their end, a quarter anywhere."""
+    """Yield mutated zip files: half with a changed pickle, a quarter changed at their end, a quarter anywhere."""
     choose, bases = random.Random(seed), _zip_bases()
     for number in range(count):
         content = choose.choice(bases)
@@ -178,7 +178,7 @@ def zips(count: int, seed: int) -> Iterator[bytes]:
 
 
 def legacies(count: int, seed: int) -> Iterator[bytes]:
-    """Yield mutated legacy files; the magic number, by which they are recognised, is changed in few of them."""
+    """Yield mutated legacy files; few of them have a changed magic number."""
     choose, bases = random.Random(seed), _legacy_bases()
     for number in range(count):
         yield _edit(choose.choice(bases), choose, first=0 if number % 50 == 0 else 15)
@@ -206,7 +206,7 @@ _DATA_BYTES = [16, 8, 4, 5, 4, 0]
 
 
 def headers(count: int, seed: int) -> Iterator[bytes]:
-    """Yield safetensors files with mutated headers: tokens exchanged, left out or added, bytes, length and data."""
+    """Yield safetensors files with mutated headers: tokens changed, deleted or added, bytes, length and data."""
     choose = random.Random(seed)
     for _ in range(count):
         which = choose.randrange(len(_HEADERS))
@@ -228,7 +228,7 @@ def headers(count: int, seed: int) -> Iterator[bytes]:
         yield struct.pack("<Q", max(0, length)) + header + data
 
 
-# Judges
+# Comparisons
 
 
 def _read(content: bytes) -> tuple[Source, Index] | CheckpointError:
@@ -261,11 +261,11 @@ def judge_torch(content: bytes, verdicts: Verdicts) -> None:
     """Compare a zip or legacy file with ``torch.load(weights_only=True)``."""
     ours = _read(content)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of protocols and of experimental dtypes
+        warnings.simplefilter("ignore")  # about protocols and experimental dtypes
         try:
             theirs = torch.load(io.BytesIO(content), weights_only=True)
             refusal = None
-        except Exception as error:  # noqa: BLE001 - it raises whatever its parts raise
+        except Exception as error:  # noqa: BLE001 - it raises any exception of its parts
             theirs, refusal = None, error
     if isinstance(ours, CheckpointError):
         verdicts.counts["refused" if refusal else "stricter"] += 1
@@ -289,7 +289,7 @@ def _holds_opaque(tree: object) -> bool:
 
 
 def _why_beyond(content: bytes, source: Source, index: Index, refusal: Exception) -> str:
-    """Return the written reason; what torch's other loader makes of the file must then be the same."""
+    """Return the documented reason; the result of torch's unrestricted loader must then be equal."""
     for reason, pattern in BEYOND.items():
         if pattern.search(str(refusal)):
             with warnings.catch_warnings():
@@ -304,7 +304,7 @@ def _why_beyond(content: bytes, source: Source, index: Index, refusal: Exception
 
 
 def _check_that_torch_has_none(opened: Any, name: str) -> None:
-    """Check that a tensor which sluice does not read is one that safetensors cannot give to torch either."""
+    """Check that safetensors cannot return an unsupported tensor to torch either."""
     try:
         opened.get_tensor(name)
     except Exception:  # noqa: BLE001 - its own or torch's
@@ -313,7 +313,7 @@ def _check_that_torch_has_none(opened: Any, name: str) -> None:
 
 
 def judge_safetensors(content: bytes, verdicts: Verdicts) -> None:
-    """Compare a safetensors file with what its own library reads."""
+    """Compare a safetensors file with the result of its library."""
     ours = _read(content)
     with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
         Path(file.name).write_bytes(content)
@@ -347,7 +347,7 @@ def judge_safetensors(content: bytes, verdicts: Verdicts) -> None:
     verdicts.counts["same"] += 1
 
 
-#: Generator and judge of each format.
+#: Generator and comparison of each format.
 FORMATS: dict[str, tuple[Callable[[int, int], Iterator[bytes]], Callable[[bytes, Verdicts], None]]] = {
     "zip": (zips, judge_torch),
     "legacy": (legacies, judge_torch),
@@ -356,7 +356,7 @@ FORMATS: dict[str, tuple[Callable[[int, int], Iterator[bytes]], Callable[[bytes,
 
 
 def run(name: str, count: int, seed: int = 20) -> Verdicts:
-    """Judge ``count`` mutated files of a format."""
+    """Compare ``count`` mutated files of a format with the reference."""
     generate, judge = FORMATS[name]
     verdicts = Verdicts()
     for content in generate(count, seed):

@@ -1,4 +1,4 @@
-"""Comparing what sluice loads with what torch loads."""
+"""Comparison of loaded objects with those of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def parts(tensor: torch.Tensor) -> tuple[list[torch.Tensor], list[object]]:
-    """Return the dense tensors that a tensor is made of, and what else it says of itself."""
+    """Return the dense tensors that a tensor consists of, and its other properties."""
     tensor = tensor.detach()
     flags: list[object] = [tensor.is_conj(), tensor.is_neg()]
     if tensor.layout is torch.sparse_coo:
@@ -68,22 +68,22 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def save_and_compare(path: Path, value: Any, **how: Any) -> OrderedDict[str, Any]:
-    """Save with torch, compare what ``load_state_dict`` gives with what torch loads, and return it.
+    """Save with torch, compare the results of ``load_state_dict`` and ``torch.load``, and return it.
 
     Args:
         path: The file to write.
-        value: What it holds.
-        how: How ``torch.save`` writes it.
+        value: The object to save.
+        how: Keyword arguments of ``torch.save``.
     """
     torch.save(value, path, **how)
     ours = sluice.load_state_dict(path)
-    # torch's restricted loader stops at protocol 3; these are our own files, so the open one may judge the rest.
+    # torch's restricted loader stops at protocol 3; the unrestricted one is safe for the test's own files.
     assert same(ours, torch.load(path, weights_only=how.get("pickle_protocol", 2) < 4, mmap=False))
     return ours
 
 
 def loaded(source: Source, index: Index) -> Any:
-    """Return the object of an index of one file, its tensors made by torch from the bytes that the index points to."""
+    """Return the object of an index of one file, with tensors built by torch from the bytes of the file."""
     storages = []
     for storage in index.storages:
         data = bytearray(source.read_at(storage.offset, storage.nbytes))

@@ -21,7 +21,7 @@ def machine(data: bytes, limits: Limits = LIMITS) -> Unpickler:
 
 
 def load(value: object, limits: Limits = LIMITS) -> Any:
-    """Run a pickle, or the pickle of a value, and return its checked tree."""
+    """Run a pickle, or the pickle of a value, and return the checked tree."""
     run = machine(value if isinstance(value, bytes) else pickled(value), limits)
     tree = run.load()
     tree = check_tree(tree, limits, "file")

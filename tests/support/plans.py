@@ -28,7 +28,7 @@ MIB = 1 << 20
 def facts(
     *, cached: bool | None = None, direct_io: bool = True, files: int = 1, cores: int = 2, available: int = 1 << 36
 ) -> MachineFacts:
-    """Facts of a machine whose files are wholly cached, wholly cold, or (None) of unknown state."""
+    """Return facts of a machine whose files are wholly cached, wholly cold, or (None) in an unknown state."""
     probes = () if cached is None else (cached,) * 200_000
     one = FileFacts(filesystem="ext4", direct_io=direct_io, probe_step_bytes=8 * MIB, cached=probes)
     return MachineFacts(
@@ -59,7 +59,7 @@ def request(name: str, wanted: Entry, **changes: object) -> Request:
 
 
 def index_of(storages: list[tuple[int, int]], files: tuple[FileRecord, ...] = (FILE,)) -> Index:
-    """An index over ``(offset, nbytes)`` storages of the first file."""
+    """Return an index of ``(offset, nbytes)`` storages of the first file."""
     made = tuple(
         Storage(file=0, offset=offset, nbytes=nbytes, key=str(i)) for i, (offset, nbytes) in enumerate(storages)
     )
@@ -67,7 +67,7 @@ def index_of(storages: list[tuple[int, int]], files: tuple[FileRecord, ...] = (F
 
 
 def write_storages(path: Path, tensors: list[torch.Tensor], *, gap: int = 64, shift: int = 0) -> list[tuple[int, int]]:
-    """Write the storage of each tensor at a multiple of ``gap`` plus ``shift``; return where each one is."""
+    """Write the storage of each tensor at a multiple of ``gap`` plus ``shift``; return the location of each."""
     places = []
     with path.open("wb") as file:
         for tensor in tensors:
@@ -85,7 +85,7 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def entry_of(tensor: torch.Tensor, storage: int) -> Entry:
-    """The entry that describes a tensor's view of its storage."""
+    """Return the entry that describes a tensor's view of its storage."""
     assert span_elements(tensor.shape, tensor.stride()) <= tensor.untyped_storage().nbytes()
     return entry(
         tuple(tensor.shape),

@@ -1,4 +1,4 @@
-"""Files with one sparse tensor, ``w``, whose indices are whatever a test wants."""
+"""Files with one sparse tensor, ``w``, with any indices."""
 
 from __future__ import annotations
 

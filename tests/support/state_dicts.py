@@ -20,13 +20,13 @@ from sluice.records import Entry, Request, elements_of
 
 @dataclass(frozen=True)
 class Held:
-    """A state dict whose tensors stand for the file."""
+    """A state dict that takes the place of a file."""
 
     entries: dict[str, Entry]
     storages: list[torch.UntypedStorage]
 
     def finish(self, request: Request) -> torch.Tensor:
-        """Return what the engine would make of a request that is not filled in place."""
+        """Return the tensor that the engine would finish for a request that is not filled in place."""
         entry = request.entry
         found = torch.empty(0, dtype=torch_dtype(entry.dtype)).set_(
             self.storages[entry.storage], entry.storage_offset, entry.shape, entry.stride
@@ -38,7 +38,7 @@ class Held:
 
 
 def hold(state_dict: Mapping[str, torch.Tensor]) -> Held:
-    """Describe a state dict as a file that holds it: tensors that share a storage share it in the file."""
+    """Return the index of a file of the state dict; tensors that share a storage share it in the file."""
     storages: dict[int, int] = {}
     kept: list[torch.UntypedStorage] = []
     entries = {}

@@ -1,4 +1,4 @@
-"""Stops a save at its k-th call of the operating system: the modules call ``os``, so that this is the one seam."""
+"""Stop a save at its k-th system call, by replacing the functions of ``os`` that its modules call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CALLS = (
 
 
 class SystemCalls:
-    """The calls of one save: the ``at``-th, counted from 1, is handed to ``stop`` instead.
+    """The system calls of one save: the ``at``-th, counted from 1, is passed to ``stop`` instead.
 
     Attributes:
         count: Calls so far.
-        stopped: Name of the call that was stopped; empty when the save ended before it.
+        stopped: Name of the stopped call; empty if the save ended before it.
     """
 
     def __init__(self, at: int, stop: Callable[[Callable[[], Any], str], Any]) -> None:
@@ -57,7 +57,7 @@ class SystemCalls:
 
 
 def failing(number: int) -> Callable[[Callable[[], Any], str], Any]:
-    """Return what makes a call fail with an error of the operating system; what was to be closed is closed."""
+    """Return a function that raises an error of the operating system; descriptors to be closed are closed first."""
 
     def fail(real: Callable[[], Any], name: str) -> Any:
         if name == "close":

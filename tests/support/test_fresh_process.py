@@ -1,4 +1,4 @@
-"""Fresh processes behave as interpreters of their own, and leave the server whole."""
+"""Fresh processes behave as separate interpreters, and do not affect the server."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_pipes_of_a_process_that_goes_on() -> None:
     )
     with started as process:
         assert process.stdout.readline() == "ready\n"
-        assert fresh_process.run("print(2)").stdout == "2\n"  # at the same time
+        assert fresh_process.run("print(2)").stdout == "2\n"  # concurrently
         os.write(process.stdin.fileno(), b"word\n")
         assert process.stdout.readline() == "WORD\n"
     assert process.returncode == 3

@@ -1,4 +1,4 @@
-"""The counter of work: exact, and it ends what goes on for ever."""
+"""The counter of work: exact, and it stops endless loops."""
 
 from __future__ import annotations
 

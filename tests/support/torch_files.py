@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` in memory, and their indexes compared with what torch loads."""
+"""Files of ``torch.save`` in memory, and comparison of their indexes with ``torch.load``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tree_of(content: bytes, limits: Limits | None = None) -> Any:
 
 
 class Comparison:
-    """Compares an index with what torch loads."""
+    """Compares an index with the result of ``torch.load``."""
 
     def __init__(self, source: Source, index: Index) -> None:
         self._source = source
@@ -78,7 +78,7 @@ class Comparison:
         assert entry.requires_grad == tensor.requires_grad
         assert entry.math_bits == (("conj",) if tensor.is_conj() else ()) + (("neg",) if tensor.is_neg() else ())
         self.check(entry.attributes or {}, vars(tensor))
-        assert self._objects.setdefault(id(entry), tensor) is tensor  # one object where torch has one
+        assert self._objects.setdefault(id(entry), tensor) is tensor  # one object if torch has one
         record = self._index.storages[entry.storage]
         memory = tensor.untyped_storage()
         assert record.nbytes == memory.nbytes()
@@ -90,7 +90,7 @@ class Comparison:
 
 
 def check(value: object, protocol: int = 2) -> Index:
-    """Save a value, compare its index with what torch loads, and return the index."""
+    """Save a value, compare its index with the result of ``torch.load``, and return the index."""
     content = saved(value, protocol)
     # torch's own safe unpickler reads protocol 2 only
     with warnings.catch_warnings():
@@ -103,13 +103,13 @@ def check(value: object, protocol: int = 2) -> Index:
 
 
 def filled(dtype: torch.dtype, count: int) -> torch.Tensor:
-    """Return ``count`` elements of any bits; booleans only 0 and 1."""
+    """Return ``count`` elements with arbitrary bits; booleans are 0 or 1."""
     raw = torch.arange(count * ITEM_BYTES[dtype_name(dtype)], dtype=torch.int64).to(torch.uint8) * 37 + 11
     return (raw % 2).view(torch.bool) if dtype is torch.bool else raw.view(dtype)
 
 
 def saved_big_endian(value: object) -> bytes:
-    """Return what ``torch.save`` writes, but for the word that says the byte order."""
+    """Return a file of ``torch.save`` that is marked as big-endian."""
     content = io.BytesIO()
     torch.save(value, content)
     changed = io.BytesIO()

@@ -1,4 +1,4 @@
-"""A small net with ties, shared blocks and buffers of both kinds, and how two of them are compared."""
+"""A small net with ties, shared blocks and buffers of both kinds, and comparison of two nets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OLD_WEIGHT_NORM = "ignore:.*weight_norm. is deprecated:FutureWarning"
 
 
 class Attention(nn.Module):
-    """A causal mask that is saved and rotary frequencies that are not."""
+    """A module with a saved causal mask and non-persistent rotary frequencies."""
 
     mask: torch.Tensor
     frequencies: torch.Tensor
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
 
 class Net(nn.Module):
-    """Ties, a shared block, norms, buffers of both kinds."""
+    """A net with ties, a shared block, norms, and buffers of both kinds."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small training runs with every kind of optimizer, which can be stopped, saved and resumed."""
+"""Small training runs with every kind of optimizer, to be stopped, saved and resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Callable[[nn.Module], Optimizer]
 
 
 class Net(nn.Module):
-    """Matrices of several shapes, vectors, a scalar, a frozen part and a part that is never used."""
+    """A model with matrices of several shapes, vectors, a scalar, a frozen part and an unused part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def net(seed: int = 0, dtype: torch.dtype = torch.float32) -> Net:
 
 
 def grouped(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups: matrices decay, the rest does not."""
+    """Return two groups: matrices with weight decay, other parameters without."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
@@ -78,7 +78,7 @@ if hasattr(torch.optim, "Muon"):  # since torch 2.9
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: int, *, first: int = 0) -> None:
-    """Train for some steps; each step has inputs of its own, which its number decides."""
+    """Train for some steps; the number of a step determines its inputs."""
     parameter = next(model.parameters())
     for step in range(first, first + steps):
         inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).to(parameter)
@@ -97,7 +97,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: int, *, first: int = 0)
 
 
 def stopped(path: Path, kind: Kind, *, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Optimizer]:
-    """Train for five steps, save a training checkpoint, and return what goes on."""
+    """Train for five steps, save a training checkpoint, and return the model and optimizer."""
     model = net(dtype=dtype)
     optimizer = kind(model)
     train(model, optimizer, 5)
@@ -116,7 +116,7 @@ def resumed(path: Path, kind: Kind, *, dtype: torch.dtype = torch.float32, **how
 
 
 def differences(ours: Any, theirs: Any, path: str = "") -> list[str]:
-    """Return where two nested states differ in structure, type, value, dtype, device, stride or sharing."""
+    """Return the paths where two nested states differ in structure, type, value, dtype, device, stride or sharing."""
     if isinstance(theirs, torch.Tensor):
         if type(ours) is not type(theirs):
             return [f"{path}: {type(ours)} is not {type(theirs)}"]

@@ -1,4 +1,4 @@
-"""Waiting for what has to come: on a busy machine it comes late, and a fixed time is either too short or too long."""
+"""Waiting for a condition: on a busy machine any fixed time is either too short or too long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-#: Longer than a starved process needs for anything; only a failure takes it.
+#: Seconds until a wait fails: longer than any wait of a passing test on a busy machine.
 PATIENCE_SECONDS = 90.0
 
 
@@ -15,11 +15,11 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
     """Return as soon as ``condition`` holds; fail if it never does.
 
     Args:
-        condition: Is asked again and again.
-        what: What does not happen, for the message.
+        condition: Called repeatedly until it returns True.
+        what: Description of the condition, for the error message.
     """
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"waited {PATIENCE_SECONDS:g} s in vain until {what}")
+            pytest.fail(f"timed out after {PATIENCE_SECONDS:g} s: {what}")
         time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Checkpoints of every format with the tensors that torch has in them."""
+"""Checkpoints of every format, each with its tensors as torch loads them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plain_tensors() -> Tensors:
 
 
 def views() -> Tensors:
-    """Return tensors that only torch.save keeps as they are."""
+    """Return tensors that only torch.save stores unchanged."""
     base = torch.randn(20, 30, generator=torch.Generator().manual_seed(2))
     numbers = torch.randn(11, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
     return {
@@ -140,7 +140,7 @@ def files_of(path: Path) -> list[Path]:
 
 
 def hashed(tensor: torch.Tensor) -> TensorHash:
-    """Return what a manifest should say of a tensor."""
+    """Return the expected manifest entry of a tensor."""
     dense, _ = oracles.parts(tensor)
     content = b"".join(oracles.bits(one) for one in dense)
     if tensor.is_quantized and tensor.qscheme() is torch.per_tensor_affine:

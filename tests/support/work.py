@@ -1,4 +1,4 @@
-"""Work, counted: what tests of effort ask for in place of seconds, which depend on the machine and its other users."""
+"""Count the work of code: tests limit it in place of seconds, which depend on the machine and its load."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 
 @contextmanager
 def at_most(steps: int) -> Iterator[None]:
-    """Fail as soon as this thread has run more than so many lines of Python in the block.
+    """Fail as soon as this thread has run more than this number of lines of Python in the block.
 
-    They are as many on a busy machine as on an idle one. A call into C counts as one: effort hidden there shows as a
-    hang, which the suite's time limit ends. Limits leave room for other versions of Python, and for imports.
+    The count is the same on a busy and an idle machine. A call into C counts as one line: a hang there is ended by the
+    suite's time limit. Limits have a margin for other versions of Python and for imports.
     """
     left = steps
 
     def count(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal left
         left -= 1
-        if left < 0:  # in the midst of the work: what should be refused soon could otherwise take hours
+        if left < 0:  # while the work runs: otherwise a missing refusal could take hours
             pytest.fail(f"the work takes more than {steps:,} steps")
         return count
 

@@ -1,4 +1,4 @@
-"""The conformance suite of sources: ours pass it, and for each check there is a broken source that fails it."""
+"""The conformance suite of sources: the package's sources pass, and each check fails for a broken source."""
 
 # ruff: noqa: ARG002 - methods have the arguments of the protocol
 from __future__ import annotations
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
 
 @contextmanager
 def failing_reads() -> Iterator[None]:
-    """Have the system fail every read."""
+    """Make every read of the system fail."""
 
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -89,7 +89,7 @@ def test_short_content_is_refused() -> None:
 
 
 class Flawed(MemorySource):
-    """A source in memory, to be broken in one way by each of its subclasses."""
+    """A correct source in memory; each subclass breaks one requirement."""
 
     def __init__(self) -> None:
         super().__init__(CONTENT)
@@ -229,7 +229,7 @@ class OneBufferForAll(Flawed):
     def read_at(self, offset: int, nbytes: int) -> bytes:
         mine = self.shared = super().read_at(offset, nbytes)
         while threading.current_thread() is not threading.main_thread() and not self.spoilt:
-            self.spoilt = self.shared is not mine  # another thread put its own bytes there
+            self.spoilt = self.shared is not mine  # another thread has overwritten the bytes
             time.sleep(0.001)
         return self.shared
 
@@ -353,11 +353,11 @@ def test_errors_of_the_system_must_be_translated(path: Path, flawed: type[Record
 
 class NeverLooks(RecordingSource):
     def check_unchanged(self) -> None:
-        """Nothing can have changed."""
+        """Check nothing."""
 
 
 class TakesWhatIsThere(RecordingSource):
-    """Reads whatever lies under the path now."""
+    """Reads the file that is at the path now."""
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > len(CONTENT):
@@ -397,7 +397,7 @@ def test_identities_say_which_object_it_is() -> None:
 
 
 class Versioned(Flawed):
-    """An object in a store, whose identity is its size and the version that the store reports."""
+    """An object in a store; its identity is its size and the version reported by the store."""
 
     def __init__(self, store: dict[str, str]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The conformance suite of formats: ours pass it, and for each check there is a broken format that fails it."""
+"""The conformance suite of formats: the package's formats pass, and each check fails for a broken format."""
 
 # ruff: noqa: ARG002 - methods have the arguments of the protocol
 from __future__ import annotations
@@ -82,7 +82,7 @@ def test_views_of_shared_storages(legacy: bool) -> None:
 
 
 class RankFile:
-    """One data file of a distributed checkpoint as a format: its metadata is held fixed."""
+    """A data file of a distributed checkpoint as a format, with fixed metadata."""
 
     name = "torch-distributed"
 
@@ -124,7 +124,7 @@ class OneFile:
         return self._sources[name]
 
     def check_inside(self, name: str) -> None:
-        """Nothing can lead out."""
+        """Accept every path."""
 
 
 def test_the_data_files_of_distributed_checkpoints(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_too_little_data_is_refused() -> None:
 
 
 class Flawed(SafetensorsFormat):
-    """A format that is broken in one way by each of its subclasses."""
+    """A correct format; each subclass breaks one requirement."""
 
 
 class MatchesNothing(Flawed):
@@ -231,7 +231,7 @@ class OtherElements(Flawed):
 
 
 class LoosensTruncation(Flawed):
-    """Takes a file that lacks the end of its data."""
+    """Accepts a file that lacks the end of its data."""
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         try:

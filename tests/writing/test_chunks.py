@@ -1,4 +1,4 @@
-"""Tensors as bytes: every element once and in row-major order, whatever the strides, the dtype and the buffers."""
+"""Tensors as bytes: every element once and in row-major order, for all strides, dtypes and buffers."""
 
 from __future__ import annotations
 

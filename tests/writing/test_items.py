@@ -1,4 +1,4 @@
-"""Storages of a save: which elements of each are needed, and which tensors share stored bytes."""
+"""Storages of a save: needed elements, and tensors that share stored bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifests that saves write: what is hashed, under which names, and when the file appears."""
+"""Manifests of saves: hashes, names, and the time at which the file appears."""
 
 from __future__ import annotations
 

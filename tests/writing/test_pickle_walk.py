@@ -1,4 +1,4 @@
-"""The walk before a pickle: tensors in pickle order, and values that occur more than once."""
+"""The walk that precedes pickling: tensors in pickle order, and values that occur more than once."""
 
 from __future__ import annotations
 

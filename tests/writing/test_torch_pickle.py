@@ -1,4 +1,4 @@
-"""The objects of torch files that are saved and converted: what ``torch.load(weights_only=True)`` makes of them."""
+"""Objects in saved and converted torch files, as ``torch.load(weights_only=True)`` returns them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled"),
     pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor"),
-    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # of torch's own loader
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # warning of torch's own loader
 ]
 
 
@@ -36,13 +36,13 @@ def load(path: Path, *, mmap: bool = False) -> Any:
 
 
 def save_and_convert(path: Path, value: object) -> list[Any]:
-    """Return what torch reads of a value that sluice saved, and that it converted from torch's own file."""
+    """Return the objects that torch reads from a saved value, and from a conversion of torch's own file."""
     sluice.save(value, path / "saved.pt")  # type: ignore[arg-type]
     torch.save(value, path / "torch.pt")
     sluice.convert(path / "torch.pt", path / "converted.pt")
     for name in ("saved.pt", "converted.pt"):
         with zipfile.ZipFile(path / name) as archive:
-            pickletools.dis(archive.read("archive/data.pkl"), out=io.StringIO())  # every opcode is one
+            pickletools.dis(archive.read("archive/data.pkl"), out=io.StringIO())  # each opcode counts as one
     return [load(path / name, mmap=mmap) for name in ("saved.pt", "converted.pt") for mmap in (False, True)]
 
 
@@ -236,7 +236,7 @@ def test_python_attributes_are_kept(tmp_path: Path) -> None:
     frozen.loader = print  # type: ignore[attr-defined]
     with pytest.raises(sluice.SaveError, match="found print"):
         sluice.save({"b": frozen}, tmp_path / "f.pt")
-    sluice.save({"b": frozen}, tmp_path / "f.safetensors")  # which has no place for attributes
+    sluice.save({"b": frozen}, tmp_path / "f.safetensors")  # which has no field for attributes
 
 
 def test_an_attribute_that_is_its_own_tensor(tmp_path: Path) -> None:
@@ -275,5 +275,5 @@ def test_a_pickle_takes_little_memory_for_each_tensor() -> None:
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 250 * len(tree)  # Python's pickler takes 900
+    assert peak < 250 * len(tree)  # Python's pickler needs 900
     assert len(pickled) < 90 * len(tree)

@@ -1,4 +1,4 @@
-"""The queue of writes: every byte once, consumers in order, failures at the caller, no write after the block."""
+"""The queue of writes: every byte once, consumers in order, errors raised to the caller, no write after the block."""
 
 from __future__ import annotations
 

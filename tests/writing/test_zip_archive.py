@@ -1,4 +1,4 @@
-"""Zip archives whose records are written in any order, and the CRCs of records in pieces."""
+"""Zip archives with records written in any order, and CRCs of records in pieces."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_sizes_and_offsets_beyond_32_bits_are_in_zip64_fields() -> None:
     late = archive.add("data/1", 3)
     archive.account(late, 0, b"abc")
     with zipfile.ZipFile(io.BytesIO(b"".join(archive.directory()))) as read:
-        # zipfile takes missing bytes before the directory for a prefix: offsets come out relative to the end.
+        # zipfile treats missing bytes before the directory as a prefix, so its offsets are relative to the end.
         first, second = read.infolist()
     assert (first.file_size, second.file_size) == (5 << 30, 3)
     assert zlib.crc32(b"abc") == second.CRC

@@ -1,4 +1,4 @@
-"""``sluice bench``, as a user meets it. Processes and timings are tests/bench's."""
+"""``sluice bench``: options, output and exit codes. tests/bench covers processes and timings."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_without_a_size_the_machine_decides_it_and_the_states(
     assert "GPT-2 tiny, warm: about 99 s; GPT-2 small would take about 200 s" in result.stderr
     assert [(scenario.model, scenario.states) for scenario in runner.scenarios] == [("tiny", ("warm",))] * 2
     assert json.loads(result.stdout)["command"] == "sluice bench --size tiny --device cpu --warm"
-    # Two precisions, each with a reference; and what was asked for otherwise is what is counted.
+    # Two precisions, each with a reference; in addition only the requested methods are counted.
     assert asked == [{("cold", "warm"): 2 * (1 + 6 * 2), ("warm",): 2 * (1 + 6)}]
     bench("--device", "cpu", "--dtype", "bf16", "--method", "sluice", "--method", "mmap", "--cold")
     assert asked[1:] == [{("cold",): 1 + 2}]
@@ -186,7 +186,7 @@ def test_the_help_names_every_method() -> None:
 def test_under_a_limit_the_hungry_die_with_the_reason_and_the_lean_live(tmp_path: Path) -> None:
     path = tmp_path / "large.pth"
     torch.save({"weight": torch.ones(98304, 1024)}, path)  # 384 MiB
-    limit = 850 << 20  # torch itself takes a part of it
+    limit = 850 << 20  # torch itself takes part of it
 
     def run(method: str) -> Outcome:
         job = MethodJob(
@@ -201,4 +201,4 @@ def test_under_a_limit_the_hungry_die_with_the_reason_and_the_lean_live(tmp_path
     assert hungry.status == "killed"
     assert hungry.reason == "out of memory: killed by the kernel at the limit of 850 MiB"
     assert hungry.trace is not None
-    assert hungry.total_bytes > 200 << 20  # how far it came
+    assert hungry.total_bytes > 200 << 20  # its progress when it was killed

@@ -1,4 +1,4 @@
-"""``sluice convert``, as a user meets it."""
+"""``sluice convert``: options, output and exit codes."""
 
 from __future__ import annotations
 

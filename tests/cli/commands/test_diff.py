@@ -1,4 +1,4 @@
-"""``sluice diff`` as a script meets it."""
+"""``sluice diff``: output and exit codes in scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``sluice inspect`` shows, line by line, of each format and to each width of terminal."""
+"""Output of ``sluice inspect``, line by line, for each format and several widths of the terminal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def state_dict() -> dict[str, torch.Tensor]:
 
 
 def inspect(*arguments: str) -> list[str]:
-    """Return what is printed, without the rules of tables and the padding of lines."""
+    """Return the printed text without the rules of tables and the padding of lines."""
     result = CliRunner().invoke(main, ["inspect", *arguments])
     assert result.exit_code == 0, result.output
     lines = (" ".join(line.split()) for line in result.stdout.splitlines())
@@ -244,7 +244,7 @@ def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = screen.getvalue().splitlines()
     assert max(map(len, lines)) <= 60
     assert f"state_dict.{name}" in "".join(line[1:].split("  ")[0].strip() for line in lines)  # folded, not cut
-    assert sum("[300, 400]   469 KiB" in line for line in lines) == 1  # numbers stay whole
+    assert sum("[300, 400]   469 KiB" in line for line in lines) == 1  # numbers are not wrapped
 
 
 def test_ten_thousand_tensors() -> None:

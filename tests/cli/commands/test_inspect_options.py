@@ -1,4 +1,4 @@
-"""``sluice inspect``: its options, and what it never imports."""
+"""``sluice inspect``: its options, and modules that it does not import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sluice load``: what is loaded and printed, and how its options fail."""
+"""``sluice load``: its result, its output, and errors of its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``sluice verify`` as a script meets it."""
+"""``sluice verify``: output and exit codes in scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary of a checkpoint: figures, JSON, and what is printed."""
+"""The summary of a checkpoint: figures, JSON and printed text."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_hostile_names_do_not_paint_the_terminal(capsys: pytest.CaptureFixture[s
         print(line)
     text = capsys.readouterr().out
     assert all(letter.isprintable() or letter == "\n" for letter in text)
-    assert text.count(printable(_HOSTILE)) >= 8  # names, metadata, note and outline, all in full: "[red]:smile:" too
+    assert text.count(printable(_HOSTILE)) >= 8  # names, metadata, note and outline in full, "[red]:smile:" included
 
 
 def test_long_metadata_is_cut_unless_all_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

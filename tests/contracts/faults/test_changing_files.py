@@ -1,4 +1,4 @@
-"""Files that somebody writes, replaces or removes while they are loaded."""
+"""Files that another process writes, replaces or removes while they are loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
 
 def write(path: Path) -> None:
     torch.save(tensors(), path)
-    os.utime(path, (1, 1))  # long ago: a change within one tick of the clock cannot be seen
+    os.utime(path, (1, 1))  # long ago: a change within one tick of the clock is not visible
 
 
 def rewrite_in_place(path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_change_at_any_point_is_noticed(
             assert progress.events >= at
             assert live or all(tensor.is_meta for tensor in model.values())
         else:
-            assert progress.events < at  # it was over before
+            assert progress.events < at  # the load had ended before
             break
     assert at > 1
 
@@ -113,7 +113,7 @@ def test_a_change_between_opening_and_reading(tmp_path: Path, change: Callable[[
 @pytest.mark.parametrize("which", ["1.safetensors", "2.safetensors", "3.safetensors"])
 @CHANGES
 def test_a_shard_that_changes_during_the_load(tmp_path: Path, change: Callable[[Path], None], which: str) -> None:
-    """At the first event: the shard was read already, is being read, or comes later."""
+    """Change a shard at the first event: it has been read, is being read, or is read later."""
     for number, (name, tensor) in enumerate(list(tensors().items())[:3], 1):
         safetensors.torch.save_file({name: tensor}, tmp_path / f"{number}.safetensors")
         os.utime(tmp_path / f"{number}.safetensors", (1, 1))

@@ -1,4 +1,4 @@
-"""Several loads at once: in threads, of one open checkpoint, of one file, and across a fork."""
+"""Concurrent loads: in threads, of one open checkpoint, of one file, and across a fork."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_same_file_under_two_names(file: Path) -> None:
 
 
 def _wait(child: int) -> int:
-    """Return the exit code of a child, which has long enough."""
+    """Return the exit code of a child; the timeout is generous."""
     for _ in range(9000):
         found, status = os.waitpid(child, os.WNOHANG)
         if found:
@@ -83,7 +83,7 @@ def _wait(child: int) -> int:
 
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-quiet = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking with threads is the test
+quiet = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # forking with threads is tested
 
 
 @forks
@@ -96,7 +96,7 @@ def test_a_fork_during_a_load_that_loads_itself(file: Path) -> None:
             child = os.fork()
             if child == 0:
                 try:
-                    torch.set_num_threads(1)  # comparing would wait for threads that only the parent has
+                    torch.set_num_threads(1)  # a comparison would wait for threads that only the parent has
                     assert_loaded(sluice.load_state_dict(file))
                     os._exit(0)
                 finally:

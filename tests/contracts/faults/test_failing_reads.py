@@ -1,4 +1,4 @@
-"""Reads that the operating system fails, interrupts, refuses or cuts short, at every position of a load."""
+"""Reads that fail, are interrupted, refused or short, at every position of a load."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let small files be read directly, on every file system as far as the plan can tell."""
+    """Read small files directly, as if every file system supported it."""
     monkeypatch.setattr(_options, "DIRECT_FILE_BYTES", 0)
 
 
@@ -77,7 +77,7 @@ def assert_loaded(state_dict: dict[str, torch.Tensor], dtype: torch.dtype | None
 
 
 def every_read(patch: pytest.MonkeyPatch, number: int, load: Callable[[], object]) -> Iterator[Exception | None]:
-    """Fail the first, the second, ... read of a load, until one load has fewer reads; yield how each ended."""
+    """Fail the first, the second, ... read of a load, until a load has fewer reads; yield the outcome of each."""
     for at in range(1, 1000):
         with patch.context() as faults:
             injection = Injection(faults, failing(number), at)
@@ -142,7 +142,7 @@ def test_a_read_that_is_refused_for_good_is_a_read_error(
 def test_a_direct_read_that_is_refused_becomes_a_buffered_one(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flag alone is accepted (as FUSE and network file systems may do); the reads are not."""
+    """Only the flag is accepted, as on some FUSE and network file systems; direct reads fail."""
     monkeypatch.setattr(os, "O_DIRECT", 0)
     monkeypatch.setattr("sluice.machine.facts._DIRECT_FILESYSTEMS", _Everything())
     model = torch.nn.ParameterDict(
@@ -211,7 +211,7 @@ def test_a_module_is_untouched_or_its_state_is_told(
             else:
                 break
     assert "untouched" in outcomes
-    assert "partial" in outcomes or not live or dtype is not None  # whether a replaced tensor is done is a race
+    assert "partial" in outcomes or not live or dtype is not None  # timing decides whether replaced ones are done
 
 
 BLACK_BOX = """
@@ -227,7 +227,7 @@ else:
 
 @pytest.fixture(scope="module")
 def strace() -> list[str]:
-    """Return the start of a command that injects faults into system calls."""
+    """Return the prefix of a command that injects faults into system calls."""
     program = shutil.which("strace")
     if program is None:
         pytest.skip("strace is not installed")

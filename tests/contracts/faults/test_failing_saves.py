@@ -21,12 +21,12 @@ from support.system_calls import SystemCalls, failing
 
 
 class Mode(NamedTuple):
-    """One way to save."""
+    """Destination and form of a save."""
 
     name: str
     format: Literal["safetensors", "torch", "huggingface", "per-parameter"]
     shard_bytes: int | None = None
-    #: Whether files are written around the page cache, as large ones are.
+    #: Whether files are written with direct I/O, as large files are.
     direct: bool = False
 
 
@@ -40,7 +40,7 @@ MODES = [
     Mode("parameters", "per-parameter"),
 ]
 
-#: Calls that tidy up, or look for what to tidy up: when one fails, something hidden may stay until the next save.
+#: Calls that clean up or list leftovers: if one fails, a hidden file may stay until the next save.
 TIDYING = {"unlink", "rmdir", "close", "scandir", "listdir", "open", "flock"}
 
 
@@ -56,7 +56,7 @@ def save(mode: Mode, path: Path, number: int, *, overwrite: bool) -> None:
 
 
 def generation(path: Path) -> int | None:
-    """Return which save is there, all of it, or None for none."""
+    """Return the number of the save that is complete on disk; None if there is no checkpoint."""
     return generation_of_files(path) if path.exists() else None
 
 
@@ -74,7 +74,7 @@ def names(directory: Path) -> list[str]:
 
 
 def prepare(place: Path, mode: Mode, start: str) -> None:
-    """Make the path to save to: nothing, a checkpoint, or a link to one that lies elsewhere."""
+    """Create the destination: nothing, a checkpoint, or a link to a checkpoint in another directory."""
     path = place / mode.name
     place.mkdir()
     if start == "link":
@@ -105,7 +105,7 @@ def test_every_call_that_fails(mode: Mode, start: str, error: int) -> None:
 
 
 def one_failure(place: Path, mode: Mode, start: str, at: int, error: int) -> str:
-    """Save with one failing call and return its name; empty when there were fewer calls."""
+    """Save with one failing call and return its name; empty if there were fewer calls."""
     path = place / mode.name
     before, files = names(place), open_files()
     calls = SystemCalls(at, failing(error))

@@ -1,4 +1,4 @@
-"""Interrupts, signals and failing callbacks at any point of a load: threads are joined, files closed, state told."""
+"""Interrupts, signals and failing callbacks at any point of a load: threads end, files close, state is reported."""
 
 from __future__ import annotations
 
@@ -109,20 +109,20 @@ def test_a_callback_that_raises_at_any_event(file: Path, action: Callable[[], No
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files of psutil, closed by Python
-@pytest.mark.timeout(method="thread")  # the other method needs the timer by which this test interrupts
+@pytest.mark.timeout(method="thread")  # the other method uses the timer that this test needs
 @pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("verb", ["load_into", "load_state_dict"])
 def test_an_interrupt_at_any_moment_leaves_nothing_behind(file: Path, count: int, verb: str) -> None:
-    """Ctrl-C between any two instructions of the caller's thread, also outside of callbacks."""
+    """Ctrl-C is handled between any two instructions of the caller's thread, also outside of callbacks."""
     choose = random.Random(3)
-    _load(file, verb)  # what is done only once takes long, and no interrupt should wait for it
+    _load(file, verb)  # one-time initialization takes long, and interrupts should not wait for it
     before = Holdings.now()
     seconds = math.inf
     outcomes: Counter[str] = Counter()
     for _ in range(count):
         started = time.perf_counter()
         if seconds == math.inf or outcomes["late"]:
-            _load(file, verb)  # how long it takes, on a machine that others use as well, is asked again
+            _load(file, verb)  # the duration is measured again, because other work on the machine changes it
             seconds = min(seconds, time.perf_counter() - started)
         outcomes[_interrupted(file, verb, choose.uniform(0, seconds))] += 1
     print(f"\n{count} interrupts of {verb}: {dict(outcomes)}")
@@ -144,7 +144,7 @@ def _load(file: Path, verb: str) -> None:
 def _interrupted(file: Path, verb: str, seconds: float) -> str:
     """Interrupt one load; return whether that came before its end, after it, or inside of a finalizer.
 
-    What is raised in a finalizer Python only prints.
+    Python only prints exceptions that are raised in a finalizer.
     """
     finished = False
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -152,7 +152,7 @@ def _interrupted(file: Path, verb: str, seconds: float) -> str:
         signal.setitimer(signal.ITIMER_REAL, seconds + 1e-6)
         _load(file, verb)
         finished = True
-        time.sleep(seconds + 0.1)  # the interrupt comes here at the latest
+        time.sleep(seconds + 0.1)  # the interrupt arrives here at the latest
     except KeyboardInterrupt:
         return "late" if finished else "interrupted"
     finally:

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment of a save or a conversion leaves the old checkpoint or the new one, and nothing that stays."""
+"""SIGKILL at any moment of a save or a conversion leaves the old or the new checkpoint, and no lasting leftovers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ main(verb, start, kills, Path(directory), modes)
 
 
 def run(verb: str, start: str, kills: str, place: Path, modes: tuple[str, ...]) -> list[int]:
-    """Return how many were killed in each mode."""
+    """Return the number of killed saves per mode."""
     done = fresh_process.run(KILL, verb, start, kills, place, *modes)
     assert done.returncode == 0, done.stderr
     print(done.stdout)

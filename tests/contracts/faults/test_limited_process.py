@@ -1,4 +1,4 @@
-"""Loads in processes that may not have much: no thread, little address space, few descriptors."""
+"""Loads in processes with tight limits: no new threads, little address space, few descriptors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 MIB = 1 << 20
 
-#: Loads into a module under limits that are set after imports; prints which threads took part and how much grew.
+#: Loads into a module under limits that are set after imports; prints the threads, the reads and the growth.
 LOAD = """
 import json, os, resource, sys, threading
 import torch, sluice
@@ -59,13 +59,13 @@ print(json.dumps([started, report.reads, meter.peaks.total_bytes]))
 
 COUNT, WIDTH = 6, 4 * MIB
 
-#: Bytes of the file, all of it weights.
+#: Bytes of the weights in the file.
 FILE_BYTES = COUNT * WIDTH * 4
 
 
 @pytest.fixture(scope="module")
 def file() -> Iterator[Path]:
-    # Not below pytest's own directory, which is closed to others: one process becomes another user.
+    # Not below pytest's own directory, which other users cannot enter: one process changes its user.
     with tempfile.TemporaryDirectory(dir="/var/tmp") as directory:
         Path(directory).chmod(0o755)
         path = Path(directory) / "f.pth"
@@ -74,7 +74,7 @@ def file() -> Iterator[Path]:
 
 
 def load(file: Path, limits: dict[str, Any], **options: Any) -> tuple[list[str], dict[str, int], int]:
-    """Load in a fresh process under limits; return the threads that it started, its reads and its growth."""
+    """Load in a fresh process under limits; return its threads, its reads and its growth."""
     final = FILE_BYTES // 2 if "dtype" in options else FILE_BYTES
     limits.setdefault("growth", final + (64 + 32) * MIB)
     arguments = json.dumps([str(file), COUNT, WIDTH, options, limits])
@@ -98,10 +98,10 @@ def test_a_process_that_may_start_no_thread(file: Path, options: dict[str, str])
     [(8, CAST), *(pytest.param(readers, one, marks=pytest.mark.long) for readers in (1, 3, 8) for one in ({}, CAST))],
 )
 def test_a_limit_on_address_space(file: Path, options: dict[str, str], readers: int) -> None:
-    """Room for the weights, for staging, 64 MiB, and 72 MiB for each reader: copiers come out of the same room.
+    """The limit allows the weights, staging, a reserve of 64 MiB, and 72 MiB per reader; copiers use part of that.
 
-    A direct read takes whole blocks, and so a mapping a huge page more. Python's own heap takes a few arenas of 1 MiB
-    between the limit and the plan.
+    A direct read takes whole blocks, so a mapping takes a huge page more. Python's own heap takes a few arenas of 1 MiB
+    between setting the limit and planning.
     """
     final = FILE_BYTES // 2 if options else FILE_BYTES
     room = final + COUNT * 2 * MIB + 64 * MIB + 64 * MIB + readers * 72 * MIB + 4 * MIB

@@ -1,8 +1,7 @@
-"""The machine loses its power at any moment: whatever was not synced may be lost, and the checkpoint is old or new.
+"""Loss of power at any moment: unsynced changes may be lost, and the checkpoint is the old or the new one.
 
-The changes that a save makes to names and contents are recorded. For each moment, and each choice among the changes of
-names that no sync had made durable by then, the directory is built that the disk may hold. Content that was not synced
-is garbage there.
+The changes of a save to names and contents are recorded. For each moment, and each subset of the changes of names that
+no sync has made durable, the test builds the directory that the disk may hold. Unsynced content is garbage there.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from sluice.writing.durable import directories as _directories
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the names of open files come from /proc")
 
-#: Choices that are tried at one moment, where there are more.
+#: Maximum number of subsets to try per moment.
 _CHOICES = 64
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one system call does to names: ``(directory, name, file or None for nothing)``, all of it or nothing."""
+    """Atomic changes of names by one system call: ``(directory, name, file)``; None as file removes the name."""
 
     entries: tuple[tuple[int, str, int | None], ...]
 
 
 @dataclass
 class Disk:
-    """Files and directories by numbers of our own, as the system uses its own again."""
+    """Files and directories by numbers of our own, because the system reuses inode numbers."""
 
     root: Path
     numbers: dict[int, int] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class Disk:
 
     @classmethod
     def of(cls, root: Path) -> Disk:
-        """Return what is there, all of which is durable."""
+        """Return the current state, which is durable."""
         disk = cls(root)
         disk.add(root)
         for path in sorted(root.rglob("*")):
@@ -70,7 +69,7 @@ class Disk:
         return self.numbers[os.lstat(path).st_ino]
 
     def build(self, changes: list[Change], contents: dict[int, bytes], target: Path) -> None:
-        """Write what is there after these changes."""
+        """Write the state after these changes."""
         names = {number: dict(each) for number, each in self.names.items()}
         for change in changes:
             for directory, name, number in change.entries:
@@ -93,10 +92,10 @@ class Disk:
 
 
 class Recording:
-    """What a save does to the disk below one directory.
+    """Recorded changes of a save to the disk below one directory.
 
     Attributes:
-        moments: After each call: the changes so far, which of them are durable, and the content that is.
+        moments: After each call: the changes so far, the durable ones among them, and the durable content.
     """
 
     def __init__(self, root: Path) -> None:
@@ -184,7 +183,7 @@ def _then(real: Any, tell: Any) -> Any:
 
 
 def choices(changes: list[Change], durable: set[int], chance: random.Random) -> Iterator[list[Change]]:
-    """Yield what may be on the disk: all durable changes, and any of the others."""
+    """Yield possible states of the disk: all durable changes, and any subset of the others."""
     others = [position for position in range(len(changes)) if position not in durable]
     every: Any = itertools.product((False, True), repeat=len(others))
     if 2 ** len(others) > _CHOICES:
@@ -200,14 +199,14 @@ def state(number: int) -> dict[str, torch.Tensor]:
 
 
 def generation(path: Path) -> int | None:
-    """Return which save is there; None for none."""
+    """Return the number of the save that is on disk; None if there is no checkpoint."""
     if not path.exists() or not any(not name.startswith(".") for name in os.listdir(path.parent)):
         return None
     if path.is_dir() and not any(not name.startswith(".") for name in os.listdir(path)):
         return None
     try:
         loaded = sluice.load_state_dict(path)
-    except sluice.IncompleteCheckpointError:  # some shards have their names, and the index has not
+    except sluice.IncompleteCheckpointError:  # some shards are renamed, but the index is not
         return None
     values = {int(tensor.unique().item()) for tensor in loaded.values()}
     assert set(loaded) == set("abc")

@@ -1,4 +1,4 @@
-"""Sizes that are declared and never held, and the limits that say so; each can be raised by its name."""
+"""Declared sizes without data, and the limits that refuse them; each limit can be raised by its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ W = tensor_call(storage("0", 4), shape=(4,))
 
 
 def many(count: int, tensor: Any) -> bytes:
-    """Return an archive whose state dict names one tensor over and over, each built anew."""
+    """Return an archive whose state dict builds one tensor many times."""
     raw = encode(tensor)
     body = b"".join(b"X\7\0\0\0%07d" % number + raw for number in range(count))
     return torch_archive(b"\x80\x02}(" + body + b"u.", DATA)
@@ -89,7 +89,7 @@ def nested(depth: int) -> object:
     return value
 
 
-#: For each limit: a value that the file passes, one that it does not, and the file.
+#: For each limit: a value that accepts the file, one that refuses it, and the file.
 LIMITED: dict[str, tuple[int, int, Callable[[], bytes]]] = {
     "entries": (9, 4, lambda: torch_archive({str(n): W for n in range(5)}, DATA)),
     "depth": (12, 8, lambda: torch_archive({"w": nested(10)}, DATA)),

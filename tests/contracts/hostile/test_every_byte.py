@@ -1,6 +1,6 @@
-"""Small files of each format, cut after every byte and with every byte changed: a typed error or the same tensors.
+"""Small files of each format, truncated at every byte or with any byte changed: typed error or the same tensors.
 
-Against torch and safetensors themselves, and with random changes, in ``test_mutations``.
+``test_mutations`` makes random changes and compares with torch and safetensors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_a_file_cut_anywhere_is_refused(name: str) -> None:
 def test_a_changed_byte_is_refused_or_harmless(name: str) -> None:
     content = FILES[name][0]()
     accepted = refused = 0
-    step = 1 if len(content) < 1200 else 3  # all of them in the long run
+    step = 1 if len(content) < 1200 else 3  # every position in the long run
     for changed in islice(edits(content), 0, None, step):
         source = MemorySource(changed)
         try:

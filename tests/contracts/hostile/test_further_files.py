@@ -1,4 +1,4 @@
-"""Further hostile files of each family: each gives one typed error at opening, with words that say what is wrong."""
+"""Further hostile files of each family: opening raises one typed error that describes the problem."""
 
 from __future__ import annotations
 

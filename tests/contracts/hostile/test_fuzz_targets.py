@@ -1,4 +1,4 @@
-"""The fuzz targets without the fuzzer: their seeds, and some changes of them. ``make fuzz`` does it better."""
+"""The fuzz targets without the fuzzer: their seeds, and a few mutations. ``make fuzz`` runs the fuzzer."""
 
 from __future__ import annotations
 

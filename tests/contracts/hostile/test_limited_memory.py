@@ -1,4 +1,4 @@
-"""All hostile files in one process that may take 64 MiB more than the interpreter and the library."""
+"""All hostile files in one process that may use 64 MiB in addition to the interpreter and the library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from support.hostile_files import BOMBS, CASES
 
-#: Processor time for one file, in seconds: a hundred times what the slowest takes. What takes longer is killed.
+#: Processor time for one file, in seconds: a hundred times that of the slowest. The process is killed after it.
 SECONDS = 5
 
 CHILD = """

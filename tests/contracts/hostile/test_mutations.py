@@ -1,4 +1,4 @@
-"""Mutated files against torch and safetensors: refused, or exactly what they read. ``-s`` shows the counts."""
+"""Mutated files are refused or read as torch and safetensors read them. ``-s`` shows the counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories in which somebody left things that are no files, or may not be read."""
+"""Directories with sockets, FIFOs, unreadable files and other entries besides the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user sees of hostile files: one error from every verb, nothing imported, nothing held, nothing changed."""
+"""Every verb on hostile files: one typed error, nothing imported, no memory held, nothing changed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def huge_member() -> bytes:
 
 
 def routes(arguments: object = ("touch",)) -> dict[str, Raw]:
-    """Every way in which a pickle can name a global and have it called."""
+    """Return a pickle for each way to name a global and call it."""
     name = encode(EVIL)
     stacked = encode(EVIL.module) + encode(EVIL.name) + b"\x93"
     call = encode(arguments)
@@ -105,7 +105,7 @@ def routes(arguments: object = ("touch",)) -> dict[str, Raw]:
 
 
 class Canary(MetaPathFinder):
-    """Notes every attempt to import the module that the files name."""
+    """Records every attempt to import the module that the files name."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -116,7 +116,7 @@ class Canary(MetaPathFinder):
 
 
 def verbs(path: Path) -> dict[str, Callable[[], object]]:
-    """Return what loads a file in each way; ``open`` may succeed where only a part is at fault."""
+    """Return the verbs that load a file; ``open`` may succeed if only a part is damaged."""
 
     def load_into() -> None:
         model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.full((4,), 7.0))})

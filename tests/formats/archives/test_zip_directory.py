@@ -1,4 +1,4 @@
-"""The zip directory: what ``zipfile`` reads from honest archives, and a typed error for every other kind."""
+"""The zip directory: valid archives as ``zipfile`` reads them, and a typed error for every other file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def check_against_zipfile(path: Path, *, data: bool = True) -> None:
                 assert source.read_at(offset, len(found)) == found
 
 
-# Honest archives
+# Valid archives
 
 
 @pytest.mark.parametrize("alignment", [1, 64, 4096])
@@ -85,7 +85,7 @@ def test_what_torch_writes_beyond_4_gib(path: Path) -> None:
 
 
 class Stream(io.BytesIO):
-    """Where nothing can be written afterwards, so that sizes follow the data."""
+    """A file without seek, so that sizes follow the data."""
 
     def seek(self, *_: int) -> int:
         raise OSError("no seeking")
@@ -175,7 +175,7 @@ def test_zip64_records_with_a_changed_byte(position: int) -> None:
     content = bytearray(build_archive(HONEST, zip64=True))
     at = len(content) - 98 + position
     content[at] ^= 1
-    if 12 <= position < 16:  # the versions that wrote it and can read it, which nobody looks at
+    if 12 <= position < 16:  # version made by and version needed, which are not read
         assert directory_of(bytes(content))
         return
     with pytest.raises(SluiceError):
@@ -202,11 +202,11 @@ def test_an_archive_without_records() -> None:
     assert not directory_of(build_archive([])).positions
 
 
-# The entries
+# Entries of the directory
 
 
 def with_second(**changes: Any) -> bytes:
-    """Return the honest archive with one record changed that lies in the middle."""
+    """Return the valid archive with one record in the middle changed."""
     first, second, *rest = HONEST
     return build_archive([first, replace(second, **changes), *rest])
 
@@ -223,7 +223,7 @@ def test_names(name: bytes) -> None:
         directory_of(with_second(name=name))
     if name[:2] != b"a/":
         return
-    with pytest.raises(FormatError):  # also where it is the first
+    with pytest.raises(FormatError):  # also if it is the first
         directory_of(build_archive([ArchiveRecord(name=name)]))
 
 
@@ -352,7 +352,7 @@ def test_noise_at_the_end_gives_a_typed_error(tail: bytes) -> None:
         directory_of(b"PK\3\4" + tail)
 
 
-# The local headers
+# Local headers
 
 
 def located(content: bytes) -> list[bytes]:
@@ -380,7 +380,7 @@ def test_data_is_found_in_any_order() -> None:
         {"local_flags": 0x1},
         {"local_flags": 0x40},
         {"local_nbytes": 39},
-        {"local_nbytes": 0},  # allowed only where the flags say that sizes follow
+        {"local_nbytes": 0},  # allowed only if the flags state that sizes follow
         {"local_nbytes": 0xFFFFFFFF},
         {"local_nbytes": 0xFFFFFFFF, "local_extra": struct.pack("<HHQQ", 1, 16, 41, 41)},
     ],

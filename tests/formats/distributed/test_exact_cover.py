@@ -1,4 +1,4 @@
-"""Exact covers of a box: the smallest cases, one for each way in which boxes can miss or repeat an element."""
+"""Exact covers of a box: a minimal case for each way to miss or repeat an element."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from sluice.formats.distributed.unflatten import unflatten
 
 
 def nested(paths: dict[str, object], limits: Limits | None = None) -> Any:
-    """Return the object in which the value of each item is its name."""
+    """Return the object in which each value is the name of its item."""
     return unflatten({name: name for name in paths}, paths, limits or Limits(), "file")
 
 

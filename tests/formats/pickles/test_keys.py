@@ -1,4 +1,4 @@
-"""Keys that a file may choose: plain values with bounded hashes."""
+"""Keys from a file: plain values with bounded hashes."""
 
 from __future__ import annotations
 

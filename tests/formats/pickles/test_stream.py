@@ -1,4 +1,4 @@
-"""Pickles inside a larger file: the end, the windows that are read, and the bounds."""
+"""Pickles inside a larger file: their end, the windows of reading, and the bounds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_offsets_in_errors_count_from_the_start_of_the_file() -> None:
     with pytest.raises(FormatError, match="not a pickle") as wrong:
         unpickle_at(MemorySource(b"1234567"), 3, allowlist(), Limits())
     assert wrong.value.offset == 3
-    long = b"\x80\x02](" + b"K\x01" * 10_000  # ends before STOP, in a later window
+    long = b"\x80\x02](" + b"K\x01" * 10_000  # the data ends before STOP, in a later window
     with pytest.raises(TruncatedError) as short:
         unpickle_at(MemorySource(b"123" + long), 3, allowlist(), Limits())
     assert short.value.offset == 3 + len(long)

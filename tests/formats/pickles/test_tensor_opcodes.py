@@ -1,4 +1,4 @@
-"""The step that builds a whole tensor at once ends as its opcodes do."""
+"""Building a tensor in one step has the same result as its opcodes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_whole_tensors_at_once_are_what_the_opcodes_build(
     monkeypatch: pytest.MonkeyPatch, protocol: int, optimized: bool
 ) -> None:
     data = saved(many_tensors(), protocol)
-    if optimized:  # without what nothing refers to again
+    if optimized:  # without values that are not referred to again
         data = pickletools.optimize(data)
     taken: list[int | None] = []
 
@@ -126,10 +126,10 @@ def test_consumed_arguments_cannot_be_fetched() -> None:
         (b"K\x02K\x03", b"J\xff\xff\xff\xffK\x03"),  # a negative size
         (b"K\x00K\x02", b"J\xff\xff\xff\xffK\x02"),  # a negative offset
         (b"X\x01\x00\x00\x007", b"X\x02\x00\x00\x0077"),
-        (b"X\x01\x00\x00\x007", b"X\x02\x00\x00\x007"),  # text of another length
+        (b"X\x01\x00\x00\x007", b"X\x02\x00\x00\x007"),  # text of a different length
         (b"q\x07", b"q\x09"),
-        (b"h\x04", b"h\x02"),  # another location
-        (b"h\x00)", b"h\x01)"),  # hooks that are no OrderedDict
+        (b"h\x04", b"h\x02"),  # a different location
+        (b"h\x00)", b"h\x01)"),  # hooks that are not an OrderedDict
         (b"h\x03", b"h\x63"),
     ],
 )

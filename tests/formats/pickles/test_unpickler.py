@@ -1,4 +1,4 @@
-"""The inert unpickler: honest pickles give what ``pickle`` gives, and nothing that a pickle names is imported."""
+"""The inert unpickler: valid pickles load as with ``pickle``, and nothing that a pickle names is imported."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_empty_bytes_of_protocol_2() -> None:
     assert load(pickle.dumps([b"", bytearray()], 2)) == [b"", bytearray()]
 
 
-# What is never imported or called
+# Names that are never imported or called
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_name_of_a_leaf_is_that_of_the_file() -> None:
 REFUSED = [
     opcode
     for opcode in pickletools.opcodes
-    if _pickle_opcodes.HANDLERS[ord(opcode.code)] is _pickle_opcodes._refuse  # the table under test names them
+    if _pickle_opcodes.HANDLERS[ord(opcode.code)] is _pickle_opcodes._refuse  # the table under test contains them
 ]
 
 
@@ -181,7 +181,7 @@ def test_bytes_that_are_no_opcode_are_refused() -> None:
     [
         Call(5, ()),
         Call("torch.float32", ()),
-        Raw(encode(MISSING) + b"NR"),  # arguments that are no tuple
+        Raw(encode(MISSING) + b"NR"),  # arguments that are not a tuple
         Raw(encode(Global("collections", "OrderedDict")) + b")\x81" + b"" + encode(1) + b"b"),
         Raw(encode([]) + encode({"a": 1}) + b"b"),
         Raw(encode(5) + b"(" + encode(1) + b"e"),

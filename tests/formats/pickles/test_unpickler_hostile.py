@@ -1,4 +1,4 @@
-"""The inert unpickler: damaged pickles and bombs give a typed error, soon."""
+"""The inert unpickler: damaged pickles and bombs raise a typed error within bounded work."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_depth_is_counted_exactly() -> None:
 
 
 def test_depth_through_shared_containers() -> None:
-    # memo 0 holds [[]], which stands again three levels further down
+    # memo 0 holds [[]], which occurs again three levels below
     data = body(b"](" + b"]]aq\x00" + b"]](h\x00eae")
     assert load(data, Limits(depth=5))
     with pytest.raises(LimitError, match="deeper than 4"):
@@ -254,7 +254,7 @@ def test_keys_that_cannot_be_hashed_safely(key: object) -> None:
         load(body(b"\x8f(" + encode(key) + b"\x90"))
     assert "key has the unsupported type" in repr(
         load([Call(Global("builtins", "set"), ([key],))])
-    )  # a value of its own: a leaf
+    )  # a separate value: a leaf
 
 
 def test_the_limit_of_opcodes() -> None:

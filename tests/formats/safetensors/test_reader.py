@@ -29,7 +29,7 @@ ONE = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 FOUR = b"\0\1\2\3"
 
-#: What safetensors' torch reader can hold, by the name in the file.
+#: Dtypes of safetensors' torch reader, by the name in the file.
 NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -74,11 +74,11 @@ def tree_of(index: Index) -> dict[str, Entry]:
 
 
 def oracle(path: Path) -> dict[str, torch.Tensor] | None:
-    """Return what safetensors reads, or None when it refuses the file."""
+    """Return the tensors that safetensors reads; None if it refuses the file."""
     try:
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.offset_keys()}
-    except (SafetensorError, TypeError, RuntimeError):  # the last two from torch, for sizes that it cannot hold
+    except (SafetensorError, TypeError, RuntimeError):  # the last two come from torch, for too large sizes
         return None
 
 
@@ -225,8 +225,8 @@ DAMAGED = {
     "size and shape differ": tensor_with(shape="[2]"),
     "not from the start": tensor_with(data_offsets="[1,5]"),
     "2**62 elements of 4 bytes": tensor_with(shape="[4611686018427387904]", data_offsets="[0,0]"),
-    "2**63 beside nothing": tensor_with(shape="[0,9223372036854775808]", data_offsets="[0,0]"),
-    "overflow beside nothing": tensor_with(shape="[4611686018427387904,4,0]", data_offsets="[0,0]"),
+    "2**63 times zero": tensor_with(shape="[0,9223372036854775808]", data_offsets="[0,0]"),
+    "overflow times zero": tensor_with(shape="[4611686018427387904,4,0]", data_offsets="[0,0]"),
     "dtype with an escape": tensor_with(dtype='"\\u004632"'),
     "dtype as an object": tensor_with(dtype='{"F32":null}'),
 }
@@ -367,7 +367,7 @@ def test_every_truncation_and_every_changed_header_byte(tmp_path: Path) -> None:
 
 
 def accepts_as_the_oracle(path: Path, content: bytes) -> bool:
-    """Return whether the file is accepted, after checking that safetensors reads the same."""
+    """Return whether the file is accepted; check that safetensors then reads the same."""
     try:
         index = index_of(path, content)
     except SluiceError:

@@ -1,4 +1,4 @@
-"""Storages and tensors of torch's pickles: what they become, and what is refused."""
+"""Storages and tensors of torch's pickles: their records, and refused arguments."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_a_storage_that_no_tensor_views() -> None:
     assert tree["c"][0] == 1
     assert tree["d"][0][1] is tree["c"][1]
     assert isinstance(load((FLOATS, 2))[0], UnsupportedValue)
-    with pytest.raises(UnsupportedError, match="not viewed by a tensor"):  # there is nothing else to open the file for
+    with pytest.raises(UnsupportedError, match="not viewed by a tensor"):  # the file has no other content
         load(FLOATS)
 
 

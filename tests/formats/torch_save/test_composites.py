@@ -1,4 +1,4 @@
-"""Sparse and quantized tensors in an index: what their headers contradict is refused before anything is read."""
+"""Sparse and quantized tensors in an index: contradictory headers are refused before data is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Legacy torch.save files: what torch reads, sluice reads, down to the bytes and without reading the data."""
+"""Legacy torch.save files: the index equals what torch reads, bit for bit, without reading tensor data."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from sluice.testing._archives import Call, Global, Raw, encode, tensor_call
 from sluice.testing._legacy_file import legacy_file, legacy_storage
 from support.oracles import loaded, same, save_and_compare
 
-pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader, of its own files
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader reads its own files
 
-#: What torch reads back: the others it writes as untyped storages, at which its reader fails.
+#: Dtypes that torch reads back: it writes the others as untyped storages, which its reader refuses.
 DTYPES = [
     *("bool", "uint8", "int8", "int16", "int32", "int64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -48,14 +48,14 @@ def index_of(content: bytes, limits: Limits | None = None) -> Index:
 
 
 def check(content: bytes, protocol: int = 2) -> Any:
-    """Compare what a file holds with what torch loads of it, and return that."""
+    """Compare the content of a file with what torch loads from it, and return it."""
     # torch's restricted loader stops at protocol 3
     expected = torch.load(io.BytesIO(content), weights_only=protocol < 4)
     assert same(loaded(MemorySource(content), index_of(content)), expected)
     return expected
 
 
-# What torch.save writes
+# Files that torch.save writes
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -70,7 +70,7 @@ def test_every_dtype(name: str, protocol: int) -> None:
 @pytest.mark.parametrize("name", sorted(ITEM_BYTES.keys() - set(DTYPES)))
 def test_dtypes_that_torch_itself_does_not_read(name: str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of dtypes that torch calls experimental
+        warnings.simplefilter("ignore")  # for dtypes that torch calls experimental
         content = saved({"w": torch.zeros(16, dtype=torch.uint8).view(torch_dtype(name))})
         with pytest.raises(AttributeError, match="UntypedStorage"):
             torch.load(io.BytesIO(content), weights_only=True)
@@ -157,11 +157,11 @@ def test_nothing_is_left_to_locate() -> None:
     assert TorchLegacyFormat().locate(MemorySource(content), index_of(content), [0]) == {}
 
 
-# What torch wrote long ago
+# Files of early torch versions
 
 
 def test_what_python_2_wrote() -> None:
-    """Byte strings for text, an ``OrderedDict`` from a list of lists, sizes as long integers."""
+    """Python 2 files: byte strings for text, an ``OrderedDict`` from a list of lists, sizes as long integers."""
     text = Raw(b"U\x06weight")
     tensor = tensor_call(WEIGHT, shape=(2, 3), function="_rebuild_tensor")
     early = Call(tensor.function, tensor.arguments[:4])
@@ -250,7 +250,7 @@ def test_whole_modules_are_named_and_not_built() -> None:
     assert "torch.nn.modules.linear.Linear" in part.notes[0]
 
 
-# What is read
+# Bytes that are read
 
 
 def test_data_is_not_read() -> None:

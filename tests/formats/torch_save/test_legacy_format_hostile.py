@@ -1,4 +1,4 @@
-"""Damaged and hostile legacy files: a typed error, or exactly what torch reads."""
+"""Damaged and hostile legacy files: a typed error, or the same result as torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def saved(protocol: int = 2) -> bytes:
     return buffer.getvalue()
 
 
-# Cut and lengthened
+# Truncated and extended files
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -119,7 +119,7 @@ def test_declared_sizes_that_lie(numel: int) -> None:
 
 
 def test_declared_sizes_beyond_the_file() -> None:
-    """The count agrees, the data is not there: nothing of that size is ever asked for."""
+    """The count matches but the data is missing: no allocation or read of that size is made."""
     source = RecordingSource(
         MemorySource(legacy_file({"w": tensor_call(legacy_storage("7", 2**62), shape=(5,))}, {"7": (2**62, bytes(24))}))
     )
@@ -152,7 +152,7 @@ def test_malformed_system_information(system: object) -> None:
 
 
 def test_files_of_big_endian_machines() -> None:
-    """Those write their numbers little-endian, except that the halves of complex ones change places."""
+    """Such machines write numbers little-endian, but with the halves of complex numbers exchanged."""
     big, little = (legacy_file({"w": WHOLE}, SIX, system={"little_endian": flag}) for flag in (False, True))
     assert index_of(big).storages == index_of(little).storages
     numbers = tensor_call(legacy_storage("7", 3, kind="ComplexFloatStorage"), shape=(3,))
@@ -246,7 +246,7 @@ def test_one_key_for_two_things(storages: tuple[object, ...]) -> None:
 
 
 def test_a_view_that_starts_inside_an_element() -> None:
-    """A dtype of its own, as newer files give it, in a view that does not start at a multiple of its size."""
+    """A view with an explicit dtype, as in newer files, does not start at a multiple of the item size."""
     storage = legacy_storage("7", 6, view=("9", 1, 4))
     rebuilt = tensor_call(storage, shape=(1,), extra=(Global("torch", "float64"),), function="_rebuild_tensor_v3")
     assert "inside an element" in repr(index_of(legacy_file({"w": rebuilt}, SIX)).tree)
@@ -315,7 +315,7 @@ def test_malformed_tensors_of_the_first_releases(value: object) -> None:
 
 
 def test_a_state_is_given_once() -> None:
-    """Both tensors on the stack are one: what was made of the first state is in the tree already."""
+    """Both tensors on the stack are the same object: the result of the first state is in the tree already."""
     twice = Raw(encode(Call(FLOATS)) + b"q\0" + b"h\0" + encode(STATE) + b"b" + b"\x86" + b"h\0\x86")
     with pytest.raises(FormatError, match="an object has no state"):
         index_of(legacy_file({"w": twice}, SIX))
@@ -326,11 +326,11 @@ def test_a_state_is_given_once() -> None:
         index_of(legacy_file({"w": stacked}, SIX))
 
 
-# Files that are two things at once
+# Files that are valid in two formats
 
 
 def polyglot(mark: bytes) -> bytes:
-    """Return a legacy file whose first 512 bytes are a tar header: text of its system information fills the fields."""
+    """Return a legacy file whose first 512 bytes are a tar header: text in its system information fills the fields."""
 
     def file(text: str) -> bytes:
         return legacy_file({"w": WHOLE}, SIX, system={"little_endian": True, "x": text})
@@ -344,7 +344,7 @@ def polyglot(mark: bytes) -> bytes:
 
 @pytest.mark.parametrize("mark", [b"ustar\x0000", b""])
 def test_what_is_a_tar_archive_too_is_refused(tmp_path: Path, mark: bytes) -> None:
-    """torch takes a file for a tar archive, and the same bytes from memory for a legacy file."""
+    """torch reads the file as a tar archive, and the same bytes from memory as a legacy file."""
     content = polyglot(mark)
     assert tarfile.TarInfo.frombuf(content[:512], "utf-8", "surrogateescape").size == 0
     torch.load(io.BytesIO(content), weights_only=True)
@@ -389,7 +389,7 @@ def test_lengths_that_the_file_does_not_hold() -> None:
 def test_a_long_file_is_not_read_up_to_a_length_beyond_the_limit(tmp_path: Path) -> None:
     start = legacy_file(b"\x80\x02B" + struct.pack("<I", 2**32 - 1), {}, keys=[])
     (tmp_path / "f").write_bytes(start)
-    os.truncate(tmp_path / "f", 2**33)  # without taking room on the disk
+    os.truncate(tmp_path / "f", 2**33)  # without using disk space
     source = RecordingSource(LocalFile(tmp_path / "f"))
     with pytest.raises(LimitError, match="more than 100000000 bytes"):
         detect(source).read_index(source, Limits())
@@ -419,11 +419,11 @@ def test_every_failed_read_is_a_read_error() -> None:
     assert reads == 6
 
 
-# Against torch
+# Comparison with torch
 
 
 def check_against_torch(content: bytes) -> str:
-    """Compare what we make of a file with what torch makes of it; return who accepts it."""
+    """Compare the results of sluice and torch for a file; return which of them accept it."""
     source = MemorySource(content)
     try:
         index = detect(source).read_index(source, Limits())
@@ -437,7 +437,7 @@ def check_against_torch(content: bytes) -> str:
         try:
             expected = torch.load(io.BytesIO(content), weights_only=True)
         except pickle.UnpicklingError as error:
-            # The restricted loader knows no opcode of protocols 4 and 5. The open one may judge: the file names
+            # The restricted loader lacks the opcodes of protocols 4 and 5. The unrestricted one is safe: the file names
             # nothing but tensors and plain values.
             assert "Unsupported operand" in str(error)
             expected = torch.load(io.BytesIO(content), weights_only=False)
@@ -466,7 +466,7 @@ BASES = [
 
 
 def mutations(count: int) -> Iterator[bytes]:
-    """Yield files with one to three changes: other bytes, bytes left out, or copies of others."""
+    """Yield files with one to three changes: changed, deleted or duplicated bytes."""
     choose = random.Random(20)
     for _ in range(count):
         content = bytearray(choose.choice(BASES))

@@ -1,4 +1,4 @@
-"""Plain values that torch's pickles name: what each global builds, and the arguments that it refuses."""
+"""Plain values that torch's pickles name: the result of each global, and refused arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch zip files: the index is what ``torch.load`` gives, down to the bytes."""
+"""Torch zip files: the index equals what ``torch.load`` returns, bit for bit."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_pickles_that_many_files_share_are_run_once(monkeypatch: pytest.MonkeyPa
     for value, index in zip(values, expected, strict=True):
         assert caching.read_index(MemorySource(saved(value)), Limits()) == index
         runs.append(len(run))
-    assert runs == [1, 1, 2, 2, 3, 4, 5, 6]  # lists can change, and the memory of two is full
+    assert runs == [1, 1, 2, 2, 3, 4, 5, 6]  # lists are mutable, and the cache of two is full
     short = torch_archive(tensor_call(storage("0", 4), shape=(4,)), {"0": bytes(16)})
     caching = TorchZipFormat(max_cached=2)
     caching.read_index(MemorySource(short), Limits())

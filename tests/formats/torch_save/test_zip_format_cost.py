@@ -1,4 +1,4 @@
-"""Torch zip files: what an index costs."""
+"""Torch zip files: time and memory of an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Torch zip files: everything that is no honest file is a typed error."""
+"""Damaged and hostile torch zip files: each raises a typed error."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_refused_view_is_named() -> None:
 def test_a_wrong_checksum_of_the_pickle() -> None:
     records = [
         ArchiveRecord(name=b"a/data.pkl", data=pickled(W), crc=1),
-        ArchiveRecord(name=b"a/data/0", data=bytes(16), crc=1),  # of data: not this check's work
+        ArchiveRecord(name=b"a/data/0", data=bytes(16), crc=1),  # of data, which is not read here
         ArchiveRecord(name=b"a/version", data=b"3\n"),
     ]
     with pytest.raises(IntegrityError, match=r"CRC-32 of record 'a/data.pkl' does not match"):
@@ -234,7 +234,7 @@ def holds_opaque(tree: object) -> bool:
 
 
 def check_edited(content: bytes) -> bool:
-    """Return whether an edited file is accepted; then it must be what torch loads, where torch loads it."""
+    """Return whether an edited file is accepted; if torch accepts it too, the results must be equal."""
     source = MemorySource(content)
     try:
         index = TorchZipFormat().read_index(source, Limits())

@@ -1,4 +1,4 @@
-"""Writes around the page cache: every byte in its place, whatever the file system makes of them."""
+"""Direct writes: every byte at its offset, with and without support of the file system."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sluice.writing.durable.replacement import Replacement
 from support.direct_writes import force_direct_writes
 from support.oracles import same
 
-#: Direct writes of the running test, by offset, as the descriptor says that they are.
+#: Direct writes of the running test, by offset; the flags of the descriptor tell whether a write is direct.
 Calls = list[tuple[int, int]]
 
 
@@ -39,7 +39,7 @@ def is_direct(descriptor: int) -> bool:
 
 @pytest.fixture
 def direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Return a list that gets every direct write; skip where the file system takes none."""
+    """Return a list that collects every direct write; skip if the file system does not support them."""
     if not hasattr(os, "O_DIRECT"):
         pytest.skip("this system has no direct writes")
     try:

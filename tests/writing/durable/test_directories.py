@@ -1,4 +1,4 @@
-"""Directories that several saves make, use and take away at the same time."""
+"""Directories that several saves create, use and remove concurrently."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_refused_save_leaves_the_directory_that_it_made_to_the_one_that_uses_i
     with ExitStack() as others:
 
         def enter() -> AbstractContextManager[None]:
-            others.enter_context(held_by_another(path))  # between making the directory and locking it
+            others.enter_context(held_by_another(path))  # between creating and locking the directory
             return locked_directory(str(path))
 
         with pytest.raises(SaveError, match="another save is writing"), made_directory(str(path), enter):
@@ -69,7 +69,7 @@ def test_a_directory_that_vanishes_before_it_is_locked_is_made_again(
 
     monkeypatch.setattr(_directories, "try_lock", lock)
     with made_directory(str(path), lambda: locked_directory(str(path))):
-        (path / "file").touch()  # the locked directory is the one that has the name
+        (path / "file").touch()  # the locked directory still has its name
     assert len(locked) == 2
 
 

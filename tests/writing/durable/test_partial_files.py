@@ -1,4 +1,4 @@
-"""Names of partial files, and which of them are leftovers."""
+"""Names of partial files, and recognition of leftovers."""
 
 from __future__ import annotations
 

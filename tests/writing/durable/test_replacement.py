@@ -1,4 +1,4 @@
-"""A file is replaced whole or not at all: faults at every system call, kills, links, modes, other writers."""
+"""Files are replaced atomically: faults at every system call, kills, links, modes, other writers."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_kth_system_call_fails_for_every_k(
         except sluice.SaveError as refused:
             assert os.strerror(error) in str(refused)
             if target.exists() and target.read_bytes() == NEW:
-                assert calls > 6  # only the directory's sync, after the file had its name
+                assert calls > 6  # only the directory's sync, after the rename
                 target.unlink()
                 continue
             assert names(tmp_path) == before
