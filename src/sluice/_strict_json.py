@@ -1,4 +1,4 @@
-"""Strict JSON parser: refuses the extensions of the specification that Python's ``json`` module accepts."""
+"""Strict JSON parser, which refuses what Python's ``json`` module accepts beyond the specification."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class Workers:
     def _end(self) -> None:
         """Wait for tasks that have begun; the others never run."""
         self._stopped = True
-        for _ in range(self._count):  # one more than the list has if an interrupt came before an append
+        for _ in range(self._count):  # not len(threads): an interrupt can keep a thread out of the list
             self._waiting.put(None)
         join_threads(self._threads)
 

@@ -169,7 +169,7 @@ def test_formats_that_torch_does_not_read_are_said_to_be(file: Path, tmp_path: P
         sluice.save({name: tensor.read() for name, tensor in checkpoint.items()}, tmp_path / "f.safetensors")
     report = sluice.plan(None, tmp_path / "f.safetensors")
     assert all("needs one" in each.needs for each in report.methods if each.method != "sluice")
-    assert "no other way takes this checkpoint" in report.reason
+    assert "no other method supports this load" in report.reason
 
 
 def test_a_probe_estimates_times_of_every_method(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Planning: ranges, order and method of reads, layout of final memory, predicted peaks, and limits.
+"""Pure planning of a load: ranges, order and methods of reads, final memory, predicted peaks, limits.
 
 In: requests for tensors and ``MachineFacts``. Out: a frozen ``LoadPlan``. Pure functions: no I/O, no torch.
 

@@ -116,7 +116,7 @@ def _reason(chosen: MethodVerdict, verdicts: Iterable[MethodVerdict]) -> str:
         else:
             text += f"; the leanest other method that reads this file, {least.method}, takes {_describe(least)}"
     elif not too_large:
-        text += "; no other method reads this checkpoint"
+        text += "; no other method supports this load"
     if too_large:
         text += f"; {', '.join(too_large)} would not fit"
     return text
