@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class Weights:
         self.tensors = tensors
         places = write_storages(path, tensors)
         self.source = LocalFile(path)
-        self._index = index_of(places, (FileRecord(path=str(path), identity=self.source.identity),))
+        self.index = index_of(places, (FileRecord(path=str(path), identity=self.source.identity),))
 
     def plan(
         self, *numbers: int, dtype: str = "bfloat16", finisher: Finisher | None = None
@@ -37,8 +38,8 @@ class Weights:
         wanted = [
             replace(request(f"t{i}", entry_of(self.tensors[i], i), dtype=dtype), finisher=finisher) for i in numbers
         ]
-        targets, views = single_targets(wanted, self._index, {})
-        return plan_load(targets, self._index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB), views
+        targets, views = single_targets(wanted, self.index, {})
+        return plan_load(targets, self.index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB), views
 
 
 @pytest.fixture
@@ -194,3 +195,11 @@ def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:
 
     with pytest.raises(ValueError, match="cannot be quantized"), Session([weights.source]) as session:
         session.run(plan, Targets(plan, finishers={"fails": fails}))
+
+
+@pytest.mark.parametrize("change", [{"device": "cuda:0"}, {"existing": True}])
+def test_finishers_are_for_new_tensors_on_the_host(weights: Weights, change: dict[str, Any]) -> None:
+    finisher = Finisher(name="any", shape=(MIB // 2,), finished_bytes=0)
+    wanted = replace(request("t", entry_of(weights.tensors[0], 0)), finisher=finisher, **change)
+    with pytest.raises(ValueError, match="a new tensor on the host"):
+        single_targets([wanted], weights.index, {})

@@ -195,7 +195,13 @@ def _dimensions(entry: Entry) -> Iterator[tuple[int, int]]:
 def _filled_target(
     request: Request, entry: Entry, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]
 ) -> Target:
-    """Return a target with the given stride, with one fill for the entry or one per part."""
+    """Return a target with the given stride, with one fill for the entry or one per part.
+
+    Raises:
+        ValueError: It has a finisher and is not a new tensor on the host.
+    """
+    if request.finisher is not None and (request.device != "cpu" or request.existing):
+        raise ValueError("a finisher needs a new tensor on the host")
     elements = entry.numel if request.existing else span_elements(entry.shape, stride)
     pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
     held = [(piece, first) for piece, first in pieces if piece.numel]
