@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from sluice._dtypes import dtype_name, why_no_cast
-from sluice._errors import MismatchError, UnsupportedError
+from sluice._dtypes import dtype_name
 from sluice._options import Limits, MemoryLimits, PageCache
 from sluice._progress import Progress
 from sluice._public import public
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
-from sluice.converting.contents import flat_contents, whole_contents
-from sluice.converting.conversion import Conversion, Written
-from sluice.converting.destination import check_destination
-from sluice.converting.tensor_files import convert_to_directory, convert_to_safetensors
-from sluice.converting.torch_files import convert_to_parameters, convert_to_torch
+from sluice.converting.conversion import Conversion
+from sluice.converting.convert import convert_checkpoint
 from sluice.entries.rules import Rule
-from sluice.entries.tree import every_entry, walk
 from sluice.formats.manifest import HashAlgorithm
 from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
@@ -100,12 +95,10 @@ def convert(
     path = Path(os.fsdecode(destination))
     chosen = choose_format(path, format, max_shard_size)
     with borrow(source, limits=limits) as checkpoint:
-        check_destination(checkpoint, path, chosen)
-        read = whole_contents if chosen == "torch" else flat_contents
-        contents = read(checkpoint, key=key, rename=rename, rules=rules)
         conversion = Conversion(
             checkpoint=checkpoint,
             destination=path,
+            save_format=chosen,
             dtype=None if dtype is None else dtype_name(dtype),
             limit_bytes=None if max_shard_size is None else parse_bytes(max_shard_size),
             overwrite=overwrite,
@@ -115,47 +108,4 @@ def convert(
             manifest=None if dry_run else manifest_writer(manifest, manifest_hash, path, overwrite=overwrite),
             dry_run=dry_run,
         )
-        _check(conversion, contents.tree, chosen)
-        written = _WRITERS[chosen](conversion, contents.tree)
-        if conversion.manifest:
-            conversion.manifest.commit()
-    return SaveReport(
-        destination=str(path),
-        format=chosen,
-        files=tuple(str(file) for file in written.files),
-        file_bytes=tuple(written.files.values()),
-        replaced=written.replaced,
-        tensors=written.tensors,
-        nbytes=written.nbytes,
-        seconds=time.perf_counter() - started,
-        tied=written.tied,
-        casts=written.casts,
-        notes=(*checkpoint.index.notes, *contents.notes),
-        dry_run=dry_run,
-    )
-
-
-def _check(conversion: Conversion, tree: object, chosen: str) -> None:
-    """Refuse data that the format cannot hold, before anything is written."""
-    names = {id(entry): name for name, entry in walk(tree)}
-    for entry in every_entry(tree):
-        name = names.get(id(entry), "_metadata")
-        if entry.composite is not None and (conversion.manifest or chosen not in _TORCH_FILES):
-            where = "a manifest has no hash for it" if chosen in _TORCH_FILES else f"{chosen} files hold dense tensors"
-            raise UnsupportedError(
-                f"a {entry.layout} tensor cannot be written: {where}", file=conversion.checkpoint.path, tensor=name
-            )
-        why = why_no_cast(entry.dtype, conversion.finished(entry), requires_grad=entry.requires_grad)
-        if why:
-            raise MismatchError(why, file=conversion.checkpoint.path, tensor=name)
-
-
-#: Formats whose files are pickles, which can describe sparse and quantized tensors.
-_TORCH_FILES = frozenset({"torch", "per-parameter"})
-
-_WRITERS: dict[str, Callable[[Conversion, object], Written]] = {
-    "torch": convert_to_torch,
-    "safetensors": convert_to_safetensors,
-    "huggingface": convert_to_directory,
-    "per-parameter": convert_to_parameters,
-}
+        return convert_checkpoint(conversion, key=key, rename=rename, rules=rules, started=started)

@@ -1,7 +1,7 @@
-"""Conversions: checkpoint files to files of another format, dtype or naming, through a fixed amount of memory.
+"""Conversions: checkpoint files to files in a different format, dtype or naming, through a fixed amount of memory.
 
-In: an open checkpoint and a ``Conversion``. Out: files that are complete or absent, and a ``Written`` record.
+In: a ``Conversion``, which names an open checkpoint and a destination. Out: files that are complete or absent, and a
+``SaveReport``.
 
-Entry functions: ``tensor_files.convert_to_safetensors`` and ``convert_to_directory``, ``torch_files.convert_to_torch``
-and ``convert_to_parameters``.
+Entry function: ``convert.convert_checkpoint``.
 """

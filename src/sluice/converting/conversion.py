@@ -17,6 +17,7 @@ from sluice.converting.stream import Stream
 from sluice.records import Entry
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.safetensors import TensorOutline
+from sluice.writing.save_formats import SaveFormat
 
 __all__ = ["Conversion", "Written", "existing"]
 
@@ -29,6 +30,8 @@ class Conversion:
     checkpoint: OpenCheckpoint
     #: The file or directory to write.
     destination: Path
+    #: Format to write.
+    save_format: SaveFormat
     #: Dtype to which real floating-point tensors are cast; None keeps theirs.
     dtype: str | None
     #: Largest size of the tensors in one shard, in bytes; None for a single file.
