@@ -120,6 +120,7 @@ def bench_command(
     from sluice.benchmark.folder import temporary_folder
     from sluice.benchmark.runner import run_with_progress
     from sluice.benchmark.table import console_for_tables, print_tables
+    from sluice.cli.views.bench import print_end, print_machine
 
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -127,7 +128,7 @@ def bench_command(
     where = device or _machine.device()
     with temporary_folder(directory, keep=keep) as folder:
         machine = _machine.describe(folder, _PACKAGES)
-        _print_machine(console, machine)
+        print_machine(console, machine)
         choices = _states(cold)
         if checkpoint is not None and factory is not None:
             subject, states = own_subject(checkpoint.absolute(), factory, model_args, key), choices[0]
@@ -149,7 +150,7 @@ def bench_command(
         click.echo(json.dumps(document))
     else:
         print_tables(console, scenarios, found)
-        _print_end(console, scenarios, found, out, folder if keep else None)
+        print_end(console, scenarios, found, out, folder if keep else None)
     _fail_if_wrong(scenarios, found)
 
 
@@ -176,11 +177,11 @@ def _states(cold: bool | None) -> list[tuple[State, ...]]:  # noqa: FBT001 - the
 def _choose(console: Console, folder: Path, device: str, counts: dict[tuple[State, ...], int]) -> Choice:
     """Choose size and states for this machine; ``counts`` has the number of processes for each choice of states."""
     from sluice.benchmark.sizes import choose_here
+    from sluice.cli.views.bench import print_choice
 
     with console.status("looking at memory, disk and time"):
         choice = choose_here(folder, device, counts)
-    text = f"GPT-2 {choice.size}, {' and '.join(choice.states)}: about {choice.seconds:.0f} s; {choice.reason}"
-    console.print(text, highlight=False, soft_wrap=True)
+    print_choice(console, choice)
     return choice
 
 
@@ -257,27 +258,6 @@ def _write(
     document = write_results(out, "results", machine=machine, command=command, scenarios=scenarios, runs=runs)
     write_report(page, title=title, machine=machine, command=command, scenarios=scenarios, runs=runs)
     return document
-
-
-def _print_machine(console: Console, machine: dict[str, str]) -> None:
-    from rich.panel import Panel
-    from rich.text import Text
-
-    lines = "\n".join(f"{key}: {value}" for key, value in machine.items())
-    console.print(Panel.fit(Text(lines), title="this machine"))
-
-
-def _print_end(
-    console: Console, scenarios: list[Scenario], runs: list[MethodRun], out: Path, kept: Path | None
-) -> None:
-    from sluice.benchmark.comparison import verdicts
-
-    lines = [*verdicts(scenarios, runs), ""]
-    if kept is not None:
-        lines.append(f"checkpoints: {kept}")
-    lines += [f"results: {out / 'results.md'}, {out / 'results.json'}", f"report: {(out / 'report.html').absolute()}"]
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _fail_if_wrong(scenarios: list[Scenario], runs: list[MethodRun]) -> None:
