@@ -215,7 +215,7 @@ def test_a_shard_index_that_is_wrong_about_sizes_or_incomplete_is_a_warning(tmp_
     index.write_text(json.dumps(content), encoding="utf-8")
     report = sluice.verify(tmp_path / "c")
     assert report.ok
-    assert "not in their index: ints" in report.warnings[0]
+    assert "not in their index (1): ints" in report.warnings[0]
 
 
 def test_a_tensor_that_the_index_names_and_no_shard_has_is_a_problem(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_shard_that_is_no_state_dict(tmp_path: Path, content: object) -> None:
 def test_tensors_that_the_index_leaves_out_are_kept_and_said(tmp_path: Path) -> None:
     save(tmp_path / "1.safetensors", tensors("a", "extra"))
     write_index(tmp_path / SAFETENSORS_INDEX, {"1.safetensors": ["a"]}, total_size=48)
-    assert notes(tmp_path) == "In the shards, but not in their index: extra."
+    assert notes(tmp_path) == "In the shards, but not in their index (1): extra."
     assert set(sluice.load_state_dict(tmp_path)) == {"a", "extra"}
 
 

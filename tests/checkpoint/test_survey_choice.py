@@ -47,7 +47,7 @@ def test_a_variant_is_taken_only_where_nothing_else_is_there(tmp_path: Path) -> 
     assert "The model exists only as the variant 'fp16'" in notes(tmp_path)
     save_sharded(tmp_path, "model.safetensors.index.fp16.json", {"model.fp16-00001-of-00001.safetensors": one})
     assert chosen(tmp_path) == ["model.fp16-00001-of-00001.safetensors"]
-    assert "left out: pytorch_model.fp16.bin" in notes(tmp_path)
+    assert "left out (1): pytorch_model.fp16.bin" in notes(tmp_path)
     save(tmp_path / "model.fp16.safetensors", one)
     assert chosen(tmp_path) == ["model.fp16.safetensors"]
     save(tmp_path / "model.ema.safetensors", one)
@@ -95,7 +95,7 @@ def test_parts_come_before_parameters(tmp_path: Path) -> None:
     with sluice.open(tmp_path) as checkpoint:
         assert checkpoint.format == "safetensors-parts"
         assert list(checkpoint) == ["a", "b"]
-    assert notes(tmp_path) == "Left out, because there are .safetensors files: c.pt."
+    assert notes(tmp_path) == "Left out, because there are .safetensors files (1): c.pt."
 
 
 def test_nested_directories_are_not_searched(tmp_path: Path) -> None:
@@ -176,5 +176,5 @@ def test_training_states_beside_a_model_are_named(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with sluice.open(tmp_path) as checkpoint:
         assert checkpoint.index.notes == (
-            "Next to the model, each a separate checkpoint: optimizer.pt, optimizer_1.bin, scheduler.pt.",
+            "Next to the model, each a separate checkpoint (3): optimizer.pt, optimizer_1.bin, scheduler.pt.",
         )

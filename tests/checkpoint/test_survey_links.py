@@ -88,10 +88,10 @@ def test_special_files_are_passed_over_and_said(tmp_path: Path, monkeypatch: pyt
     assert isinstance(error, sluice.FormatError)
     assert (error.file, error.found) == (str(tmp_path / "w.pt"), "a character device")
     (tmp_path / "w.pt").unlink()
-    assert "not regular files: model.safetensors, pytorch_model.bin" in str(refusal(tmp_path).found)
+    assert "not regular files (2): model.safetensors, pytorch_model.bin" in str(refusal(tmp_path).found)
     save(tmp_path / "w.pt", torch.ones(2))
     assert chosen(tmp_path) == ["w.pt"]
-    assert notes(tmp_path) == "Skipped, because they are not regular files: model.safetensors, pytorch_model.bin."
+    assert notes(tmp_path) == "Skipped, because they are not regular files (2): model.safetensors, pytorch_model.bin."
 
 
 def test_a_shard_that_is_special(tmp_path: Path) -> None:

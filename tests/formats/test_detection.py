@@ -192,7 +192,11 @@ ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
         FormatError,
         "'m/config.json', .* Unpack it",
     ),
-    "packed flat": (archive_bytes("model.safetensors"), FormatError, "no data.pkl; found 'model.safetensors'. Unpack"),
+    "packed flat": (
+        archive_bytes("model.safetensors"),
+        FormatError,
+        r"no data.pkl; found first records \(1\): 'model.safetensors'. Unpack",
+    ),
     "document": (
         archive_bytes("[Content_Types].xml", "word/document.xml"),
         FormatError,

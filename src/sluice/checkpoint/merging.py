@@ -18,7 +18,7 @@ from itertools import chain, repeat
 from operator import attrgetter
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
-from sluice._messages import SHOWN, section
+from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
 from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
 from sluice.entries import tree as _tree
@@ -31,15 +31,12 @@ from sluice.sources.section import Section
 
 __all__ = ["OpenFile", "incomplete", "merge", "moved"]
 
-#: Most names that a note lists.
-_NAMES_IN_NOTE = 5
-
 # Section titles of the error that lists all problems.
 _MISSING = "missing files"
 _DAMAGED = "damaged"
 _MISPLACED = "not in the shard that the index names"
 _REPEATED = "in two files"
-_UNUSABLE = "of another kind"
+_UNUSABLE = "of a different kind"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +177,7 @@ def _compare(
         elif place not in {None, shard} and key not in repeated:
             problems[_MISPLACED].append(f"{key!r} is in {place!r}, not in {shard!r}")
     extra = [key for key in places if key not in weight_map]
-    return (f"In the shards, but not in their index: {_first(extra)}.",) if extra else ()
+    return (f"{listed('In the shards, but not in their index', extra)}.",) if extra else ()
 
 
 def _join(
@@ -286,9 +283,4 @@ def _file_notes(files: Mapping[str, OpenFile]) -> tuple[str, ...]:
     for name, file in files.items():
         for note in file.index.notes:
             of[note].append(name)
-    return tuple(note if len(files) == 1 else f"{_first(names)}: {note}" for note, names in of.items())
-
-
-def _first(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES_IN_NOTE} more" if len(names) > _NAMES_IN_NOTE else ""
-    return ", ".join(names[:_NAMES_IN_NOTE]) + more
+    return tuple(note if len(files) == 1 else f"{listed('files', names)}: {note}" for note, names in of.items())

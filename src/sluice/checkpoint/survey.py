@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -41,6 +40,7 @@ from sluice._errors import (
     SluiceError,
     UnsupportedError,
 )
+from sluice._messages import listed
 from sluice._options import Limits
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
@@ -195,7 +195,7 @@ def survey(directory: Directory, limits: Limits) -> CheckpointLayout:
         expected = f"at most {limits.files}"
         raise LimitError("the directory exceeds the limit 'files'", file=path, expected=expected, found=len(files))
     if parts and parameters:
-        notes = (*notes, f"Left out, because there are {_PARTS_SUFFIX} files: {_joined(sorted(parameters))}.")
+        notes = (*notes, f"{listed(f'Left out, because there are {_PARTS_SUFFIX} files', sorted(parameters))}.")
     kind: Literal["parts", "parameters"] = "parts" if parts else "parameters"
     return CheckpointLayout(path=path, directory=directory, kind=kind, files=files, notes=notes)
 
@@ -274,7 +274,7 @@ def _list(directory: Directory) -> _Listing:
             special.append(name)
         elif kind != "directory":
             names.add(name)
-    notes = (f"Skipped, because they are not regular files: {_joined(sorted(special))}.",) if special else ()
+    notes = (f"{listed('Skipped, because they are not regular files', sorted(special))}.",) if special else ()
     return _Listing(names, first, total, notes, hints)
 
 
@@ -286,12 +286,12 @@ def _check_distributed_parts(directory: str, names: set[str]) -> None:
             f"the torch.distributed.checkpoint directory has no {METADATA_FILE}, which is written last",
             file=directory,
             expected=METADATA_FILE,
-            found=_joined(left),
+            found=listed("files", left),
         )
     shards = sorted(filter(_RANK_SHARD.fullmatch, names))
     if shards:
         problem = "the directory holds the shards of a distributed checkpoint as safetensors: each has parts of tensors"
-        raise UnsupportedError(problem, file=directory, found=_joined(shards))
+        raise UnsupportedError(problem, file=directory, found=listed("files", shards))
 
 
 class _Candidate(NamedTuple):
@@ -312,7 +312,7 @@ def _choose_model(directory: str, names: set[str]) -> tuple[str | None, tuple[st
             "the directory holds several variants of the model; pass the path of a file or an index instead",
             file=directory,
             expected="one variant",
-            found=_joined([candidate.name for candidate in candidates]),
+            found=listed("files", [candidate.name for candidate in candidates]),
         )
     chosen = (plain or candidates)[0]
     others = [candidate.name for candidate in candidates if candidate is not chosen]
@@ -321,10 +321,11 @@ def _choose_model(directory: str, names: set[str]) -> tuple[str | None, tuple[st
     if not plain:
         notes.append(f"The model exists only as the variant {variants[0]!r}.")
     if others:
-        notes.append(f"{chosen.name} was chosen, as it comes first by preference; left out: {_joined(others)}.")
+        left_out = listed("left out", others)
+        notes.append(f"{chosen.name} was chosen, as it comes first by preference; {left_out}.")
     states = sorted(filter(_TRAINING_STATE.fullmatch, names))
     if states:
-        notes.append(f"Next to the model, each a separate checkpoint: {_joined(states)}.")
+        notes.append(f"{listed('Next to the model, each a separate checkpoint', states)}.")
     return chosen.name, tuple(notes)
 
 
@@ -340,7 +341,7 @@ def _only_index(directory: str, names: set[str]) -> str | None:
     indexes = sorted(name for name in names if _ANY_INDEX.fullmatch(name))
     if len(indexes) > 1:
         problem = "the directory holds several shard indexes; pass the path of one instead"
-        raise FormatError(problem, file=directory, expected="one index", found=_joined(indexes))
+        raise FormatError(problem, file=directory, expected="one index", found=listed("indexes", indexes))
     return indexes[0] if indexes else None
 
 
@@ -367,8 +368,3 @@ def _nothing_usable(directory: str, listing: _Listing) -> CheckpointError:
         found="; ".join([", ".join(map(repr, sorted(listing.first))) + more or "nothing", *listing.notes]),
         advice=hint.advice if hint else None,
     )
-
-
-def _joined(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, UnsupportedError
+from sluice._messages import listed
 
 __all__ = ["HINTING_NAME", "directory_hint", "recognise", "recognise_archive", "recognise_npz", "recognise_placeholder"]
 
-#: Most names that a message lists, and most characters of a text.
-_SHOWN_NAMES, _SHOWN_CHARACTERS = 5, 80
+#: Most characters of a text that a message shows.
+_SHOWN_CHARACTERS = 80
 
 _UNPACK = "Unpack it, and open the checkpoint inside."
 _UNPICKLE = "If you trust it, load it with {} and save its tensors with torch.save."
@@ -226,10 +227,14 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
     if {"data.pkl", "version"} <= set(names):
         problem = "this is a torch.save file that was repacked without the directory of its records"
         return FormatError(problem, file=file, advice="Repack it below one directory: zip -0 -r.")
-    shown = ", ".join(map(repr, names[:_SHOWN_NAMES])) + (", ..." if len(names) > _SHOWN_NAMES else "")
     problem = "this zip archive was not written by torch.save: it has no data.pkl"
     inside = any(name.endswith((".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".distcp")) for name in last)
-    return FormatError(problem, file=file, found=shown or "nothing", advice=_UNPACK if inside else None)
+    return FormatError(
+        problem,
+        file=file,
+        found=listed("first records", list(map(repr, names))) if names else "nothing",
+        advice=_UNPACK if inside else None,
+    )
 
 
 def _unread_archive(what: str, file: str, advice: str) -> UnsupportedError:
