@@ -1,4 +1,4 @@
-"""The content of a conversion: distinct tensors, and bytes that would be repeated."""
+"""The content of a conversion, and bytes that would be repeated."""
 
 from __future__ import annotations
 
@@ -10,22 +10,12 @@ import torch
 
 import sluice
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.converting.contents import flat_contents, refuse_repeats, stored_once, whole_contents
+from sluice.converting.contents import flat_contents, refuse_repeats, whole_contents
 
 
 def opened(path: Path, value: object, limits: sluice.Limits | None = None) -> OpenCheckpoint:
     torch.save(value, path)
     return OpenCheckpoint.open(path, limits=limits)
-
-
-def test_a_tensor_is_stored_under_its_first_name(tmp_path: Path) -> None:
-    weight = torch.arange(6.0)
-    value = {"z": weight, "b": torch.nn.Parameter(weight), "part": weight[:3], "e": torch.empty(0), "f": torch.empty(0)}
-    checkpoint = opened(tmp_path / "m.pt", value)
-    stored, aliases = stored_once(checkpoint.entries)
-    checkpoint.close()
-    assert list(stored) == ["b", "part", "e", "f"]
-    assert aliases == {"z": "b"}
 
 
 def test_repeated_bytes_are_bounded(tmp_path: Path) -> None:

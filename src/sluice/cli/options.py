@@ -27,6 +27,7 @@ __all__ = [
     "check_device",
     "dtype_option",
     "find_factory",
+    "key_option",
     "no_strict_option",
     "parse_arguments",
     "parse_dtype",
@@ -140,6 +141,8 @@ staging_option = click.option(
     show_default=True,
     help="Size of the staging buffers.",
 )
+
+key_option = click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
 
 no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing and unexpected names.")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 
 from sluice._errors import LimitError, MismatchError
+from sluice._messages import listed
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as _tree
 from sluice.entries.lookup import subtree
@@ -16,10 +16,7 @@ from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import only_state_dict
 from sluice.records import Entry
 
-__all__ = ["ConvertedContents", "flat_contents", "refuse_repeats", "stored_once", "whole_contents"]
-
-#: Number of names that a note lists.
-_SHOWN = 5
+__all__ = ["ConvertedContents", "flat_contents", "refuse_repeats", "whole_contents"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,28 +76,11 @@ def flat_contents(
     notes = list(_left_out(tree, chosen, path))
     values = [name for name, value in _tree.leaves(chosen) if not isinstance(value, Entry)]
     if values:
-        notes.append(f"{len(values)} values that are not tensors were left out: {_some(values)}")
+        notes.append(listed("values that are not tensors were left out", list(map(repr, values))))
     flags = sum(entry.parameter for entry in _tree.every_entry(chosen))
     if flags:
         notes.append(f"{flags} parameters became plain tensors: the format has no requires_grad")
     return ConvertedContents(tree=_entries(checkpoint, chosen, rename, rules), key=path, notes=tuple(notes))
-
-
-def stored_once(entries: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return each distinct tensor under one name, and the other names mapped to it.
-
-    The first name in alphabetical order is kept, as in ``sluice.save``.
-    """
-    firsts: dict[Entry, str] = {}
-    aliases: dict[str, str] = {}
-    for name in sorted(entries):
-        entry = entries[name]
-        if entry.numel == 0:
-            continue
-        kept = firsts.setdefault(replace(entry, parameter=False, requires_grad=False, origin=""), name)
-        if kept != name:
-            aliases[name] = kept
-    return {name: entry for name, entry in entries.items() if name not in aliases}, aliases
 
 
 def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> None:
@@ -165,7 +145,3 @@ def _left_out(tree: object, chosen: object, key: str) -> Iterable[str]:
     values -= sum(not isinstance(value, Entry) for _, value in _tree.leaves(chosen))
     if outside or values:
         yield f"only {key!r} was taken: {len(outside)} tensors and {values} other values outside it were left out"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, islice(names, _SHOWN))) + (", ..." if len(names) > _SHOWN else "")

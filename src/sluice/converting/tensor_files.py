@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from sluice import _options as options
 from sluice._geometry import contiguous_stride
-from sluice.converting.contents import refuse_repeats, stored_once
+from sluice.converting.contents import refuse_repeats
 from sluice.converting.conversion import Conversion, Written, existing
 from sluice.converting.stream import Stream
 from sluice.planning.memory_layout import single_targets
 from sluice.records import Entry, Request
+from sluice.writing.aliases import stored_once
 from sluice.writing.batches import batched
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.manifest import ManifestWriter
@@ -83,10 +85,14 @@ def _written(
 def _once(conversion: Conversion, tree: object) -> tuple[dict[str, Entry], dict[str, str]]:
     """Return each tensor under one name, and its other names; check sizes and headers."""
     assert isinstance(tree, dict)
-    entries, aliases = stored_once(tree)
+    entries, aliases = stored_once(tree, _identity)
     refuse_repeats(entries, conversion.checkpoint)
     conversion.offsets(list(entries.values()))
     return entries, aliases
+
+
+def _identity(entry: Entry) -> Entry | None:
+    return replace(entry, parameter=False, requires_grad=False, origin="") if entry.numel else None
 
 
 def _metadata(conversion: Conversion, aliases: Mapping[str, str]) -> dict[str, str]:

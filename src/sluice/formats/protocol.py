@@ -11,7 +11,7 @@ from sluice._options import Limits
 from sluice.records import Index
 from sluice.sources.protocol import Source
 
-__all__ = ["Checksum", "Format", "Locator"]
+__all__ = ["Checksum", "Format", "LocatedByIndex", "Locator"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,3 +61,18 @@ class Format(Locator, Protocol):
             CheckpointError: The bytes violate the format; the subclass tells how.
         """
         ...
+
+
+class LocatedByIndex:
+    """Base class of formats whose indexes locate every storage and whose files have no checksums."""
+
+    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
+        return []
+
+    def locate(
+        self,
+        source: Source,  # noqa: ARG002 - required by the protocol
+        index: Index,  # noqa: ARG002 - as above
+        storages: Iterable[int],  # noqa: ARG002 - as above
+    ) -> Mapping[int, int]:
+        return {}

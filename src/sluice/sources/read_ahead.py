@@ -7,7 +7,7 @@ latency of separate reads would take far longer than reading the bytes.
 from __future__ import annotations
 
 from sluice._options import HEADER_PIECE_BYTES
-from sluice.records import AccessFacts, FileIdentity
+from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import Source
 
 __all__ = ["ReadAhead"]
@@ -16,25 +16,13 @@ __all__ = ["ReadAhead"]
 _PIECES_KEPT = 4
 
 
-class ReadAhead:
-    """A source that keeps the last few pieces of another one while it is indexed; see ``Source``."""
+class ReadAhead(ForwardingSource):
+    """A source that keeps the last few pieces of the wrapped source while it is indexed; see ``Source``."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        super().__init__(source)
         #: Offset and bytes of each piece. Replaced as a whole, so that any thread may read it.
         self._pieces: tuple[tuple[int, bytes], ...] = ()
-
-    @property
-    def path(self) -> str:
-        return self._source.path
-
-    @property
-    def identity(self) -> FileIdentity:
-        return self._source.identity
-
-    @property
-    def access(self) -> AccessFacts:
-        return self._source.access
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         size = self.identity.nbytes
@@ -53,11 +41,8 @@ class ReadAhead:
 
     def forget(self, offset: int, nbytes: int) -> None:
         self._pieces = ()
-        self._source.forget(offset, nbytes)
-
-    def check_unchanged(self) -> None:
-        self._source.check_unchanged()
+        super().forget(offset, nbytes)
 
     def close(self) -> None:
         self._pieces = ()
-        self._source.close()
+        super().close()

@@ -6,14 +6,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from sluice._errors import TruncatedError
-from sluice.records import AccessFacts, FileIdentity
+from sluice.records import FileIdentity
+from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import Source
 
 __all__ = ["Section"]
 
 
-class Section:
-    """Bytes ``start`` to ``start + nbytes`` of another source, counted from 0; see ``Source``.
+class Section(ForwardingSource):
+    """Bytes ``start`` to ``start + nbytes`` of a source, counted from 0; see ``Source``.
 
     Offsets in errors of a parser count from the start of the section: its caller adds ``start``.
     """
@@ -27,22 +28,14 @@ class Section:
             nbytes: Its size; the range must lie inside the source.
             known: Bytes that were read before, with their offset in the section: they are not read again.
         """
+        super().__init__(source)
         self.start = start
-        self._source = source
         self._identity = replace(source.identity, nbytes=nbytes)
         self._known = tuple(known)
 
     @property
-    def path(self) -> str:
-        return self._source.path
-
-    @property
     def identity(self) -> FileIdentity:
         return self._identity
-
-    @property
-    def access(self) -> AccessFacts:
-        return self._source.access
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
@@ -60,9 +53,6 @@ class Section:
 
     def forget(self, offset: int, nbytes: int) -> None:
         self._source.forget(self.start + offset, nbytes)
-
-    def check_unchanged(self) -> None:
-        self._source.check_unchanged()
 
     def close(self) -> None:
         """Do nothing: the section does not own the source."""

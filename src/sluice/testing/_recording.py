@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from sluice._errors import ReadError, TruncatedError
 from sluice._public import public
-from sluice.records import AccessFacts, FileIdentity
+from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import MappableSource, Source
 
 if TYPE_CHECKING:
@@ -32,37 +32,13 @@ class RecordedRead:
     direct: bool = False
 
 
-class _WrappedSource:
-    """Base class that delegates everything but reads to another source."""
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    @property
-    def path(self) -> str:
-        return self._source.path
-
-    @property
-    def identity(self) -> FileIdentity:
-        return self._source.identity
-
-    @property
-    def access(self) -> AccessFacts:
-        return self._source.access
+class _WrappedSource(ForwardingSource):
+    """A wrapped source that can be mapped if the source can."""
 
     def map(self, offset: int, nbytes: int) -> tuple[mmap.mmap, int]:
         if not isinstance(self._source, MappableSource):
             raise ReadError("this source cannot be mapped", file=self.path, offset=offset)
         return self._source.map(offset, nbytes)
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        self._source.forget(offset, nbytes)
-
-    def check_unchanged(self) -> None:
-        self._source.check_unchanged()
-
-    def close(self) -> None:
-        self._source.close()
 
 
 @public("sluice.testing")

@@ -14,6 +14,7 @@ import torch
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice._progress import Progress, byte_progress
+from sluice.writing.aliases import stored_once
 from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import NewFile, Replacement, saving
 from sluice.writing.items import flat_tensors, named_tensors, outlines
@@ -88,7 +89,7 @@ def _save_torch(job: SaveJob, state: object) -> SavedFiles:
 
 
 def _save_safetensors(job: SaveJob, state: object) -> SavedFiles:
-    tensors, aliases = _stored_once(_flat(state))
+    tensors, aliases = stored_once(_flat(state), _identity)
     layout = lay_out_safetensors(outlines(tensors, job.dtype), _metadata(job, aliases))
     nbytes = layout.nbytes - len(layout.header)
     with ExitStack() as stack:
@@ -100,7 +101,7 @@ def _save_safetensors(job: SaveJob, state: object) -> SavedFiles:
 
 
 def _save_directory(job: SaveJob, state: object) -> SavedFiles:
-    tensors, aliases = _stored_once(_flat(state))
+    tensors, aliases = stored_once(_flat(state), _identity)
     described = outlines(tensors, job.dtype)
     nbytes = sum(tensor.nbytes for tensor in described.values())
     with _counting(job, nbytes) as wrote:
@@ -120,7 +121,7 @@ def _save_parameters(job: SaveJob, state: object) -> SavedFiles:
     if job.manifest:
         named_tensors(tensors)  # refuses what has no hash
     check_file_names(tensors)
-    stored, aliases = _stored_once(tensors)
+    stored, aliases = stored_once(tensors, _identity)
     nbytes = sum(lay_out_torch_zip(tensor, job.dtype).writer.nbytes for tensor in stored.values())
     with ExitStack() as stack:
         wrote = stack.enter_context(_counting(job, nbytes))
@@ -163,22 +164,11 @@ def _metadata(job: SaveJob, aliases: Mapping[str, str]) -> dict[str, str]:
     return {**job.metadata, **aliases}
 
 
-def _stored_once(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return each tensor under one name, and its other names: ``{name: stored name}``.
-
-    The stored name is the first in alphabetical order, as in ``save_model`` of safetensors.
-    """
-    firsts: dict[object, str] = {}
-    aliases: dict[str, str] = {}
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_quantized:
-            continue
-        same = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
-        kept = firsts.setdefault(same, name)
-        if kept != name:
-            aliases[name] = kept
-    return {name: tensor for name, tensor in tensors.items() if name not in aliases}, aliases
+def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return equal keys for tensors with the same elements in the same memory; None if it is always stored."""
+    if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_quantized:
+        return None
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 def _write_safetensors(

@@ -14,6 +14,7 @@ from sluice.cli.options import (
     check_device,
     dtype_option,
     find_factory,
+    key_option,
     no_strict_option,
     parse_arguments,
     parse_dtype,
@@ -37,7 +38,7 @@ __all__ = ["load_command"]
     help="Device of the tensors: cpu, cuda:0, ...; auto fills accelerators in order. Default: as in the model.",
 )
 @dtype_option
-@click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
+@key_option
 @click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 4GiB.")
 @staging_option
 @no_strict_option

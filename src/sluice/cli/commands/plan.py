@@ -14,6 +14,7 @@ from sluice.cli.options import (
     check_device,
     dtype_option,
     find_factory,
+    key_option,
     no_strict_option,
     parse_arguments,
     parse_dtype,
@@ -42,7 +43,7 @@ _DOES_NOT_FIT = 3
 @click.option("--model-args", metavar="JSON", help="Its arguments: a JSON object by name, or an array in order.")
 @click.option("--device", help="Device of the tensors: cpu, cuda:0, ...; with --model also auto.")
 @dtype_option
-@click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
+@key_option
 @click.option(
     "--memory",
     "--host-limit",

@@ -27,13 +27,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
 from itertools import repeat
 from operator import add, sub
 
-from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
+from sluice._errors import FormatError, LimitError, TruncatedError
 from sluice._options import Limits
-from sluice.formats.protocol import Checksum
+from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header
 from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused, records_from_columns
@@ -41,11 +40,11 @@ from sluice.sources.protocol import Source
 
 __all__ = ["SafetensorsFormat"]
 
-#: A length and the start of a JSON object. Eight printable characters are not a length but text of another format.
+#: A length and the start of a JSON object. Eight printable characters are not a length but text in a different format.
 _START = re.compile(rb'(?![\t\n\r\x20-\x7e]{8}).{8}\{[\t\n\r\x20]*+["}]', re.DOTALL)
 
 
-class SafetensorsFormat:
+class SafetensorsFormat(LocatedByIndex):
     """The format of a single safetensors file; see ``Format``."""
 
     name = "safetensors"
@@ -66,17 +65,6 @@ class SafetensorsFormat:
                 tree=tree,
                 metadata=metadata,
             )
-
-    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
-        return []  # the format has no checksums
-
-    def locate(
-        self,
-        source: Source,  # noqa: ARG002 - required by the protocol; the index already locates every storage
-        index: Index,  # noqa: ARG002 - as above
-        storages: Iterable[int],  # noqa: ARG002 - as above
-    ) -> Mapping[int, int]:
-        return {}
 
 
 def _read_columns(source: Source, limits: Limits) -> tuple[Columns, dict[str, str], int]:

@@ -27,18 +27,18 @@ from __future__ import annotations
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import add
 from typing import Never
 
-from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsafeContentError
+from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError
 from sluice._options import Limits
 from sluice.formats.archives.tar import is_tar
 from sluice.formats.coalesced import read_ranges
 from sluice.formats.pickles.stream import unpickle_at
 from sluice.formats.pickles.unpickler import KeyGuard
-from sluice.formats.protocol import Checksum
+from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.torch_save.allowlist import StorageReference
 from sluice.formats.torch_save.legacy_allowlist import LegacyAllowlist
 from sluice.formats.torch_save.pickled_object import check_object
@@ -63,7 +63,7 @@ _COUNT = struct.Struct("<q")
 _COUNT_GAP_BYTES = 16 << 10
 
 
-class TorchLegacyFormat:
+class TorchLegacyFormat(LocatedByIndex):
     """The legacy format of ``torch.save``; see ``Format``."""
 
     name = "torch-legacy"
@@ -90,17 +90,6 @@ class TorchLegacyFormat:
                 notes=notes,
                 end=end,
             )
-
-    def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:  # noqa: ARG002
-        return []  # the format has no checksums
-
-    def locate(
-        self,
-        source: Source,  # noqa: ARG002 - required by the protocol; the index already locates every storage
-        index: Index,  # noqa: ARG002 - as above
-        storages: Iterable[int],  # noqa: ARG002 - as above
-    ) -> Mapping[int, int]:
-        return {}
 
 
 class _EmptyAllowlist:
