@@ -5,9 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sluice import _options as options
 from sluice.checking.read_order import FileRange, schedule
 
 EXTENTS = ((0, 400_000), (7, 50), (0, 0))
+
+GAPS = (options.COALESCE_GAP_BYTES,) * len(EXTENTS)
 
 
 @st.composite
@@ -22,7 +25,7 @@ def ranges(draw: st.DrawFn) -> FileRange:
 
 @given(st.lists(st.lists(ranges(), max_size=4), max_size=6))
 def test_every_byte_once_and_accepted_wishes_in_order(wishes: list[list[FileRange]]) -> None:
-    made = schedule(EXTENTS, wishes)
+    made = schedule(EXTENTS, wishes, GAPS)
     for file, (first, end) in enumerate(EXTENTS):
         own = sorted(span for span in made.ranges if span.file == file)
         assert [one.first for one in own] == [first, *(one.end for one in own[:-1])][: len(own)]
@@ -41,7 +44,7 @@ def contains(home: FileRange, span: FileRange) -> bool:
 
 
 def test_what_needs_no_order_is_read_as_it_lies() -> None:
-    assert schedule(((0, 100), (5, 9)), [[FileRange(0, 50, 60)], [FileRange(0, 10, 90)]]).ranges == (
+    assert schedule(((0, 100), (5, 9)), [[FileRange(0, 50, 60)], [FileRange(0, 10, 90)]], GAPS).ranges == (
         FileRange(0, 0, 100),
         FileRange(1, 5, 9),
     )
@@ -49,13 +52,29 @@ def test_what_needs_no_order_is_read_as_it_lies() -> None:
 
 def test_chunks_come_in_the_order_of_their_tensor() -> None:
     chunks = [FileRange(1, 500_000, 600_000), FileRange(0, 0, 100)]
-    made = schedule(((0, 10**6), (0, 10**6)), [chunks, [FileRange(0, 50, 100)]])
+    made = schedule(((0, 10**6), (0, 10**6)), [chunks, [FileRange(0, 50, 100)]], GAPS)
     assert made.ranges[:2] == (FileRange(1, 500_000, 600_000), FileRange(0, 0, 100))
     assert not made.refused
 
 
 def test_two_orders_of_the_same_bytes_cannot_both_be_had() -> None:
     one, other = FileRange(0, 0, 100), FileRange(1, 0, 100)
-    made = schedule(((0, 100), (0, 100)), [[one, other], [other, one], [one, other], [one]])
+    made = schedule(((0, 100), (0, 100)), [[one, other], [other, one], [one, other], [one]], GAPS)
     assert made.refused == {1}
-    assert schedule(((0, 100),), [[FileRange(0, 0, 10), FileRange(0, 5, 20)]]).refused == {0}  # they overlap
+    assert schedule(((0, 100),), [[FileRange(0, 0, 10), FileRange(0, 5, 20)]], GAPS).refused == {0}  # they overlap
+
+
+def test_a_gap_is_read_along_if_the_source_reads_such_gaps() -> None:
+    extents, gaps = ((0, 100), (0, 100)), (0, 30)
+    near = [FileRange(0, 60, 70), FileRange(0, 10, 40), FileRange(1, 60, 70), FileRange(1, 10, 40)]
+    assert schedule(extents, [near], gaps).ranges == (
+        FileRange(0, 60, 70),
+        FileRange(0, 10, 40),
+        FileRange(1, 40, 70),
+        FileRange(1, 10, 40),
+        FileRange(0, 0, 10),
+        FileRange(0, 40, 60),
+        FileRange(0, 70, 100),
+        FileRange(1, 0, 10),
+        FileRange(1, 70, 100),
+    )

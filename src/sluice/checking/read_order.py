@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
-from sluice import _options as options
-
 __all__ = ["FileRange", "ReadOrder", "schedule"]
 
 
@@ -46,14 +44,17 @@ class ReadOrder:
     refused: frozenset[int]
 
 
-def schedule(extents: Sequence[tuple[int, int]], streams: Sequence[Sequence[FileRange]]) -> ReadOrder:
+def schedule(
+    extents: Sequence[tuple[int, int]], streams: Sequence[Sequence[FileRange]], gaps_bytes: Sequence[int]
+) -> ReadOrder:
     """Return the order in which the files are read.
 
     Args:
         extents: The first byte of each file to read, and the byte after the last.
         streams: The ranges of each stream, in its order: inside the extents, and not empty.
+        gaps_bytes: Largest gap of each file that is read with the ranges around it, in bytes.
     """
-    blocks = _blocks(streams)
+    blocks = _blocks(streams, gaps_bytes)
     order: dict[int, int] = {}
     refused = []
     for number, ranges in enumerate(streams):
@@ -67,7 +68,7 @@ def schedule(extents: Sequence[tuple[int, int]], streams: Sequence[Sequence[File
     return ReadOrder(ranges=(*early, *_rest(extents, sorted(early))), refused=frozenset(refused))
 
 
-def _blocks(streams: Sequence[Sequence[FileRange]]) -> list[FileRange]:
+def _blocks(streams: Sequence[Sequence[FileRange]], gaps_bytes: Sequence[int]) -> list[FileRange]:
     """Return the blocks that are read as a whole: overlapping ranges joined, small gaps included."""
     blocks: list[FileRange] = []
     for each in sorted(each for ranges in streams for each in ranges):
@@ -75,7 +76,7 @@ def _blocks(streams: Sequence[Sequence[FileRange]]) -> list[FileRange]:
         if last is not None and last.file == each.file and each.first < last.end:
             blocks[-1] = FileRange(last.file, last.first, max(last.end, each.end))
             continue
-        near = last is not None and last.file == each.file and each.first - last.end <= options.COALESCE_GAP_BYTES
+        near = last is not None and last.file == each.file and each.first - last.end <= gaps_bytes[each.file]
         blocks.append(FileRange(each.file, last.end if last is not None and near else each.first, each.end))
     return blocks
 

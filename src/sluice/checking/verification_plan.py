@@ -220,7 +220,8 @@ class VerificationPlan:
     def _order(self) -> tuple[FileRange, ...]:
         """Return the read order; checks whose streams are refused are read entry by entry."""
         streams = self.streams()
-        order = schedule(self._checkpoint.extents, [stream.ranges for stream in streams])
+        gaps = [source.access.gap_bytes for source in self._checkpoint.sources]
+        order = schedule(self._checkpoint.extents, [stream.ranges for stream in streams], gaps)
         refused = {id(streams[number]) for number in order.refused}
         for tensor in self.tensors:
             if any(id(stream) in refused for stream in tensor.streams):

@@ -132,7 +132,7 @@ class Stream:
             self._checkpoint.index.files,
             self._facts,
             staging_bytes=self._reading_bytes,
-            buffer_bytes=staging_buffer_bytes(self._staging_bytes),
+            buffer_bytes=staging_buffer_bytes(self._staging_bytes, self._facts.access),
             page_cache=self._page_cache,
         )
         parts = FileTargets(plan, lambda position, at, piece: write(batch[position], at, piece))
