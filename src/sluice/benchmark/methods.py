@@ -22,7 +22,7 @@ METHODS: dict[str, Method] = {
 
 
 def absence(method: str) -> str:
-    """Return which package of a method is missing and how to install it, without imports; empty if none is missing."""
+    """Return the missing package of a method and how to install it, without imports; empty if all are installed."""
     packages = (name.partition(":")[0].partition(".")[0] for name in METHODS[method].imports)
     missing = next((package for package in packages if find_spec(package) is None), "")
     return f"{missing} is not installed: pip install {METHODS[method].package or missing}" if missing else ""

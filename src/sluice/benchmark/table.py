@@ -44,7 +44,7 @@ _LEAN, _FAIR = 1.1, 1.6
 
 
 def headings_of(scenario: Scenario) -> list[str]:
-    """Return the column headings except that of the method: name and unit on a line each."""
+    """Return the column headings except that of the method: the name on one line and the unit on the next."""
     peaks = ["host\nGiB", "anon\nGiB", "file\nGiB"]
     if scenario.device == "cuda":
         peaks += ["GPU\nalloc", "GPU\nresv"]

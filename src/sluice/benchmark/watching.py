@@ -1,4 +1,4 @@
-"""Sample the memory of another process during a load: peaks by kind, and a trace for the chart."""
+"""Sample the memory of a separate process during a load: peaks by kind, and a trace for the chart."""
 
 from __future__ import annotations
 

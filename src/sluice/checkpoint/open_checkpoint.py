@@ -170,7 +170,7 @@ class OpenCheckpoint:
         self.close()
 
 
-#: What every ``source`` argument takes.
+#: Types of every ``source`` argument.
 CheckpointSource: TypeAlias = "str | os.PathLike[str] | BinaryIO | OpenCheckpoint"
 
 

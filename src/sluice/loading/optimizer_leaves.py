@@ -20,7 +20,7 @@ __all__ = ["LeafDecisions"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decision:
-    """What one tensor of the state becomes."""
+    """Destination of one tensor of the state."""
 
     #: Name for messages and reports.
     name: str

@@ -117,13 +117,15 @@ def _apply_rules(tree: Mapping[str, object], rules: Sequence[Rule], checkpoint: 
         if isinstance(value, Entry):
             continue
         if name in flat:
-            raise MismatchError("rules give a tensor the name of another value", file=checkpoint.path, tensor=name)
+            raise MismatchError(
+                "rules map a tensor to the name of a different value", file=checkpoint.path, tensor=name
+            )
         flat[name] = value
     return _ordered(flat, like=tree)
 
 
 def _ordered(values: Mapping[str, object], *, like: object) -> OrderedDict[str, Any]:
-    """Return values as an OrderedDict with the attributes (``_metadata``) of another mapping."""
+    """Return values as an OrderedDict with the attributes (``_metadata``) of a given mapping."""
     ordered = OrderedDict(values)
     ordered.__dict__.update(getattr(like, "__dict__", {}))
     return ordered

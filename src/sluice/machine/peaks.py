@@ -39,7 +39,7 @@ class MemorySample:
 
 
 def read_memory(pid: int | None = None) -> MemorySample:
-    """Return the resident memory of this process, or of another process of the same user.
+    """Return the resident memory of this process, or of a different process of the same user.
 
     On systems that do not split it (macOS, Windows), all of it counts as anonymous.
 

@@ -144,7 +144,7 @@ def _strict_fit(fits: Sequence[NameFit], *, parts: bool) -> NameFit | None:
 
 
 def _nearest(fits: Sequence[NameFit]) -> NameFit:
-    """Return the fit to report against if none is strict."""
+    """Return the fit to report against if there is no strict fit."""
     best = max(fits, key=lambda fit: len(fit.names))
     rivals = _distinct([best, *(fit for fit in fits if _is_rival(fit, best))])
     if len(rivals) > 1:

@@ -1,4 +1,4 @@
-"""The helper process of ``sluice.measure``: samples the memory of another process until it is stopped.
+"""The helper process of ``sluice.measure``: samples the memory of its parent process until it is stopped.
 
 It runs as a separate script, so that the interpreter lock of the measured process cannot hide a peak, and imports only
 the standard library (and NVML's binding on request), so that it starts in about 20 ms. Protocol, over pipes: it writes

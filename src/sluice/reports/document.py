@@ -100,7 +100,7 @@ Section: TypeAlias = str | Grid
 
 
 class Report:
-    """What all reports share: ``str()``, rich and JSON from one description."""
+    """Base class of reports: ``str()``, rich and JSON from one description."""
 
     __slots__ = ()
 

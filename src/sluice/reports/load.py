@@ -26,7 +26,7 @@ _HOST_MEMORY = {
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
-    """What a load read, where the tensors are, and the memory and time it took.
+    """Result of a load: the bytes it read, the devices of the tensors, its memory and its time.
 
     ``str(report)`` is a summary to read, ``report.to_json()`` the complete record for programs, and ``report.table()``
     lists how each tensor was filled.

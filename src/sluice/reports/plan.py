@@ -26,7 +26,7 @@ __all__ = ["PlanReport"]
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport(Report):
-    """What a load would read, place and need. Nothing was read and nothing was changed.
+    """Result of a dry run: the reads, placement and memory of a load. Nothing was read and nothing was changed.
 
     ``str(report)`` is a summary to read, ``report.to_json()`` the complete record for programs, ``report.table()``
     compares the ways to load, and ``report.explain()`` lists how each group of tensors is moved.
@@ -70,9 +70,9 @@ class PlanReport(Report):
     device_bytes: Mapping[str, int]
     #: Limits on the growth of memory, each with its origin.
     limits: tuple[MemoryLimit, ...]
-    #: What is short, one sentence each; empty if the load fits.
+    #: Limits that are exceeded, one sentence per limit; empty if the load fits.
     shortages: tuple[str, ...] = ()
-    #: What would fit instead, if the load does not.
+    #: Changed arguments that would fit; empty if the load fits.
     alternatives: tuple[Alternative, ...] = ()
     #: Number of tensors for each change of dtype: ``{"float32->bfloat16": 12}``.
     cast: Mapping[str, int] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class PlanReport(Report):
     tied: tuple[tuple[str, ...], ...] = ()
     #: Missing names that the modules' own ``reset_parameters`` would fill.
     initialised: tuple[str, ...] = ()
-    #: What sluice and the usual ways to load would need, counted from before the model exists.
+    #: Needs of sluice and of the usual ways to load, counted from before the model exists.
     methods: tuple[MethodVerdict, ...]
     #: The recommended method; None if nothing fits.
     recommended: str | None

@@ -16,7 +16,7 @@ __all__ = ["SaveReport"]
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
-    """What ``sluice.save`` or ``sluice.convert`` wrote."""
+    """Result of ``sluice.save`` or ``sluice.convert``: the files and tensors that were written."""
 
     #: The file or directory, as given.
     destination: str

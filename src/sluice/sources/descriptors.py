@@ -126,7 +126,7 @@ class DescriptorCache:
             self._drop(key)
 
     def forsake(self, key: Key) -> None:
-        """Drop ``key`` now or at the next call of another method; for finalizers.
+        """Drop ``key`` now or at the next call of any other method; for finalizers.
 
         Finalizers run wherever the collector runs, possibly in this thread inside another method.
         """

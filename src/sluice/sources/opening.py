@@ -16,7 +16,7 @@ from sluice.sources.protocol import Source
 
 __all__ = ["SourceLocation", "open_directory", "open_source", "parent_directory", "stream_source"]
 
-#: What ``open_source`` accepts.
+#: Types of paths and file objects that ``open_source`` accepts.
 SourceLocation: TypeAlias = "str | bytes | os.PathLike[str] | BinaryIO"
 
 #: A scheme has at least two characters: one is the drive of a Windows path.

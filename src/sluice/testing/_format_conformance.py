@@ -119,7 +119,7 @@ class _FormatCase:
         return len(self.content)
 
     def read_index(self, content: bytes | None = None, limits: Limits | None = None) -> Index:
-        """Return the index of a file: the healthy one if none is given."""
+        """Return the index of a file: by default of the healthy one."""
         with closing(self.make_source(self.content if content is None else content)) as source:
             return self.format.read_index(source, limits or Limits())
 

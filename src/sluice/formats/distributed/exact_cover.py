@@ -3,7 +3,7 @@
 A box is a signed sum of orthants, one at each of its corners: the sign is +1 at the first corner and flips with each
 dimension in which the corner is at the end of the box. Boxes cover the whole exactly if and only if the signed corners
 of all boxes cancel to the signed corners of the whole. The cost is linear in the number of corners (and a sort),
-whatever the shape of the partition; comparing boxes in pairs would be quadratic. If corners are left over, the first in
+for any shape of the partition; comparing boxes in pairs would be quadratic. If corners are left over, the first in
 index order is the first element that is not covered exactly once, and its sum gives the number of boxes that cover it.
 
 Dimensions in which every box spans the whole are ignored. A box that is cut in ``k`` dimensions has ``2 ** k`` corners.

@@ -13,8 +13,8 @@ as a dict key crash the interpreter.
 - An opcode without a handler is refused, with its name and offset.
 
 Limits: opcodes (``Limits.nodes``), nesting (``Limits.depth``), memo indices, lengths of text and bytes, and integers
-and tuples as keys are checked before use. No allocation is sized by a declared value, and no step recurses, whatever
-the depth of the data.
+and tuples as keys are checked before use. No allocation is sized by a declared value, and no step recurses,
+regardless of the depth of the data.
 """
 
 from __future__ import annotations

@@ -197,7 +197,7 @@ def replaced_directory(path: str, *, belongs: Callable[[str], bool], check: Call
 
 @contextmanager
 def _hidden_directory(parent: str, name: str, path: str, belongs: Callable[[str], bool]) -> Iterator[str]:
-    """Create and lock a hidden directory; after the block remove whatever has its name: it or the old directory."""
+    """Create and lock a hidden directory; after the block, remove the directory with its name, new or old."""
     with saving(path):
         remove_leftovers(parent, name, lambda leftover: _remove(leftover, belongs))
     for _ in range(ATTEMPTS):
