@@ -211,7 +211,7 @@ def test_wrong_weights_fail_the_command(invoke: Any, monkeypatch: pytest.MonkeyP
 
 def test_too_little_time_for_the_puzzle_is_said(invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeJobs(monkeypatch)
-    monkeypatch.setattr(puzzle, "_SECONDS_BESIDE", 1000.0)
+    monkeypatch.setattr(puzzle, "_EXTRA_SECONDS", 1000.0)
     result = invoke({"pinned-copy": {"seconds": 1.0}})
     assert result.exit_code == 0, result.output
     solved = json.loads((tmp_path / "out/gpu.json").read_text())["sections"][2]

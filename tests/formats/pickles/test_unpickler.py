@@ -37,7 +37,7 @@ PLAIN = st.recursive(
         | st.tuples(inner, inner)
         | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])) | st.integers(-99, 99), inner, max_size=4)
         | st.dictionaries(st.tuples(st.text(max_size=3), st.integers(0, 9)), inner, max_size=3).map(OrderedDict)
-        | st.sets(st.integers() | st.binary(max_size=3), max_size=1)
+        | st.sets(st.integers(-(2**61) + 2, 2**61 - 2) | st.binary(max_size=3), max_size=1)
         | st.frozensets(st.text(max_size=3, alphabet="ab"), max_size=1)
     ),
     max_leaves=20,
