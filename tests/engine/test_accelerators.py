@@ -14,7 +14,6 @@ import sluice
 from sluice._dtypes import dtype_name
 from sluice.engine.accelerators import BlockingAccelerator
 from sluice.engine.host_copies import StridedBytes
-from sluice.engine.session import execute
 from sluice.engine.staging import StagingPool
 from sluice.engine.targets import Targets
 from sluice.planning.budget import shortages
@@ -24,6 +23,7 @@ from sluice.records import DeviceFacts, FileRecord, LoadPlan, MachineFacts, Requ
 from sluice.sources.local import LocalFile
 from sluice.testing import FakeAccelerator
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.running import execute
 
 FAKE = "fake:0"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from sluice.engine.session import execute
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import FileRecord, LoadPlan
 from sluice.sources.local import LocalFile
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.running import execute
 
 ELEMENTS = 9 * MIB // 4
 

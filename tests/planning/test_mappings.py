@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sluice
-from sluice.engine.session import execute
 from sluice.engine.targets import Targets
 from sluice.planning.mappings import Mapped, plan_mapping
 from sluice.planning.memory_layout import single_targets
@@ -31,6 +30,7 @@ from sluice.sources.local import LocalFile
 from sluice.testing import RecordingSource
 from support.leaks import open_files
 from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages
+from support.running import execute
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 

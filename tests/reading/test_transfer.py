@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 import sluice
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
-from sluice.engine.session import execute
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import FileRecord, Request
 from sluice.sources.local import LocalFile
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.running import execute
 
 DTYPES = [torch_dtype(name) for name in ITEM_BYTES]
 

@@ -14,7 +14,6 @@ import sluice
 from sluice import UnsupportedError
 from sluice._dtypes import number_bytes, torch_dtype
 from sluice.engine.file_targets import FileTargets
-from sluice.engine.session import execute
 from sluice.engine.targets import Targets
 from sluice.planning.conversion import plan_stream
 from sluice.planning.memory_layout import single_targets
@@ -25,6 +24,7 @@ from sluice.testing import FakeAccelerator
 from sluice.testing._archives import Call, Global, storage, tensor_call, torch_archive
 from support.oracles import bits, same
 from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages
+from support.running import execute
 from support.torch_files import saved_big_endian
 
 #: Dtypes that torch writes as typed storages.

@@ -11,7 +11,6 @@ import torch
 
 import sluice
 from sluice._dtypes import dtype_name
-from sluice.engine.session import execute
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
@@ -21,6 +20,7 @@ from sluice.testing import FakeAccelerator
 from sluice.testing._archives import storage, tensor_call, torch_archive
 from support.oracles import bits, same
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.running import execute
 
 
 def numbers(count: int, dtype: torch.dtype = torch.complex64) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from sluice._dtypes import dtype_name
 from sluice.engine.accelerators import Accelerator, BlockingAccelerator
-from sluice.engine.session import execute
 from sluice.engine.targets import Targets
 from sluice.entries.assembly import multiply, pad, permute
 from sluice.planning.memory_layout import single_targets
@@ -18,6 +17,7 @@ from sluice.records import Entry, FileRecord, LoadPlan
 from sluice.sources.local import LocalFile
 from sluice.testing import FakeAccelerator
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.running import execute
 
 FAKE = "fake:0"
 

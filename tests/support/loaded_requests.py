@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from sluice.engine.session import execute
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import FileRecord, Request
 from sluice.sources.local import LocalFile
 from support.plans import MIB, facts, index_of, write_storages
+from support.running import execute
 
 
 def load(

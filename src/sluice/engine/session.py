@@ -31,20 +31,7 @@ from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Method, Read
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
-__all__ = ["Session", "execute"]
-
-
-def execute(
-    plan: LoadPlan,
-    sources: Sequence[Source],
-    targets: TargetMemory,
-    *,
-    progress: Callable[[int], None] | None = None,
-    completed: Callable[[int], None] | None = None,
-) -> RunResult:
-    """Run one plan in a session of its own; see ``Session.run``."""
-    with Session(sources) as session:
-        return session.run(plan, targets, progress=progress, completed=completed)
+__all__ = ["Session"]
 
 
 @dataclass(frozen=True, slots=True)
