@@ -48,7 +48,7 @@ def test_the_bar_shows_bytes_and_speed_on_stderr_only(capsys: pytest.CaptureFixt
     assert "B/s" in captured.err or "?" in captured.err
 
 
-def test_a_long_path_leaves_room_for_the_bar(
+def test_a_long_path_leaves_space_for_the_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

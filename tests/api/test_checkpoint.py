@@ -96,7 +96,7 @@ def test_names_that_collide_are_an_error_on_the_dotted_view_only(tmp_path: Path)
             len(checkpoint)
 
 
-def test_metadata_is_what_the_file_says_of_itself(file: Path) -> None:
+def test_metadata_is_that_of_the_file(file: Path) -> None:
     with sluice.open(file) as checkpoint:
         wanted = {"f.pth": ("byteorder", "little"), "f.safetensors": ("format", "pt")}[file.name]
         assert checkpoint.metadata[wanted[0]] == wanted[1]

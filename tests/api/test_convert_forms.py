@@ -142,7 +142,7 @@ def test_every_source_becomes_every_form(
     assert {path.name for path in tmp_path.iterdir()} == {source.name, form}
 
 
-def test_a_training_state_goes_to_a_torch_file_as_a_whole(tmp_path: Path) -> None:
+def test_a_training_state_is_converted_to_a_torch_file_as_a_whole(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(5, 4)).sum().backward()
@@ -173,7 +173,7 @@ def test_a_training_state_goes_to_a_torch_file_as_a_whole(tmp_path: Path) -> Non
     again.load_state_dict(found["optimizer"])
 
 
-def test_a_flat_form_takes_the_state_dict_and_says_what_it_left_out(tmp_path: Path) -> None:
+def test_a_flat_form_takes_the_state_dict_and_reports_omitted_values(tmp_path: Path) -> None:
     state = {
         "model": {"w": torch.ones(3, 3), "epoch": 4},
         "optimizer": {"state": {0: {"m": torch.ones(9)}}, "param_groups": []},
@@ -243,7 +243,7 @@ def test_parts_that_reach_a_large_tensor_in_short_runs(tmp_path: Path, name: str
     assert_equal(read_back(tmp_path / name), expected)
 
 
-def test_big_endian_files_are_turned_round(tmp_path: Path) -> None:
+def test_big_endian_files_are_byteswapped(tmp_path: Path) -> None:
     state = {"w": torch.randn(40, 30), "t": torch.randn(30, 40).t(), "c": torch.randn(9, dtype=torch.complex64)}
     path = tmp_path / "big.pt"
     torch.save(state, tmp_path / "little.pt")

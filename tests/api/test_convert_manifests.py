@@ -18,7 +18,7 @@ from support.oracles import bits
 
 @pytest.mark.parametrize("staging", ["2MiB", "64MiB"])
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "model", "parameters"])
-def test_the_manifest_is_that_of_what_was_written(tmp_path: Path, name: str, staging: str) -> None:
+def test_the_manifest_describes_the_written_tensors(tmp_path: Path, name: str, staging: str) -> None:
     base = torch.randn(700, 800)
     state = OrderedDict(
         base=base,

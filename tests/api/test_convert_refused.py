@@ -156,7 +156,7 @@ def test_a_destination_in_the_source_is_refused(
     assert listing(tmp_path) == before
 
 
-def test_a_shard_is_not_replaced_by_what_is_made_of_all(tmp_path: Path) -> None:
+def test_a_shard_is_not_replaced_by_a_conversion_of_all_shards(tmp_path: Path) -> None:
     source = in_shards(tmp_path)
     with pytest.raises(sluice.SaveError, match="the destination is one of the source files"):
         sluice.convert(
@@ -169,7 +169,7 @@ def test_a_shard_is_not_replaced_by_what_is_made_of_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["out.pt", "out.safetensors", "model", "parameters"])
 @pytest.mark.parametrize("call", ["preadv", "pwrite", "fsync"])
-def test_a_failing_system_leaves_what_was_there(
+def test_a_failing_system_call_keeps_the_old_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: str
 ) -> None:
     kind: Any = "per-parameter" if name == "parameters" else None
@@ -189,7 +189,7 @@ def test_a_failing_system_leaves_what_was_there(
     assert listing(tmp_path) == before
 
 
-def test_a_source_that_changes_meanwhile_is_no_source(tmp_path: Path) -> None:
+def test_a_source_that_changes_fails_the_suite(tmp_path: Path) -> None:
     torch.save({"w": torch.randn(1000)}, tmp_path / "in.pt")
 
     def touch(_: sluice.ProgressEvent) -> None:
@@ -209,7 +209,7 @@ def test_memory_limits(tmp_path: Path) -> None:
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_dry_run_says_what_would_be_written_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_reports_the_files_and_writes_nothing(tmp_path: Path) -> None:
     state = {f"w{i}": torch.randn(10, 10) for i in range(6)}
     torch.save(state, tmp_path / "in.pt")
     before = listing(tmp_path)

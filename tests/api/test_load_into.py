@@ -104,7 +104,7 @@ def test_dtype_none_keeps_the_models_and_auto_takes_the_files(file: Path) -> Non
     assert again.embedding.weight.dtype == torch.float32
 
 
-def test_dtype_casts_what_comes_from_the_file_and_no_computed_buffer(file: Path) -> None:
+def test_dtype_casts_loaded_tensors_but_not_computed_buffers(file: Path) -> None:
     expected = saved(file)
     model = empty()
     sluice.load_into(model, file, dtype=torch.bfloat16)
@@ -250,7 +250,7 @@ def test_a_failing_read_leaves_an_empty_model_empty_whichever_read_it_is(
     pytest.fail("the load never succeeded")
 
 
-def test_a_failing_read_says_what_became_of_live_parameters(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_read_reports_the_state_of_live_parameters(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = saved(file)
     state = expected.state_dict()
     seen = set()
@@ -279,7 +279,7 @@ def test_a_failing_read_says_what_became_of_live_parameters(file: Path, monkeypa
     pytest.fail("the load never succeeded")
 
 
-def test_an_interrupt_stays_an_interrupt_and_tells_what_it_left(file: Path) -> None:
+def test_an_interrupt_stays_an_interrupt_and_reports_the_state(file: Path) -> None:
     saved(file)
 
     def interrupt(_: sluice.ProgressEvent) -> None:

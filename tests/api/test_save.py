@@ -98,7 +98,7 @@ def test_views_stay_views_and_ties_stay_ties_for_torch(tmp_path: Path) -> None:
     assert (tmp_path / "f.pt").stat().st_size < 3000
 
 
-def test_what_shares_memory_with_its_conjugate_is_stored_as_what_it_stands_for(tmp_path: Path) -> None:
+def test_tensors_that_share_memory_with_their_conjugate_are_stored_by_value(tmp_path: Path) -> None:
     base = torch.randn(4, dtype=torch.complex64)
     state = {"plain": base, "conjugate": base.conj(), "negative": base.conj().imag}
     sluice.save(state, tmp_path / "f.pt")

@@ -213,7 +213,7 @@ def test_a_format_that_contradicts_the_suffix(tmp_path: Path, name: str, form: S
 
 
 @pytest.mark.parametrize("name", ["f.pt", "f.PTH", "f.ckpt", "f.bin", "no suffix", "f.xyz"])
-def test_a_format_that_fits_or_that_the_suffix_says_nothing_of(tmp_path: Path, name: str) -> None:
+def test_a_format_that_matches_the_suffix_or_a_suffix_without_format(tmp_path: Path, name: str) -> None:
     sluice.save({"a": torch.ones(2)}, tmp_path / name, format="torch")
     assert same(torch.load(tmp_path / name, weights_only=True), {"a": torch.ones(2)})
 

@@ -110,7 +110,9 @@ def test_a_limit_on_the_size_of_files(
 
 
 @pytest.mark.parametrize(("name", "arguments"), FORMS, ids=[name for name, _ in FORMS])
-def test_what_is_no_checkpoint_is_refused_and_kept(tmp_path: Path, name: str, arguments: dict[str, Any]) -> None:
+def test_destinations_that_are_not_checkpoints_are_refused_and_kept(
+    tmp_path: Path, name: str, arguments: dict[str, Any]
+) -> None:
     is_file = "." in name
     path = tmp_path / name
     os.mkfifo(path)
@@ -141,7 +143,7 @@ def test_a_link_to_nothing_is_followed(tmp_path: Path, name: str, arguments: dic
     assert value_of(tmp_path / f"elsewhere-{name}") == 1
 
 
-def test_standard_output_is_no_place(tmp_path: Path) -> None:
+def test_standard_output_is_not_a_destination(tmp_path: Path) -> None:
     code = "import sluice, torch, sys; sluice.save({'a': torch.ones(1)}, '/dev/stdout', format='torch', overwrite=True)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "SaveError" in done.stderr

@@ -28,7 +28,7 @@ def _terminate_inside(parent: Path) -> None:
         time.sleep(10)
 
 
-def test_the_folder_goes_when_its_process_is_terminated(tmp_path: Path) -> None:
+def test_the_folder_is_removed_when_its_process_is_terminated(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         _terminate_inside(tmp_path)
     assert ended.value.code == 143
@@ -56,7 +56,7 @@ def test_load_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert (tmp_path / "files/tiny.pth").stat().st_mtime_ns == before  # reused, not written again
 
 
-def test_load_says_which_peers_are_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_load_lists_absent_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(load, "run_with_progress", FakeRunner())
     monkeypatch.setattr(load, "_PACKAGES", ("torch", "no-such-loader"))
     arguments = ["--size", "tiny", "--runs", "1", "--case", "pth-fp32", "--directory", str(tmp_path)]

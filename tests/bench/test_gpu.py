@@ -38,7 +38,9 @@ def test_raw_limits_come_first_and_ours_is_in_every_table() -> None:
     assert all(any(method.startswith("sluice") for method in scenario.checkpoints) for scenario in scenarios)
 
 
-def test_without_a_gpu_the_command_says_so_and_exits_with_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_command_prints_an_error_and_exits_with_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(gpu.main, ["--out", str(tmp_path / "out")])
     assert result.exit_code == 2
@@ -182,7 +184,7 @@ def test_the_command_leaves_tables_goals_and_no_checkpoints(
     assert "- no picture: no matplotlib here" in markdown
 
 
-def test_what_fails_is_said_and_does_not_stop_the_rest(
+def test_failures_are_reported_and_do_not_stop_the_rest(
     invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeJobs(monkeypatch)
@@ -209,7 +211,9 @@ def test_wrong_weights_fail_the_command(invoke: Any, monkeypatch: pytest.MonkeyP
     assert "wrong weights or logits: naive" in result.output
 
 
-def test_too_little_time_for_the_puzzle_is_said(invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_time_for_the_puzzle_is_reported(
+    invoke: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     FakeJobs(monkeypatch)
     monkeypatch.setattr(puzzle, "_EXTRA_SECONDS", 1000.0)
     result = invoke({"pinned-copy": {"seconds": 1.0}})

@@ -88,7 +88,7 @@ def test_ahead_of_a_peer_means_in_time_and_in_memory(
     assert goals["T: ahead of peer"].reached is reached
 
 
-def test_peers_that_did_not_finish_and_raw_reads_are_no_goals() -> None:
+def test_peers_that_did_not_finish_and_raw_reads_are_not_goals() -> None:
     rows = (row("sluice-load-into"), row("peer", seconds={}), row("raw-direct", over_final=None))
     assert not any("ahead" in name for name in judged(*rows))
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from bench import sampler
 
 
-def test_what_the_helper_takes_is_found_and_it_sleeps_between_its_looks() -> None:
+def test_cpu_time_of_the_helper_is_measured_and_it_sleeps_between_samples() -> None:
     cost = sampler.compare("sleep", lambda: time.sleep(0.5), runs=1, interval_seconds=0.001)
     assert cost.helper_share > 0
     assert cost.alone_seconds >= 0.5

@@ -16,7 +16,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_goes_out_of_the_cache_and_into_it(folder: Path) -> None:
+def test_a_folder_is_dropped_from_the_cache_and_read_into_it(folder: Path) -> None:
     if not make_cold(folder):
         pytest.skip("this file system keeps its files in memory")
     assert cached_share(folder) == 0

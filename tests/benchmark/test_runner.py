@@ -116,7 +116,7 @@ def test_a_cache_that_cannot_be_prepared_fails_the_run(log: list[str], monkeypat
     assert log == ["reference  verify"]
 
 
-def test_every_run_is_a_line_where_there_is_no_terminal(log: list[str]) -> None:
+def test_every_run_is_a_line_without_a_terminal(log: list[str]) -> None:
     text = io.StringIO()
     run_with_progress(Console(file=text), [_scenario("cold")], repetitions=1)
     lines = [line.strip().partition(", about ") for line in text.getvalue().splitlines()]
@@ -128,7 +128,7 @@ def test_every_run_is_a_line_where_there_is_no_terminal(log: list[str]) -> None:
     assert all(left.endswith(" s left") for _, _, left in lines)
 
 
-def test_the_time_left_is_told_from_what_the_methods_took() -> None:
+def test_the_time_left_is_estimated_from_finished_methods() -> None:
     assert seconds_left({"reference": 4.0, "naive": 8.0}, ["naive", "sluice", "naive"]) == 8 + 6 + 8
     assert seconds_left({"naive": 8.0}, []) == 0
 
@@ -170,12 +170,12 @@ def test_a_model_is_right_when_weights_are_equal_and_logits_close(found: Verdict
     assert summarise(_scenario("cold", methods=("naive",)), runs)[0].right is right
 
 
-def test_without_the_truth_nobody_is_right() -> None:
+def test_without_a_reference_no_method_is_verified() -> None:
     runs = [_run("reference", status="killed"), _run("naive", verdict=_TRUTH)]
     assert summarise(_scenario("cold", methods=("naive",)), runs)[0].right is None
 
 
-def test_a_casualty_is_a_row_that_says_how_far_it_came() -> None:
+def test_a_killed_method_is_a_row_with_its_progress() -> None:
     runs = [_run("naive", status="killed", total_gib=5, reason="out of memory") for _ in range(2)]
     row = summarise(_scenario("cold", methods=("naive",)), runs)[0]
     assert (row.failures, row.reasons, row.seconds) == ({"cold": "killed"}, ("out of memory",), {})

@@ -82,7 +82,7 @@ def test_more_runs_leave_time_for_less() -> None:
         ({"seconds_per_process": 4.0, "seconds_per_byte": 3e-9}, "GPT-2 medium would take about 157 s"),
     ],
 )
-def test_the_choice_says_why_nothing_larger(changes: dict[str, Any], reason: str) -> None:
+def test_the_choice_explains_why_nothing_larger(changes: dict[str, Any], reason: str) -> None:
     assert _choose(**changes).reason == reason
 
 
@@ -93,7 +93,7 @@ def test_the_estimate_grows_with_processes_and_bytes() -> None:
     assert 14 < one.seconds < both.seconds
 
 
-def test_probes_tell_what_this_machine_is_like(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_probes_describe_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_sizes, "_PROBE_BYTES", 1 << 20)
     monkeypatch.setattr(_sizes, "_CHOICE", ("small",))
     monkeypatch.setattr("sluice.benchmark.machine.free_memory_bytes", lambda: 0)
@@ -143,7 +143,7 @@ def test_the_finished_size_counts_ties_once_and_keeps_integers() -> None:
     assert final_bytes(_MODEL, '{"width": 16}', torch.bfloat16) == 5 * 16 * 2 + 8
 
 
-def test_own_checkpoints_are_read_as_they_are_where_a_method_can(own: Path, tmp_path: Path) -> None:
+def test_own_checkpoints_are_read_directly_if_a_method_can(own: Path, tmp_path: Path) -> None:
     subject = own_subject(own, _MODEL, "{}", "model")
     assert default_methods(subject) == ["naive", "sequential", "meta-sequential", "mmap", "sluice"]
     folder = tmp_path / "made"

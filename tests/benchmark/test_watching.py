@@ -32,7 +32,7 @@ def trace(*device_gib: float) -> Trace:
     return Trace(title="a load", final_bytes=GIB, samples=tuple(samples))
 
 
-def test_a_trace_begins_where_the_device_is_used() -> None:
+def test_a_trace_begins_at_the_first_use_of_the_device() -> None:
     assert trace(5.0, 5.0, 5.5, 8.0, 7.0).lines() == ([0.0, 1.0, 2.0], [0.5, 3.0, 2.0], [2.0, 3.0, 4.0])
     assert trace(5.0, 5.0, 8.0, 7.0).device_growth_bytes == 3 * GIB
     assert trace().lines() == ([], [], [])
@@ -93,6 +93,6 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_nothing_watched_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_watched_draws_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timeline, "import_module", lambda _: None)
     assert draw(tmp_path / "p.png", []) == "no picture: nothing was watched"

@@ -134,7 +134,7 @@ def test_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     assert not sluice.diff(tmp_path / "run.pt", tmp_path / "f.safetensors").same
 
 
-def test_sparse_and_quantized_tensors_are_what_they_are_made_of(tmp_path: Path) -> None:
+def test_sparse_and_quantized_tensors_have_their_parts(tmp_path: Path) -> None:
     torch.save(composites(), tmp_path / "a.pt")
     other = composites()
     other["coo"].values()[1] += 1
@@ -153,7 +153,7 @@ def test_sparse_and_quantized_tensors_are_what_they_are_made_of(tmp_path: Path) 
     }
 
 
-def test_what_is_not_read_is_not_said_to_be_the_same(tmp_path: Path) -> None:
+def test_unread_tensors_are_not_reported_as_equal(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "e4m3": torch.ones(3).to(torch.float8_e4m3fn)}
     torch.save(state, tmp_path / "a.pt")
     torch.save(state, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
@@ -337,7 +337,7 @@ assert report.differences[0].different == 40 << 20
 
 
 @pytest.mark.usefixtures("fresh_processes")
-def test_memory_stays_below_the_gate_whatever_the_size_of_a_tensor(tmp_path: Path) -> None:
+def test_memory_stays_below_the_gate_for_any_size_of_a_tensor(tmp_path: Path) -> None:
     state = {"large": torch.ones(40 << 20), "transposed": torch.ones(4096, 4096).t()}  # 224 MiB, twice
     sluice.save(state, tmp_path / "a.pt")
     state["large"] += 1

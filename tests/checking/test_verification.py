@@ -49,7 +49,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("name", MAKERS)
-def test_what_is_whole_is_ok_and_hashed_as_its_tensors(tmp_path: Path, name: str) -> None:
+def test_intact_checkpoints_are_ok_and_hashed_as_their_tensors(tmp_path: Path, name: str) -> None:
     tensors = MAKERS[name](tmp_path / "c")
     report = sluice.verify(tmp_path / "c", hashes="sha256", nan=True)
     assert report.ok, report
@@ -149,7 +149,7 @@ def test_a_manifest_follows_a_checkpoint_through_formats(tmp_path: Path) -> None
         (lambda state: state.update(ints=state["ints"] + 1), "hash", "ints"),
     ],
 )
-def test_what_is_not_as_the_manifest_says(
+def test_tensors_that_differ_from_the_manifest(
     tmp_path: Path, change: Callable[[Tensors], object], kind: str, tensor: str
 ) -> None:
     state = plain_tensors()
@@ -160,7 +160,7 @@ def test_what_is_not_as_the_manifest_says(
     assert (problem.kind, problem.tensor) == (kind, tensor)
 
 
-def test_a_missing_name_is_told_what_comes_close(tmp_path: Path) -> None:
+def test_a_missing_name_lists_similar_names(tmp_path: Path) -> None:
     state = plain_tensors()
     sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
     state["model.a.w"] = state.pop("a.w")
@@ -252,7 +252,7 @@ def test_sparse_indices_that_lie(
     assert problem in found.problem
 
 
-def test_a_damaged_header_of_a_record_is_found_beside_everything_else(tmp_path: Path) -> None:
+def test_a_damaged_header_of_a_record_is_found_with_all_other_damage(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(100), "b": torch.zeros(100), "c": torch.ones(100)}, tmp_path / "f.pt")
     places = records(tmp_path / "f.pt")
     first = {name.rpartition("/")[2]: start for name, (start, _) in places.items()}
@@ -317,7 +317,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_still_verified(
         report.write_manifest(tmp_path / "n.json")
 
 
-def test_what_is_no_checkpoint_is_an_error(tmp_path: Path) -> None:
+def test_files_other_than_checkpoints_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(sluice.CheckpointError, match="does not exist"):
         sluice.verify(tmp_path / "nowhere")
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:
@@ -382,7 +382,7 @@ def _zipped(value: object) -> bytes:
     return content.getvalue()
 
 
-def test_counts_of_what_is_not_finite(tmp_path: Path) -> None:
+def test_counts_of_non_finite_values(tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     state = {
         "fine": torch.ones(3),
@@ -499,7 +499,7 @@ assert report.ok, report
 
 @pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.parametrize("kind", ["f.pt", "f.safetensors"])
-def test_memory_stays_below_the_gate_whatever_the_size_of_a_tensor(tmp_path: Path, kind: str) -> None:
+def test_memory_stays_below_the_gate_for_any_size_of_a_tensor(tmp_path: Path, kind: str) -> None:
     state = {"large": torch.ones(28 << 20), "transposed": torch.ones(4096, 2048).t(), "small": torch.ones(9)}  # 269 MiB
     state |= {f"held {number}": torch.ones(1024, 1000).t() for number in range(32)}
     sluice.save(state, tmp_path / kind)

@@ -159,7 +159,7 @@ def test_items_that_were_transformed(tmp_path: Path, transforms: object) -> None
     assert "zstd" not in str(transforms) or "zstd" in str(error.found)
 
 
-def test_a_transformed_item_beside_others(tmp_path: Path) -> None:
+def test_a_transformed_item_next_to_others(tmp_path: Path) -> None:
     data, value = item(torch.ones(2, 3)), item(3)
     (tmp_path / FILE).write_bytes(data + value)
     halves = [chunk_metadata((0, 0), (2, 3)), chunk_metadata((2, 0), (2, 3))]
@@ -368,7 +368,7 @@ def test_a_chunk_of_a_kind_that_is_not_assembled(tmp_path: Path) -> None:
     assert (caught.value.file, caught.value.found) == (str(tmp_path / "d" / FILE), "sparse_coo")
 
 
-def test_a_hole_says_where(tmp_path: Path) -> None:
+def test_a_hole_is_an_error_with_its_position(tmp_path: Path) -> None:
     error = refusal(one(tmp_path, tensor=tensor_metadata((4, 3), boxes(((0, 0), (2, 3)), ((3, 0), (1, 3))))))
     assert (error.tensor, error.found) == ("w", "element [2, 0] in 0")
 
@@ -419,7 +419,7 @@ def test_offsets_in_errors_count_from_the_start_of_the_file(tmp_path: Path) -> N
     assert (tmp_path / "d" / FILE).read_bytes()[error.offset :][:1] == b"I"
 
 
-def test_a_chunk_that_is_not_what_its_first_bytes_say(tmp_path: Path) -> None:
+def test_a_chunk_that_contradicts_its_first_bytes(tmp_path: Path) -> None:
     """The chunk starts like the one before it, but its archive's directory leads to the transposed tensor."""
     honest = item(torch.ones(4, 4))
     other = item(torch.ones(4, 4).t())
@@ -440,7 +440,7 @@ def test_data_that_changed_its_size_between_opening_and_reading(tmp_path: Path) 
             checkpoint["w"].read()
 
 
-def test_damage_behind_the_first_bytes_is_found_before_data_is_read(tmp_path: Path) -> None:
+def test_damage_after_the_first_bytes_is_found_before_data_is_read(tmp_path: Path) -> None:
     write(tmp_path / "d", {"w": rows(torch.ones(512, 4), 2)})
     file = tmp_path / "d" / FILE
     data = bytearray(file.read_bytes())

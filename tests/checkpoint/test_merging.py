@@ -73,7 +73,7 @@ def test_a_shard_without_tensors_has_none_of_those_that_the_index_gives_it(tmp_p
 
 
 @pytest.mark.parametrize("content", [torch.ones(2), [torch.ones(2)], {3: torch.ones(2)}, {}], ids=str)
-def test_a_shard_that_is_no_state_dict(tmp_path: Path, content: object) -> None:
+def test_a_shard_that_is_not_a_state_dict(tmp_path: Path, content: object) -> None:
     save(tmp_path / "1.bin", content)
     save(tmp_path / "2.bin", tensors("b"))
     write_index(tmp_path / "pytorch_model.bin.index.json", {"1.bin": ["a"], "2.bin": ["b"]})
@@ -82,7 +82,7 @@ def test_a_shard_that_is_no_state_dict(tmp_path: Path, content: object) -> None:
     assert ("'1.bin' does not hold a state dict" if content != {} else "'a' is neither in") in error.problem
 
 
-def test_tensors_that_the_index_leaves_out_are_kept_and_said(tmp_path: Path) -> None:
+def test_tensors_that_the_index_omits_are_kept_and_reported(tmp_path: Path) -> None:
     save(tmp_path / "1.safetensors", tensors("a", "extra"))
     write_index(tmp_path / SAFETENSORS_INDEX, {"1.safetensors": ["a"]}, total_size=48)
     assert notes(tmp_path) == "In the shards, but not in their index (1): extra."
@@ -90,7 +90,7 @@ def test_tensors_that_the_index_leaves_out_are_kept_and_said(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("claimed", "lies"), [(144, False), (96, False), (144.0, False), (95, True), (0, True)])
-def test_a_total_size_that_lies_is_said(tmp_path: Path, claimed: float, lies: bool) -> None:
+def test_a_wrong_total_size_is_reported(tmp_path: Path, claimed: float, lies: bool) -> None:
     """Two sums are in use: over all names, and over stored bytes, in which tied tensors count once."""
     tied = torch.ones(12)
     save(tmp_path / "1.bin", {"a": tied, "b": tied, "c": torch.zeros(12)})

@@ -11,7 +11,7 @@ import sluice
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 
 
-def test_the_metadata_names_tied_tensors_but_the_format_of_the_file_is_no_tie(tmp_path: Path) -> None:
+def test_the_metadata_names_tied_tensors_but_the_format_of_the_file_is_not_a_tie(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     metadata = {"format": "pt", "head": "pt", "pt": "head", "author": "unknown"}
     save_file({"pt": torch.arange(3.0)}, path, metadata)

@@ -106,9 +106,7 @@ def test_every_layout_opens_from_any_directory(tmp_path: Path, write: Callable[[
 
 
 @pytest.mark.parametrize("write", [shards, one_file, chunks])
-def test_containment_is_asked_of_the_directory_before_each_file_is_opened(
-    tmp_path: Path, write: Callable[[Path], None]
-) -> None:
+def test_containment_is_checked_before_each_file_is_opened(tmp_path: Path, write: Callable[[Path], None]) -> None:
     write(tmp_path)
     strict = Limits(symlinks_outside=False)
     directory = in_memory(tmp_path)

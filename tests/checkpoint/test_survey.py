@@ -103,7 +103,7 @@ def test_every_kind_fills_a_module(tmp_path: Path, write: Callable[[Path, Tensor
         assert torch.equal(part["weight"].read(), saved["first.weight"])
 
 
-def test_views_and_parameters_of_pickled_shards_stay_what_they_are(tmp_path: Path) -> None:
+def test_views_and_parameters_of_pickled_shards_keep_their_types(tmp_path: Path) -> None:
     base = torch.arange(20.0)
     weight = nn.Parameter(torch.ones(3), requires_grad=False)
     save(tmp_path / "1.bin", {"u": torch.zeros(2)})

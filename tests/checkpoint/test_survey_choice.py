@@ -40,7 +40,7 @@ def test_the_preference(tmp_path: Path) -> None:
     ]
 
 
-def test_a_variant_is_taken_only_where_nothing_else_is_there(tmp_path: Path) -> None:
+def test_a_variant_is_selected_only_without_a_default(tmp_path: Path) -> None:
     one = tensors("w")
     save(tmp_path / "pytorch_model.fp16.bin", one)
     assert chosen(tmp_path) == ["pytorch_model.fp16.bin"]
@@ -61,7 +61,7 @@ def test_a_variant_is_taken_only_where_nothing_else_is_there(tmp_path: Path) -> 
     assert "variant" not in notes(tmp_path)
 
 
-def test_an_index_of_another_name(tmp_path: Path) -> None:
+def test_an_index_with_a_different_name(tmp_path: Path) -> None:
     save_sharded(tmp_path, "consolidated.safetensors.index.json", {"x": tensors("w")})
     save(tmp_path / "left-alone.safetensors", tensors("other"))
     assert chosen(tmp_path) == ["x"]
@@ -129,7 +129,7 @@ def test_an_empty_directory(tmp_path: Path) -> None:
         (["config.json", "tf_model.h5"], sluice.UnsupportedError, "does not read 'tf_model.h5'"),
     ],
 )
-def test_what_the_names_tell_is_said(
+def test_names_of_files_decide_the_error(
     tmp_path: Path, names: Sequence[str], kind: type[sluice.SluiceError], words: str
 ) -> None:
     for name in names:
@@ -160,7 +160,7 @@ def test_a_model_file_comes_before_a_distributed_checkpoint(tmp_path: Path) -> N
     assert chosen(tmp_path) == ["model.safetensors"]
 
 
-def test_json_that_is_no_index(tmp_path: Path) -> None:
+def test_json_that_is_not_an_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 3}')
     assert isinstance(refusal(tmp_path / "config.json"), sluice.UnsupportedError)
 
@@ -170,7 +170,7 @@ def test_a_directory_whose_name_ends_like_an_index(tmp_path: Path) -> None:
     assert chosen(tmp_path / "x.json") == ["model.safetensors"]
 
 
-def test_training_states_beside_a_model_are_named(tmp_path: Path) -> None:
+def test_training_states_next_to_a_model_are_named(tmp_path: Path) -> None:
     for name in ("optimizer.pt", "scheduler.pt", "optimizer_1.bin", "training_args.bin", "other.bin"):
         (tmp_path / name).write_bytes(b"")
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")

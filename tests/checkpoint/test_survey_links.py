@@ -77,7 +77,7 @@ def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
     assert isinstance(refusal(tmp_path / "loop"), sluice.ReadError)
 
 
-def test_special_files_are_passed_over_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_files_are_skipped_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the name of a socket is short
     os.mkfifo("model.safetensors")
     os.mkfifo("noise")

@@ -134,7 +134,7 @@ def test_every_exception_has_an_exit_code(
     assert "Traceback" in debug.stderr
 
 
-def test_a_reader_that_goes_away_is_no_error_message(directory: Path) -> None:
+def test_a_closed_pipe_prints_no_error_message(directory: Path) -> None:
     torch.save({f"layer.{number}": torch.ones(1) for number in range(5000)}, "many.pth")
     command = f"{sys.executable} -c 'from sluice.cli import main; main()' inspect many.pth --all | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)

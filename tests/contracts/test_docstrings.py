@@ -77,7 +77,7 @@ def names(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", _EXAMPLES)
-def test_the_example_does_what_it_says(name: str, names: dict[str, Any], tmp_path: Path) -> None:
+def test_the_example_has_the_documented_result(name: str, names: dict[str, Any], tmp_path: Path) -> None:
     if name in _NOT_RUN:
         for example in _EXAMPLES[name].examples:
             compile(example.source, name, "exec")

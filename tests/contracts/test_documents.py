@@ -83,7 +83,7 @@ def test_blocks_of_a_page_are_one_session(tmp_path: Path) -> None:
     assert "Exit codes" in outcome.printed
 
 
-def test_the_readme_shows_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_shows_real_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_document(ROOT / "README.md", tmp_path)
     output = capsys.readouterr().out
     for part in (

@@ -141,7 +141,7 @@ def test_the_fake_notices_what_arrives_twice_or_never() -> None:
 
 
 @pytest.mark.parametrize("fits", range(5))
-def test_no_room_for_the_kth_tensor_is_a_budget_error_and_releases_what_was_taken(tmp_path: Path, fits: int) -> None:
+def test_a_failing_kth_allocation_is_a_budget_error_and_releases_the_others(tmp_path: Path, fits: int) -> None:
     tensors = [torch.randn(100_000) for _ in range(5)]
     places = write_storages(tmp_path / "f", tensors)
     requests = [request(f"t{i}", entry_of(tensor, i), device=FAKE) for i, tensor in enumerate(tensors)]
@@ -185,7 +185,7 @@ def test_one_block_is_reserved_unless_live_tensors_are_replaced(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("cores", "host"), [(2, False), (16, True)])
-def test_narrowing_casts_are_made_where_the_plan_says_and_it_says_why(tmp_path: Path, cores: int, host: bool) -> None:
+def test_narrowing_casts_run_on_the_planned_side_with_a_reason(tmp_path: Path, cores: int, host: bool) -> None:
     tensor = torch.randn(MIB)
     places = write_storages(tmp_path / "f", [tensor])
     source = LocalFile(tmp_path / "f")
@@ -219,7 +219,7 @@ def device_plan(free_bytes: int | None) -> LoadPlan:
     return plan_load(targets, index_of([]).files, machine, staging_bytes=64 * MIB)
 
 
-def test_the_device_budget_is_what_is_free_and_cached_or_what_the_caller_says() -> None:
+def test_the_device_budget_is_free_and_cached_memory_or_the_callers_limit() -> None:
     plan = device_plan(70 * MIB)
     assert not shortages(plan, sluice.MemoryLimits())
     assert not shortages(plan, sluice.MemoryLimits(device=64 * MIB))

@@ -55,7 +55,7 @@ def test_copiers_empty_what_readers_fill(tmp_path: Path, monkeypatch: pytest.Mon
     assert names == {"sluice-copier"}
 
 
-def test_where_no_copier_can_start_readers_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_copier_can_start_readers_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:

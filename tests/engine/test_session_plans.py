@@ -83,7 +83,7 @@ def test_plans_share_threads_and_staging(weights: Weights, monkeypatch: pytest.M
     assert len(started) == len(set(started)) <= plan.readers + plan.copiers
 
 
-def test_the_next_plan_is_read_while_nobody_waits(weights: Weights) -> None:
+def test_runs_may_be_awaited_in_any_order(weights: Weights) -> None:
     with Session([weights.source]) as session:
         plans = [weights.plan(number) for number in range(6)]
         targets = [Targets(plan) for plan, _ in plans]
@@ -138,7 +138,7 @@ def test_staging_grows_and_is_released(weights: Weights) -> None:
             assert all(torch.equal(one, weights.tensors[i].bfloat16()) for one, i in zip(found, numbers, strict=True))
 
 
-def test_a_finisher_replaces_the_weight_and_gives_its_memory_back(weights: Weights) -> None:
+def test_a_finisher_replaces_the_weight_and_releases_its_memory(weights: Weights) -> None:
     finisher = Finisher(name="halve", shape=(1024, MIB // 2 // 1024), finished_bytes=4096)
     plan, views = weights.plan(*range(6), dtype="float32", finisher=finisher)
     shapes = []

@@ -85,7 +85,7 @@ def test_several_threads_read_what_is_far_apart() -> None:
 
 
 @pytest.mark.usefixtures("address_space")
-def test_under_a_limit_on_virtual_memory_nobody_but_the_caller_reads() -> None:
+def test_under_a_limit_on_virtual_memory_only_the_caller_reads() -> None:
     """A thread's stack and malloc arena count against the limit, and the weights need that memory."""
     source = Readers(CONTENT)
     assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]

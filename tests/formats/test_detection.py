@@ -219,7 +219,7 @@ def test_other_archives_are_named(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.long  # torch.export takes seconds to import
-def test_archives_that_torch_writes_beside_torch_save(tmp_path: Path) -> None:
+def test_archives_of_torch_other_than_torch_save(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(torch.nn.Linear(3, 2), (torch.ones(1, 3),)), tmp_path / "x.pt2")
     with pytest.raises(UnsupportedError, match="exported program"):
         sluice.open(tmp_path / "x.pt2")

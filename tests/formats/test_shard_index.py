@@ -136,13 +136,13 @@ def test_an_accepted_name_stays_inside_on_every_platform(tmp_path: Path, file: s
         (b"\x80\x02}.", "strict JSON"),
     ],
 )
-def test_what_is_no_index(tmp_path: Path, text: str | bytes, words: str) -> None:
+def test_values_that_are_not_an_index(tmp_path: Path, text: str | bytes, words: str) -> None:
     error = refusal(tmp_path, text)
     assert type(error) is FormatError
     assert words in str(error)
 
 
-def test_json_of_another_kind(tmp_path: Path) -> None:
+def test_json_of_a_different_kind(tmp_path: Path) -> None:
     assert isinstance(refusal(tmp_path, '{"architectures": ["X"]}'), UnsupportedError)
 
 
@@ -177,7 +177,7 @@ def test_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
         read_shard_index(source, Limits())
 
 
-def test_brackets_and_commas_in_names_are_no_structure(tmp_path: Path) -> None:
+def test_brackets_and_commas_in_names_are_not_structure(tmp_path: Path) -> None:
     names = {f'layers[{number}], {{"w\\": ': "x" for number in range(2000)}
     assert read(tmp_path, json.dumps({"weight_map": names}), Limits(entries=2000)).weight_map == names
 

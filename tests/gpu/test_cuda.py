@@ -69,7 +69,7 @@ def test_every_dtype_arrives_bit_by_bit(tmp_path: Path, device: str, name: str) 
     ],
     ids=dtype_name,
 )
-def test_casts_give_what_to_gives(
+def test_casts_equal_tensor_to(
     tmp_path: Path,
     device: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -222,7 +222,7 @@ def test_live_parameters_are_filled_in_place(file: Path, device: str) -> None:
     assert_holds(model, file)
 
 
-def test_live_parameters_of_another_dtype_are_replaced_one_by_one(file: Path, device: str) -> None:
+def test_live_parameters_of_a_different_dtype_are_replaced_one_by_one(file: Path, device: str) -> None:
     model = Weights(SHAPES, device)
     before, _ = allocated_and_reserved()
     torch.cuda.reset_peak_memory_stats()

@@ -165,14 +165,14 @@ def test_a_body_out_of_a_checkpoint_with_a_head(transformers: Any, tmp_path: Pat
     assert_same(ours, theirs)
 
 
-def test_weights_of_another_shape(transformers: Any, tmp_path: Path) -> None:
+def test_weights_of_a_different_shape(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path)
     _edit_config(tmp_path, vocab_size=100)
     with pytest.raises(sluice.MismatchError, match="of a different shape"):
         sluice.hf.from_pretrained(tmp_path)
 
 
-def test_names_that_the_library_ignores_are_no_problem(transformers: Any, tmp_path: Path) -> None:
+def test_names_that_the_library_ignores_are_not_reported(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path, "LlamaForCausalLM")
     _edit_weights(
         tmp_path, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
@@ -267,7 +267,7 @@ def test_configurations_that_make_no_sense(transformers: Any, tmp_path: Path, va
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this platform has no FIFOs")
-def test_a_fifo_is_no_configuration(transformers: Any, tmp_path: Path) -> None:
+def test_a_fifo_is_not_a_configuration(transformers: Any, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(sluice.ReadError):
         sluice.hf.from_pretrained(tmp_path)

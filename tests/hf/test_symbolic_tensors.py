@@ -50,7 +50,7 @@ def _grid(*shape: int, start: int = 0) -> torch.Tensor:
         lambda t: torch.cat(t).to(torch.float32).narrow(0, 2, 4),
     ],
 )
-def test_what_conversions_are_made_of(tmp_path: Path, operation: Operation) -> None:
+def test_contents_of_conversions(tmp_path: Path, operation: Operation) -> None:
     _check(tmp_path / "f", [_grid(4, 6), _grid(4, 6, start=100)], operation)
 
 
@@ -101,5 +101,5 @@ def test_what_computes_is_refused(operation: Operation) -> None:
         operation(SymbolicTensor(entry_of(_grid(4), 0)))
 
 
-def test_it_says_what_it_is() -> None:
+def test_repr_of_a_symbolic_tensor() -> None:
     assert repr(SymbolicTensor(entry_of(_grid(2, 3), 0))) == "SymbolicTensor(float32, [2, 3])"

@@ -73,7 +73,7 @@ def test_the_hook_goes_also_where_others_follow_it(tmp_path: Path) -> None:
     after.remove()
 
 
-def test_nothing_waits_where_the_parameters_are_there_already(tmp_path: Path) -> None:
+def test_nothing_is_deferred_if_the_parameters_are_on_the_device(tmp_path: Path) -> None:
     kind = KINDS["AdamW"]
     model, optimizer = stopped(tmp_path / "run.pt", kind)
     again = net()

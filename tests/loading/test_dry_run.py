@@ -58,7 +58,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 @pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
-def test_the_load_does_what_the_plan_says(
+def test_the_load_follows_the_plan(
     file: Path, options: dict[str, Any], live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Net() if live else empty()
@@ -94,7 +94,7 @@ def test_nothing_of_the_data_is_read(file: Path) -> None:
     assert recording.read_bytes < 64 << 10
 
 
-def test_a_load_that_does_not_fit_is_no_error_and_says_what_would(file: Path) -> None:
+def test_a_load_that_does_not_fit_lists_alternatives_without_an_error(file: Path) -> None:
     memory = sluice.MemoryLimits(host="22MiB", staging="1MiB")
     report = sluice.plan(empty(), file, memory=memory)
     assert not report.fits
@@ -164,7 +164,7 @@ def test_other_tensors_of_the_file_count_for_those_who_load_all_of_it(tmp_path: 
     assert grown == {"meta-sequential": 16 * MIB, "mmap": 0}
 
 
-def test_formats_that_torch_does_not_read_are_said_to_be(file: Path, tmp_path: Path) -> None:
+def test_formats_that_torch_does_not_read_are_reported(file: Path, tmp_path: Path) -> None:
     with sluice.open(file) as checkpoint:
         sluice.save({name: tensor.read() for name, tensor in checkpoint.items()}, tmp_path / "f.safetensors")
     report = sluice.plan(None, tmp_path / "f.safetensors")

@@ -73,7 +73,7 @@ USES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_it_goes_through_what_others_go_through(use: str, tmp_path: Path) -> None:
+def test_uses_of_a_loaded_model_equal_those_of_the_original(use: str, tmp_path: Path) -> None:
     model, expected = (USES[use](one) for one in pair(tmp_path / "f.pth"))
     ours, theirs = model.state_dict(), expected.state_dict()
     assert ours.keys() == theirs.keys()
@@ -146,7 +146,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("width", [2048, 96])
-def test_deleting_a_part_gives_its_memory_back(width: int, tmp_path: Path) -> None:
+def test_deleting_a_part_releases_its_memory(width: int, tmp_path: Path) -> None:
     count = max(8, (64 << 20) // (width * width * 4))
 
     def build() -> nn.ModuleList:

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_is_filled_where_it_is(layout: str, dtype: torch.dtype, inference: bool, tmp_path: Path) -> None:
+def test_every_layout_is_filled_in_place(layout: str, dtype: torch.dtype, inference: bool, tmp_path: Path) -> None:
     with torch.inference_mode(inference):
         module = holds(LAYOUTS[layout]())
     weight = module.get_parameter("weight")
@@ -54,7 +54,7 @@ def test_every_layout_is_filled_where_it_is(layout: str, dtype: torch.dtype, inf
     assert bits(weight) == bits(values.to(weight.dtype))
 
 
-def test_what_lies_beside_a_view_is_left_alone(tmp_path: Path) -> None:
+def test_bytes_next_to_a_view_are_not_changed(tmp_path: Path) -> None:
     base = torch.full((6, 8), 7.0)
     torch.save({"weight": torch.randn(6, 4)}, tmp_path / "f.pth")
     sluice.load_into(holds(base[:, ::2]), tmp_path / "f.pth")
@@ -77,7 +77,7 @@ def test_parameters_that_are_views_of_a_flat_buffer_stay_views(tmp_path: Path) -
     assert not any(p.any() for p in model.parameters())
 
 
-def test_an_optimizer_goes_on_with_the_loaded_parameters(tmp_path: Path) -> None:
+def test_an_optimizer_continues_with_the_loaded_parameters(tmp_path: Path) -> None:
     source, model = nn.Linear(4, 4), nn.Linear(4, 4)
     torch.save(source.state_dict(), tmp_path / "f.pth")
     optimizers = []
@@ -91,7 +91,7 @@ def test_an_optimizer_goes_on_with_the_loaded_parameters(tmp_path: Path) -> None
     assert torch.equal(model.weight, source.weight)
 
 
-def test_a_parameter_of_another_dtype_trains_on_without_its_old_gradient(tmp_path: Path) -> None:
+def test_a_parameter_of_a_different_dtype_trains_without_its_old_gradient(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     torch.save(model.state_dict(), tmp_path / "f.pth")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -103,7 +103,7 @@ def test_a_parameter_of_another_dtype_trains_on_without_its_old_gradient(tmp_pat
     assert model.weight.dtype == torch.bfloat16
 
 
-def test_frozen_parameters_and_inference_tensors_of_another_dtype(tmp_path: Path) -> None:
+def test_frozen_parameters_and_inference_tensors_of_a_different_dtype(tmp_path: Path) -> None:
     source = nn.Linear(4, 4)
     torch.save(source.state_dict(), tmp_path / "f.pth")
     for inference in (False, True):

@@ -109,7 +109,7 @@ def test_names_of_one_storage_are_not_compared(tmp_path: Path, monkeypatch: pyte
     assert report.read_bytes == values.nbytes
 
 
-def test_a_conflict_is_found_wherever_it_is_and_whatever_the_layout(tmp_path: Path) -> None:
+def test_a_conflict_is_found_at_any_position_and_in_any_layout(tmp_path: Path) -> None:
     values = torch.randn(4, 6).t()
     for row in range(6):
         changed = values.contiguous()

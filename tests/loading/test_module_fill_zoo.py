@@ -70,7 +70,7 @@ CASES = [(name, how) for name in ZOO for how in ("live", "empty") if how == "liv
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
-def test_a_loaded_module_is_what_load_state_dict_makes(name: str, how: str, tmp_path: Path) -> None:
+def test_a_loaded_module_equals_that_of_load_state_dict(name: str, how: str, tmp_path: Path) -> None:
     torch.save(trained(name).state_dict(), tmp_path / "f.pth")
     expected = reference(name, tmp_path / "f.pth")
     module = build(name, how)

@@ -152,7 +152,7 @@ def test_post_hooks_may_change_the_lists_as_in_load_state_dict(tmp_path: Path) -
         sluice.load_into(model, tmp_path / "f.pth")
 
 
-def test_a_failing_post_hook_leaves_a_complete_module_and_says_so(tmp_path: Path) -> None:
+def test_a_failing_post_hook_leaves_a_complete_module_and_is_reported(tmp_path: Path) -> None:
     def fail(*_: object) -> None:
         raise ValueError("late")
 

@@ -28,7 +28,7 @@ def test_twenty_more_steps_are_the_same(tmp_path: Path, kind: Kind) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_the_state_is_what_torch_makes_of_it(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
+def test_the_state_equals_torchs(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
     stopped(tmp_path / "run.pt", kind)
     theirs, ours = kind(net(dtype=dtype)), kind(net(dtype=dtype))
     theirs.load_state_dict(torch.load(tmp_path / "run.pt")["optimizer"])

@@ -102,7 +102,7 @@ def test_small_files_are_not_probed(file: LocalFile) -> None:
         ([1, OSError(errno.EINVAL, "old kernel")], ()),
     ],
 )
-def test_probes_ask_one_byte_each_and_give_up_where_the_kernel_does_not_tell(
+def test_probes_read_one_byte_each_and_stop_if_the_kernel_does_not_answer(
     file: LocalFile,
     monkeypatch: pytest.MonkeyPatch,
     answers: list[int | OSError],
@@ -169,6 +169,6 @@ def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: py
     assert -(-300_000 // step) <= 4
 
 
-def test_a_source_that_is_no_local_file_is_read_buffered() -> None:
+def test_a_source_other_than_a_local_file_is_read_buffered() -> None:
     known = file_facts(MemorySource(b"x"))
     assert (known.filesystem, known.direct_io, known.cached) == ("", False, ())

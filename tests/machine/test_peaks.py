@@ -26,7 +26,7 @@ def test_a_transient_peak_is_not_missed() -> None:
 
 
 @linux_only
-def test_kinds_are_told_apart(tmp_path: Path) -> None:
+def test_kinds_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x" * 16 * MIB)
     with PeakMeter(interval_seconds=0.001) as meter:
         shared = mmap.mmap(-1, 8 * MIB)

@@ -168,7 +168,7 @@ def test_extra_state_is_missing_or_unexpected_like_any_other_name() -> None:
     assert (found.missing, found.unexpected) == (("a._extra_state",), ("b._extra_state",))
 
 
-def test_what_a_module_forgives_is_not_missing() -> None:
+def test_optional_names_of_a_module_are_not_missing() -> None:
     outline = Outline(slots=(slot("live", device="cpu", in_place=True), slot("meta", resettable=True)))
     found = match(outline, {}, optional_names={"live", "meta"})
     assert (found.missing, found.kept, found.initialised) == ((), (0,), (1,))

@@ -184,7 +184,7 @@ def test_groups_that_differ_are_refused(tmp_path: Path, run: tuple[Net, torch.op
     )
 
 
-def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_state_of_a_different_shape_is_refused(tmp_path: Path) -> None:
     stopped(tmp_path / "run.pt", KINDS["SGD momentum"])
     model = net()
     ours = torch.optim.SGD(reversed(list(model.parameters())), lr=0.1, momentum=0.9)
@@ -263,7 +263,7 @@ def test_one_object_at_two_places_is_one_candidate(tmp_path: Path, run: tuple[Ne
     assert sluice.load_optimizer(adamw(net()), path).key == "optimizer"
 
 
-def test_what_is_no_optimizer(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+def test_values_that_are_not_an_optimizer(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
     path = write(tmp_path / "f.pt", {"model": run[0].state_dict(), "state": {"x": {"y": 1}}})
     assert "holds no optimizer state" in refusal(path, adamw(net()))
     assert "not an optimizer state" in refusal(path, adamw(net()), key="model")
@@ -294,7 +294,7 @@ def test_odd_states_are_refused_with_a_mismatch(tmp_path: Path, state: Any) -> N
             sluice.load_optimizer(kind(net()), path, model=net())
 
 
-def test_code_in_the_state_is_refused_and_beside_it_is_not(
+def test_code_in_the_state_is_refused_but_elsewhere_it_is_not(
     tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]
 ) -> None:
     state = run[1].state_dict()

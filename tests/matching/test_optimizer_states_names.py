@@ -63,7 +63,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "_orig_mod."])
-def test_full_state_dicts_of_fsdp_also_behind_wrappers(
+def test_full_state_dicts_of_fsdp_also_under_wrappers(
     tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], prefix: str
 ) -> None:
     torch.save({"optim": full_state_dict(*run, prefix=prefix)}, tmp_path / "f.pt")

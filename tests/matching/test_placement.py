@@ -17,7 +17,7 @@ def test_the_longest_prefix_of_whole_components_wins() -> None:
     assert device_of("head.weight", {"blocks": "cuda:0"}) is None
 
 
-def test_a_mapping_of_devices_is_taken_where_one_is(tmp_path: Path) -> None:
+def test_a_mapping_of_devices_is_accepted_in_place_of_a_device(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     torch.save(model.state_dict(), tmp_path / "f.pth")
     with sluice.empty_init():

@@ -58,7 +58,7 @@ def prefixed(prefix: str, plain: dict[str, Entry] = PLAIN) -> dict[str, Entry]:
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "model.", "network.model."])
 @pytest.mark.parametrize("path", [(), ("model",), ("checkpoint", "state_dict")])
-def test_the_state_dict_is_found_behind_keys_and_prefixes(prefix: str, path: tuple[str, ...]) -> None:
+def test_the_state_dict_is_found_under_keys_and_prefixes(prefix: str, path: tuple[str, ...]) -> None:
     tree: object = prefixed(prefix)
     for part in reversed(path):
         tree = {part: tree, "epoch": 3}
@@ -91,7 +91,7 @@ def test_two_state_dicts_that_fit_are_an_error_that_lists_both() -> None:
     assert "key='ema'" in str(caught.value)
 
 
-def test_the_same_entries_at_two_places_are_no_conflict() -> None:
+def test_the_same_entries_at_two_places_are_not_a_conflict() -> None:
     assert select({"model": PLAIN, "best": dict(PLAIN)}, MODULE).entries == PLAIN
     assert select({"model": PLAIN, "best": prefixed("module.")}, MODULE).entries == PLAIN
 
@@ -101,7 +101,7 @@ def test_a_strict_fit_wins_over_others() -> None:
     assert select(tree, MODULE).key == "model"
 
 
-def test_optimizer_states_are_not_asked() -> None:
+def test_optimizer_states_are_not_candidates() -> None:
     optimizer = {"state": {0: entries(["weight", "bias"], 90)}, "param_groups": []}
     found = select({"optimizer": optimizer, "net": entries(["weight", "bias"])}, outline("weight", "bias"))
     assert found.key == "net"
@@ -131,7 +131,7 @@ def test_several_parts_that_fit_are_an_error_with_their_keys() -> None:
     assert set(select(PLAIN, outline("weight", "bias"), key="blocks.1").entries) == {"weight", "bias"}
 
 
-def test_a_state_dict_with_every_name_as_it_is_does_not_count_in_parts() -> None:
+def test_a_state_dict_with_every_name_verbatim_does_not_count_in_parts() -> None:
     tree = entries(["weight", "bias", "inner.weight", "inner.bias"])
     assert set(select(tree, outline("weight", "bias")).entries) == set(tree)
 

@@ -171,7 +171,7 @@ def write(path: Path, content: object) -> Path:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_the_state_dict_is_found_and_said(
+def test_the_state_dict_is_found_and_reported(
     tmp_path: Path, build: Callable[[nn.Module], dict[str, Any]], key: str, whole: Callable[[], nn.Module]
 ) -> None:
     module = whole()
@@ -350,7 +350,7 @@ def test_a_key_that_is_not_there(tmp_path: Path, key: str, hint: str) -> None:
         assert hint in str(caught.value)
 
 
-def test_an_optimizer_alone_is_no_state_dict_of_a_model(tmp_path: Path) -> None:
+def test_an_optimizer_alone_is_not_a_state_dict_of_a_model(tmp_path: Path) -> None:
     path = write(tmp_path / "optimizer.bin", trained(Net()).state_dict())
     with pytest.raises(sluice.MismatchError, match="no"):
         sluice.load_state_dict(path)
@@ -358,12 +358,12 @@ def test_an_optimizer_alone_is_no_state_dict_of_a_model(tmp_path: Path) -> None:
         sluice.load_into(fresh(), path)
 
 
-def test_scalars_by_name_are_a_state_dict_where_nothing_else_is(tmp_path: Path) -> None:
+def test_scalars_by_name_are_a_state_dict_if_there_is_no_other(tmp_path: Path) -> None:
     scale = write(tmp_path / "scale.pt", {"scales": {"a": torch.tensor(1.0)}, "epoch": 1})
     assert sluice.load_state_dict(scale)["a"].item() == 1.0
 
 
-def test_a_module_of_scalars_is_found_beside_a_larger_one(tmp_path: Path) -> None:
+def test_a_module_of_scalars_is_found_next_to_a_larger_one(tmp_path: Path) -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -419,7 +419,7 @@ def test_output_directories_are_their_model(tmp_path: Path, make: Callable[..., 
     assert same({name: state_dict[name] for name in weights(net)}, weights(net))
 
 
-def test_the_files_beside_the_model_open_by_themselves(tmp_path: Path) -> None:
+def test_the_files_next_to_the_model_open_separately(tmp_path: Path) -> None:
     trainer(tmp_path, Net(), safe=True)
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth", "scaler.pt"):
         with sluice.open(tmp_path / name) as checkpoint:
@@ -432,7 +432,7 @@ def test_the_files_beside_the_model_open_by_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-def test_a_second_model_of_accelerate_is_said_to_be_left_out(tmp_path: Path, suffix: str) -> None:
+def test_a_second_model_of_accelerate_is_reported_as_omitted(tmp_path: Path, suffix: str) -> None:
     net, critic = Net(), nn.Linear(3, 2)
     accelerate(tmp_path, net, safe=suffix == ".safetensors")
     stem = "model" if suffix == ".safetensors" else "pytorch_model"
@@ -447,7 +447,7 @@ def test_a_second_model_of_accelerate_is_said_to_be_left_out(tmp_path: Path, suf
     assert same(weights(second), weights(critic))
 
 
-def test_training_goes_on_from_a_loaded_module(tmp_path: Path) -> None:
+def test_training_continues_from_a_loaded_module(tmp_path: Path) -> None:
     net = Net()
     path = write(tmp_path / "run.pt", basic(net))
     target = fresh()

@@ -28,7 +28,7 @@ def permitted() -> None:
         pytest.skip(reason)
 
 
-def test_a_program_that_takes_more_is_killed_and_said_to_be(permitted: None) -> None:
+def test_a_program_that_takes_more_is_killed_and_reported(permitted: None) -> None:
     done = run_limited(take(160 * MIB), 96 * MIB)
     assert done.oom_killed
     assert done.returncode < 0
@@ -49,13 +49,13 @@ def test_an_error_of_the_program_is_its_own(permitted: None) -> None:
     assert (done.returncode, done.oom_killed, done.stderr) == (1, False, "my own error\n")
 
 
-def test_arguments_reach_the_program_as_they_are(permitted: None) -> None:
+def test_arguments_reach_the_program_unchanged(permitted: None) -> None:
     arguments = ["$HOME; exit 3", "a b", "'", "*"]
     done = run_limited([sys.executable, "-c", "import sys; print(sys.argv[1:])", *arguments], 160 * MIB)
     assert done.stdout == f"{arguments}\n"
 
 
-def test_a_group_ends_what_runs_in_it_and_goes(permitted: None) -> None:
+def test_a_group_kills_its_processes_and_is_removed(permitted: None) -> None:
     with limited_group(160 * MIB) as group:
         process = subprocess.Popen(group.command(["sleep", "100"]))
         while str(process.pid) not in (group.path / "cgroup.procs").read_text().split():
@@ -92,7 +92,7 @@ def test_without_control_groups_the_refusal_says_what_is_missing(tmp_path: Path)
         pass
 
 
-def test_a_refusal_says_where_and_what_is_needed_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_refusal_states_place_and_need_and_leaves_nothing(tmp_path: Path) -> None:
     """A directory that is not a control group: the kernel creates no files in its subdirectories."""
     root = make(
         tmp_path,
@@ -113,7 +113,7 @@ def test_a_refusal_says_where_and_what_is_needed_and_leaves_nothing(tmp_path: Pa
     ]
 
 
-def test_version_2_makes_its_group_where_children_get_the_controller(tmp_path: Path) -> None:
+def test_version_2_creates_its_group_below_one_that_has_the_controller(tmp_path: Path) -> None:
     """The process's own group has processes, so only groups below its ancestors can have a memory controller."""
     root = make(
         tmp_path,

@@ -50,7 +50,7 @@ def touch_until_sampled(nbytes: int, memory: _meter.Measurement) -> None:
         held.count(b"\1")
 
 
-def test_a_peak_behind_the_interpreter_lock_is_seen() -> None:
+def test_a_peak_while_the_interpreter_lock_is_held_is_measured() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(100)  # a sampling thread would not run
     try:
@@ -97,7 +97,7 @@ def test_a_peak_before_the_block_is_not_its_own(monkeypatch: pytest.MonkeyPatch)
     assert max(peaks.total_bytes, peaks.anon_bytes) < 48 * MIB
 
 
-def test_kinds_are_told_apart(tmp_path: Path) -> None:
+def test_kinds_are_distinguished(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(32 * MIB))
     with sluice.measure() as memory, path.open("rb") as file:
@@ -196,7 +196,7 @@ def test_a_function_is_measured_at_each_call(capsys: pytest.CaptureFixture[str])
     assert "quiet: peak growth of memory over" in capsys.readouterr().err
 
 
-def test_where_no_process_can_start_a_thread_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_process_can_start_a_thread_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise BlockingIOError("no more processes")
 
@@ -288,7 +288,7 @@ class FakeModule:
         return type("Properties", (), {"uuid": "b"})
 
 
-def test_accelerators_that_are_in_use_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_in_use_are_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     class Torch:
         cuda = FakeModule()
 
@@ -365,7 +365,7 @@ def holds(path: Path, text: str) -> bool:
     return path.read_text() == text
 
 
-def test_nvml_tells_the_whole_device_whatever_torch_calls_it(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_reports_the_whole_device_under_any_name_of_torch(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", type("Torch", (), {"cuda": FakeModule()}))
     with sluice.measure() as memory:
         for used in (47, 17):

@@ -97,7 +97,7 @@ def test_tensors_without_memory_of_their_own_are_refused_by_name_and_type(
     assert kind in str(caught.value)
 
 
-def test_what_no_state_dict_fills_is_named_when_it_is_on_meta() -> None:
+def test_tensors_outside_the_state_dict_are_named_if_on_meta() -> None:
     class Caching(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -171,7 +171,7 @@ def complains(self: nn.Linear, state: State, prefix: str, *rest: Any) -> None:
         (complains, "rejects the state dict: too old"),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name_and_leaves_the_module_alone(
+def test_unsupported_loaders_are_refused_by_name_and_leave_the_module_unchanged(
     loader: Callable[..., None], why: str, tmp_path: Path
 ) -> None:
     kind = type("Own", (nn.Linear,), {"_load_from_state_dict": loader})
@@ -195,7 +195,7 @@ def test_a_loader_of_one_object_is_refused(tmp_path: Path) -> None:
         sluice.load_into(model, tmp_path / "f.pth")
 
 
-def test_a_load_state_dict_of_its_own_is_refused_at_the_top_where_it_would_be_called(tmp_path: Path) -> None:
+def test_an_overridden_load_state_dict_is_refused_at_the_top_only(tmp_path: Path) -> None:
     class Overrides(nn.Linear):
         def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
             return super().load_state_dict(*arguments, **options)

@@ -68,14 +68,14 @@ def test_what_reset_parameters_leaves_out_or_fails_on_is_named_and_nothing_chang
     assert torch.equal(module.weight, torch.ones(3))
 
 
-def test_reset_parameters_is_not_run_where_it_would_overwrite_live_tensors() -> None:
+def test_reset_parameters_is_not_run_if_it_would_overwrite_live_tensors() -> None:
     module = empty(lambda: nn.Linear(2, 2))
     module.weight = nn.Parameter(torch.full((2, 2), 7.0))
     assert "reset_parameters" in problem(module, {"weight": torch.zeros(2, 2)}, strict=False)
     assert torch.equal(module.weight, torch.full((2, 2), 7.0))
 
 
-def test_initial_values_leave_the_module_as_it_is() -> None:
+def test_initial_values_leave_the_module_unchanged() -> None:
     module = empty(lambda: nn.Sequential(nn.Linear(3, 3)))
     weight = module[0].weight
     state = collect(module)

@@ -140,7 +140,7 @@ def test_recurrent_layers_keep_their_lists_of_weights(held: bool) -> None:
     assert_equal(copy.deepcopy(module), source)
 
 
-def test_live_tensors_are_filled_in_place_and_autograd_is_told() -> None:
+def test_live_tensors_are_filled_in_place_and_their_versions_increase() -> None:
     module = Net()
     module(TOKENS).sum().backward()
     weight = module.embedding.weight
@@ -160,7 +160,7 @@ def test_autograd_notices_a_load_between_forward_and_backward() -> None:
         loss.backward()
 
 
-def test_live_tensors_of_another_dtype_get_new_memory_and_stay_the_same_objects() -> None:
+def test_live_tensors_of_a_different_dtype_get_new_memory_and_stay_the_same_objects() -> None:
     module = Net()
     objects = [*module.parameters()]
     source = trained()

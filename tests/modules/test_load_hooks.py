@@ -101,7 +101,7 @@ def test_post_hooks_run_children_first_with_what_was_missing() -> None:
 
 
 @pytest.mark.filterwarnings(OLD_WEIGHT_NORM)
-def test_attributes_that_hooks_compute_before_each_forward_are_no_leftovers() -> None:
+def test_attributes_that_hooks_compute_before_each_forward_are_not_leftovers() -> None:
     def build() -> nn.Module:
         return nn.Sequential(
             nn.utils.weight_norm(nn.Linear(3, 3)),

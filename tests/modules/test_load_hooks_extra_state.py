@@ -101,7 +101,7 @@ def test_a_key_and_new_names_apply_to_it(tmp_path: Path) -> None:
     assert model[0].extra == {"a": 6}
 
 
-def test_a_failing_set_extra_state_leaves_a_complete_module_and_says_so(tmp_path: Path) -> None:
+def test_a_failing_set_extra_state_leaves_a_complete_module_and_is_reported(tmp_path: Path) -> None:
     class Failing(Extra):
         def set_extra_state(self, _: Any) -> None:
             raise ValueError("too old")

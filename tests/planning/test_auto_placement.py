@@ -126,7 +126,7 @@ def modules(draw: st.DrawFn) -> list[Member]:
     whole=st.sets(st.sampled_from(["a", "a.b", "b", "c.c", "b.a"])),
     one_block=st.booleans(),
 )
-def test_every_tensor_is_placed_and_no_accelerator_is_over_its_room(
+def test_every_tensor_is_placed_and_no_accelerator_exceeds_its_memory(
     made: list[Member], sizes: list[int], whole: set[str], one_block: bool
 ) -> None:
     available = rooms(*sizes)

@@ -63,7 +63,7 @@ def test_page_cache_option_overrides_the_probes() -> None:
     assert not kept.drop_behind
 
 
-def test_casts_go_through_staging_in_pieces_that_leave_room_for_whole_blocks() -> None:
+def test_casts_go_through_staging_in_pieces_with_space_for_whole_blocks() -> None:
     made = plan([big(dtype="bfloat16")], [(8256, 20 * MIB)], facts(cached=False))
     assert all(read.into is None and len(read.copies) == 1 for read in made.reads)
     assert all(read.nbytes + 2 * 4096 <= made.staging_buffer_bytes for read in made.reads)
@@ -299,7 +299,7 @@ def test_a_limit_on_address_space_takes_threads_away() -> None:
     assert threads(-10 * MIB) == (0, 0)
 
 
-def test_the_room_that_huge_pages_and_leads_take_counts_before_threads() -> None:
+def test_memory_for_huge_pages_and_alignment_counts_before_threads() -> None:
     requests = [big()]  # 20 MiB, of which each direct read takes whole blocks: a page more, and so a huge page more
     needed = 64 * MIB + 64 * MIB + 22 * MIB
     machine = replace(facts(cached=False), huge_pages=True)

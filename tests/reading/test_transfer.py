@@ -135,7 +135,7 @@ def test_shared_views_share_memory_and_hold_no_more_than_they_need(tmp_path: Pat
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_live_tensors_are_filled_in_place_whatever_their_strides(tmp_path: Path, cached: bool) -> None:
+def test_live_tensors_of_any_strides_are_filled_in_place(tmp_path: Path, cached: bool) -> None:
     plain, permuted = torch.randn(600, 500), torch.randn(600, 500)
     places = write_storages(tmp_path / "f", [plain, permuted])
     live = [torch.zeros(600, 500), torch.zeros(500, 600).t()]
@@ -150,7 +150,7 @@ def test_live_tensors_are_filled_in_place_whatever_their_strides(tmp_path: Path,
     assert [tensor.data_ptr() for tensor in live] == addresses
 
 
-def test_direct_reads_step_down_where_the_file_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_reads_step_down_if_the_file_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(MIB)
     places = write_storages(tmp_path / "f", [tensor])
     monkeypatch.delattr("os.O_DIRECT", raising=False)

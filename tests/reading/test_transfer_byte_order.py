@@ -22,6 +22,7 @@ from sluice.records import FileRecord
 from sluice.sources.local import LocalFile
 from sluice.testing import FakeAccelerator
 from sluice.testing._archives import Call, Global, storage, tensor_call, torch_archive
+from support.loaded_requests import load_to_fake
 from support.oracles import bits, same
 from support.plans import MIB, entry, entry_of, facts, index_of, request, write_storages
 from support.running import execute
@@ -88,7 +89,7 @@ def test_casts_follow_the_turn(tmp_path: Path) -> None:
     assert bits(model.bias) == bits(expected["bias"])
 
 
-def test_mapped_models_copy_what_has_to_be_turned_round(tmp_path: Path) -> None:
+def test_mapped_models_copy_byteswapped_tensors(tmp_path: Path) -> None:
     model = torch.nn.Linear(300, 200)
     path = tmp_path / "f.pth"
     path.write_bytes(saved_big_endian(model.state_dict()))
@@ -112,7 +113,7 @@ def test_composites(tmp_path: Path) -> None:
     assert same(dict(sluice.load_state_dict(path)), torch.load(path, weights_only=True, mmap=False))
 
 
-def test_tensors_whose_bytes_torch_leaves_as_they_are() -> None:
+def test_tensors_whose_bytes_torch_does_not_swap() -> None:
     """torch byteswaps storages by their own dtype: untyped ones, for example of uint16, are not swapped."""
     for name in ("uint16", "uint32", "uint64"):
         content = saved_big_endian({"w": torch.arange(3).to(torch_dtype(name))})
@@ -143,16 +144,8 @@ def test_accelerators(tmp_path: Path, cores: int, dtype: str) -> None:
     storages = tuple(replace(s, swap_bytes=one.itemsize) for s, one in zip(index.storages, sent, strict=True))
     index = replace(index, storages=storages)
     requests = [request(f"t{i}", entry_of(one, i), device="fake:0", dtype=dtype) for i, one in enumerate(sent)]
-    targets, views = single_targets(requests, index, {})
-    plan = plan_load(targets, index.files, facts(cached=True, cores=cores), staging_bytes=MIB)
-    fake = FakeAccelerator(seed=1)
-    finished = Targets(plan, accelerators={"fake:0": fake})
-    try:
-        execute(plan, [source], finished)
-    finally:
-        source.close()
-    fake.assert_filled_once()
-    for one, found in zip(sent, finished.tensors(views), strict=True):
+    loaded = load_to_fake(source, index, requests, cores=cores, seed=1)
+    for one, found in zip(sent, loaded, strict=True):
         assert bits(found) == bits(one.to(torch_dtype(dtype)))
 
 

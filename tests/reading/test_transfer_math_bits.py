@@ -11,16 +11,12 @@ import torch
 
 import sluice
 from sluice._dtypes import dtype_name
-from sluice.engine.targets import Targets
-from sluice.planning.memory_layout import single_targets
-from sluice.planning.planner import plan_load
 from sluice.records import Elements, FileRecord, MathBit
 from sluice.sources.local import LocalFile
-from sluice.testing import FakeAccelerator
 from sluice.testing._archives import storage, tensor_call, torch_archive
+from support.loaded_requests import load_to_fake
 from support.oracles import bits, same
-from support.plans import MIB, entry_of, facts, index_of, request, write_storages
-from support.running import execute
+from support.plans import entry_of, index_of, request, write_storages
 
 
 def numbers(count: int, dtype: torch.dtype = torch.complex64) -> torch.Tensor:
@@ -134,16 +130,8 @@ def test_accelerators(tmp_path: Path, cores: int) -> None:
         )
         for i, (tensor, some, dtype) in enumerate(held)
     ]
-    targets, views = single_targets(requests, index, {})
-    plan = plan_load(targets, index.files, facts(cached=True, cores=cores), staging_bytes=MIB)
-    fake = FakeAccelerator(seed=3)
-    finished = Targets(plan, accelerators={"fake:0": fake})
-    try:
-        execute(plan, [source], finished)
-    finally:
-        source.close()
-    fake.assert_filled_once()
-    for found, (tensor, some, _) in zip(finished.tensors(views), held, strict=True):
+    loaded = load_to_fake(source, index, requests, cores=cores, seed=3)
+    for found, (tensor, some, _) in zip(loaded, held, strict=True):
         expected = tensor.conj().resolve_conj() if "conj" in some else tensor
         expected = -expected if "neg" in some else expected
         assert bits(found) == bits(expected.to(found.dtype))
@@ -169,7 +157,7 @@ def test_rules_see_the_values(tmp_path: Path) -> None:
     assert bits(turned["a"]) == bits(value["a"].t())
 
 
-def test_mapped_models_copy_what_is_not_in_the_file_as_it_is(tmp_path: Path) -> None:
+def test_mapped_models_copy_conjugated_and_negated_tensors(tmp_path: Path) -> None:
     value = state()
     torch.save(value, tmp_path / "f.pth")
     with torch.device("meta"):

@@ -53,7 +53,7 @@ def how(report: sluice.LoadReport) -> dict[str, str]:
     return {name: row.how for name, row in rows(report).items()}
 
 
-def test_a_row_says_how_each_name_was_filled(file: Path) -> None:
+def test_a_row_describes_how_each_name_was_filled(file: Path) -> None:
     report = sluice.load_into(empty(), file, strict=False, page_cache="keep")
     assert how(report) == {
         "embed.weight": "direct into place",
@@ -120,7 +120,7 @@ def test_parts_are_traced_to_the_entries_that_hold_them() -> None:
     }
 
 
-def test_what_rules_made_is_said_in_their_words(tmp_path: Path) -> None:
+def test_tensors_of_rules_are_described_by_the_rules(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(3)}, tmp_path / "f.pth")
     with sluice.empty_init():
         model = nn.Linear(2, 3)

@@ -236,7 +236,7 @@ def message(path: Path, *applied: rules.Rule) -> str:
     return str(caught.value)
 
 
-def test_a_rule_that_matches_nothing_is_an_error_and_shows_what_comes_close(file: Path) -> None:
+def test_a_rule_that_matches_nothing_is_an_error_with_similar_names(file: Path) -> None:
     text = message(file, rules.drop("wte"), rules.transpose("h.0.qvk.weight"))
     assert "transpose('h.0.qvk.weight') matches no tensor" in text
     assert "'h.0.qkv.weight'" in text
@@ -309,7 +309,7 @@ def test_what_no_checkpoint_could_satisfy_is_refused_when_the_rule_is_made(make:
         make()
 
 
-def test_what_is_no_rule_and_no_pattern_is_a_type_error(file: Path) -> None:
+def test_values_that_are_not_rules_or_patterns_are_a_type_error(file: Path) -> None:
     with pytest.raises(TypeError, match=r"rules\[0\]"):
         sluice.load_state_dict(file, rules=[("a", "b")])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="pattern"):
@@ -318,7 +318,7 @@ def test_what_is_no_rule_and_no_pattern_is_a_type_error(file: Path) -> None:
         rules.split("a", "bc")
 
 
-def test_a_mismatch_says_what_rules_made_the_tensor_of(file: Path) -> None:
+def test_a_mismatch_names_the_sources_of_a_tensor_produced_by_rules(file: Path) -> None:
     with pytest.raises(sluice.MismatchError) as caught:
         sluice.load_into(
             nn.Linear(4, 5),
@@ -337,7 +337,7 @@ def test_a_mismatch_says_what_rules_made_the_tensor_of(file: Path) -> None:
     assert "'bias' is [5] in the module, [6] in the checkpoint; produced by rules from 'h.0.qkv.bias'" in text
 
 
-def test_where_rules_apply_to_no_part_of_the_checkpoint_the_largest_part_says_why(tmp_path: Path) -> None:
+def test_if_rules_apply_to_no_candidate_the_error_is_that_of_the_largest(tmp_path: Path) -> None:
     torch.save({"ema": {"w": torch.ones(3)}, "model": {"w": torch.ones(3), "b": torch.ones(3)}}, tmp_path / "f.pth")
     with pytest.raises(sluice.MismatchError, match=r"matches no tensor.*'[wb]', '[wb]'"):
         sluice.load_into(nn.Linear(1, 3), tmp_path / "f.pth", rules=[rules.drop("x.0")])
@@ -359,7 +359,7 @@ def test_a_reshape_that_strides_cannot_express_takes_boxes_up_to_a_limit(tmp_pat
     assert "tensor 'w'" in text
 
 
-def test_the_plan_says_what_each_target_is_made_of(file: Path) -> None:
+def test_the_plan_lists_the_sources_of_each_target(file: Path) -> None:
     wanted = [rules.transpose("wte"), rules.split("wte", ("a", "b"), dim=1), rules.cast("a", "bfloat16")]
     with sluice.open(file) as checkpoint:
         made = apply_rules(checkpoint.entries, wanted)

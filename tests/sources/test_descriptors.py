@@ -73,7 +73,7 @@ def test_the_least_recently_used_is_closed_first(cache: DescriptorCache, files: 
     assert are_open(files[:5]) == [True, False, True, True, False]
 
 
-def test_what_is_lent_is_never_closed(cache: DescriptorCache, files: list[Path]) -> None:
+def test_a_descriptor_in_use_is_never_closed(cache: DescriptorCache, files: list[Path]) -> None:
     lent = [take(cache, path) for path in files[:5]]
     use(cache, files[6])
     assert all(are_open(files[:5]))
@@ -83,9 +83,7 @@ def test_what_is_lent_is_never_closed(cache: DescriptorCache, files: list[Path])
     assert are_open(files[:8]) == [False, False, False, False, True, False, True, True]
 
 
-def test_what_is_dropped_while_it_is_lent_closes_when_the_last_reader_is_done(
-    cache: DescriptorCache, files: list[Path]
-) -> None:
+def test_a_dropped_descriptor_in_use_closes_after_its_last_reader(cache: DescriptorCache, files: list[Path]) -> None:
     key = (files[0], False)
     one, two = (take(cache, files[0]) for _ in range(2))
     assert one.descriptor is two.descriptor
@@ -114,7 +112,7 @@ def test_a_quarter_of_the_limit_of_the_process_is_enough(files: list[Path], monk
         cache.drop((path, False))
 
 
-def test_none_left_gives_up_half_of_the_cache_for_good(files: list[Path]) -> None:
+def test_exhaustion_halves_the_cache_permanently(files: list[Path]) -> None:
     cache = DescriptorCache(8)
     for path in files[:8]:
         use(cache, path)
@@ -162,7 +160,9 @@ def test_none_left_is_an_error_when_nothing_can_be_closed(
     cache.give_back(lent)
 
 
-def test_a_file_says_that_none_are_left(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_descriptor_is_an_error_that_names_the_file(
+    files: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_local, "DESCRIPTORS", DescriptorCache(4))
     monkeypatch.setattr(os, "open", lambda *_: refuse())
     with pytest.raises(ReadError, match=os.strerror(errno.EMFILE)) as caught:

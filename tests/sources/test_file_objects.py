@@ -71,7 +71,7 @@ def test_several_objects_one_after_the_other(tmp_path: Path, opener: Opener) -> 
 
 @OPENERS
 @pytest.mark.parametrize("start", [0, 1, 4096, 5003])
-def test_every_format_behind_other_bytes(tmp_path: Path, opener: Opener, start: int) -> None:
+def test_every_format_at_an_offset_in_the_file(tmp_path: Path, opener: Opener, start: int) -> None:
     value = {"a": torch.randn(70, 30), "b": torch.arange(400_000), "c": torch.randn(30, 70).t()}
     path = tmp_path / "f"
     writers: list[Callable[[BinaryIO], object]] = [
@@ -99,7 +99,7 @@ def test_every_format_behind_other_bytes(tmp_path: Path, opener: Opener, start: 
             assert torch.equal(model.weight, value["a"])
 
 
-def test_direct_reads_behind_other_bytes(tmp_path: Path) -> None:
+def test_direct_reads_at_an_offset_in_the_file(tmp_path: Path) -> None:
     value = {"w": torch.randn(20 << 20)}  # large enough for direct reads
     save_all(tmp_path / "f", [value], before=b"x" * 777)
     with (tmp_path / "f").open("rb") as stream:
@@ -108,7 +108,7 @@ def test_direct_reads_behind_other_bytes(tmp_path: Path) -> None:
     assert torch.equal(ours["w"], value["w"])
 
 
-def test_errors_say_where_in_the_file(tmp_path: Path) -> None:
+def test_errors_name_the_position_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "f"
     save_all(path, [{"a": torch.ones(3)}], before=b"x" * 1000)
     content = path.read_bytes()

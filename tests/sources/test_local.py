@@ -160,7 +160,7 @@ def test_short_reads_are_continued(source: LocalFile, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.EINVAL])
-def test_a_failed_read_says_where(source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_failed_read_names_the_offset(source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fail_after_100_bytes(read: Reader, buffer: memoryview, offset: int) -> int:
         if offset >= 150:
             raise OSError(number, os.strerror(number))
@@ -243,7 +243,7 @@ def test_a_file_cut_while_it_is_read_has_changed(source: LocalFile, path: Path) 
         source.read_at(50, 1000)
 
 
-def test_the_identity_is_what_the_system_says(source: LocalFile, path: Path) -> None:
+def test_the_identity_is_that_of_the_system(source: LocalFile, path: Path) -> None:
     status = path.stat()
     assert source.identity == FileIdentity(
         device=status.st_dev,

@@ -40,7 +40,7 @@ def test_what_was_read_along_is_not_read_again() -> None:
     assert recording.reads == [first, last]
 
 
-def test_large_reads_are_passed_on_as_they_are() -> None:
+def test_large_reads_are_passed_on_unchanged() -> None:
     recording = RecordingSource(MemorySource(CONTENT))
     ReadAhead(recording).read_at(3, HEADER_PIECE_BYTES)
     assert recording.reads == [RecordedRead(offset=3, nbytes=HEADER_PIECE_BYTES)]

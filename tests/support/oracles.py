@@ -98,3 +98,21 @@ def loaded(source: Source, index: Index) -> Any:
         return made.requires_grad_(entry.requires_grad)
 
     return _tree.map_leaves(index.tree, tensor)
+
+
+def state_dict_of_views(**others: Any) -> OrderedDict[str, Any]:
+    """Return a state dict of views, strides, parameters and a tied tensor, with further values before the tied one."""
+    base = torch.randn(40, 50)
+    return OrderedDict(
+        whole=base,
+        rows=base[5:9],
+        column=base[:, 3],
+        transposed=torch.randn(6, 7).t(),
+        channels_last=torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        expanded=torch.randn(1, 3).expand(4, 3),
+        parameter=torch.nn.Parameter(torch.randn(3)),
+        frozen=torch.nn.Parameter(torch.randn(3), requires_grad=False),
+        wants_grad=torch.randn(3, requires_grad=True),
+        **others,
+        tied=base,
+    )

@@ -53,7 +53,7 @@ def test_one_that_hangs_is_killed_and_shows_its_stacks() -> None:
     assert fresh_process.run("print(1)").stdout == "1\n"
 
 
-def test_pipes_of_a_process_that_goes_on() -> None:
+def test_pipes_of_a_running_process() -> None:
     code = "import sys; print(sys.argv[1], flush=True); print(sys.stdin.readline().upper(), end=''); sys.exit(3)"
     started = fresh_process.SUBPROCESS.Popen(
         [sys.executable, "-c", code, "ready"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -66,7 +66,7 @@ def test_streams_in_memory() -> None:
 
 
 @pytest.mark.parametrize("missing", ["preadv", "posix_fadvise", "O_DIRECT"])
-def test_local_files_where_the_system_can_do_less(path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_local_files_on_systems_with_fewer_features(path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.delattr(os, missing)
     monkeypatch.setattr("sluice.sources.local._HAS_PREADV", missing != "preadv")
     check_source(lambda: LocalFile(path), CONTENT, change=rewrite(path))
@@ -370,7 +370,7 @@ def test_changes_must_be_noticed(path: Path, flawed: type[RecordingSource]) -> N
     assert failed(lambda: flawed(LocalFile(path)), rewrite(path)) == ["changes"]
 
 
-def test_all_failures_are_told_at_once() -> None:
+def test_all_failures_are_reported_together() -> None:
     class Hopeless(ClosesOnce, AlwaysChanged, ShortReads):
         pass
 

@@ -62,7 +62,7 @@ def states() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("staging", [8, 40, 1 << 20])
 @pytest.mark.parametrize("to", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", ["f.pth", "f.safetensors", "directory", "sharded", "parameters"])
-def test_a_manifest_says_what_the_file_holds(
+def test_a_manifest_describes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, to: torch.dtype | None, staging: int
 ) -> None:
     monkeypatch.setattr(options, "SAVE_STAGING_BYTES", staging)
@@ -101,7 +101,7 @@ def test_ties_and_nested_states_have_the_names_that_open_shows(tmp_path: Path, a
     assert read_manifest(str(tmp_path / "m.json"), sluice.Limits()) == expected(read, algorithm)
 
 
-def test_conjugates_and_negatives_are_hashed_as_what_they_stand_for(tmp_path: Path) -> None:
+def test_conjugates_and_negatives_are_hashed_by_value(tmp_path: Path) -> None:
     base = torch.randn(5, dtype=torch.complex64)
     state = {"a": base, "b": base.conj(), "c": base.conj().imag, "d": base.conj()[1:3]}
     sluice.save(state, tmp_path / "f.pt", manifest=tmp_path / "m.json")
@@ -116,7 +116,7 @@ def test_a_manifest_can_lie_in_the_model_directory(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "m").iterdir() if "partial" in path.name]
 
 
-def test_a_manifest_that_exists_is_asked_about_before_anything_is_written(tmp_path: Path) -> None:
+def test_replacing_a_manifest_prompts_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text("mine", encoding="utf-8")
     with pytest.raises(sluice.SaveError, match=r"m\.json.* already exists"):
         sluice.save(states(), tmp_path / "f.pt", manifest=tmp_path / "m.json")
@@ -149,7 +149,7 @@ def test_names_that_a_manifest_cannot_tell_apart_are_refused_before_anything_is_
     assert not list(tmp_path.iterdir())
 
 
-def test_what_goes_wrong_with_the_manifest_alone_says_that_the_data_is_there(tmp_path: Path) -> None:
+def test_an_error_of_the_manifest_alone_states_that_the_data_is_saved(tmp_path: Path) -> None:
     with pytest.raises(sluice.SaveError, match=r"manifest was not written, the checkpoint is complete: .*No such file"):
         sluice.save(states(), tmp_path / "f.pt", manifest=tmp_path / "nowhere" / "m.json")
     assert [path.name for path in tmp_path.iterdir()] == ["f.pt"]
@@ -182,7 +182,7 @@ def test_pieces_may_come_in_any_order(
         assert made.tensors[str(number)].hash == hashlib.sha256(content[start:end]).hexdigest()
 
 
-def test_a_tensor_whose_bytes_never_passed_is_no_part_of_a_manifest(tmp_path: Path) -> None:
+def test_a_tensor_whose_bytes_were_not_written_is_not_in_the_manifest(tmp_path: Path) -> None:
     manifest = ManifestWriter(tmp_path / "m.json", "sha256", overwrite=True)
     manifest.expect("w", dtype="uint8", shape=[3], nbytes=3)
     manifest.in_order("w")(memoryview(b"ab"))
@@ -244,7 +244,7 @@ TENSOR = {"dtype": "float32", "shape": [2], "hash": "00"}
     ],
     ids=range(17),
 )
-def test_what_is_no_manifest_is_refused(content: bytes | dict[str, object], problem: str) -> None:
+def test_files_that_are_not_a_manifest_are_refused(content: bytes | dict[str, object], problem: str) -> None:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
     with pytest.raises(sluice.CheckpointError, match=problem):
         parse_manifest(data, "m.json", sluice.Limits(entries=2))

@@ -210,7 +210,7 @@ def test_integers_of_a_quantized_tensor_that_are_a_tensor_too(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("how", ["manifest", "flat"])
-def test_where_composites_have_no_place(tmp_path: Path, how: str) -> None:
+def test_forms_that_cannot_hold_composites(tmp_path: Path, how: str) -> None:
     torch.save({"a": torch.eye(3).to_sparse()}, tmp_path / "in.pt")
     name, options = ("o.pt", {"manifest": tmp_path / "m.json"}) if how == "manifest" else ("o.safetensors", {})
     with pytest.raises(sluice.UnsupportedError, match="sparse_coo tensor cannot be written"):

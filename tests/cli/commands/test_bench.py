@@ -131,9 +131,7 @@ def test_wrong_weights_fail_the_command(bench: Bench, monkeypatch: pytest.Monkey
     assert "wrong weights or logits: naive" in result.output
 
 
-def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_is_not_installed_is_a_row_with_instructions(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sluice.benchmark.methods.find_spec", lambda name: None if name == "tensorizer" else name)
     monkeypatch.setattr(_runner, "make_cold", lambda _: True)
     outcome = Outcome(status="ok", seconds=1.0, total_bytes=1, trace=trace(1.0, 1), verdict=TRUTH)
@@ -158,7 +156,7 @@ def test_a_peer_that_is_not_installed_is_a_row_that_says_how_to_get_it(
         (("--size", "tiny", "--ram-limit", "much"), "not a size"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(
+def test_invalid_arguments_are_refused(
     bench: Bench, runner: FakeRunner, arguments: tuple[str, ...], complaint: str
 ) -> None:
     result = bench(*arguments)
@@ -167,7 +165,7 @@ def test_what_cannot_be_meant_is_refused(
     assert runner.scenarios == ()
 
 
-def test_a_limit_that_the_system_does_not_permit_says_what_is_needed(
+def test_a_limit_that_the_system_does_not_permit_is_an_error_with_advice(
     bench: Bench, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sluice.cli.commands.bench.memory_limit_refusal", lambda: "run as root")

@@ -66,7 +66,9 @@ def test_a_dry_run_prints_what_would_be_written(source: Path, tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
-def test_what_exists_is_replaced_only_when_asked(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_files_are_replaced_only_on_request(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out.pt"
     out.write_bytes(b"old")
     done = run(source, out)

@@ -83,5 +83,5 @@ def test_parts(paths: tuple[Path, Path], tmp_path: Path) -> None:
     assert run(paths[1], tmp_path / "run.pt").exit_code == 1
 
 
-def test_the_help_says_the_exit_codes() -> None:
+def test_the_help_lists_the_exit_codes() -> None:
     assert "Exit codes" in run("--help").stdout

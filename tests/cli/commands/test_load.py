@@ -43,7 +43,7 @@ def test_load_passes_its_options_on(directory: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("arguments", ['{"width": 5}', "[5]"])
-def test_load_gives_the_factory_its_arguments(directory: Path, arguments: str) -> None:
+def test_load_passes_arguments_to_the_factory(directory: Path, arguments: str) -> None:
     torch.save(state_dict() | {"fc.weight": torch.ones(3, 5)}, "wide.pth")
     assert run_command("load", "wide.pth", "--model", "cli_model:Net").exit_code == 1
     assert run_command("load", "wide.pth", "--model", "cli_model:Net", "--model-args", arguments).exit_code == 0

@@ -100,5 +100,5 @@ def test_names_of_strangers_are_made_safe(tmp_path: Path) -> None:
     assert "w\\x1b[31m[red]\\n" in done.stdout
 
 
-def test_the_help_says_the_exit_codes() -> None:
+def test_the_help_lists_the_exit_codes() -> None:
     assert "Exit codes" in run("--help").stdout

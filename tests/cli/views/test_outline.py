@@ -18,7 +18,7 @@ def test_outline_shows_every_kind_of_value() -> None:
     ]
 
 
-def test_outline_is_cut_and_says_so() -> None:
+def test_a_shortened_outline_is_marked() -> None:
     tree: dict[object, object] = {number: {} for number in range(5)}
     assert list(outline(tree, 2)) == ["├── 0: dict of 0", "├── 1: dict of 0", "└── ... 3 more; --all shows them"]
     assert len(list(outline(tree, 5))) == len(list(outline(tree, None))) == 5

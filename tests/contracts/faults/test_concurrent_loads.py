@@ -109,7 +109,7 @@ def test_a_fork_during_a_load_that_loads_itself(file: Path) -> None:
 
 @forks
 @quiet
-def test_a_child_that_goes_on_with_its_parents_load_is_told(file: Path) -> None:
+def test_a_child_that_continues_its_parents_load_gets_an_error(file: Path) -> None:
     parent = os.getpid()
     children: list[int] = []
 

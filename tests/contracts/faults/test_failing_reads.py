@@ -182,7 +182,7 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("live", [False, True], ids=["meta", "live"])
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
-def test_a_module_is_untouched_or_its_state_is_told(
+def test_a_module_is_untouched_or_its_state_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, live: bool, dtype: torch.dtype | None
 ) -> None:
     write_zip(tmp_path / "f")

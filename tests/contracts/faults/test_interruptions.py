@@ -211,7 +211,7 @@ def test_a_thread_that_an_interrupt_kept_from_starting_holds_nothing(monkeypatch
     assert alive() is None
 
 
-def test_a_checkpoint_that_nobody_closed_gives_its_descriptors_back(file: Path) -> None:
+def test_descriptors_of_an_unclosed_checkpoint_are_released(file: Path) -> None:
     before = open_files()
     checkpoint = sluice.open(file)
     checkpoint["w1"].read()

@@ -15,7 +15,7 @@ CORPUS = Path(seeds.__file__).parent / "corpus"
 
 
 @pytest.mark.parametrize("name", targets.TARGETS)
-def test_the_corpus_is_what_the_seeds_say(name: str) -> None:
+def test_the_corpus_matches_the_seeds(name: str) -> None:
     contents = {path.read_bytes() for path in (CORPUS / name).iterdir()}
     assert contents == set(seeds.seeds()[name])
     assert sum(map(len, contents)) < 16_384

@@ -13,7 +13,7 @@ import torch
 import sluice
 
 
-def test_a_directory_of_oddities_beside_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_with_special_files_next_to_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # the name of a socket is short
     torch.save({"w": torch.ones(4)}, tmp_path / "pytorch_model.bin")
     for name in ("a.safetensors", "b.bin", "c.pt", "d.index.json.x", ".metadata.tmp", "e"):

@@ -319,7 +319,7 @@ BAD: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_every_verb_says_what_is_wrong_and_where(tmp_path: Path, name: str) -> None:
+def test_every_verb_names_the_problem_and_its_place(tmp_path: Path, name: str) -> None:
     content, kind, words = BAD[name]
     path = tmp_path / "f"
     path.write_bytes(content)

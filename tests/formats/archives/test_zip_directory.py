@@ -227,7 +227,7 @@ def test_names(name: bytes) -> None:
         directory_of(build_archive([ArchiveRecord(name=name)]))
 
 
-def test_a_directory_whose_name_is_no_text() -> None:
+def test_a_directory_whose_name_is_not_text() -> None:
     with pytest.raises(FormatError, match="not UTF-8"):
         directory_of(build_archive([ArchiveRecord(name=b"\x95/data.pkl")]))
 
@@ -397,7 +397,7 @@ def test_local_headers_that_disagree(changes: dict[str, Any]) -> None:
         {"local_nbytes": 0xFFFFFFFF, "local_extra": struct.pack("<HHQQ", 1, 16, 40, 40)},
     ],
 )
-def test_local_headers_of_other_honest_writers(changes: dict[str, Any]) -> None:
+def test_local_headers_of_other_programs(changes: dict[str, Any]) -> None:
     assert HONEST[1].data in located(with_second(**changes))
 
 

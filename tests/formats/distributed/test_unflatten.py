@@ -29,7 +29,7 @@ def test_an_item_without_a_path_is_at_the_top_under_its_flat_name() -> None:
     assert unflatten({"a.b": 1, "c.d": 2}, {"c.d": ["c", "d"]}, Limits(), "file") == {"a.b": 1, "c": {"d": 2}}
 
 
-def test_containers_that_are_values_stay_as_they_are() -> None:
+def test_containers_that_are_values_stay_unchanged() -> None:
     value: dict[str, object] = {"k": [1]}
     assert unflatten({"a": value}, {}, Limits(), "file")["a"] is value
 

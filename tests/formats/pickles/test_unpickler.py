@@ -171,7 +171,7 @@ def test_the_dangerous_opcodes_are_among_the_refused() -> None:
     assert dangerous <= {opcode.name for opcode in REFUSED}
 
 
-def test_bytes_that_are_no_opcode_are_refused() -> None:
+def test_bytes_that_are_not_an_opcode_are_refused() -> None:
     with pytest.raises(UnsafeContentError, match="0xff"):
         load(body(b"\xff"))
 

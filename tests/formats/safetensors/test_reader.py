@@ -411,7 +411,7 @@ def test_headers_in_any_spelling_equal_the_oracle(
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_is_accepted_equals_the_oracle(tmp_path: Path, data: st.DataObject) -> None:
+def test_accepted_files_equal_the_oracle(tmp_path: Path, data: st.DataObject) -> None:
     pieces = [
         '"a"',
         '"dtype"',

@@ -69,7 +69,7 @@ DOUBLES = tensor_call(storage("d", 3, kind="DoubleStorage"), shape=(3,))
         (quantized(channels([0.1, 0.2, 0.3], [0, 1, 2])), (3, 4), 1),
     ],
 )
-def test_what_an_entry_is_made_of(value: Call, shape: tuple[int, ...], components: int) -> None:
+def test_fields_of_an_entry(value: Call, shape: tuple[int, ...], components: int) -> None:
     entry = load([value])[0]
     assert (entry.shape, entry.storage) == (shape, NO_STORAGE)
     assert isinstance(entry.composite, (Sparse, Quantized))

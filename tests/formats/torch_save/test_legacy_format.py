@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 import warnings
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from sluice.records import Index, UnsupportedValue
 from sluice.testing import MemorySource, RecordingSource
 from sluice.testing._archives import Call, Global, Raw, encode, tensor_call
 from sluice.testing._legacy_file import legacy_file, legacy_storage
-from support.oracles import loaded, same, save_and_compare
+from support.oracles import loaded, same, save_and_compare, state_dict_of_views
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader reads its own files
 
@@ -81,22 +80,11 @@ def test_dtypes_that_torch_itself_does_not_read(name: str) -> None:
 
 
 def test_state_dicts_with_ties_strides_parameters_and_plain_values(tmp_path: Path) -> None:
-    base = torch.randn(40, 50)
-    value = OrderedDict(
-        whole=base,
-        rows=base[5:9],
-        column=base[:, 3],
-        transposed=torch.randn(6, 7).t(),
-        channels_last=torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        expanded=torch.randn(1, 3).expand(4, 3),
-        parameter=torch.nn.Parameter(torch.randn(3)),
-        frozen=torch.nn.Parameter(torch.randn(3), requires_grad=False),
-        wants_grad=torch.randn(3, requires_grad=True),
+    value = state_dict_of_views(
         large=torch.randn(1200, 1000),
         step=7,
         nested={"inner": [torch.arange(3), 2.5, None, (True, "text", b"bytes")]},
     )
-    value["tied"] = value["whole"]
     ours = save_and_compare(tmp_path / "f.pth", value, _use_new_zipfile_serialization=False)
     assert ours["tied"] is ours["whole"]
     assert ours["rows"].untyped_storage().data_ptr() == ours["whole"].untyped_storage().data_ptr()

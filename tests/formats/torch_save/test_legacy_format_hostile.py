@@ -197,7 +197,7 @@ def test_lists_of_keys_that_disagree(keys: object, words: str) -> None:
         index_of(legacy_file({"w": WHOLE}, SIX, keys=keys))
 
 
-def test_a_view_is_no_storage_of_the_list() -> None:
+def test_a_view_is_not_a_storage_of_the_list() -> None:
     value = {"w": tensor_call(legacy_storage("7", 6, view=("9", 0, 6)), shape=(6,))}
     index_of(legacy_file(value, SIX))
     with pytest.raises(FormatError, match="'9'"):
@@ -343,7 +343,7 @@ def polyglot(mark: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("mark", [b"ustar\x0000", b""])
-def test_what_is_a_tar_archive_too_is_refused(tmp_path: Path, mark: bytes) -> None:
+def test_a_file_that_is_also_a_tar_archive_is_refused(tmp_path: Path, mark: bytes) -> None:
     """torch reads the file as a tar archive, and the same bytes from memory as a legacy file."""
     content = polyglot(mark)
     assert tarfile.TarInfo.frombuf(content[:512], "utf-8", "surrogateescape").size == 0

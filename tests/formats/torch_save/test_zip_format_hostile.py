@@ -52,7 +52,7 @@ def with_records(**records: bytes | None) -> bytes:
     return torch_archive(W, DATA, records={name.replace("__", "."): data for name, data in records.items()})
 
 
-def test_the_honest_file_that_the_others_change() -> None:
+def test_the_valid_file_that_other_tests_change() -> None:
     assert tree_of(torch_archive(W, DATA))["w"].shape == (4,)
 
 

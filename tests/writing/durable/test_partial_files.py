@@ -13,7 +13,7 @@ from sluice.writing.durable.partial_files import hidden_path, hidden_stem, remov
 
 @pytest.mark.parametrize("name", ["model.pt", ".hidden", "a b\n.c", "ü.safetensors"])
 @pytest.mark.parametrize("in_set", [False, True])
-def test_a_hidden_path_tells_its_final_name(tmp_path: Path, name: str, *, in_set: bool) -> None:
+def test_a_hidden_path_contains_its_final_name(tmp_path: Path, name: str, *, in_set: bool) -> None:
     path = hidden_path(str(tmp_path), name, in_set=in_set)
     assert os.path.dirname(path) == str(tmp_path)
     assert path != hidden_path(str(tmp_path), name, in_set=in_set)

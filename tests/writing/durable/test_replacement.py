@@ -48,7 +48,7 @@ def test_nothing_happens_without_a_commit(tmp_path: Path) -> None:
     assert names(tmp_path) == ["f"]
 
 
-def test_what_exists_is_kept_unless_overwriting_was_asked_for(tmp_path: Path) -> None:
+def test_existing_files_are_kept_unless_overwriting_is_requested(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"old")
     with pytest.raises(sluice.SaveError, match=r"already exists; pass overwrite=True"):
         Replacement(tmp_path / "f", overwrite=False)
@@ -92,7 +92,7 @@ def test_symbolic_links_are_followed(tmp_path: Path) -> None:
         (lambda path: path.symlink_to(path), "a circular symbolic link"),
     ],
 )
-def test_what_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None], kind: str) -> None:
+def test_special_files_are_refused(tmp_path: Path, make: Callable[[Path], None], kind: str) -> None:
     make(tmp_path / "f")
     with pytest.raises(sluice.SaveError, match=f"only a regular file can be replaced; found {kind}"):
         Replacement(tmp_path / "f", overwrite=True)
