@@ -8,7 +8,7 @@ from difflib import SequenceMatcher
 
 from sluice._errors import MismatchError
 
-__all__ = ["SHOWN", "Findings", "closest", "listed", "section"]
+__all__ = ["SHOWN", "Findings", "closest", "first_names", "listed", "section"]
 
 #: Maximum number of lines shown for each kind of problem.
 SHOWN = 20
@@ -100,9 +100,14 @@ def section(title: str, lines: Sequence[str], of: Sequence[object]) -> str:
 
 def listed(label: str, names: Sequence[str]) -> str:
     """Return a line that counts names and lists the first of them: ``"missing (9): a, b, c and 6 more"``."""
+    return f"{label} ({len(names):,}): {first_names(names)}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first names as text: ``"a, b, c and 6 more"``."""
     first = ", ".join(name or "''" for name in names[:_NAMES_SHOWN])
     more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{label} ({len(names):,}): {first}{more}"
+    return f"{first}{more}"
 
 
 def _with_shape(text: str, shape: Shape | None) -> str:

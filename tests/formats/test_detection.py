@@ -195,7 +195,7 @@ ARCHIVES: dict[str, tuple[bytes, type[CheckpointError], str]] = {
     "packed flat": (
         archive_bytes("model.safetensors"),
         FormatError,
-        r"no data.pkl; found first records \(1\): 'model.safetensors'. Unpack",
+        r"no data.pkl; found 'model.safetensors'. Unpack",
     ),
     "document": (
         archive_bytes("[Content_Types].xml", "word/document.xml"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, UnsupportedError
-from sluice._messages import listed
+from sluice._messages import first_names
 
 __all__ = ["HINTING_NAME", "directory_hint", "recognise", "recognise_archive", "recognise_npz", "recognise_placeholder"]
 
@@ -232,7 +232,7 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
     return FormatError(
         problem,
         file=file,
-        found=listed("first records", list(map(repr, names))) if names else "nothing",
+        found=first_names(list(map(repr, names))) if names else "nothing",
         advice=_UNPACK if inside else None,
     )
 
