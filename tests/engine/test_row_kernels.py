@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from sluice._options import TransferOptions
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.row_kernels import RowFunction, cast, row_function, scaled
 from sluice.engine.targets import Targets
-from sluice.entries.assembly import join
+from sluice.entries.assembly import join, multiply, pad
 from sluice.entries.slicing import slice_entry
 from sluice.reading import transfer
 from sluice.records import DeviceFacts, Elements, Entry, Request, RowKernel
 from sluice.testing import FakeAccelerator
 from support.oracles import bits
+from support.plans import entry
 from support.torch_files import saved_big_endian
 
 ROWS, COLUMNS = 3000, 700
@@ -139,3 +141,38 @@ def test_the_first_users_of_the_seam() -> None:
     assert bits(target) == bits((rows * 0.5 * 3.0).bfloat16())
     scaled(())(target, rows, 0)
     assert bits(target) == bits(rows.bfloat16())
+
+
+def test_factors_come_before_a_kernel(tmp_path: Path) -> None:
+    weight = torch.randn(50, 8)
+    torch.save({"w": weight}, tmp_path / "w.pt")
+    with OpenCheckpoint.open(tmp_path / "w.pt") as checkpoint:
+        entry = with_kernel(multiply(checkpoint.entries["w"], 0.5), "scales", 1)
+        prepared = transfer.prepare(checkpoint, [Request(name="w", entry=entry, dtype="float32", device="cpu")])
+        (scale,) = transfer.run(checkpoint, prepared, Targets(prepared.plan, kernels=KERNELS))[0]
+    assert bits(scale) == bits((weight * 0.5).abs().amax(1, keepdim=True) / 127)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"existing": True}, "new, row-major"),
+        ({"stride": (1, 10)}, "new, row-major"),
+        ({"region": (((0, 5),), ((0, 4),))}, "whole rows"),
+        ({"entry": entry((), storage=0)}, "rows with elements"),
+        ({"entry": entry((3, 0), storage=0)}, "rows with elements"),
+        ({"entry": pad(entry((3, 4), storage=0), 0, 5, 0.0)}, "no constants"),
+    ],
+    ids=["live memory", "columns first", "parts of rows", "a scalar", "empty rows", "a constant"],
+)
+def test_requests_that_a_kernel_cannot_fill(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    torch.save({"w": torch.randn(10, 8)}, tmp_path / "w.pt")
+    with OpenCheckpoint.open(tmp_path / "w.pt") as checkpoint:
+        chosen = change.pop("entry", None) or checkpoint.entries["w"]
+        if chosen.parts:
+            first, *rest = chosen.parts
+            chosen = replace(chosen, parts=(replace(first, entry=with_kernel(first.entry, "scales", 1)), *rest))
+        else:
+            chosen = with_kernel(chosen, "scales", 1)
+        with pytest.raises(ValueError, match=problem):
+            transfer.prepare(checkpoint, [Request(name="w", entry=chosen, dtype="float32", device="cpu", **change)])

@@ -21,6 +21,7 @@ from sluice.planning.planner import plan_load
 from sluice.records import FileRecord, Finisher, LoadPlan, View
 from sluice.sources.local import LocalFile
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
+from support.waiting import wait_until
 
 
 class Weights:
@@ -203,3 +204,81 @@ def test_finishers_are_for_new_tensors_on_the_host(weights: Weights, change: dic
     wanted = replace(request("t", entry_of(weights.tensors[0], 0)), finisher=finisher, **change)
     with pytest.raises(ValueError, match="a new tensor on the host"):
         single_targets([wanted], weights.index, {})
+
+
+def test_a_plan_whose_reads_were_done_before_a_failure_is_complete(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow failure of one plan: the next one was read meanwhile, and its data is whole."""
+    read_into = LocalFile.read_into
+    second_is_read = threading.Event()
+
+    def slow_failure(source: LocalFile, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if offset < weights.tensors[0].nbytes:
+            second_is_read.wait(30)
+            raise ReadError("broken", file="f", offset=offset)
+        return read_into(source, offset, buffer, direct=direct)
+
+    monkeypatch.setattr(LocalFile, "read_into", slow_failure)
+    first, second = (weights.plan(*numbers, dtype="float32") for numbers in ((0, 1), (4,)))
+    targets = Targets(second[0])
+    with Session([weights.source]) as session:
+        failing, running = session.start(first[0], Targets(first[0])), session.start(second[0], targets)
+        wait_until(lambda: running.results.qsize() == len(second[0].reads), "the reads of the second plan")
+        second_is_read.set()
+        with pytest.raises(ReadError, match="broken"):
+            failing.wait()
+        running.wait()
+    assert torch.equal(targets.tensors(second[1])[0], weights.tensors[4])
+
+
+def test_without_threads_finishers_still_keep_up(weights: Weights) -> None:
+    finisher = Finisher(name="note", shape=(MIB // 2,), finished_bytes=0)
+    plan, _ = weights.plan(*range(6), dtype="float32", finisher=finisher)
+    plan = replace(plan, readers=0)
+    held: list[int] = []
+
+    def note(whole: torch.Tensor) -> torch.Tensor:
+        held.append(len(targets._mappings))
+        return whole[:0].clone()
+
+    targets = Targets(plan, finishers={"note": note})
+    with Session([weights.source]) as session:
+        session.run(plan, targets)
+    assert held == [0] * 6  # the weight that is being finished has left the list
+
+
+def test_a_finisher_gets_a_transposed_weight_row_major_and_an_empty_one(weights: Weights) -> None:
+    square = entry_of(weights.tensors[0], 0)
+    turned = replace(square, shape=(512, 1024), stride=(1, 512))
+    empty = replace(square, shape=(0,), stride=(1,))
+    requests = [
+        replace(request("t", turned), finisher=Finisher(name="copy", shape=(512, 1024), finished_bytes=0)),
+        replace(request("e", empty), finisher=Finisher(name="copy", shape=(0,), finished_bytes=0)),
+    ]
+    laid_out, views = single_targets(requests, weights.index, {})
+    plan = plan_load(laid_out, weights.index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB)
+    assert plan.final_bytes == 0
+    seen = []
+
+    def copy(whole: torch.Tensor) -> torch.Tensor:
+        seen.append(whole.clone())
+        return whole.clone()
+
+    targets = Targets(plan, finishers={"copy": copy})
+    with Session([weights.source]) as session:
+        session.run(plan, targets)
+    assert torch.equal(targets.tensors(views)[0], weights.tensors[0].view(1024, 512).T)
+    assert [tuple(each.shape) for each in seen] == [(512, 1024), (0,)]
+
+
+def test_plans_with_buffers_of_different_sizes_may_overlap(weights: Weights) -> None:
+    first, second = weights.plan(0), weights.plan(1)
+    larger = replace(second[0], staging_buffer_bytes=2 * second[0].staging_buffer_bytes)
+    with Session([weights.source]) as session:
+        targets = [Targets(first[0]), Targets(larger)]
+        running = [session.start(plan, each) for plan, each in zip((first[0], larger), targets, strict=True)]
+        for run in running:
+            run.wait()
+    for each, views, number in zip(targets, (first[1], second[1]), (0, 1), strict=True):
+        assert torch.equal(each.tensors(views)[0], weights.tensors[number].bfloat16())

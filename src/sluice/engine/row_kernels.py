@@ -39,13 +39,13 @@ def cast(target: torch.Tensor, rows: torch.Tensor, _first_row: int, /) -> None:
     target.copy_(rows)
 
 
-def scaled(factors: Iterable[float]) -> RowFunction:
-    """Return the function that multiplies by each factor in the dtype of the source, then casts."""
+def scaled(factors: Iterable[float], function: RowFunction = cast) -> RowFunction:
+    """Return the function that multiplies by each factor in the dtype of the source, then calls ``function``."""
 
-    def scale(target: torch.Tensor, rows: torch.Tensor, _first_row: int, /) -> None:
+    def scale(target: torch.Tensor, rows: torch.Tensor, first_row: int, /) -> None:
         for factor in factors:
             rows = rows * factor
-        target.copy_(rows)
+        function(target, rows, first_row)
 
     return scale
 
@@ -57,6 +57,5 @@ def row_function(elements: Elements, kernels: Mapping[str, RowFunction]) -> RowF
         elements: How they are stored and computed with; conjugates and negatives are views, made before.
         kernels: The functions that row kernels name.
     """
-    if elements.kernel is not None:
-        return kernels[elements.kernel.name]
-    return scaled(elements.factors) if elements.factors else cast
+    kernel = kernels[elements.kernel.name] if elements.kernel is not None else cast
+    return scaled(elements.factors, kernel) if elements.factors else kernel

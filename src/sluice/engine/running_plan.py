@@ -79,7 +79,10 @@ class RunningPlan:
         targets: Where the bytes go.
         results: Finished reads, and the failure if there is one.
         has_reader: Whether a thread reads for it; without one the thread that waits does.
+        staging: The buffers of its reads.
     """
+
+    staging: StagingPool
 
     def __init__(self, session: Session, plan: LoadPlan, targets: TargetMemory) -> None:
         self.plan = plan
@@ -129,8 +132,10 @@ class RunningPlan:
                     if completed:
                         completed(position)
                 self.admit(1)
-            self._session.finished(self)
+            for position in pending.unread() if pending else ():
+                self.targets.complete(position)
             self.targets.finish()
+            self._session.finished(self)
             self._session.check(self.plan)
         except BaseException:
             self._session.close()
@@ -144,10 +149,10 @@ class RunningPlan:
 
     def _results(self) -> Iterator[FinishedRead]:
         """Yield the finished reads in the order in which they finish; raise the first failure instead."""
-        if not self.has_reader:
-            self._session.read_all(self)
         for _ in self.plan.reads:
             self._session.check_process()
+            if not self.has_reader:
+                self._session.read_next(self)
             result = self.results.get()
             if isinstance(result, BaseException):
                 raise result
@@ -162,6 +167,12 @@ class _Pending:
         for read in plan.reads:
             for position in _positions(read):
                 self._left[position] += 1
+        targets = zip(plan.targets, self._left, strict=True)
+        self._unread = [i for i, (target, left) in enumerate(targets) if target.finisher and not left]
+
+    def unread(self) -> list[int]:
+        """Return the positions of targets with a finisher that no read fills."""
+        return self._unread
 
     def finished_by(self, read: Read) -> Iterator[int]:
         for position in _positions(read):

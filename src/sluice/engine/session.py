@@ -59,7 +59,8 @@ class Session:
         # A plan is in the first queue once for each reader that may work on it. None ends the threads of a queue.
         self._plans: queue.SimpleQueue[RunningPlan | None] = queue.SimpleQueue()
         self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
-        self._staging: StagingPool | None = None
+        #: Buffers by their size in bytes.
+        self._pools: dict[int, StagingPool] = {}
         self._running: list[RunningPlan] = []
         self.ended = False
 
@@ -98,7 +99,7 @@ class Session:
     def start(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
         """Begin to run a plan, after those that were started before it; ``RunningPlan.wait`` completes it.
 
-        Plans with finishers must be waited for in the order in which they were started, because their readers wait for
+        A plan with finishers must be waited for before any plan that was started after it, because its readers wait for
         the caller.
         """
         if self.ended:
@@ -106,9 +107,9 @@ class Session:
         run = RunningPlan(self, plan, targets)
         try:
             targets.map_files(self._sources)
-            staging = self._staging_for(plan)
+            run.staging = self._staging_for(plan)
             self._running.append(run)
-            targets.begin(staging)
+            targets.begin(run.staging)
             readers = min(plan.readers, len(plan.reads))
             start_threads(self._copiers, plan.copiers - len(self._copiers), self._copy, "sluice-copier")
             start_threads(self._readers, readers - len(self._readers), self._read, "sluice-reader")
@@ -123,44 +124,50 @@ class Session:
     def release_staging(self) -> None:
         """Free the staging buffers; the next plan allocates its own. No plan may be running."""
         assert not self._running
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
+        while self._pools:
+            self._pools.popitem()[1].close()
 
     def close(self) -> None:
         """Stop and join the threads, and finish the targets of plans that were not waited for."""
         self.ended = True
-        try:
-            self._plans.put(None)
-            for run in self._running:
-                run.admit(len(self._readers))
-            join_threads(self._readers)
-        finally:
-            try:
-                self._filled.put(None)
-                join_threads(self._copiers)
-            finally:
-                with ExitStack() as stack:  # each callback runs, even if another raises
-                    stack.callback(self.release_staging)
-                    running, self._running = self._running, []
-                    for run in running:
-                        stack.callback(run.abandon)
+        with ExitStack() as stack:  # in reverse order, each even if another raises
+            stack.callback(self._abandon_plans)
+            stack.callback(self._join_copiers)
+            stack.callback(self._join_readers)
+
+    def _join_readers(self) -> None:
+        self._plans.put(None)
+        for run in self._running:
+            run.admit(len(self._readers))
+        join_threads(self._readers)
+
+    def _join_copiers(self) -> None:
+        if not any(reader.unfinished for reader in self._readers):
+            self._filled.put(None)
+            join_threads(self._copiers)
+
+    def _abandon_plans(self) -> None:
+        if any(thread.unfinished for thread in (*self._readers, *self._copiers)):
+            return  # an interrupt came before they were joined: the next call to ``close`` does it
+        running, self._running = self._running, []
+        with ExitStack() as stack:
+            stack.callback(self.release_staging)
+            for run in running:
+                stack.callback(run.abandon)
 
     def finished(self, run: RunningPlan) -> None:
-        """Forget a plan that was waited for."""
-        self._running.remove(run)
+        """Forget a plan that was waited for; a session that has ended has forgotten it already."""
+        if run in self._running:
+            self._running.remove(run)
 
     def _staging_for(self, plan: LoadPlan) -> StagingPool:
-        if self._staging is not None and self._staging.buffer_bytes != plan.staging_buffer_bytes:
-            self.release_staging()
-        if self._staging is None:
-            self._staging = StagingPool(
-                buffer_bytes=plan.staging_buffer_bytes,
-                count=plan.staging_buffers,
-                huge_pages=plan.facts.huge_pages,
-            )
-        self._staging.grow_to(plan.staging_buffers)
-        return self._staging
+        size = plan.staging_buffer_bytes
+        if size not in self._pools:
+            if not self._running:
+                self.release_staging()
+            self._pools[size] = StagingPool(buffer_bytes=size, count=0, huge_pages=plan.facts.huge_pages)
+        self._pools[size].grow_to(plan.staging_buffers)
+        return self._pools[size]
 
     def _read(self) -> None:
         """Work on plans until the session ends; the work of a reader."""
@@ -171,23 +178,31 @@ class Session:
 
     def read_all(self, run: RunningPlan) -> None:
         """Do the reads of a plan until all are taken or one has failed."""
+        while self.read_next(run):
+            pass
+
+    def read_next(self, run: RunningPlan) -> bool:
+        """Do the next read of a plan; return whether there may be another one."""
         try:
-            while (read := run.next_read()) is not None and not self.ended:
-                if read.into is not None:
-                    run.results.put(FinishedRead(read, self._read_in_place(run, read, read.into)))
-                else:
-                    self._read_staged(run, read)
+            read = run.next_read()
+            if read is None or self.ended:
+                return False
+            if read.into is not None:
+                run.results.put(FinishedRead(read, self._read_in_place(run, read, read.into)))
+            else:
+                self._read_staged(run, read)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             run.results.put(error)
+            return False
+        return True
 
     def _read_staged(self, run: RunningPlan, read: Read) -> None:
         first = read.offset % options.BLOCK_BYTES
-        assert self._staging is not None
-        buffer = self._staging.borrow()
+        buffer = run.staging.borrow()
         try:
             method = self._fetch(run, read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
         except BaseException:
-            self._staging.give_back(buffer)
+            run.staging.give_back(buffer)
             raise
         filled = _Filled(run, FinishedRead(read, method), buffer)
         if self._copiers and run.plan.copiers:
@@ -215,8 +230,7 @@ class Session:
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             run.results.put(error)
         finally:
-            assert self._staging is not None
-            self._staging.give_back(filled.buffer)
+            run.staging.give_back(filled.buffer)
 
     def _read_in_place(self, run: RunningPlan, read: Read, position: int) -> Method:
         return self._fetch(

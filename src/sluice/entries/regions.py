@@ -21,6 +21,7 @@ def select_region(entry: Entry, region: Sequence[Sequence[tuple[int, int]]]) -> 
         region: For each dimension ascending intervals ``(start, stop)``, as indices; they may be empty.
 
     Raises:
+        UnsupportedError: The tensor is sparse or quantized.
         ValueError: The intervals overlap, leave the tensor, or are not one list per dimension.
     """
     if len(region) != len(entry.shape):

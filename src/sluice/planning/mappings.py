@@ -80,6 +80,8 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
         return "filled in place"
     if target.device != "cpu":
         return "on an accelerator"
+    if target.finisher is not None:
+        return "replaced by a finisher"
     if len(target.fills) != 1 or target.constants:
         return "assembled from parts"
     fill = target.fills[0]
@@ -87,7 +89,9 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
         return "multiplied"
     if fill.dtype != target.dtype:
         return "cast"
-    if fill.elements.swap_bytes or fill.elements.math_bits or fill.elements.kernel:
+    if fill.elements.kernel is not None:
+        return "computed by rows"
+    if fill.elements.swap_bytes or fill.elements.math_bits:
         return "in a different byte order, conjugated or negated in the file"
     collapsed = collapse_fill(0, fill)
     if not is_verbatim(target, collapsed) or collapsed.piece.nbytes != target.nbytes:

@@ -152,6 +152,8 @@ def _single_target(request: Request, position: int, index: Index, offsets: Mappi
     kernel = next((piece.elements.kernel for piece in entry.pieces if piece.elements.kernel), None)
     if kernel is not None:
         return _row_target(request, kernel, position, index, offsets)
+    if request.finisher is not None:
+        stride = contiguous_stride(entry.shape)  # finishers get row-major tensors
     if stride is not None:
         target = _filled_target(request, entry, stride, index, offsets)
         return target, View(target=position, start=0, shape=entry.shape, stride=stride)
@@ -175,11 +177,18 @@ def _row_target(
     """Return a row-major target of shape ``(rows, kernel.row_elements)`` for the results of a row kernel.
 
     Raises:
-        ValueError: The entry is assembled from parts of rows.
+        ValueError: The entry is assembled from parts of rows or of other elements, has no elements in a row, or is to
+            fill existing memory.
     """
     entry = request.entry
+    if request.existing or request.stride not in {None, contiguous_stride(entry.shape)}:
+        raise ValueError("a row kernel needs a new, row-major tensor")
+    if not entry.shape or (entry.numel == 0 and entry.shape[0]):
+        raise ValueError("a row kernel needs rows with elements")
     if any(part.entry.shape[1:] != entry.shape[1:] for part in entry.parts):
         raise ValueError("a row kernel needs whole rows")
+    if any(piece.elements.kernel != kernel or piece.constant is not None for piece in entry.pieces):
+        raise ValueError("a row kernel needs the same kernel for every part, and no constants")
     stride = (kernel.row_elements, *(0 for _ in entry.shape[1:]))
     target = _filled_target(request, entry, stride, index, offsets)
     shape = (entry.shape[0], kernel.row_elements)
@@ -259,7 +268,8 @@ def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
     for position, request in enumerate(requests):
         entry = request.entry  # an assembled entry shares memory only with equal ones
         source = (entry.parts or entry.storage, entry.elements)
-        apart = position if request.alone else None
+        alone = request.alone or request.finisher or any(piece.elements.kernel for piece in entry.pieces)
+        apart = position if alone else None
         groups[*source, request.dtype, request.device, apart].append(position)
     return groups.values()
 

@@ -90,7 +90,7 @@ def plan_load(
         copiers=copier_count(readers, buffers, threads, facts),
         staging_buffer_bytes=buffer_bytes,
         staging_buffers=buffers,
-        final_bytes=sum(target.nbytes for target in targets),
+        final_bytes=sum(each.finisher.finished_bytes if each.finisher else each.nbytes for each in targets),
         predicted=predicted,
         devices=tuple(_device_plans(targets, reads, buffer_bytes)),
         device_scratch_bytes=scratch_bytes(buffer_bytes),

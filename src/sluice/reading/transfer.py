@@ -93,7 +93,12 @@ def _selected(request: Request) -> Request:
     """Return a request whose entry is the requested region."""
     if request.region is None:
         return request
-    return replace(request, entry=select_region(request.entry, request.region), region=None)
+    whole = request.entry
+    if any(piece.elements.kernel for piece in whole.pieces) and request.region[1:] != tuple(
+        ((0, size),) for size in whole.shape[1:]
+    ):
+        raise ValueError("a row kernel needs a region of whole rows")
+    return replace(request, entry=select_region(whole, request.region), region=None)
 
 
 def prepare(

@@ -52,7 +52,7 @@ class Copy:
     #: Offset in the staging buffer, in bytes, of the result of a cast before a transfer to an accelerator; None to cast
     #: at the target.
     cast_at: int | None = None
-    #: With a row kernel: position of the first row in the fill.
+    #: With a row kernel: position of the first row in the target.
     first_row: int = 0
 
     @property
