@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sluice._errors import TruncatedError
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
@@ -95,3 +96,17 @@ def test_the_kth_failure_reaches_the_caller_for_every_k(
         break
     assert failing > 5
     assert torch.equal(loaded, tensor.bfloat16())
+
+
+def test_a_read_that_ends_early_is_an_error_though_the_file_is_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_into = LocalFile.read_into
+
+    def short(source: LocalFile, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        return read_into(source, offset, buffer, direct=direct) // 2
+
+    monkeypatch.setattr(LocalFile, "read_into", short)
+    with pytest.raises(TruncatedError, match="ends too early") as raised:
+        cast(tmp_path / "f", torch.randn(ELEMENTS), has_copiers)
+    assert raised.value.file == str(tmp_path / "f")
