@@ -63,7 +63,9 @@ def test_tied_names_of_the_same_bytes_are_read_once() -> None:
     assert found.comparisons == ()
 
 
-@pytest.mark.parametrize("other", [entry(1), entry(0, storage_offset=6), entry(0, dtype="float16")])
+@pytest.mark.parametrize(
+    "other", [entry(1), entry(0, storage_offset=6), entry(0, dtype="float16"), entry(0, stride=(1, 2))]
+)
 def test_tied_names_of_other_bytes_have_to_be_compared(other: Entry) -> None:
     outline = Outline(slots=(slot("first"), slot("embedding", "head", device="cpu")))
     found = match(outline, {"first": entry(7), "embedding": entry(), "head": other})
