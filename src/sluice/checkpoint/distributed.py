@@ -30,7 +30,7 @@ from sluice._messages import SHOWN, section
 from sluice._options import Limits
 from sluice.checkpoint.merging import OpenFile, moved
 from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, open_member
-from sluice.entries import tree as _tree
+from sluice.entries import tree as trees
 from sluice.formats.distributed.items import Item, ItemFile, ItemReader, ItemStorage, check_items
 from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, SavedChunk, TensorItem, read_metadata
 from sluice.formats.distributed.unflatten import unflatten
@@ -200,7 +200,7 @@ class _IndexBuilder:
         for number, storage in enumerate(inner.storages):
             self._add_storage(item, None, number, storage.nbytes, offset=item.offset + storage.offset)
         self._notes.update(dict.fromkeys(inner.notes))
-        self._values[item.name] = _tree.map_leaves(inner.tree, partial(moved, by=first))
+        self._values[item.name] = trees.map_leaves(inner.tree, partial(moved, by=first))
 
     def _add_storage(
         self, item: Item, entry: Entry | None, number: int, nbytes: int, *, offset: int, located: bool = False

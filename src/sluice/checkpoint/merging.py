@@ -21,7 +21,7 @@ from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointErr
 from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
 from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
-from sluice.entries import tree as _tree
+from sluice.entries import tree as trees
 from sluice.formats.protocol import Checksum, Locator
 from sluice.formats.shard_index import ShardIndex
 from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, Storage, UnsupportedValue
@@ -195,7 +195,7 @@ def _join(
         index = replace(file.index, storages=tuple(storages), tree=None)
         joined.append(replace(file, index=index, first_storage=first))
         tree.update(_shifted(part or {}, by=first))
-        versions.update(_tree.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
+        versions.update(trees.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
         first += len(own)
     if versions:
         tree = OrderedDict(tree)
@@ -217,7 +217,7 @@ def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
             new[id(entry)] = moved(entry, by=by)
         return new[id(entry)]
 
-    return {name: new.get(id(value)) or _tree.map_leaves(value, shift) for name, value in part.items()}
+    return {name: new.get(id(value)) or trees.map_leaves(value, shift) for name, value in part.items()}
 
 
 def _is_plain(entry: Entry) -> bool:
@@ -236,7 +236,7 @@ def moved(entry: Entry, *, by: int) -> Entry:
         scales, zero_points = (shift(one) if isinstance(one, Entry) else one for one in (made.scales, made.zero_points))
         made = replace(made, values=shift(made.values), scales=scales, zero_points=zero_points)
     storage = entry.storage + by if entry.storage != NO_STORAGE else NO_STORAGE
-    attributes = _tree.map_leaves(entry.attributes, shift)
+    attributes = trees.map_leaves(entry.attributes, shift)
     return replace(entry, storage=storage, parts=parts, composite=made, attributes=attributes)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sluice._errors import LimitError, MismatchError
 from sluice._messages import listed
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.entries import tree as _tree
+from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
 from sluice.matching.renaming import Rename, rename_entries
@@ -44,11 +44,11 @@ def whole_contents(
     tree = _with_ties(checkpoint)
     if rename is None and not rules:
         chosen = subtree(tree, key or "")
-        _tree.refuse_opaques(chosen, checkpoint.path)
+        trees.refuse_opaques(chosen, checkpoint.path)
         return ConvertedContents(tree=chosen, key=key or "", notes=tuple(_left_out(tree, chosen, key or "")))
     chosen, path = _state_dict(checkpoint, tree, key)
     renamed: dict[str, object] = {**_entries(checkpoint, chosen, rename, rules)}
-    values = {name: value for name, value in _tree.leaves(chosen) if not isinstance(value, Entry)}
+    values = {name: value for name, value in trees.leaves(chosen) if not isinstance(value, Entry)}
     for name, value in rename_entries(values, rename).items():
         if name in renamed:
             raise MismatchError(
@@ -74,10 +74,10 @@ def flat_contents(
     tree = _with_ties(checkpoint)
     chosen, path = _state_dict(checkpoint, tree, key)
     notes = list(_left_out(tree, chosen, path))
-    values = [name for name, value in _tree.leaves(chosen) if not isinstance(value, Entry)]
+    values = [name for name, value in trees.leaves(chosen) if not isinstance(value, Entry)]
     if values:
         notes.append(listed("values that are not tensors were left out", list(map(repr, values))))
-    flags = sum(entry.parameter for entry in _tree.every_entry(chosen))
+    flags = sum(entry.parameter for entry in trees.every_entry(chosen))
     if flags:
         notes.append(f"{flags} parameters became plain tensors: the format has no requires_grad")
     return ConvertedContents(tree=_entries(checkpoint, chosen, rename, rules), key=path, notes=tuple(notes))
@@ -114,17 +114,17 @@ def _state_dict(checkpoint: OpenCheckpoint, tree: object, key: str | None) -> tu
     if not isinstance(chosen, Mapping):
         problem = "this part of the checkpoint is not a state dict"
         raise MismatchError(problem, file=checkpoint.path, tensor=path, found=type(chosen).__name__)
-    _tree.refuse_opaques(chosen, checkpoint.path)
+    trees.refuse_opaques(chosen, checkpoint.path)
     return chosen, path
 
 
 def _entries(
     checkpoint: OpenCheckpoint, chosen: Mapping[str, object], rename: Rename | None, rules: Sequence[Rule]
 ) -> dict[str, Entry]:
-    for key in _tree.odd_keys(chosen):
+    for key in trees.odd_keys(chosen):
         problem = f"tensor names must be strings, not {type(key).__name__}"
         raise MismatchError(problem, file=checkpoint.path, tensor=repr(key)[:80])
-    return apply_rules(rename_entries(_tree.flatten(chosen, checkpoint.limits), rename), rules)
+    return apply_rules(rename_entries(trees.flatten(chosen, checkpoint.limits), rename), rules)
 
 
 def _with_ties(checkpoint: OpenCheckpoint) -> object:
@@ -139,9 +139,9 @@ def _with_ties(checkpoint: OpenCheckpoint) -> object:
 def _left_out(tree: object, chosen: object, key: str) -> Iterable[str]:
     if chosen is tree:
         return
-    kept = {id(entry) for entry in _tree.every_entry(chosen)}
-    outside = [entry for entry in _tree.every_entry(tree) if id(entry) not in kept]
-    values = sum(not isinstance(value, Entry) for _, value in _tree.leaves(tree))
-    values -= sum(not isinstance(value, Entry) for _, value in _tree.leaves(chosen))
+    kept = {id(entry) for entry in trees.every_entry(chosen)}
+    outside = [entry for entry in trees.every_entry(tree) if id(entry) not in kept]
+    values = sum(not isinstance(value, Entry) for _, value in trees.leaves(tree))
+    values -= sum(not isinstance(value, Entry) for _, value in trees.leaves(chosen))
     if outside or values:
         yield f"only {key!r} was taken: {len(outside)} tensors and {values} other values outside it were left out"

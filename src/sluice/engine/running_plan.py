@@ -132,7 +132,7 @@ class RunningPlan:
                     if completed:
                         completed(position)
                 self.admit(1)
-            for position in pending.unread() if pending else ():
+            for position in pending.unread if pending else ():
                 self.targets.complete(position)
             self.targets.finish()
             self._session.finished(self)
@@ -168,11 +168,8 @@ class _Pending:
             for position in _positions(read):
                 self._left[position] += 1
         targets = zip(plan.targets, self._left, strict=True)
-        self._unread = [i for i, (target, left) in enumerate(targets) if target.finisher and not left]
-
-    def unread(self) -> list[int]:
-        """Return the positions of targets with a finisher that no read fills."""
-        return self._unread
+        #: Positions of the targets with a finisher that no read fills.
+        self.unread = [i for i, (target, left) in enumerate(targets) if target.finisher and not left]
 
     def finished_by(self, read: Read) -> Iterator[int]:
         for position in _positions(read):

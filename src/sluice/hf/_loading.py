@@ -29,7 +29,7 @@ from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOpti
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.api.checkpoint import open as open_checkpoint
-from sluice.entries import tree as _tree
+from sluice.entries import tree as trees
 from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._library import find_library
 from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tensor_of, tie
@@ -107,9 +107,9 @@ def from_pretrained(
     if experts_implementation is not None:
         config._experts_implementation = experts_implementation
     with open_checkpoint(path, limits=limits) as checkpoint:
-        for name, leaf in _tree.opaques(checkpoint.index.tree).items():
+        for name, leaf in trees.opaques(checkpoint.index.tree).items():
             if isinstance(leaf, UnsupportedValue):  # the conversions may need it
-                raise _tree.refusal(leaf, name, path)
+                raise trees.refusal(leaf, name, path)
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
         model = _build(library, model_class, config, chosen)
         names = MatchedWeights.of(library, model, checkpoint.entries, path)

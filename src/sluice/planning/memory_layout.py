@@ -149,9 +149,8 @@ def _block_kind(target: Target) -> BlockKind:
 def _single_target(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:
     """Return a target for one tensor, with the requested stride, its own stride if it leaves no gaps, or row-major."""
     entry, stride = request.entry, request.stride
-    kernel = next((piece.elements.kernel for piece in entry.pieces if piece.elements.kernel), None)
-    if kernel is not None:
-        return _row_target(request, kernel, position, index, offsets)
+    if entry.kernel is not None:
+        return _row_target(request, entry.kernel, position, index, offsets)
     if request.finisher is not None:
         stride = contiguous_stride(entry.shape)  # finishers get row-major tensors
     if stride is not None:
@@ -268,7 +267,7 @@ def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
     for position, request in enumerate(requests):
         entry = request.entry  # an assembled entry shares memory only with equal ones
         source = (entry.parts or entry.storage, entry.elements)
-        alone = request.alone or request.finisher or any(piece.elements.kernel for piece in entry.pieces)
+        alone = request.alone or request.finisher or entry.kernel
         apart = position if alone else None
         groups[*source, request.dtype, request.device, apart].append(position)
     return groups.values()

@@ -94,9 +94,8 @@ def _selected(request: Request) -> Request:
     if request.region is None:
         return request
     whole = request.entry
-    if any(piece.elements.kernel for piece in whole.pieces) and request.region[1:] != tuple(
-        ((0, size),) for size in whole.shape[1:]
-    ):
+    whole_rows = tuple(((0, size),) for size in whole.shape[1:])
+    if whole.kernel is not None and request.region[1:] != whole_rows:
         raise ValueError("a row kernel needs a region of whole rows")
     return replace(request, entry=select_region(whole, request.region), region=None)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import span_elements
 from sluice._public import public
-from sluice.records.elements import Elements, MathBit
+from sluice.records.elements import Elements, MathBit, RowKernel
 
 __all__ = [
     "NO_STORAGE",
@@ -183,6 +183,13 @@ class Entry:
     def math_bits(self) -> tuple[MathBit, ...]:
         """Conjugation or negation of the elements of its storage."""
         return self.elements.math_bits
+
+    @property
+    def kernel(self) -> RowKernel | None:
+        """The row kernel of its elements, or of the first of its parts that has one."""
+        if not self.parts:
+            return self.elements.kernel
+        return next((part.entry.elements.kernel for part in self.parts if part.entry.elements.kernel), None)
 
     @property
     def layout(self) -> str:

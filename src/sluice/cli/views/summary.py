@@ -13,7 +13,7 @@ from sluice._messages import listed
 from sluice._options import Limits
 from sluice._units import counted, format_bytes
 from sluice.cli.views.outline import children, describe, describe_dtype
-from sluice.entries import tree as _tree
+from sluice.entries import tree as trees
 from sluice.matching.candidates import likely_state_dicts
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
 from sluice.reports.document import Grid, Section, Strong
@@ -219,7 +219,7 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
         ),
         contents=tuple(_top_level(index.tree)),
         unsupported={
-            name: leaf for name, leaf in _tree.opaques(index.tree).items() if isinstance(leaf, UnsupportedValue)
+            name: leaf for name, leaf in trees.opaques(index.tree).items() if isinstance(leaf, UnsupportedValue)
         },
         state_dicts=tuple(likely_state_dicts(index.tree)),
     )
@@ -230,7 +230,7 @@ def _top_level(tree: object) -> Iterator[TopLevelValue]:
     tensors_only = (Entry, UnsupportedValue)
     if not isinstance(tree, (dict, list, tuple)) or all(isinstance(value, tensors_only) for _, value in children(tree)):
         return
-    below = _tree.sizes(tree)
+    below = trees.sizes(tree)
     values = []
     for label, value in children(tree):
         tensors, nbytes = (1, value.nbytes) if isinstance(value, Entry) else below.get(id(value), (0, 0))
@@ -284,7 +284,7 @@ def _tensor(name: str, entry: Entry) -> dict[str, object]:
 
 
 def _values(tree: object, limits: Limits) -> Iterator[dict[str, object]]:
-    others = ((name, leaf) for name, leaf in _tree.leaves(tree) if not isinstance(leaf, (Entry, UnsupportedValue)))
+    others = ((name, leaf) for name, leaf in trees.leaves(tree) if not isinstance(leaf, (Entry, UnsupportedValue)))
     for number, (name, leaf) in enumerate(others):
         if number == limits.entries:  # a small file can hold one value at millions of places
             raise LimitError("the checkpoint has too many values", expected=f"at most {limits.entries} (entries)")
