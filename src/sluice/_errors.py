@@ -24,7 +24,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice._public import public
 from sluice._units import format_bytes
@@ -193,8 +194,7 @@ class MismatchError(SluiceError):
         self.unexpected = unexpected
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class Alternative(Struct, frozen=True, kw_only=True):
     """A change of a load's arguments with which the load fits. A complete plan was computed for it."""
 
     #: The change as text: ``"dtype=torch.bfloat16"``.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 __all__ = [
     "CopyPiece",
@@ -104,8 +105,7 @@ def split_evenly(start: int, nbytes: int, *, limit_bytes: int, align_bytes: int)
             first = last
 
 
-@dataclass(frozen=True, slots=True)
-class CopyPiece:
+class CopyPiece(Struct, frozen=True):
     """A strided copy, or the part of one whose source bytes fit one read."""
 
     #: Position of the first source byte, usually in a file.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+
+from msgspec import Struct, field
 
 from sluice._errors import MismatchError
 
@@ -22,8 +23,7 @@ _COMPARED = 200
 Shape = tuple[int, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class Findings:
+class Findings(Struct, kw_only=True):
     """The problems of a checkpoint that does not fit a module."""
 
     #: Names of each missing tensor and its shape; None if it has no shape (extra state, lazy tensors).

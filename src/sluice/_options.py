@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from msgspec import Struct
+
 from sluice._public import public
 
 __all__ = ["Limits", "MemoryLimits", "PageCache", "Place", "TransferOptions"]
@@ -73,8 +75,7 @@ class MemoryLimits:
     staging: int | str = "64MiB"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferOptions:
+class TransferOptions(Struct, frozen=True, kw_only=True):
     """Options of a transfer that the public functions pass on unchanged."""
 
     #: Limits on the growth of memory; None for the defaults.

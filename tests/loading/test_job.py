@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 
 import sluice
@@ -64,7 +65,7 @@ class RowsRequest(LoadRequest):
     rows: int
 
     def job(self, checkpoint: OpenCheckpoint) -> RowsJob:
-        entry = replace(checkpoint.entries[self.name], shape=(self.rows, SIZE))
+        entry = structs.replace(checkpoint.entries[self.name], shape=(self.rows, SIZE))
         requests = (Request(name=self.name, entry=entry, dtype=entry.dtype, device="cpu"),)
         prepared = plan_transfer(checkpoint, requests, options=self.options)
         return RowsJob(checkpoint=checkpoint, requests=requests, prepared=prepared, key=self.name)

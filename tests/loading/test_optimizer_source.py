@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from msgspec.structs import replace
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import sluice

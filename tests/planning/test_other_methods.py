@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice.planning.budget import HOST, MemoryLimit
@@ -97,7 +96,7 @@ def test_on_an_accelerator() -> None:
     ],
 )
 def test_formats_that_each_method_reads(changes: dict[str, object], taking: set[str]) -> None:
-    subject = replace(FULL, **changes)  # type: ignore[arg-type]  # fields by name
+    subject = replace(FULL, **changes)
     assert {method.name for method in METHODS if not forecast(method, subject).needs} == taking
 
 

@@ -242,7 +242,7 @@ def _read(content: bytes) -> tuple[Source, Index] | CheckpointError:
 
 
 def _located(index: Index, offsets: Any) -> Index:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     storages = [replace(one, offset=offsets.get(i, one.offset)) for i, one in enumerate(index.storages)]
     return replace(index, storages=tuple(storages))

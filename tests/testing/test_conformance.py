@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from sluice._errors import ReadError, SourceChangedError, TruncatedError
 from sluice.records import AccessFacts, FileIdentity

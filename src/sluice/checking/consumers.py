@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, torch_dtype
@@ -57,8 +58,7 @@ class Tee:
             consumer.update(data)
 
 
-@dataclass(slots=True, eq=False)
-class ByteStream:
+class ByteStream(Struct, eq=False):
     """Ranges of files that are consumed one after the other."""
 
     #: Ranges in the order of consumption; empty if the bytes are read entry by entry instead.
@@ -69,7 +69,7 @@ class ByteStream:
     failed: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class RecordChecksum:
     """The CRC-32 of a record, computed and recorded."""
 
@@ -80,7 +80,7 @@ class RecordChecksum:
     #: CRC-32 of the bytes so far.
     value: int = 0
     #: Range of the record.
-    stream: ByteStream = field(init=False)
+    stream: ByteStream = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         first = self.checksum.offset
@@ -91,8 +91,7 @@ class RecordChecksum:
         self.value = zlib.crc32(data, self.value)
 
 
-@dataclass(slots=True, eq=False)
-class TensorCheck:
+class TensorCheck(Struct, eq=False):
     """The hash and the counts of one tensor, under all its names."""
 
     #: The tensor.

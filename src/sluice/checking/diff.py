@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 
 import torch
+from msgspec import Struct
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -52,8 +52,7 @@ def compare_checkpoints(
         )
 
 
-@dataclass(slots=True, eq=False)
-class _TensorPair:
+class _TensorPair(Struct, eq=False):
     """One tensor in both checkpoints."""
 
     a: Entry
@@ -154,8 +153,7 @@ class _CheckpointDiff:
             yield TensorDifference(name=name, kinds=("unsupported",))
 
 
-@dataclass(frozen=True, slots=True)
-class _Counterpart:
+class _Counterpart(Struct, frozen=True):
     """The other side of a piece, and the comparison that it belongs to."""
 
     entry: Entry

@@ -6,9 +6,9 @@ Bits are compared as integers, because numpy does not have all dtypes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 
@@ -18,8 +18,7 @@ __all__ = ["NonFiniteCounter", "WholeItems", "has_non_finite"]
 _BLOCK_ELEMENTS = 1 << 17
 
 
-@dataclass(frozen=True, slots=True)
-class _Bits:
+class _Bits(Struct, frozen=True):
     """The bit patterns of NaN and infinity of a real dtype."""
 
     #: Mask without the sign bit, if that is not significant.

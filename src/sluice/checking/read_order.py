@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
+
+from msgspec import Struct
 
 __all__ = ["FileRange", "ReadOrder", "schedule"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FileRange:
+class FileRange(Struct, frozen=True, order=True):
     """A range of bytes of a file."""
 
     #: Position of the file.
@@ -34,8 +34,7 @@ class FileRange:
         return self.end - self.first
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadOrder:
+class ReadOrder(Struct, frozen=True, kw_only=True):
     """The order in which the files are read."""
 
     #: All bytes of the files, each once. Within a range, the bytes of a stream are in order.

@@ -17,12 +17,15 @@ metadata. Values that only running code could build become placeholders with the
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._errors import FormatError, LimitError
 from sluice._geometry import contiguous_stride
@@ -122,8 +125,7 @@ def _open_sources(directory: Directory, files: Sequence[str], limits: Limits) ->
     return sources
 
 
-@dataclass(slots=True)
-class _ItemFileRecords:
+class _ItemFileRecords(Struct):
     """The storages of one file, collected while it is indexed."""
 
     #: Position of its first storage in the index.
@@ -193,7 +195,9 @@ class _IndexBuilder:
         return index, tuple(map(self._open_file, index.files, sources, self._files))
 
     def _add_value(self, source: Source, item: Item) -> None:
-        inner = self._reader.value(source, item, replace(self._limits, header_bytes=self._header_bytes_left))
+        inner = self._reader.value(
+            source, item, dataclasses.replace(self._limits, header_bytes=self._header_bytes_left)
+        )
         rest = item.nbytes - sum(storage.nbytes for storage in inner.storages) - _RECORDS_BYTES
         self._header_bytes_left = max(0, self._header_bytes_left - max(0, rest))
         first = self._count

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import chain, repeat
-from operator import attrgetter
+from itertools import chain
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, listed, section
@@ -24,8 +25,7 @@ from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
 from sluice.entries import tree as trees
 from sluice.formats.protocol import Checksum, Locator
 from sluice.formats.shard_index import ShardIndex
-from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, Storage, UnsupportedValue
-from sluice.records.bulk import records_from_columns
+from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
@@ -39,8 +39,7 @@ _REPEATED = "in two files"
 _UNUSABLE = "of a different kind"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenFile:
+class OpenFile(Struct, frozen=True, kw_only=True):
     """One file of an open checkpoint."""
 
     #: The source of its bytes.
@@ -190,9 +189,8 @@ def _join(
     first = 0
     for position, (file, part) in enumerate(zip(files, parts, strict=True)):
         own = file.index.storages
-        columns = {name: map(attrgetter(name), own) for name in ("offset", "nbytes", "key", "located", "swap_bytes")}
-        storages = records_from_columns(Storage, len(own), file=repeat(position), **columns)
-        index = replace(file.index, storages=tuple(storages), tree=None)
+        storages = tuple(replace(storage, file=position) for storage in own)
+        index = replace(file.index, storages=storages, tree=None)
         joined.append(replace(file, index=index, first_storage=first))
         tree.update(_shifted(part or {}, by=first))
         versions.update(trees.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
@@ -205,12 +203,8 @@ def _join(
 
 def _shifted(part: Mapping[str, object], *, by: int) -> dict[str, object]:
     """Return a state dict with the storages of its entries shifted by ``by``; shared entries stay shared."""
-    old = {id(value): value for value in part.values() if isinstance(value, Entry) and _is_plain(value)}
-    columns = {
-        field.name: map(attrgetter(field.name), old.values()) for field in fields(Entry) if field.name != "storage"
-    }
-    storages = (entry.storage + by for entry in old.values())
-    new = dict(zip(old, records_from_columns(Entry, len(old), storage=storages, **columns), strict=True))
+    plain = (value for value in part.values() if isinstance(value, Entry) and _is_plain(value))
+    new = {id(entry): replace(entry, storage=entry.storage + by) for entry in plain}
 
     def shift(entry: Entry) -> Entry:
         if id(entry) not in new:  # nested deeper

@@ -9,10 +9,11 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import BinaryIO, Self, TypeAlias
+
+from msgspec.structs import replace
 
 from sluice._errors import CheckpointError
 from sluice._options import Limits

@@ -10,7 +10,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import INDEXING_THREADS, Limits

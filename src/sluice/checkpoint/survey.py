@@ -29,8 +29,9 @@ from __future__ import annotations
 import os
 import re
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+from msgspec import Struct
 
 from sluice._errors import (
     CheckpointError,
@@ -111,8 +112,7 @@ _SHOWN = 8
 _HINTS = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointLayout:
+class CheckpointLayout(Struct, frozen=True, kw_only=True):
     """The files that make up a checkpoint, before any of them is opened."""
 
     #: Path of the directory or index file that was surveyed; for messages.

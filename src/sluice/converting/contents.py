@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice._errors import LimitError, MismatchError
 from sluice._messages import listed
@@ -19,8 +20,7 @@ from sluice.records import Entry
 __all__ = ["ConvertedContents", "flat_contents", "refuse_repeats", "whole_contents"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertedContents:
+class ConvertedContents(Struct, frozen=True, kw_only=True):
     """The converted part of a checkpoint."""
 
     #: A nested object, or a flat dict of entries.

@@ -6,8 +6,9 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from sluice._dtypes import is_castable
 from sluice._options import MemoryLimits, PageCache
@@ -22,8 +23,7 @@ from sluice.writing.save_formats import SaveFormat
 __all__ = ["Conversion", "Written", "existing"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
+class Conversion(Struct, frozen=True, kw_only=True):
     """Source, destination and options of a conversion."""
 
     #: The source.
@@ -78,8 +78,7 @@ class Conversion:
                 yield stream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(Struct, frozen=True, kw_only=True):
     """Files that a conversion wrote, or would write."""
 
     #: Size of each file, in bytes.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -58,8 +59,7 @@ def convert_to_torch(conversion: Conversion, tree: object) -> Written:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TorchFile:
+class _TorchFile(Struct, frozen=True, kw_only=True):
     """Layout of a torch file and the sources of its storages."""
 
     writer: TorchZipWriter

@@ -15,11 +15,11 @@ import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct
 
 from sluice._errors import BudgetError
 from sluice._units import format_bytes
@@ -193,8 +193,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-@dataclass(frozen=True, slots=True)
-class _CudaTicket:
+class _CudaTicket(Struct, frozen=True):
     event: torch.cuda.Event
 
     def wait(self) -> None:

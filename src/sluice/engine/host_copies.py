@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from math import prod
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
@@ -26,8 +27,7 @@ __all__ = ["BITS", "StridedBytes", "constant_bytes", "copy_in_pieces", "copy_in_
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-@dataclass(frozen=True, slots=True)
-class StridedBytes:
+class StridedBytes(Struct, frozen=True):
     """A strided view of bytes on the host: the source of a copy."""
 
     #: The bytes from the first to the last element: one dimension of uint8, at any address.

@@ -6,8 +6,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from msgspec import Struct
 
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Method, Read
@@ -51,8 +52,7 @@ class TargetMemory(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
+class RunResult(Struct, frozen=True, kw_only=True):
     """The time and the reads that a plan took."""
 
     #: Seconds from the start of the plan to its last copy.
@@ -63,8 +63,7 @@ class RunResult:
     stepped_down: int
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRead:
+class FinishedRead(Struct, frozen=True):
     """A finished read, from a reader or copier to the caller's thread."""
 
     read: Read

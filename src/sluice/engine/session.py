@@ -16,11 +16,11 @@ import os
 import queue
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import torch
+from msgspec import Struct
 
 from sluice import _options as options
 from sluice._errors import ReadError, TruncatedError
@@ -34,8 +34,7 @@ from sluice.sources.protocol import DirectIOUnavailable, Source
 __all__ = ["Session"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
+class _Filled(Struct, frozen=True):
     """A staging buffer that a reader has filled, for a copier."""
 
     run: RunningPlan

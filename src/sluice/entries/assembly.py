@@ -7,8 +7,9 @@ box; parts never nest. An operation that cannot be done raises ``ValueError`` wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import prod
+
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._geometry import contiguous_stride

@@ -14,8 +14,9 @@ pattern, in their order, or uses ``\1`` and ``\g<name>`` for groups of a regular
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from functools import lru_cache
+
+from msgspec import Struct
 
 __all__ = ["NamePattern", "compile_pattern", "compile_template", "expand", "spell"]
 
@@ -27,8 +28,7 @@ _WILDCARDS = re.compile(r"\*\*|\*|#")
 _MEANINGS = {"**": "(.*)", "*": "([^.]*)", "#": "([0-9]+)"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Compiled:
+class _Compiled(Struct, frozen=True, kw_only=True):
     """A compiled pattern."""
 
     #: Matches whole names; each wildcard is a group.

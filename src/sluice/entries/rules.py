@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
+
+from msgspec.structs import replace
 
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from types import EllipsisType
 from typing import TypeAlias
+
+from msgspec.structs import replace
 
 from sluice._errors import UnsupportedError
 from sluice._geometry import contiguous_stride

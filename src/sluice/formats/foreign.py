@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError, UnsupportedError
 from sluice._messages import first_names
@@ -25,8 +26,7 @@ _AGAIN = "Download it again, or copy it again from a complete file."
 _GET = "Get the file itself: {}."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
+class _Kind(Struct, frozen=True, kw_only=True):
     """A kind of file that sluice recognizes but does not read."""
 
     #: Pattern of its first bytes.

@@ -20,8 +20,9 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, dataclass
 from typing import Literal, Protocol, cast, get_args
+
+from msgspec import Struct, structs
 
 from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
@@ -50,8 +51,7 @@ class Hasher(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorHash:
+class TensorHash(Struct, frozen=True, kw_only=True):
     """The expected dtype, shape and hash of one tensor."""
 
     #: Name of its dtype, as torch spells it: ``"float32"``.
@@ -64,8 +64,7 @@ class TensorHash:
     hash: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True):
     """The expected dtype, shape and hash of every tensor of a checkpoint."""
 
     #: Name of the hash.
@@ -84,7 +83,7 @@ class Manifest:
 
 
 def _fields(tensor: TensorHash) -> dict[str, object]:
-    return {name: value for name, value in asdict(tensor).items() if name != "layout" or value != "strided"}
+    return {name: value for name, value in structs.asdict(tensor).items() if name != "layout" or value != "strided"}
 
 
 def new_hash(algorithm: HashAlgorithm) -> Hasher:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from sluice._errors import CheckpointError
 from sluice._options import Limits
@@ -14,8 +15,7 @@ from sluice.sources.protocol import Source
 __all__ = ["Checksum", "Format", "LocatedByIndex", "Locator"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checksum:
+class Checksum(Struct, frozen=True, kw_only=True):
     """A CRC-32 that a file records for a range of its bytes."""
 
     #: Name of the record that the range belongs to.

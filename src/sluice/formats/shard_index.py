@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, LimitError, PathEscapeError, UnsupportedError
 from sluice._options import Limits
@@ -42,8 +43,7 @@ _HEAD_BYTES = 4096
 _QUOTES = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardIndex:
+class ShardIndex(Struct, frozen=True, kw_only=True):
     """The content of an index file, not yet checked against the shards."""
 
     #: The index file.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch import nn
 
 from sluice._dtypes import dtype_name
@@ -25,8 +25,7 @@ __all__ = ["MatchedWeights", "apply_dtype_plan", "check", "make_real", "tensor_o
 # ruff: noqa: SLF001  the functions of the library's loader are private; the supported versions are pinned
 
 
-@dataclass(slots=True, kw_only=True)
-class MatchedWeights:
+class MatchedWeights(Struct, kw_only=True):
     """The weights of a checkpoint under the names of the model."""
 
     #: Entry that fills each parameter and persistent buffer.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from math import prod
 
+from msgspec.structs import replace
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES

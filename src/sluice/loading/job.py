@@ -14,11 +14,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._dtypes import dtype_name
 from sluice._options import MemoryLimits, TransferOptions
@@ -136,8 +138,7 @@ class LoadJob(ABC):
         return partial(request_rows, self.requests, targets, self.plan, self.checkpoint.index)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class Loaded(Struct, frozen=True, kw_only=True):
     """The result of running a job."""
 
     #: Methods and times of the reads.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from sluice._dtypes import dtype_name, why_no_cast
@@ -18,8 +19,7 @@ from sluice.records import Entry, Request
 __all__ = ["LeafDecisions"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decision:
+class _Decision(Struct, frozen=True, kw_only=True):
     """Destination of one tensor of the state."""
 
     #: Name for messages and reports.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 __all__ = ["MemoryGroup", "cgroup_headroom", "memory_groups", "tightest"]
 
@@ -12,8 +13,7 @@ __all__ = ["MemoryGroup", "cgroup_headroom", "memory_groups", "tightest"]
 _UNLIMITED_BYTES = 1 << 62
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryGroup:
+class MemoryGroup(Struct, frozen=True, kw_only=True):
     """One control group that counts this process's memory."""
 
     #: Version of its hierarchy: 1 or 2.

@@ -7,10 +7,11 @@ peak of a block is exact and no sample can miss it. Samples only split it by kin
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from msgspec import Struct
 
 from sluice import _options as options
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
@@ -19,8 +20,7 @@ from sluice.records import Peaks
 __all__ = ["MemorySample", "PeakMeter", "read_memory", "restart_peak"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySample:
+class MemorySample(Struct, frozen=True, kw_only=True):
     """Resident host memory of one process at one moment, in bytes."""
 
     #: Private anonymous memory.

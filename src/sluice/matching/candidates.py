@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice._errors import MismatchError
 from sluice._options import Limits
@@ -71,8 +72,7 @@ def _named_tensor_bytes(value: object) -> int | None:
     return sum(nbytes) if nbytes else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Struct, frozen=True, kw_only=True):
     """A part of a checkpoint that could be a state dict."""
 
     #: Its dotted path in the checkpoint; None for the whole checkpoint.
@@ -85,8 +85,7 @@ class Candidate:
     extra_state: Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidateReader:
+class CandidateReader(Struct, frozen=True, kw_only=True):
     """Reads parts of a checkpoint as candidates."""
 
     #: ``Index.tree``.

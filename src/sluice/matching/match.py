@@ -17,7 +17,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from sluice._dtypes import is_castable, why_no_cast
 from sluice._geometry import contiguous_stride, is_dense
@@ -29,8 +31,7 @@ from sluice.records import Entry, Request
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class Slot(Struct, frozen=True, kw_only=True):
     """One tensor object in the state dict of a module."""
 
     #: Its names in the state dict, in the state dict's order; a tied tensor has several.
@@ -62,8 +63,7 @@ class Slot:
         return self.device == "meta"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outline:
+class Outline(Struct, frozen=True, kw_only=True):
     """The description of a module for matching."""
 
     #: Its parameters and persistent buffers.
@@ -76,8 +76,7 @@ class Outline:
     problems: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Match:
+class Match(Struct, frozen=True, kw_only=True):
     """Which entries fill which slots. ``requests`` and ``slots`` run in parallel."""
 
     #: Finished tensors to read.

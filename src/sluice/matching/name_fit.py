@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice.matching.candidates import Candidate
 from sluice.matching.match import Outline
@@ -16,8 +17,7 @@ __all__ = ["NameFit", "Spelling", "name_fits", "unwrap"]
 _WRAPPERS = frozenset({"module", "_orig_mod"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spelling:
+class Spelling(Struct, frozen=True, kw_only=True):
     """The names of a candidate and of the module, spelled the same way."""
 
     #: The candidate.
@@ -30,8 +30,7 @@ class Spelling:
     in_module: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameFit:
+class NameFit(Struct, frozen=True, kw_only=True):
     """How the names of a candidate under one prefix fit those of the module."""
 
     #: Both sets of names.

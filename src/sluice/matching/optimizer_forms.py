@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from sluice._units import format_bytes
 from sluice.entries.tree import every_entry
@@ -38,8 +40,7 @@ _DEEPEST = 4
 _STATE, _GROUPS = "state.", "param_groups."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterNames:
+class ParameterNames(Struct, frozen=True, kw_only=True):
     """The names of the optimizer's parameters, and the renaming of those of a checkpoint."""
 
     #: Names of the optimizer's parameters in the model, unwrapped.
@@ -60,8 +61,7 @@ class ParameterNames:
         return isinstance(name, str) and self.own(name) in self.known
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
+class SavedState(Struct, frozen=True, kw_only=True):
     """A part of a checkpoint that is the state of an optimizer."""
 
     #: Its dotted path in the checkpoint; empty for the whole checkpoint.

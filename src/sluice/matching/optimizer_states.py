@@ -9,8 +9,9 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
+
+from msgspec import Struct, field
 
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import SHOWN, section
@@ -41,8 +42,7 @@ _PARAMETER_SHAPED = frozenset(
 _NO_GROUPS = "the checkpoint has no parameter groups: the optimizer keeps its options"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterOutline:
+class ParameterOutline(Struct, frozen=True, kw_only=True):
     """One parameter of the optimizer."""
 
     #: Its names in the model: several if it is tied, none if they are unknown.
@@ -51,8 +51,7 @@ class ParameterOutline:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerOutline:
+class OptimizerOutline(Struct, frozen=True, kw_only=True):
     """The parameters of an optimizer."""
 
     #: Parameters of each group, in order.
@@ -68,8 +67,7 @@ class OptimizerOutline:
         return chain.from_iterable(self.groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatchedState:
+class MatchedState(Struct, frozen=True, kw_only=True):
     """The state of an optimizer in a checkpoint, in the form that torch loads."""
 
     #: Its dotted path in the checkpoint; None for the whole checkpoint.

@@ -18,8 +18,9 @@ name.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
+
+from msgspec import Struct, field
 
 from sluice._errors import FormatError, MismatchError
 from sluice._messages import SHOWN, section
@@ -36,8 +37,7 @@ from sluice.records import Entry
 __all__ = ["Selection", "only_state_dict", "select"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class Selection(Struct, frozen=True, kw_only=True):
     """The state dict of a module in a checkpoint."""
 
     #: Its entries, by their names in the module.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 __all__ = ["DeviceMeter"]
 
@@ -12,8 +13,7 @@ __all__ = ["DeviceMeter"]
 _KINDS = ("cuda", "xpu")
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(Struct, frozen=True):
     allocated: int
     reserved: int
 

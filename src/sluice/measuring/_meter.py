@@ -12,10 +12,11 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
+
+from msgspec import Struct, field
 
 from sluice._public import public
 from sluice._threads import Worker, join_threads, start_threads
@@ -247,8 +248,7 @@ def _print_report(name: str, report: MemoryReport) -> None:
     sys.stderr.write(f"{name}: {report}\n")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Samples:
+class _Samples(Struct, frozen=True, kw_only=True):
     """Samples of the helper."""
 
     #: ``_sampler.COLUMNS``, and one column per device.

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
+from msgspec import Struct, field
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -45,8 +45,7 @@ _NESTING = 3
 _NUM_BATCHES_TRACKED_VERSION = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class Owner(Struct, frozen=True, kw_only=True):
     """A module that holds a tensor, and the name of the tensor there."""
 
     #: The module.
@@ -55,8 +54,7 @@ class Owner:
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class Holding(Struct, frozen=True, kw_only=True):
     """A tensor object and its owners."""
 
     #: The object.
@@ -65,8 +63,7 @@ class Holding:
     owners: tuple[Owner, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleState:
+class ModuleState(Struct, frozen=True, kw_only=True):
     """The tensors of a module. ``outline.slots``, ``tensors`` and ``owners`` run in parallel."""
 
     #: The module.
@@ -87,8 +84,7 @@ class ModuleState:
         return (Holding(tensor=self.tensors[slot], owners=self.owners[slot]), *self.aliases.get(slot, ()))
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Collected:
+class _Collected(Struct, kw_only=True, eq=False):
     """One tensor object while its owners are collected."""
 
     tensor: torch.Tensor

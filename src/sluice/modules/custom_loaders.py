@@ -9,10 +9,10 @@ resizes tensors) raises ``NotFollowedError`` with the reason. The module itself 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -43,8 +43,7 @@ class NotFollowedError(Exception):
     """A loader does something that is impossible without data; the message continues "the loader of x ..."."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowedLoader:
+class FollowedLoader(Struct, frozen=True, kw_only=True):
     """The part of a state dict that a custom loader leaves."""
 
     #: Values by the names that the module uses.

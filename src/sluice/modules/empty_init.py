@@ -32,10 +32,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -155,8 +155,7 @@ def _return_free_memory() -> None:
             trim(0)
 
 
-@dataclass(slots=True)
-class _Patch:
+class _Patch(Struct):
     """One wrapped method of torch."""
 
     owner: type

@@ -14,10 +14,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from msgspec import Struct, field
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
@@ -32,8 +32,7 @@ __all__ = ["Followed", "extra_state_names", "follow_loading", "restore_extra_sta
 # ruff: noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Followed:
+class Followed(Struct, frozen=True, kw_only=True):
     """A state dict after the hooks and loaders of a module."""
 
     #: Its tensors, by their names in the module.

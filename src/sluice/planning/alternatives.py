@@ -6,8 +6,11 @@ tried before combinations of two.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._dtypes import torch_dtype
@@ -22,8 +25,7 @@ __all__ = ["Change", "Offer", "Replan", "check_budget", "find_alternatives"]
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(Struct, frozen=True, kw_only=True):
     """Overrides of the arguments of a load; None keeps the value of the caller."""
 
     #: Name of a different dtype, or ``"auto"`` for that of the checkpoint.
@@ -41,7 +43,7 @@ class Change:
         if self.dtype is not None:
             values["dtype"] = "auto" if self.dtype == "auto" else torch_dtype(self.dtype)
         if self.staging_bytes is not None:
-            values["memory"] = replace(memory, staging=self.staging_bytes)
+            values["memory"] = dataclasses.replace(memory, staging=self.staging_bytes)
         return {name: value for name, value in values.items() if value is not None}
 
     def __str__(self) -> str:

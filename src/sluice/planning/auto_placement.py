@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from sluice.planning.cuda_allocator import plan_reservation
 
@@ -21,8 +22,7 @@ __all__ = ["Member", "Room", "auto_placement"]
 _HOST = "cpu"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(Struct, frozen=True, kw_only=True):
     """One tensor of a module to place."""
 
     #: Names in the module; tied tensors have several.
@@ -38,8 +38,7 @@ class Member:
         return 0 if self.at == device else self.nbytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Room(Struct, frozen=True, kw_only=True):
     """Capacity of one accelerator."""
 
     #: Name as torch writes it: ``"cuda:0"``.
@@ -48,8 +47,7 @@ class Room:
     nbytes: int
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
+class _Node(Struct, eq=False):
     """A module, or a tensor that belongs directly to a module with children."""
 
     path: str

@@ -9,7 +9,8 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice import _options as options
 from sluice._errors import Alternative, BudgetError
@@ -36,8 +37,7 @@ HOST = "host"
 ADDRESS_SPACE = "address space"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimit:
+class MemoryLimit(Struct, frozen=True, kw_only=True):
     """Limit on the growth of one kind of memory."""
 
     #: ``"host"``, ``"address space"`` or a device as torch writes it.
@@ -48,8 +48,7 @@ class MemoryLimit:
     origin: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
+class Shortage(Struct, frozen=True, kw_only=True):
     """A limit that a plan exceeds."""
 
     #: The limit.

@@ -9,7 +9,9 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -80,8 +82,7 @@ def plan_stream(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetGroup:
+class TargetGroup(Struct, frozen=True, kw_only=True):
     """Targets that are finished in memory at the same time, before they are written."""
 
     #: Positions of the targets.

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -26,8 +27,7 @@ from sluice.records import Block, MappedRange, Target
 __all__ = ["NOTHING_MAPPED", "Mapped", "plan_mapping"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mapped:
+class Mapped(Struct, frozen=True, kw_only=True):
     """The mapped part of a plan."""
 
     #: Mapped ranges, in file order.

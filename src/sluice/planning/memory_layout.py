@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -21,8 +23,7 @@ from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part,
 __all__ = ["Computed", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed:
+class Computed(Struct, frozen=True, kw_only=True):
     """A finished tensor whose values are computed, not read."""
 
     #: Name for messages.

@@ -20,7 +20,8 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice import _options as options
 from sluice.planning.cuda_allocator import plan_reservation
@@ -29,8 +30,7 @@ from sluice.records import Peaks
 __all__ = ["METHODS", "Forecast", "LoadingMethod", "Rates", "Subject", "Weight", "forecast"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
+class Weight(Struct, frozen=True, kw_only=True):
     """One tensor of a model, in bytes."""
 
     #: Bytes in the checkpoint; 0 if it is not there.
@@ -46,8 +46,7 @@ class Weight:
         return self.built_bytes != self.final_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class Subject(Struct, frozen=True, kw_only=True):
     """The properties of a model and its checkpoint that the formulas need."""
 
     #: Tensors of the model, in its order.
@@ -89,8 +88,7 @@ class Subject:
         return any(weight.file_bytes not in {0, weight.final_bytes} for weight in self.weights)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
+class Rates(Struct, frozen=True, kw_only=True):
     """Measured rates of the steps of a load on this machine, in bytes per second."""
 
     #: sluice: read, cast and place, with all readers.
@@ -107,8 +105,7 @@ class Rates:
     cached: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class Forecast(Struct, frozen=True, kw_only=True):
     """Predicted memory and time of one method."""
 
     #: Name of the method.
@@ -124,8 +121,7 @@ class Forecast:
     needs: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadingMethod:
+class LoadingMethod(Struct, frozen=True, kw_only=True):
     """One method to load a model."""
 
     #: Name in benchmarks and tables.

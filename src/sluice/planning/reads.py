@@ -10,7 +10,9 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -38,8 +40,7 @@ _SwapGrid = tuple[int, int]
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "memory"})
 
 
-@dataclass(frozen=True, slots=True)
-class CollapsedFill:
+class CollapsedFill(Struct, frozen=True):
     """A fill as an equivalent copy with the fewest dimensions."""
 
     #: Position of the target in ``LoadPlan.targets``.

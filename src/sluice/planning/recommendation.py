@@ -6,7 +6,8 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice._units import format_bytes
 from sluice.planning.budget import HOST, MemoryLimit
@@ -20,8 +21,7 @@ COPY = "sluice"
 MAP = "sluice, place='map'"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodVerdict:
+class MethodVerdict(Struct, frozen=True, kw_only=True):
     """Predicted memory and time of one loading method, and whether it fits.
 
     Growth is measured from before the model exists until every weight was accessed, so that methods are comparable.

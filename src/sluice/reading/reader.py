@@ -7,12 +7,12 @@ failed plan ends the engine's session; the next plan begins a new one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
 from typing import Self
 
 import torch
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._geometry import contiguous_stride

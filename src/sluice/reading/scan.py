@@ -7,11 +7,11 @@ and the staging buffers are all the memory that this takes, for tensors of any s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
+from msgspec import Struct
 
 from sluice import _options as options
 from sluice._errors import LimitError
@@ -38,8 +38,7 @@ _Item = TypeVar("_Item")
 _Read = TypeVar("_Read")
 
 
-@dataclass(frozen=True, slots=True)
-class ScanItem(Generic[_Item]):
+class ScanItem(Struct, Generic[_Item], frozen=True):
     """An entry to read, with data of the caller."""
 
     #: A tensor, or a part of one, that fits into a batch.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import torch
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._units import parse_bytes
@@ -25,8 +27,7 @@ from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request, View
 __all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class Prepared(Struct, frozen=True, kw_only=True):
     """A plan, and the finished tensors as views of its targets."""
 
     #: The plan.
@@ -128,7 +129,7 @@ def changed(options: TransferOptions, change: Change) -> TransferOptions:
     """Return options with the staging size and place of a change."""
     memory = options.memory or MemoryLimits()
     if change.staging_bytes is not None:
-        memory = replace(memory, staging=change.staging_bytes)
+        memory = dataclasses.replace(memory, staging=change.staging_bytes)
     return replace(options, memory=memory, place=change.place or options.place)
 
 

@@ -6,9 +6,11 @@ elementwise property is a field here and a computation in ``sluice.engine.host_c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 __all__ = ["Elements", "MathBit", "RowKernel", "elements_of"]
 
@@ -16,8 +18,7 @@ __all__ = ["Elements", "MathBit", "RowKernel", "elements_of"]
 MathBit = Literal["conj", "neg"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowKernel:
+class RowKernel(Struct, frozen=True, kw_only=True):
     """A computation on whole rows, the first dimension of a fill.
 
     The result for a row depends only on this row and its position, so that any number of rows can be computed at once.
@@ -29,8 +30,7 @@ class RowKernel:
     row_elements: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Elements:
+class Elements(Struct, frozen=True, kw_only=True):
     """Stored form of elements, and the computations on each element, in the order of the fields."""
 
     #: Name of the dtype, as torch spells it: ``"float32"``.

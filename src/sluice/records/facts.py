@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from sluice import _options as options
 
 __all__ = ["AccessFacts", "DeviceFacts", "FileFacts", "MachineFacts", "largest_access", "local_access"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccessFacts:
+class AccessFacts(Struct, frozen=True, kw_only=True):
     """The requests that suit a source: a local disk, an object store, memory."""
 
     #: Largest request, in bytes, a multiple of 4096 and at least 1 MiB; longer ranges are divided.
@@ -44,8 +44,7 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileFacts:
+class FileFacts(Struct, frozen=True, kw_only=True):
     """Facts about one file."""
 
     #: Name of the file system: ``"ext4"``, ``"nfs4"``, ``"tmpfs"``; empty when unknown.
@@ -60,8 +59,7 @@ class FileFacts:
     access: AccessFacts = field(default_factory=local_access)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
+class DeviceFacts(Struct, frozen=True, kw_only=True):
     """Facts about one accelerator."""
 
     #: Name as torch writes it: ``"cuda:0"``.
@@ -72,8 +70,7 @@ class DeviceFacts:
     cached_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineFacts:
+class MachineFacts(Struct, frozen=True, kw_only=True):
     """Facts about the machine, the files and the accelerators of a load."""
 
     #: Processors that this process may use.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
+
+from msgspec import Struct, field
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import span_elements
@@ -29,8 +31,7 @@ __all__ = [
 NO_STORAGE = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileIdentity:
+class FileIdentity(Struct, frozen=True, kw_only=True):
     """Identity of the bytes of a source, which must not change between planning a load and its end.
 
     Local files are identified by their inode and times, remote objects by their version, memory by its size alone.
@@ -60,8 +61,7 @@ class FileIdentity:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
+class FileRecord(Struct, frozen=True, kw_only=True):
     """One file of a checkpoint."""
 
     #: Path that opens the file, also for messages.
@@ -70,8 +70,7 @@ class FileRecord:
     identity: FileIdentity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Storage:
+class Storage(Struct, frozen=True):
     """A contiguous range of bytes that one or more entries view."""
 
     #: Position of the file in ``Index.files``.
@@ -88,8 +87,7 @@ class Storage:
     swap_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(Struct, frozen=True, kw_only=True):
     """A box of an assembled entry, and the entry whose elements fill it."""
 
     #: Source of the elements; its shape is that of the box. It has no parts.
@@ -98,8 +96,7 @@ class Part:
     start: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sparse:
+class Sparse(Struct, frozen=True, kw_only=True):
     """Representation of a sparse tensor by dense ones."""
 
     #: Layout, as torch spells it: ``"sparse_coo"``, ``"sparse_csr"``, ``"sparse_csc"``, ``"sparse_bsr"``,
@@ -118,8 +115,7 @@ class Sparse:
         return (*self.indices, self.values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quantized:
+class Quantized(Struct, frozen=True, kw_only=True):
     """Representation of a quantized tensor by dense ones: an element is ``scale * (integer - zero_point)``."""
 
     #: The integers, in the layout of the tensor.
@@ -139,8 +135,7 @@ class Quantized:
         return (self.values, *(entry for entry in (self.scales, self.zero_points) if not isinstance(entry, tuple)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """One tensor: a strided view of a storage, or assembled from such views.
 
     Two names of one tensor object share an entry. Only rules set the last three fields.
@@ -166,7 +161,7 @@ class Entry:
     #: Components of a sparse or quantized tensor; None for a dense tensor.
     composite: Sparse | Quantized | None = None
     #: Python attributes of the tensor object, by name: plain values and further tensors.
-    attributes: dict[str, object] | None = field(default=None, compare=False)
+    attributes: dict[str, object] | None = None
     #: Value of every element; None for elements of a file. Only entries of parts are constant.
     constant: float | None = None
     #: Dtype of the finished tensor, which overrides the requested one; None without a rule that casts.
@@ -264,8 +259,7 @@ class UnsupportedValue(Opaque):
         return f"<not loaded: {self.reason}, {self.qualified_name}>"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
+class Index(Struct, frozen=True, kw_only=True):
     """Every tensor of a checkpoint, without any tensor data."""
 
     #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``.

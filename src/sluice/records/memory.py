@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from sluice._public import public
 
 __all__ = ["DeviceMemory", "Peaks"]
@@ -24,8 +26,7 @@ class Peaks:
     total_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceMemory:
+class DeviceMemory(Struct, frozen=True, kw_only=True):
     """Growth of the memory of one accelerator during a load, in bytes: predicted and measured."""
 
     #: Name as torch writes it: ``"cuda:0"``.

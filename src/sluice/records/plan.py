@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+from msgspec import Struct
 
 from sluice.records.elements import Elements
 from sluice.records.facts import MachineFacts
@@ -31,8 +32,7 @@ Method = Literal["direct", "buffered"]
 BlockKind = Literal["mapping", "arena", "mapped", "existing", "device", "empty", "file"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class Copy(Struct, frozen=True, kw_only=True):
     """A strided copy from the bytes of a read to a target: the part of a ``Fill`` inside one read."""
 
     #: Position of the target in ``LoadPlan.targets``.
@@ -61,8 +61,7 @@ class Copy:
         return self.elements.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
+class Swap(Struct, frozen=True, kw_only=True):
     """A range of big-endian numbers in a read, whose bytes are swapped."""
 
     #: First byte, counted from ``Read.offset``.
@@ -73,8 +72,7 @@ class Swap:
     item_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class Read(Struct, frozen=True, kw_only=True):
     """One contiguous range of one file, and the destination of its bytes."""
 
     #: Position of the file in ``LoadPlan.files``.
@@ -98,8 +96,7 @@ class Read:
     copies_before_swaps: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Block(Struct, frozen=True, kw_only=True):
     """One allocation of final memory, for the target at the same position of ``LoadPlan.targets``."""
 
     #: ``mapping``: an anonymous mapping for one target; ``arena``: part of a small shared mapping; ``mapped``: mapped
@@ -118,8 +115,7 @@ class Block:
     mapped_offset: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MappedRange:
+class MappedRange(Struct, frozen=True, kw_only=True):
     """A range of a file that is mapped privately: pages are shared until they are written to."""
 
     #: Position of the file in ``LoadPlan.files``.
@@ -130,8 +126,7 @@ class MappedRange:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
+class Reservation(Struct, frozen=True, kw_only=True):
     """Allocation of the memory of one accelerator."""
 
     #: Bytes of the tensors.
@@ -146,8 +141,7 @@ class Reservation:
     reserved_apart_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DevicePlan:
+class DevicePlan(Struct, frozen=True, kw_only=True):
     """The memory of one accelerator during a load."""
 
     #: Name as torch writes it: ``"cuda:0"``.
@@ -163,8 +157,7 @@ class DevicePlan:
         return self.reservation.reserved_bytes + self.scratch_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
+class LoadPlan(Struct, frozen=True, kw_only=True):
     """The complete decision of a load; the engine makes no further choices.
 
     ``blocks`` has one block per target, in the order of ``targets``.

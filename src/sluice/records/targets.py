@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from sluice.records.elements import Elements, MathBit
 from sluice.records.index import Entry
@@ -10,8 +10,7 @@ from sluice.records.index import Entry
 __all__ = ["Constant", "Fill", "Finisher", "Request", "Target", "View"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finisher:
+class Finisher(Struct, frozen=True, kw_only=True):
     """A computation on a whole weight after its last byte has arrived; its result replaces the weight."""
 
     #: Name of the function, which the caller of the engine supplies.
@@ -22,8 +21,7 @@ class Finisher:
     finished_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """One requested tensor: its entry, and its final form."""
 
     #: Name in the result: that of the parameter, the buffer or the state-dict entry.
@@ -49,8 +47,7 @@ class Request:
     finisher: Finisher | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fill:
+class Fill(Struct, frozen=True, kw_only=True):
     """A rectangular strided copy from a file to a target; all bytes of files reach targets this way.
 
     Element ``i, j, ...`` of ``shape`` is read at ``offset + item * (i*source_stride[0] + ...)`` in the file and
@@ -81,8 +78,7 @@ class Fill:
         return self.elements.dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Constant:
+class Constant(Struct, frozen=True, kw_only=True):
     """A box of a target with a constant value, such as the rows that a larger vocabulary adds."""
 
     #: Value of every element.
@@ -97,8 +93,7 @@ class Constant:
     target_start: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Struct, frozen=True, kw_only=True):
     """Final memory of one or more tensors, and the copies that fill it."""
 
     #: Name of its first tensor, for messages and progress.
@@ -123,8 +118,7 @@ class Target:
     origin: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(Struct, frozen=True, kw_only=True):
     """A finished tensor: a strided view of a target."""
 
     #: Position of the target in ``LoadPlan.targets``.

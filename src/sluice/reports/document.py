@@ -7,9 +7,11 @@ notebooks render the same sections. Names and values come from files, so every r
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import Struct
 
 from sluice._units import counted
 from sluice.reports.printable import printable
@@ -45,8 +47,7 @@ class Strong(str):
     __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(Struct, frozen=True):
     """Rows under headers."""
 
     #: Titles of the columns; ``>`` in front right-aligns a column of numbers.
@@ -159,7 +160,7 @@ def plain(value: object) -> Any:
     """Return a record, mapping or sequence as the dicts and lists that ``json.dumps`` takes."""
     if hasattr(value, "to_json"):
         return value.to_json()
-    if is_dataclass(value):
+    if isinstance(value, Struct) or is_dataclass(value):
         return plain_fields(value)
     if isinstance(value, Mapping):
         return {name: plain(each) for name, each in value.items()}
@@ -169,8 +170,9 @@ def plain(value: object) -> Any:
 
 
 def plain_fields(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass instance as plain values, without those that its ``repr`` leaves out."""
-    return {each.name: plain(getattr(record, each.name)) for each in fields(record) if each.repr}
+    """Return the fields of a record as plain values, without those that its ``repr`` leaves out."""
+    names = record.__struct_fields__ if isinstance(record, Struct) else [f.name for f in fields(record) if f.repr]
+    return {name: plain(getattr(record, name)) for name in names}
 
 
 def _cells(row: Sequence[str]) -> list[str]:

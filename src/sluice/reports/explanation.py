@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from sluice._dtypes import ITEM_BYTES
 from sluice._units import counted, format_bytes
 from sluice.records import LoadPlan, Read, Target
@@ -21,8 +23,7 @@ __all__ = ["Explanation", "TensorGroup", "explain"]
 _HEADERS = (">tensors", ">bytes", "in the file", "finished", "device", "how", ">reads", ">bytes read", "methods")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorGroup:
+class TensorGroup(Struct, frozen=True, kw_only=True):
     """Tensors that are moved the same way."""
 
     #: Number of tensors.

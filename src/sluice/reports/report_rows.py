@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from math import prod
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 from sluice.entries.tree import walk
@@ -17,8 +19,7 @@ from sluice.reports.table import TensorRow
 __all__ = ["Decided", "casts", "request_rows", "tensor_rows"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class Decided(Struct, frozen=True, kw_only=True):
     """The decisions of a load into a module. A report keeps them and builds its table on demand."""
 
     #: The tensors of the module.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, overload
+
+from msgspec import Struct
 
 from sluice._units import format_bytes
 from sluice.reports.document import Grid, Section, plain
@@ -17,8 +18,7 @@ __all__ = ["TensorRow", "TensorTable"]
 _HEADERS = ("name", "dtype", "shape", ">bytes", "device", "how", "from")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRow:
+class TensorRow(Struct, frozen=True, kw_only=True):
     """How one tensor of the model was filled."""
 
     #: Its name in the model.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES, why_no_cast
 from sluice.entries.assembly import join, multiply, narrow, pad, permute, reshape, stack

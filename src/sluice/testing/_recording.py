@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from sluice._errors import ReadError, TruncatedError
 from sluice._public import public

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from sluice import _options as options
 from sluice._dtypes import torch_dtype
@@ -19,8 +19,7 @@ from sluice.writing.durable.direct import block_bytes
 __all__ = ["Chunk", "Staging", "chunks", "row_major_bytes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Staging:
+class Staging(Struct, frozen=True):
     """Buffers for tensors that are cast, copied from an accelerator or made contiguous on the way to the file."""
 
     #: One buffer per writer; one block longer than a piece, so that a piece can begin anywhere in a block.
@@ -45,8 +44,7 @@ class Staging:
             self.pool.give_back(buffer)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Struct, frozen=True):
     """Consecutive row-major elements of a tensor."""
 
     #: Size in the file, in bytes.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
+from msgspec import Struct
 
 from sluice._dtypes import dtype_name, is_castable
 from sluice._errors import SaveError
@@ -26,8 +26,7 @@ __all__ = [
 ]
 
 
-@dataclass(slots=True)
-class StorageSpan:
+class StorageSpan(Struct):
     """Range of one storage that the saved tensors need."""
 
     #: One of these tensors; all share its device and dtype.

@@ -8,11 +8,11 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 __all__ = ["WalkedObject", "elements", "walk_object"]
 
@@ -20,8 +20,7 @@ __all__ = ["WalkedObject", "elements", "walk_object"]
 _SCALARS = frozenset({type(None), bool, int, float, complex})
 
 
-@dataclass(frozen=True, slots=True)
-class WalkedObject:
+class WalkedObject(Struct, frozen=True):
     """Tensors and repeated values of an object."""
 
     #: Values that represent tensors, each once, in pickle order.

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
+
+from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
@@ -30,8 +31,7 @@ _ALIGNMENT_BYTES = 8
 _HEADER_BYTES = 100_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class TensorOutline:
+class TensorOutline(Struct, frozen=True):
     """Dtype and shape of one tensor in a file."""
 
     #: Name of the dtype in the file.
@@ -45,8 +45,7 @@ class TensorOutline:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SafetensorsLayout:
+class SafetensorsLayout(Struct, frozen=True, kw_only=True):
     """Header of the file and position of each tensor."""
 
     #: The length and the JSON header.

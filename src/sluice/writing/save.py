@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
@@ -29,8 +29,7 @@ from sluice.writing.write_queue import write_queue
 __all__ = ["SaveJob", "SavedFiles", "save_state"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveJob:
+class SaveJob(Struct, frozen=True, kw_only=True):
     """The arguments of one save."""
 
     #: The file or directory to write.
@@ -51,8 +50,7 @@ class SaveJob:
     progress: Progress
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedFiles:
+class SavedFiles(Struct, frozen=True, kw_only=True):
     """The files of one save."""
 
     #: Paths, the index of a sharded model last.

@@ -21,8 +21,9 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from sluice._errors import SaveError
 from sluice.writing.durable.directories import locked_directory, made_directory, publish_set
@@ -58,8 +59,7 @@ def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list
     return shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFiles:
+class ModelFiles(Struct, frozen=True, kw_only=True):
     """Planned files of a model; the last one commits it."""
 
     #: Name and layout of each file of tensors.

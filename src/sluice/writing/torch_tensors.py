@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES
 from sluice.writing.pickle_opcodes import PickleOpcodes
@@ -35,8 +37,7 @@ _STORAGE_CLASSES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
+class Geometry(Struct, frozen=True, kw_only=True):
     """A dense tensor: a view of a storage."""
 
     #: Number of its storage.
@@ -57,8 +58,7 @@ class Geometry:
     math_bits: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SparseParts:
+class SparseParts(Struct, frozen=True, kw_only=True):
     """A sparse tensor: its indices and values."""
 
     #: Its layout: ``"sparse_coo"``.
@@ -71,8 +71,7 @@ class SparseParts:
     coalesced: bool | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedParts:
+class QuantizedParts(Struct, frozen=True, kw_only=True):
     """A quantized tensor: its integers, scales and zero points."""
 
     #: Its dtype: ``"qint8"``.
@@ -87,8 +86,7 @@ class QuantizedParts:
     axis: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class Described(Struct, frozen=True, kw_only=True):
     """Description of a tensor for the pickle."""
 
     #: Its view of a storage, or its components.

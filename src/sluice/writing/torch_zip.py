@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES, dtype_name, why_no_cast
 from sluice._errors import SaveError
@@ -132,8 +132,7 @@ def _joined(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield bytes(held)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedObject:
+class SavedObject(Struct, frozen=True, kw_only=True):
     """An object in memory and the layout of its file."""
 
     #: Writer of the file.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from math import isfinite
+
+from msgspec import Struct
 
 from sluice._errors import LimitError
 from sluice._messages import listed
@@ -36,8 +37,7 @@ _VALUES_SHOWN = 20
 _ELSEWHERE = "--all shows all"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedStorage:
+class SharedStorage(Struct, frozen=True, kw_only=True):
     """A storage that several names view."""
 
     #: Position in ``Index.storages``.
@@ -46,8 +46,7 @@ class SharedStorage:
     names: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopLevelValue:
+class TopLevelValue(Struct, frozen=True, kw_only=True):
     """A value at the top of a checkpoint."""
 
     #: Its key.
@@ -60,8 +59,7 @@ class TopLevelValue:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class Summary(Struct, frozen=True, kw_only=True):
     """Facts about a checkpoint, from its headers."""
 
     #: Path as given.

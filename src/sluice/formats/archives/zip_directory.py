@@ -25,7 +25,8 @@ import re
 import struct
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
@@ -79,8 +80,7 @@ _SEARCH_BYTES = 1 << 20
 _NAME = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+(?:/(?!\Z)|\Z))+")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ZipRecord:
+class ZipRecord(Struct, frozen=True, kw_only=True):
     """One record of a zip archive, as described by the central directory."""
 
     #: Full name, with the common directory.
@@ -95,8 +95,7 @@ class ZipRecord:
     crc: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CentralDirectory:
+class CentralDirectory(Struct, frozen=True, kw_only=True):
     """The central directory, in columns: archives with 100,000 records are common."""
 
     #: Common directory of all names.
@@ -145,8 +144,7 @@ class CentralDirectory:
         return self.headers[following] if following < len(self.headers) else self.start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _End:
+class _End(Struct, frozen=True, kw_only=True):
     """Size and place of the central directory, from the end records."""
 
     #: Number of entries.

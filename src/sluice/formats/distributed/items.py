@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice._errors import CheckpointError, FormatError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
@@ -59,8 +61,7 @@ _MAX_CACHED = 4096
 _DESCRIPTOR = b"PK\7\x08"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class Item(Struct, frozen=True, kw_only=True):
     """One item of a data file."""
 
     #: Name, followed by the start of the chunk if the tensor has several; for messages and storage keys.
@@ -71,8 +72,7 @@ class Item:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemStorage:
+class ItemStorage(Struct, frozen=True, kw_only=True):
     """A storage of a data file, as a storage of one of its items."""
 
     #: The item.

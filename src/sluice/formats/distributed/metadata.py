@@ -24,9 +24,10 @@ that plain tensors cannot have, and items that the writer transformed, for examp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from reprlib import repr as short_repr
 from typing import Any
+
+from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, PathEscapeError, UnsafeContentError, UnsupportedError
@@ -58,8 +59,7 @@ _MAX_SIGNED = 2**63 - 1
 _CORNERS_PER_ENTRY = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemPlace:
+class ItemPlace(Struct, frozen=True, kw_only=True):
     """The place of a stored item."""
 
     #: Path of the file, relative to the directory, with forward slashes.
@@ -72,8 +72,7 @@ class ItemPlace:
     transforms: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedChunk:
+class SavedChunk(Struct, frozen=True, kw_only=True):
     """A box of a tensor that is stored as a separate tensor."""
 
     #: Index of the first element in the tensor, in each dimension.
@@ -84,8 +83,7 @@ class SavedChunk:
     place: ItemPlace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorItem:
+class TensorItem(Struct, frozen=True, kw_only=True):
     """A tensor of the checkpoint."""
 
     #: Flat name.
@@ -98,8 +96,7 @@ class TensorItem:
     chunks: tuple[SavedChunk, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistributedMetadata:
+class DistributedMetadata(Struct, frozen=True, kw_only=True):
     """The items of a distributed checkpoint, checked against each other."""
 
     #: Tensors, places of other values, and unsupported tensors, by flat name in file order.

@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Never
+
+from msgspec import Struct
 
 from sluice._errors import FormatError
 from sluice._options import Limits
@@ -58,8 +59,7 @@ BYTES = Opaque(qualified_name=f"{_METADATA}.BytesStorageMetadata")
 MEMORY_FORMAT = Opaque(qualified_name="torch.memory_format")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MetadataRecord:
+class MetadataRecord(Struct, frozen=True, eq=False):
     """An object of one of the classes in ``_RECORDS``."""
 
     #: Name of the class.

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from msgspec import Struct
+
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.keys import KeyGuard
@@ -28,8 +30,7 @@ _SEARCHED_ARGUMENTS = 8
 _DICT_KINDS = frozenset({dict, OrderedDict, Counter})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Consumed:
+class Consumed(Struct, frozen=True, kw_only=True):
     """Placeholder in the memo for an object that only one tensor used; see ``tensor_opcodes``."""
 
     #: Function that creates an equal object; None if no opcode may refer to it.
@@ -40,8 +41,7 @@ class Consumed:
 ARGUMENTS, HOOKS = Consumed(remake=None), Consumed(remake=OrderedDict)
 
 
-@dataclass(slots=True, kw_only=True)
-class PendingObject:
+class PendingObject(Struct, kw_only=True):
     """Placeholder for an object that ``BUILD`` creates from its state.
 
     In a finished tree, it stands for an object that never received a state.
@@ -81,8 +81,7 @@ class Allowlist(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(Struct, frozen=True, kw_only=True):
     """Placeholder for a value that could not be built, until its name in the finished tree is known."""
 
     #: The error to raise.

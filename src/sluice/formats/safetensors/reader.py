@@ -35,7 +35,7 @@ from sluice._options import Limits
 from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header
 from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, elements_of
-from sluice.records.bulk import collector_paused, records_from_columns
+from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
 
 __all__ = ["SafetensorsFormat"]
@@ -143,28 +143,13 @@ def _check_cover(columns: Columns, source: Source, data_start: int) -> None:
 
 def _storages(columns: Columns, data_start: int) -> tuple[Storage, ...]:
     names, begins, ends, *_ = columns
-    storages = records_from_columns(
-        Storage,
-        len(names),
-        file=repeat(0),
-        offset=map(add, begins, repeat(data_start)),
-        nbytes=map(sub, ends, begins),
-        key=names,
-    )
-    return tuple(storages)
+    return tuple(map(Storage, repeat(0), map(add, begins, repeat(data_start)), map(sub, ends, begins), names))
 
 
 def _tree(columns: Columns, path: str) -> dict[str, Entry | UnsupportedValue]:
     names, layouts = columns.names, columns.layouts
-    made = records_from_columns(
-        Entry,
-        len(names),
-        elements=(elements_of(layout.dtype) for layout in layouts),
-        shape=(layout.shape for layout in layouts),
-        stride=(layout.stride for layout in layouts),
-        storage=range(len(names)),
-    )
-    tree: dict[str, Entry | UnsupportedValue] = dict(zip(names, made, strict=True))
+    entries = (Entry(elements_of(each.dtype), each.shape, each.stride, i) for i, each in enumerate(layouts))
+    tree: dict[str, Entry | UnsupportedValue] = dict(zip(names, entries, strict=True))
     if len(tree) != len(names) or "__metadata__" in tree:
         duplicate = next(name for name, count in Counter([*names, "__metadata__"]).items() if count > 1)
         raise FormatError("the name is duplicated or reserved", file=path, tensor=duplicate)

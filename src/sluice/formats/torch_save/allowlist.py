@@ -22,10 +22,12 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple, Never, cast
+
+from msgspec.structs import replace
 
 from sluice._dtypes import ITEM_BYTES, number_bytes
 from sluice._errors import FormatError, LimitError, UnsupportedError

@@ -43,7 +43,7 @@ from sluice.formats.torch_save.allowlist import StorageReference
 from sluice.formats.torch_save.legacy_allowlist import LegacyAllowlist
 from sluice.formats.torch_save.pickled_object import check_object
 from sluice.records import FileRecord, Index, Storage
-from sluice.records.bulk import collector_paused, records_from_columns
+from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
 
 __all__ = ["TorchLegacyFormat"]
@@ -190,12 +190,7 @@ def _storages(
     by_position = [0] * len(storages)
     for reference, offset in zip(order, offsets, strict=True):
         by_position[reference.position] = offset
-    records = records_from_columns(
-        Storage,
-        len(storages),
-        file=repeat(0),
-        offset=by_position,
-        nbytes=(reference.nbytes for reference in storages),
-        key=(reference.key for reference in storages),
+    return tuple(
+        Storage(0, offset, reference.nbytes, reference.key)
+        for offset, reference in zip(by_position, storages, strict=True)
     )
-    return tuple(records)

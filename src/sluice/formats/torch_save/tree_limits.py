@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
 
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
@@ -51,8 +52,7 @@ class _Extent(NamedTuple):
     characters: int = 0
 
 
-@dataclass(slots=True)
-class _Visit:
+class _Visit(Struct):
     """A container on the path from the root to the current value."""
 
     #: The container.

@@ -23,7 +23,6 @@ pickle followed by more bytes; a pickled object of an arbitrary class instead of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
 from typing import NamedTuple
 
 from sluice._dtypes import number_bytes
@@ -37,7 +36,6 @@ from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.allowlist import StorageReference, TorchAllowlist
 from sluice.formats.torch_save.pickled_object import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
-from sluice.records.bulk import records_from_columns
 from sluice.sources.protocol import Source
 
 __all__ = ["TorchZipFormat"]
@@ -229,16 +227,10 @@ def _storages(
     references: Sequence[StorageReference], positions: list[int], directory: CentralDirectory, *, big_endian: bool
 ) -> list[Storage]:
     swapped = (number_bytes(reference.element_dtype) if big_endian else 0 for reference in references)
-    return records_from_columns(
-        Storage,
-        len(positions),
-        file=repeat(0),
-        offset=map(directory.headers.__getitem__, positions),
-        nbytes=map(directory.sizes.__getitem__, positions),
-        key=(reference.key for reference in references),
-        located=repeat(False),
-        swap_bytes=(nbytes if nbytes > 1 else 0 for nbytes in swapped),
-    )
+    return [
+        Storage(0, directory.headers[record], directory.sizes[record], reference.key, False, item if item > 1 else 0)
+        for record, reference, item in zip(positions, references, swapped, strict=True)
+    ]
 
 
 def _check_headers_before_unused_records(
