@@ -162,6 +162,39 @@ def test_choices_change_what_is_drawn(open_page: Open) -> None:
     assert "0 MiB" in page.get_by_role("button", name="naive").inner_text()
 
 
+def test_all_charts_have_the_same_time_axis(open_page: Open) -> None:
+    page = open_page()
+    box = page.locator("#chart .u-over").bounding_box()
+    moments = set()
+    for label in ("fp32, cold", "bf16, cold, 800 MiB"):  # the second ends after 1.5 s, the first after 2 s
+        page.get_by_label(label, exact=True).check(force=True)
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50)
+        _settle(page)
+        moments.add(page.locator("#tip b").inner_text())
+        page.mouse.move(0, 0)
+    assert len(moments) == 1
+
+
+def test_only_what_is_drawn_has_a_mark(open_page: Open) -> None:
+    page = open_page()
+    caption = page.locator("#caption")
+    assert "died" not in caption.inner_text()
+    page.get_by_label("mapped file", exact=True).check(force=True)
+    assert _pixels(page, "mmap") > 200
+    dots = """() => {
+      let count = 0;
+      const draw = CanvasRenderingContext2D.prototype.arc;
+      CanvasRenderingContext2D.prototype.arc = function (...all) { count += 1; return draw.apply(this, all); };
+      return () => count;
+    }"""
+    page.evaluate(f"window.dots = ({dots})()")
+    page.get_by_label("log", exact=True).check(force=True)
+    _settle(page)
+    assert page.evaluate("window.dots()") == 1  # that of the only method with mapped pages
+    page.get_by_label("bf16, cold, 800 MiB", exact=True).check(force=True)
+    assert "died" in caption.inner_text()
+
+
 def test_a_casualty_is_marked_in_chart_button_and_table(open_page: Open) -> None:
     page = open_page()
     page.get_by_label("bf16, cold, 800 MiB", exact=True).check(force=True)
@@ -175,7 +208,13 @@ def test_a_casualty_is_marked_in_chart_button_and_table(open_page: Open) -> None
 
 def test_names_are_text_and_the_command_is_there(open_page: Open) -> None:
     page = open_page()
-    assert page.locator("h1").inner_text() == "GPT-2 small </script><b>not markup</b>"
+    assert (
+        page.locator("h1")
+        .inner_text()
+        .startswith("sluice loaded GPT-2 small </script><b>not markup</b> (fp32, cold) in 1.00 s with 1.04 F; plain")
+    )
+    assert page.title() == page.locator("h1").inner_text()
+    assert page.locator("h1 + p").inner_text().startswith("F is the size of the finished model: 500 MiB in fp32")
     assert "a processor with a <name>" in page.locator("main").inner_text()
     assert page.locator("pre").inner_text().strip() == "sluice bench --size small --ram-limit 800MiB"
 

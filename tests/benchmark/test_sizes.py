@@ -14,7 +14,7 @@ from torch import nn
 import sluice
 from sluice.benchmark import sizes as _sizes
 from sluice.benchmark.child import verdict
-from sluice.benchmark.comparison import Checkpoints, default_methods, own_subject, verdicts
+from sluice.benchmark.comparison import Checkpoints, default_methods, own_subject
 from sluice.benchmark.methods import METHODS
 from sluice.benchmark.records import MethodJob, State
 from sluice.benchmark.results import typical_runs
@@ -212,12 +212,3 @@ def test_the_typical_run_is_the_one_in_the_middle() -> None:
     runs.append(replace(run, repetition=3, outcome=replace(run.outcome, status="killed", seconds=0.0)))
     (typical,) = typical_runs(one, runs)
     assert typical.outcome.seconds == 2.0
-
-
-def test_a_sentence_names_the_peaks_and_the_casualties() -> None:
-    free, tight = scenario(), scenario("bfloat16", limit=800 << 20)
-    runs = [*runs_of(free), *runs_of(tight)]
-    assert list(verdicts([free, tight], runs)) == [
-        "GPT-2 small, float32: sluice peaked at 1.04 F, the others at 1.00 to 2.00 F.",
-        "GPT-2 small, bfloat16: sluice peaked at 1.04 F, the others at 1.00 to 1.00 F; casualties: naive.",
-    ]

@@ -1,8 +1,8 @@
-"""Plan a comparison: its subject, the checkpoint that each method reads, its tables and their verdicts."""
+"""Plan a comparison: its subject, the checkpoint that each method reads, and its tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,16 +20,14 @@ from sluice.benchmark.records import (
     SHORT_DTYPES,
     TENSORS,
     Kind,
-    MethodRun,
     Precision,
     Scenario,
     State,
 )
 from sluice.benchmark.strategies import STRATEGIES
-from sluice.benchmark.summary import summarise
 from sluice.benchmark.writing import CheckpointFormat, write_checkpoint
 
-__all__ = ["Checkpoints", "ComparedModel", "builtin_subject", "default_methods", "own_subject", "scenario", "verdicts"]
+__all__ = ["Checkpoints", "ComparedModel", "builtin_subject", "default_methods", "own_subject", "scenario"]
 
 _FORMATS: dict[Kind, CheckpointFormat] = {
     PTH: "torch",
@@ -163,22 +161,3 @@ def scenario(
         host_limit_bytes=host_limit_bytes,
         device_limit_bytes=device_limit_bytes,
     )
-
-
-def verdicts(scenarios: Sequence[Scenario], runs: Sequence[MethodRun]) -> Iterator[str]:
-    """Yield one sentence per scenario that compares the peaks of sluice and the other methods."""
-    for scenario in scenarios:
-        rows = summarise(scenario, runs)
-        good = [row for row in rows if row.seconds and row.over_final is not None]
-        ours = next((row for row in good if row.method.startswith("sluice")), None)
-        others = [row.over_final or 0.0 for row in good if not row.method.startswith("sluice")]
-        dead = [
-            row.method for row in rows if row.failures and not row.seconds and "absent" not in row.failures.values()
-        ]
-        sentence = f"{scenario.title}: "
-        if ours:
-            sentence += f"sluice peaked at {ours.over_final:.2f} F"
-            sentence += f", the others at {min(others):.2f} to {max(others):.2f} F" if others else ""
-        else:
-            sentence += "sluice was not among those that finished"
-        yield sentence + (f"; casualties: {', '.join(dead)}." if dead else ".")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sluice._units import format_bytes
-from sluice.benchmark.comparison import verdicts
+from sluice.benchmark.headline import explain_final_bytes, findings, headline
 from sluice.benchmark.methods import METHODS
 from sluice.benchmark.records import MethodRun, Scenario
 from sluice.benchmark.results import typical_runs
@@ -34,7 +34,7 @@ def write_report(
 
     Args:
         path: The file.
-        title: Title of the page.
+        title: What was loaded, such as ``"GPT-2 large, fp32 checkpoint"``.
         machine: The result of ``machine.describe``.
         command: The command that reproduces the page.
         scenarios: The scenarios.
@@ -53,14 +53,16 @@ def write_report(
 
     environment = Environment(loader=PackageLoader("sluice.benchmark", "assets"), autoescape=True)
     page = environment.get_template("report.html").render(
-        title=title,
+        subject=title,
+        headline=headline(title.partition(",")[0], scenarios, runs),
+        final_bytes=explain_final_bytes(scenarios),
         machine=machine,
         command=command,
-        verdicts=list(verdicts(scenarios, runs)),
+        findings=list(findings(scenarios, runs)),
         tables=[_table(scenario, runs) for scenario in scenarios],
         methods=list(_summaries(scenarios)),
         alarming=ALARMING,
-        data={"charts": [chart for scenario in scenarios for chart in _charts(scenario, runs)]},
+        data=_data(scenarios, runs),
         uplot_css=raw("uPlot.min.css"),
         uplot_js=raw("uPlot.iife.min.js"),
         css=raw("report.css"),
@@ -88,6 +90,13 @@ def _row_kind(row: Row) -> str:
 def _summaries(scenarios: Sequence[Scenario]) -> Iterator[tuple[str, str]]:
     for method in dict.fromkeys(method for scenario in scenarios for method in scenario.checkpoints):
         yield method, METHODS[method].summary
+
+
+def _data(scenarios: Sequence[Scenario], runs: Sequence[MethodRun]) -> dict[str, Any]:
+    """Return the charts, and the end of the time axis that they share."""
+    charts = [chart for scenario in scenarios for chart in _charts(scenario, runs)]
+    moments = [moment for chart in charts for series in chart["series"] for moment in series["seconds_at"]]
+    return {"charts": charts, "seconds": max(moments, default=0.0)}
 
 
 def _charts(scenario: Scenario, runs: Sequence[MethodRun]) -> Iterator[dict[str, Any]]:

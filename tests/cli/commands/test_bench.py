@@ -67,7 +67,7 @@ def test_a_built_in_size_is_compared_in_two_precisions_and_cleaned_up(
     assert all(len(scenario.checkpoints) == 6 for scenario in runner.scenarios)
     assert runner.files == {"model.pth", "parameters"}
     assert list((tmp_path / "disk").iterdir()) == []
-    assert "sluice peaked at 1.00 F, the others at 1.00 to 1.00 F." in result.output
+    assert "fp32, cold: sluice took 1.00 s with 1.00 F; plain torch.load took 1.00 s with 1.00 F." in result.output
     assert f"report: {tmp_path / 'bench-out' / 'report.html'}" in result.output
     assert {path.name for path in (tmp_path / "bench-out").iterdir()} == {"results.json", "results.md", "report.html"}
 

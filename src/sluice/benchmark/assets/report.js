@@ -1,7 +1,7 @@
 "use strict";
 // Draws the chart of report.html with uPlot. All that is shown comes from the JSON in the page.
 (() => {
-  const { charts } = JSON.parse(document.getElementById("data").textContent);
+  const { charts, seconds: end } = JSON.parse(document.getElementById("data").textContent);
   const ours = (method) => method.startsWith("sluice");
   for (const chart of charts) chart.series.sort((a, b) => ours(a.method) - ours(b.method));  // ours is drawn on top
   const holder = document.getElementById("chart");
@@ -15,7 +15,7 @@
 
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const bytes = (n) => (Math.abs(n) >= GIB ? `${(n / GIB).toFixed(2)} GiB` : `${(n / MIB).toFixed(0)} MiB`);
-  const peak = (series) => Math.max(...series[chosen.kind]);
+  const peak = (series) => Math.max(0, ...series[chosen.kind]);
   const methods = [...new Set(charts.flatMap((chart) => chart.series.map((series) => series.method)))];
   // Ours has the first colour in every chart, wherever it stands in the table.
   const ranked = [...methods].sort((a, b) => ours(b) - ours(a));
@@ -94,6 +94,8 @@
     tip.style.top = `${Math.max(0, Math.min(top, holder.clientHeight - tip.offsetHeight - 40))}px`;
   }
 
+  const visible = (u, seconds) => seconds >= u.scales.x.min && seconds <= u.scales.x.max;
+
   function marks(chart, unit) {
     return (u) => {
       const { ctx } = u, ratio = devicePixelRatio;
@@ -114,17 +116,23 @@
       ctx.lineWidth = 4 * ratio;
       ctx.strokeText(...label);
       ctx.fillText(...label);
+      ctx.beginPath();  // marks outside of the zoomed range belong to lines that are not drawn there
+      ctx.rect(u.bbox.left, u.bbox.top - 8 * ratio, u.bbox.width, u.bbox.height + 16 * ratio);
+      ctx.clip();
       chart.series.forEach((series, position) => {
-        if (hidden.has(series.method)) return;
         const values = series[chosen.kind];
+        if (hidden.has(series.method) || !values.length || peak(series) <= floor) return;
         const at = (index) => [u.valToPos(series.seconds_at[index], "x", true), u.valToPos(Math.max(values[index], floor) / unit, "y", true)];
-        const [px, py] = at(values.indexOf(peak(series)));
+        const top = values.indexOf(peak(series));
+        const [px, py] = at(top);
         ctx.globalAlpha = u.series[position + 1].alpha ?? 1;
         ctx.fillStyle = ctx.strokeStyle = colour(series.method);
-        ctx.beginPath();
-        ctx.arc(px, py, 4 * ratio, 0, 2 * Math.PI);
-        ctx.fill();
-        if (series.status !== "ok") {
+        if (visible(u, series.seconds_at[top])) {
+          ctx.beginPath();
+          ctx.arc(px, py, 4 * ratio, 0, 2 * Math.PI);
+          ctx.fill();
+        }
+        if (series.status !== "ok" && visible(u, series.seconds_at[values.length - 1])) {
           const [ex, ey] = at(values.length - 1), d = 6 * ratio;
           ctx.lineWidth = 3 * ratio;
           ctx.beginPath();
@@ -150,6 +158,10 @@
     const unit = highest >= GIB ? GIB : MIB;
     const data = uPlot.join(chart.series.map((series) =>
       [series.seconds_at, series[chosen.kind].map((value) => Math.max(value, floor) / unit)]));
+    if (data[0][data[0].length - 1] < end) {  // one time axis for all charts
+      data[0] = [...data[0], end];
+      for (let position = 1; position < data.length; position++) data[position] = [...data[position], null];
+    }
     const axis = { stroke: style("--soft"), grid: { stroke: style("--grid"), width: 1 }, ticks: { stroke: style("--line"), width: 1 } };
     const range = log ? [floor / unit, (highest / unit) * 1.5] : [0, (highest / unit) * 1.08];
     plot = new uPlot({
@@ -180,8 +192,10 @@
     const chart = charts[chosen.chart];
     drawMethods(chart);
     draw();
+    const died = chart.series.some((series) => series.status !== "ok");
     document.getElementById("caption").textContent =
-      `${chart.title}. Dots are peaks, crosses are where a process died; the dashed line is the finished model.`;
+      `${chart.title}. A dot is the peak of a line${died ? ", a cross the moment at which a process died" : ""}; ` +
+      "the dashed line is F, the finished model. All charts of this page have the same time axis.";
   }
 
   const kinds = Object.keys(KIND_LABELS).filter((kind) => charts.some((chart) => chart.series.some((series) => series[kind].length)));

@@ -1,4 +1,4 @@
-"""Lines that ``sluice bench`` prints around its tables: the machine, the chosen size, the verdicts and the files."""
+"""Lines that ``sluice bench`` prints around its tables: the machine, the chosen size, the findings and the files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from sluice.benchmark.comparison import verdicts
+from sluice.benchmark.headline import explain_final_bytes, findings
 from sluice.benchmark.records import MethodRun, Scenario
 from sluice.benchmark.sizes import Choice
 
@@ -31,7 +31,7 @@ def print_choice(console: Console, choice: Choice) -> None:
 def print_end(
     console: Console, scenarios: Sequence[Scenario], runs: Sequence[MethodRun], out: Path, kept: Path | None
 ) -> None:
-    """Print the verdicts and the written files.
+    """Print the findings and the written files.
 
     Args:
         console: Where to print.
@@ -40,7 +40,7 @@ def print_end(
         out: Directory of the results.
         kept: Directory of the generated checkpoints; None if they were deleted.
     """
-    lines = [*verdicts(scenarios, runs), ""]
+    lines = [explain_final_bytes(scenarios), *findings(scenarios, runs), ""]
     if kept is not None:
         lines.append(f"checkpoints: {kept}")
     lines += [f"results: {out / 'results.md'}, {out / 'results.json'}", f"report: {(out / 'report.html').absolute()}"]
