@@ -59,12 +59,14 @@ def draw(path: Path, title: str, reports: Mapping[str, sluice.MemoryReport], fin
 
     rows = math.ceil(len(reports) / _COLUMNS)
     figure = Figure(figsize=(9, 2.4 * rows + 0.6), layout="constrained")
-    panels = list(figure.subplots(rows, _COLUMNS, sharey=True, squeeze=False).flat)
+    panels = list(figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flat)
+    longest = max(report.seconds for report in reports.values())
     highest = max(report.peaks.total_bytes for report in reports.values())
     for panel, (name, report) in zip(panels, reports.items(), strict=False):
         report.draw(panel)
         panel.axhline(final / _GIB, color="black", linewidth=0.8, linestyle="--", label="the finished model")
         panel.set_title(f"{name}: {report.peaks.total_bytes / final:.2f} F", fontsize=10, loc="left")
+        panel.set_xlim(0, longest)
         panel.set_ylim(0, 1.08 * highest / _GIB)
         panel.set_ylabel("GiB" if panel in panels[::_COLUMNS] else "")
         panel.spines[["top", "right"]].set_visible(False)

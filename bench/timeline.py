@@ -132,7 +132,7 @@ def draw(path: Path, traces: Sequence[Trace]) -> str:
         return "no picture: nothing was watched"
     rows = math.ceil(len(traces) / _COLUMNS)
     figure = plots.Figure(figsize=(3.3 * _COLUMNS, 2.5 * rows + 0.4), layout="constrained")
-    panels = list(figure.subplots(rows, _COLUMNS, sharey=True, squeeze=False).flat)
+    panels = list(figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flat)
     highest = max(
         value for trace in traces for line in trace.lines()[1:] for value in (*line, trace.final_bytes / _GIB)
     )

@@ -1,0 +1,97 @@
+"""The summary table: computed from the results of one run, and equal on all pages that show it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bench.summary import PAGES, main, replace_summary, summary_lines
+from sluice.benchmark.records import MethodRun
+from sluice.benchmark.results import as_document
+from support.comparisons import MIB, good, scenario
+from support.documents import ROOT
+
+
+_SECONDS = {"reference": 1.0, "raw-direct": 1.5, "torch-mmap": 3.0, "sluice-load-into": 2.0}
+
+
+def _document() -> dict[str, Any]:
+    """Return the results of a run of two tables; mmap was not run cached in the second one."""
+    scenarios = []
+    runs: list[MethodRun] = []
+    for dtype in ("float32", "bfloat16"):
+        each = replace(
+            scenario("float32" if dtype == "float32" else "bfloat16"),
+            title=f"GPT-2 small, .pth, fp32 → {dtype}",
+            checkpoints={method: Path("small.pth") for method in ("raw-direct", "torch-mmap", "sluice-load-into")},
+        )
+        scenarios.append(each)
+        for method, seconds in {
+            "reference": 1.0,
+            "raw-direct": 1.5,
+            "torch-mmap": 3.0,
+            "sluice-load-into": 2.0,
+        }.items():
+            states = each.states[:1] if (method, dtype) == ("torch-mmap", "bfloat16") else each.states
+            runs += [
+                MethodRun(
+                    scenario=each.title,
+                    method=method,
+                    state=state,
+                    repetition=repetition,
+                    outcome=good(method, seconds + (state == "cold") + repetition, 520 * MIB),
+                )
+                for state in states
+                for repetition in range(3)
+            ]
+    machine = {"date": "2026-11-22", "processor": "a processor, 2 cores"}
+    document = as_document(machine=machine, command="python -m bench.load", scenarios=scenarios, runs=runs)
+    stored: dict[str, Any] = json.loads(json.dumps(document))
+    return stored
+
+
+def test_the_table_has_the_medians_of_the_run() -> None:
+    lines = summary_lines(_document())
+    assert lines[0].endswith("Medians of 3 fresh processes.")
+    assert "0.49 GiB in fp32" in lines[0]
+    assert lines[4:] == [
+        "| `torch.load(mmap=True)` + `assign=True` | 1.04 F | 5.00 s | 4.00 s | 1.04 F | 5.00 s | - |",
+        "| **sluice** | 1.04 F | 4.00 s | 3.00 s | 1.04 F | 4.00 s | 3.00 s |",
+        "| a raw direct read of the file | - | 3.50 s | 2.50 s | - | 3.50 s | 2.50 s |",
+    ]
+
+
+def test_a_run_without_a_cast_is_refused() -> None:
+    document = _document()
+    document["scenarios"] = document["scenarios"][:1]
+    with pytest.raises(click.ClickException, match="bfloat16"):
+        summary_lines(document)
+
+
+def test_the_pages_are_written_between_their_markers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    for page in PAGES:
+        page.write_text("# Title\n\n<!-- summary: begin -->\nthe table before\n<!-- summary: end -->\n\nThe rest.\n")
+    Path("load.json").write_text(json.dumps(_document()))
+    result = CliRunner().invoke(main, ["load.json"])
+    assert result.exit_code == 0, result.output
+    for page in PAGES:
+        text = page.read_text()
+        assert text.startswith("# Title\n\n<!-- summary: begin -->\n\nGPT-2 small, .pth, fp32;")
+        assert text.endswith(" 2.50 s |\n\n<!-- summary: end -->\n\nThe rest.\n")
+        assert "the table before" not in text
+    with pytest.raises(click.ClickException):
+        replace_summary("no markers", [])
+
+
+def test_all_pages_show_the_same_table() -> None:
+    tables = {(ROOT / page).read_text().partition("summary: begin")[2].partition("summary: end")[0] for page in PAGES}
+    (table,) = tables
+    assert "| **sluice** |" in table
