@@ -17,7 +17,6 @@ from sluice.benchmark.results import as_document
 from support.comparisons import MIB, good, scenario
 from support.documents import ROOT
 
-
 _SECONDS = {"reference": 1.0, "raw-direct": 1.5, "torch-mmap": 3.0, "sluice-load-into": 2.0}
 
 
