@@ -5,7 +5,11 @@ file. Storages are numbered across files, in order. Apart from the merged index,
 kept, which ``Locator.locate`` needs; they are records of the merged index.
 
 The place of every tensor must agree with the index file. Tensors that the index file omits and a wrong total size are
-notes: writers produce both, and no data is lost.
+notes: writers produce both, and no data is lost. Further names of an indexed tensor are not omissions: the index names
+what is stored.
+
+Several names of one file, as hard or symbolic links, are names of one tensor: that is how a directory of parameters
+keeps ties.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
 from sluice.entries import tree as trees
 from sluice.formats.protocol import Checksum, Locator
 from sluice.formats.shard_index import ShardIndex
-from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue
+from sluice.records import NO_STORAGE, Entry, FileIdentity, Index, Opaque, Sparse, UnsupportedValue
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
@@ -118,7 +122,8 @@ def merge(layout: CheckpointLayout, opened: Sequence[OpenFile | None]) -> tuple[
         if layout.kind == "parameters" and not any(part is not None for part in parts.values()):
             error.advice = f"These may be separate checkpoints: pass the path of one, such as {layout.files[0]!r}."
         raise error
-    files, tree = _join(list(found.values()), list(parts.values()))
+    one_tensor_each = layout.kind == "parameters"
+    files, tree = _join(list(found.values()), list(parts.values()), one_tensor_each=one_tensor_each)
     index = Index(
         format=_format_name(layout, files),
         files=tuple(chain.from_iterable(file.index.files for file in files)),
@@ -175,24 +180,43 @@ def _compare(
             problems[_MISPLACED].append(f"{key!r} is neither in {shard!r} nor in any other file")
         elif place not in {None, shard} and key not in repeated:
             problems[_MISPLACED].append(f"{key!r} is in {place!r}, not in {shard!r}")
-    extra = [key for key in places if key not in weight_map]
+    extra = _omitted(weight_map, parts)
     return (f"{listed('In the shards, but not in their index', extra)}.",) if extra else ()
 
 
+def _omitted(weight_map: Mapping[str, str], parts: Mapping[str, dict[str, object] | None]) -> list[str]:
+    """Return the names that the index omits, without further names of tensors that it has."""
+    omitted = []
+    for part in parts.values():
+        outside = [name for name in part if name not in weight_map] if part else []
+        if part and outside:
+            indexed = {id(value) for name, value in part.items() if name in weight_map}
+            omitted += [name for name in outside if id(part[name]) not in indexed]
+    return omitted
+
+
 def _join(
-    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None]
+    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None], *, one_tensor_each: bool
 ) -> tuple[list[OpenFile], dict[str, object]]:
-    """Return the files and the merged tree, with storages numbered across files."""
+    """Return the distinct files and the merged tree, with storages numbered across files."""
     joined: list[OpenFile] = []
     tree: dict[str, object] = {}
     versions: dict[object, object] = OrderedDict()
     first = 0
-    for position, (file, part) in enumerate(zip(files, parts, strict=True)):
-        own = file.index.storages
+    known: dict[FileIdentity, object] = {}
+    for file, part in zip(files, parts, strict=True):
+        position, own = len(joined), file.index.storages
+        identity = file.index.files[0].identity
+        if one_tensor_each and part and identity in known:
+            tree.update(dict.fromkeys(part, known[identity]))
+            file.source.close()
+            continue
         storages = tuple(replace(storage, file=position) for storage in own)
         index = replace(file.index, storages=storages, tree=None)
         joined.append(replace(file, index=index, first_storage=first))
         tree.update(_shifted(part or {}, by=first))
+        if one_tensor_each and part and identity.inode:
+            known[identity] = tree[next(iter(part))]
         versions.update(trees.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
         first += len(own)
     if versions:

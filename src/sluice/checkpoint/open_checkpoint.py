@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -118,13 +118,24 @@ class OpenCheckpoint:
 
     @cached_property
     def stored_names(self) -> Mapping[str, str]:
-        """Names that safetensors metadata maps to the name under which the tensor is stored, with that name."""
+        """Names that the metadata of other safetensors writers maps to the name of a stored tensor, with that name.
+
+        They may be further names of that tensor, but they may also be any other text: see
+        ``formats.safetensors.ties``. They therefore count only for a caller that knows the name.
+        """
         # {"format": "pt"} is not a tie.
         texts = {name: text for name, text in self.metadata.items() if name != "format"}
         if "safetensors" not in self.format or not texts:
             return {}
         entries = self.entries
         return {name: stored for name, stored in texts.items() if stored in entries and name not in entries}
+
+    def tree_with_ties(self, names: Collection[str]) -> object:
+        """Return the tree of the index with some of the ``stored_names``."""
+        tree = self.index.tree
+        if not names or not isinstance(tree, dict):
+            return tree
+        return type(tree)({**tree, **{name: self.entries[self.stored_names[name]] for name in names}})
 
     def checksums(self) -> list[list[Checksum | CheckpointError]]:
         """Return the checksums that each file records, and an error for each damaged header in place of its checksum.

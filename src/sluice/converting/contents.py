@@ -41,7 +41,7 @@ def whole_contents(
         UnsafeContentError: It contains an object that only running code could build.
         UnsupportedError: It contains a kind of tensor that sluice does not read.
     """
-    tree = _with_ties(checkpoint)
+    tree = checkpoint.index.tree
     if rename is None and not rules:
         chosen = subtree(tree, key or "")
         trees.refuse_opaques(chosen, checkpoint.path)
@@ -71,7 +71,7 @@ def flat_contents(
         UnsafeContentError: It contains an object that only running code could build.
         UnsupportedError: It contains a kind of tensor that sluice does not read.
     """
-    tree = _with_ties(checkpoint)
+    tree = checkpoint.index.tree
     chosen, path = _state_dict(checkpoint, tree, key)
     notes = list(_left_out(tree, chosen, path))
     values = [name for name, value in trees.leaves(chosen) if not isinstance(value, Entry)]
@@ -125,15 +125,6 @@ def _entries(
         problem = f"tensor names must be strings, not {type(key).__name__}"
         raise MismatchError(problem, file=checkpoint.path, tensor=repr(key)[:80])
     return apply_rules(rename_entries(trees.flatten(chosen, checkpoint.limits), rename), rules)
-
-
-def _with_ties(checkpoint: OpenCheckpoint) -> object:
-    """Return the tree with the tied names that a safetensors file keeps in its metadata only."""
-    tree = checkpoint.index.tree
-    ties = checkpoint.stored_names
-    if not ties or not isinstance(tree, dict):
-        return tree
-    return type(tree)({**tree, **{name: checkpoint.entries[stored] for name, stored in ties.items()}})
 
 
 def _left_out(tree: object, chosen: object, key: str) -> Iterable[str]:

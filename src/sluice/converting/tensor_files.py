@@ -13,6 +13,7 @@ from sluice._geometry import contiguous_stride
 from sluice.converting.contents import refuse_repeats
 from sluice.converting.conversion import Conversion, Written, existing
 from sluice.converting.stream import Stream
+from sluice.formats.safetensors.ties import declare_ties
 from sluice.planning.memory_layout import single_targets
 from sluice.records import Entry, Request
 from sluice.writing.aliases import stored_once
@@ -28,7 +29,7 @@ __all__ = ["convert_to_directory", "convert_to_safetensors"]
 def convert_to_safetensors(conversion: Conversion, tree: object) -> Written:
     """Write the tensors of a state dict to one safetensors file."""
     entries, aliases = _once(conversion, tree)
-    layout = lay_out_safetensors(conversion.outlines(entries), _metadata(conversion, aliases))
+    layout = lay_out_safetensors(conversion.outlines(entries), declare_ties(aliases, _metadata(conversion)))
     out = Replacement(conversion.destination, overwrite=conversion.overwrite or conversion.dry_run)
     replaced = existing([conversion.destination])
     nbytes = layout.nbytes - len(layout.header)
@@ -43,10 +44,10 @@ def convert_to_safetensors(conversion: Conversion, tree: object) -> Written:
 def convert_to_directory(conversion: Conversion, tree: object) -> Written:
     """Write the tensors of a state dict to a Hugging Face model directory."""
     entries, aliases = _once(conversion, tree)
-    outlines, metadata = conversion.outlines(entries), _metadata(conversion, aliases)
+    outlines, metadata = conversion.outlines(entries), _metadata(conversion)
     nbytes = sum(outline.nbytes for outline in outlines.values())
     planned = plan_model_directory(
-        conversion.destination, outlines, metadata=metadata, limit_bytes=conversion.limit_bytes
+        conversion.destination, outlines, ties=aliases, metadata=metadata, limit_bytes=conversion.limit_bytes
     )
     files = {conversion.destination / name: size for name, size in planned.sizes.items()}
     if not conversion.dry_run:
@@ -54,6 +55,7 @@ def convert_to_directory(conversion: Conversion, tree: object) -> Written:
             paths = write_model_directory(
                 conversion.destination,
                 outlines,
+                ties=aliases,
                 metadata=metadata,
                 limit_bytes=conversion.limit_bytes,
                 overwrite=conversion.overwrite,
@@ -73,10 +75,12 @@ def _written(
     replaced: tuple[str, ...],
     nbytes: int,
 ) -> Written:
+    if conversion.manifest:
+        conversion.manifest.repeat(aliases)
     return Written(
         files=files,
         replaced=replaced,
-        tensors=len(entries),
+        tensors=len(entries) + len(aliases),
         nbytes=nbytes,
         casts=conversion.casts(entries.values()),
         tied=aliases,
@@ -96,12 +100,10 @@ def _identity(entry: Entry) -> Entry | None:
     return replace(entry, parameter=False, requires_grad=False, origin="") if entry.numel else None
 
 
-def _metadata(conversion: Conversion, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return ``__metadata__`` of the file: the metadata of a safetensors source, and the names that are not stored."""
+def _metadata(conversion: Conversion) -> dict[str, str]:
+    """Return the metadata of a safetensors source, and the format."""
     own = conversion.checkpoint.metadata if "safetensors" in conversion.checkpoint.format else {}
-    stored = conversion.checkpoint.entries
-    kept = {name: text for name, text in own.items() if text not in stored}  # the rest are tied names
-    return {"format": "pt", **kept, **aliases}
+    return {"format": "pt", **own}
 
 
 def _fill_safetensors(

@@ -22,11 +22,12 @@ from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import flatten, walk
 from sluice.reading.tensor import read_tensor
 from sluice.records import Entry, Target
+from sluice.writing.aliases import stored_once
 from sluice.writing.batches import batched
 from sluice.writing.chunks import Staging, row_major_bytes
 from sluice.writing.durable.replacement import NewFile, Replacement
 from sluice.writing.manifest import ManifestWriter
-from sluice.writing.parameters import check_file_names, parameter_directory, parameter_file
+from sluice.writing.parameters import check_file_names, link_ties, parameter_directory, parameter_file
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
@@ -64,7 +65,7 @@ class _TorchFile(Struct, frozen=True, kw_only=True):
 
     writer: TorchZipWriter
     storages: Storages
-    #: Number of tensor objects in it.
+    #: Number of places of its tensors; a container that occurs more than once counts once.
     tensors: int
     #: Number of cast tensors by pair of dtypes.
     casts: Mapping[str, int]
@@ -98,7 +99,7 @@ def _lay_out(conversion: Conversion, tree: object, hashed: Mapping[str, Entry]) 
     return _TorchFile(
         writer=writer,
         storages=storages,
-        tensors=len(walked.tensors),
+        tensors=walked.places,
         casts=conversion.casts(walked.tensors),
         hashed=conversion.outlines(hashed),
         together=together,
@@ -197,32 +198,45 @@ def convert_to_parameters(conversion: Conversion, tree: object) -> Written:
     """Write a state dict as one ``torch.save`` file for each tensor."""
     assert isinstance(tree, dict)
     check_file_names(tree)
-    refuse_repeats(tree, conversion.checkpoint)
-    conversion.offsets(list(tree.values()))
-    paths = {name: conversion.destination / parameter_file(name) for name in tree}
+    stored, ties = stored_once(tree, _identity)
+    refuse_repeats(stored, conversion.checkpoint)
+    conversion.offsets(list(stored.values()))
     replaced = existing(sorted(conversion.destination.glob(parameter_file("*"))))  # all, not only those of tree
-    nbytes = sum(stored_bytes(conversion, entry) for entry in tree.values())
-    files: dict[Path, int] = {}
+    nbytes = sum(stored_bytes(conversion, entry) for entry in stored.values())
+    sizes: dict[str, int] = {}
     with ExitStack() as stack:
-        stream = stack.enter_context(conversion.stream(len(tree), nbytes))
+        stream = stack.enter_context(conversion.stream(len(stored), nbytes))
         hidden = None
         if not conversion.dry_run:
             hidden = stack.enter_context(
                 parameter_directory(conversion.destination, tree, overwrite=conversion.overwrite)
             )
-        for names in batched(tree, _FILES_AT_ONCE):
+        for names in batched(stored, _FILES_AT_ONCE):
             laid_out = [
                 _lay_out(conversion, tree[name], {name: tree[name]} if conversion.manifest else {}) for name in names
             ]
-            files |= {
-                paths[name]: torch_file.writer.file_bytes for name, torch_file in zip(names, laid_out, strict=True)
-            }
+            sizes |= {name: torch_file.writer.file_bytes for name, torch_file in zip(names, laid_out, strict=True)}
             if hidden:
                 places = [hidden / parameter_file(name) for name in names]
                 _write_parameters(stream, list(zip(laid_out, places, strict=True)), conversion)
+        if hidden:
+            link_ties(hidden, ties)
+    sizes |= {name: sizes[same] for name, same in ties.items()}
+    if conversion.manifest:
+        conversion.manifest.repeat(ties)
     return Written(
-        files=files, replaced=replaced, tensors=len(tree), nbytes=nbytes, casts=conversion.casts(tree.values())
+        files={conversion.destination / parameter_file(name): size for name, size in sizes.items()},
+        replaced=replaced,
+        tensors=len(tree),
+        nbytes=nbytes,
+        casts=conversion.casts(stored.values()),
+        tied=ties,
     )
+
+
+def _identity(entry: Entry) -> tuple[Entry, int] | None:
+    """Return equal keys for entries whose files are equal; None for an empty tensor."""
+    return (entry, id(entry.attributes)) if entry.numel else None
 
 
 def _write_parameters(stream: Stream, files: Sequence[tuple[_TorchFile, Path]], conversion: Conversion) -> None:

@@ -23,7 +23,7 @@ from sluice.entries.rules import Rule
 from sluice.loading.devices import Device, check_prefixes, choose_placement, other_devices, parse_placement
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.module_fill import fill_module
-from sluice.matching.match import Match, match
+from sluice.matching.match import Match, Outline, match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.placement import Placement, device_of
 from sluice.matching.renaming import Rename, rename_entries
@@ -67,7 +67,7 @@ class ModuleRequest(LoadRequest):
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``; the errors are those of ``sluice.load_into``."""
         state = collect(self.model)
-        tree, limits = checkpoint.index.tree, checkpoint.limits
+        tree, limits = checkpoint.tree_with_ties(_without_entry(state.outline, checkpoint)), checkpoint.limits
         selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
         _refuse_opaques(self, selection, state, checkpoint)
         followed = follow_loading(self.model, selection.entries, selection.extra_state, versions=selection.versions)
@@ -248,6 +248,15 @@ def _computed(state: ModuleState, matched: Match, placement: Placement) -> list[
         )
         for slot in (*matched.zeroed, *matched.initialised)
     ]
+
+
+def _without_entry(outline: Outline, checkpoint: OpenCheckpoint) -> set[str]:
+    """Return the names that the module has, and the checkpoint only in metadata that may name tied tensors."""
+    ties = checkpoint.stored_names
+    if not ties:
+        return set()
+    slots = (slot.names for slot in outline.slots if not any(name in checkpoint.entries for name in slot.names))
+    return {name for names in slots for name in names if name in ties}
 
 
 def _refuse_opaques(

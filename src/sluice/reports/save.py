@@ -24,7 +24,7 @@ class SaveReport(Report):
     format: str
     #: Paths of the files that were written; the index of a sharded model is the last.
     files: tuple[str, ...]
-    #: Number of tensors in the files; several names of one tensor count once.
+    #: Number of tensors that were given; tied names count each, although their tensor is stored once.
     tensors: int
     #: Bytes of tensor data.
     nbytes: int

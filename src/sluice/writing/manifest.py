@@ -16,7 +16,7 @@ import heapq
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from sluice._errors import SaveError
 from sluice.formats.manifest import HashAlgorithm, Hasher, Manifest, TensorHash, new_hash
@@ -162,6 +162,11 @@ class ManifestWriter:
             hasher.update(piece)
         self._kinds[name] = (dtype, tuple(shape))
         self._hashes[name] = hasher.hexdigest()
+
+    def repeat(self, ties: Mapping[str, str]) -> None:
+        """Add further names of tensors that were hashed: ``{name: hashed name}``."""
+        for name, hashed in ties.items():
+            self._kinds[name], self._hashes[name] = self._kinds[hashed], self._hashes[hashed]
 
     def commit(self) -> None:
         """Write the manifest and rename it into place, after the data.

@@ -7,7 +7,7 @@ the two are exchanged in one step.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from sluice.sources.directory import LocalDirectory
 from sluice.writing.durable.directories import replaced_directory
 from sluice.writing.durable.partial_files import saving
 
-__all__ = ["check_file_names", "parameter_directory", "parameter_file"]
+__all__ = ["check_file_names", "link_ties", "parameter_directory", "parameter_file"]
 
 
 @contextmanager
@@ -45,6 +45,21 @@ def parameter_directory(directory: Path, names: Iterable[str], *, overwrite: boo
 def parameter_file(name: str) -> str:
     """Return the name of the file of a tensor."""
     return f"{name}{PARAMETER_SUFFIX}"
+
+
+def link_ties(directory: Path, ties: Mapping[str, str]) -> None:
+    """Give the file of a tensor its further names, as hard links, by which readers recognize tied tensors.
+
+    Args:
+        directory: The hidden directory, with the files of the stored names.
+        ties: Further names: ``{name: stored name}``.
+
+    Raises:
+        SaveError: The file system has no hard links.
+    """
+    with saving(str(directory)):
+        for name, stored in ties.items():
+            os.link(directory / parameter_file(stored), directory / parameter_file(name))
 
 
 def check_file_names(names: Iterable[str]) -> None:

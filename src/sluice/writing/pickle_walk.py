@@ -27,6 +27,8 @@ class WalkedObject(Struct, frozen=True):
     tensors: list[Any]
     #: ids of strings, containers and tensors that occur more than once.
     repeated: frozenset[int]
+    #: Number of places of the tensors; a container that occurs more than once counts once.
+    places: int
 
 
 def walk_object(obj: object, attributes_of: Callable[[Any], Mapping[str, object] | None]) -> WalkedObject:
@@ -42,7 +44,7 @@ def walk_object(obj: object, attributes_of: Callable[[Any], Mapping[str, object]
     """
     texts = array("Q")
     seen: set[int] = set()
-    repeated: set[int] = set()
+    again = array("Q")
     tensors: list[Any] = []
     waiting: list[Iterator[Any]] = [iter((obj,))]
     while waiting:
@@ -53,7 +55,7 @@ def walk_object(obj: object, attributes_of: Callable[[Any], Mapping[str, object]
             elif kind in _SCALARS:
                 pass
             elif id(value) in seen:
-                repeated.add(id(value))
+                again.append(id(value))
             else:
                 seen.add(id(value))
                 inside = _inside(value, attributes_of, tensors)
@@ -62,7 +64,9 @@ def walk_object(obj: object, attributes_of: Callable[[Any], Mapping[str, object]
                     break
         else:
             waiting.pop()
-    return WalkedObject(tensors, frozenset(repeated | _twice(texts)))
+    own = set(map(id, tensors)) if again else set()
+    places = len(tensors) + sum(address in own for address in again)
+    return WalkedObject(tensors, frozenset({*again, *_twice(texts)}), places)
 
 
 def elements(value: set[Any]) -> list[Any]:

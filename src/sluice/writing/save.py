@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,12 +13,13 @@ from msgspec import Struct
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice._progress import Progress, byte_progress
+from sluice.formats.safetensors.ties import declare_ties
 from sluice.writing.aliases import stored_once
 from sluice.writing.chunks import Staging
-from sluice.writing.durable.replacement import NewFile, Replacement, saving
+from sluice.writing.durable.replacement import NewFile, Replacement
 from sluice.writing.items import flat_tensors, named_tensors, outlines
 from sluice.writing.manifest import ManifestWriter
-from sluice.writing.parameters import check_file_names, parameter_directory, parameter_file
+from sluice.writing.parameters import check_file_names, link_ties, parameter_directory, parameter_file
 from sluice.writing.safetensors import SafetensorsLayout, lay_out_safetensors
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.shards import write_model_directory
@@ -55,7 +55,7 @@ class SavedFiles(Struct, frozen=True, kw_only=True):
 
     #: Paths, the index of a sharded model last.
     files: list[Path]
-    #: Number of tensors.
+    #: Number of names with a tensor.
     tensors: int
     #: Bytes of tensor data.
     nbytes: int
@@ -88,14 +88,14 @@ def _save_torch(job: SaveJob, state: object) -> SavedFiles:
 
 def _save_safetensors(job: SaveJob, state: object) -> SavedFiles:
     tensors, aliases = stored_once(_flat(state), _identity)
-    layout = lay_out_safetensors(outlines(tensors, job.dtype), _metadata(job, aliases))
+    layout = lay_out_safetensors(outlines(tensors, job.dtype), declare_ties(aliases, _metadata(job)))
     nbytes = layout.nbytes - len(layout.header)
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
         wrote = stack.enter_context(_counting(job, nbytes))
         _write_safetensors(layout, tensors, out, job, wrote)
         out.commit(nbytes=layout.nbytes)
-    return SavedFiles(files=[job.destination], tensors=len(tensors), nbytes=nbytes, tied=aliases)
+    return _saved(job, [job.destination], tensors, aliases, nbytes)
 
 
 def _save_directory(job: SaveJob, state: object) -> SavedFiles:
@@ -106,12 +106,21 @@ def _save_directory(job: SaveJob, state: object) -> SavedFiles:
         files = write_model_directory(
             job.destination,
             described,
-            metadata=_metadata(job, aliases),
+            ties=aliases,
+            metadata=_metadata(job),
             limit_bytes=job.limit_bytes,
             overwrite=job.overwrite,
             write=lambda layout, out: _write_safetensors(layout, tensors, out, job, wrote),
         )
-    return SavedFiles(files=files, tensors=len(tensors), nbytes=nbytes, tied=aliases)
+    return _saved(job, files, tensors, aliases, nbytes)
+
+
+def _saved(
+    job: SaveJob, files: list[Path], stored: Mapping[str, torch.Tensor], ties: Mapping[str, str], nbytes: int
+) -> SavedFiles:
+    if job.manifest:
+        job.manifest.repeat(ties)
+    return SavedFiles(files=files, tensors=len(stored) + len(ties), nbytes=nbytes, tied=ties)
 
 
 def _save_parameters(job: SaveJob, state: object) -> SavedFiles:
@@ -119,7 +128,7 @@ def _save_parameters(job: SaveJob, state: object) -> SavedFiles:
     if job.manifest:
         named_tensors(tensors)  # refuses what has no hash
     check_file_names(tensors)
-    stored, aliases = stored_once(tensors, _identity)
+    stored, aliases = stored_once(tensors, _identity_in_pickle)
     nbytes = sum(lay_out_torch_zip(tensor, job.dtype).writer.nbytes for tensor in stored.values())
     with ExitStack() as stack:
         wrote = stack.enter_context(_counting(job, nbytes))
@@ -130,11 +139,9 @@ def _save_parameters(job: SaveJob, state: object) -> SavedFiles:
             with NewFile(hidden / parameter_file(name)) as out:
                 named = dict.fromkeys(same, tensor)
                 out.seal(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, named))
-        with saving(str(job.destination)):
-            for name, kept in aliases.items():  # stored once, and readable under both names
-                os.link(hidden / parameter_file(kept), hidden / parameter_file(name))
+        link_ties(hidden, aliases)
     files = [job.destination / parameter_file(name) for name in tensors]
-    return SavedFiles(files=files, tensors=len(stored), nbytes=nbytes, tied=aliases)
+    return SavedFiles(files=files, tensors=len(tensors), nbytes=nbytes, tied=aliases)
 
 
 _WRITERS: dict[SaveFormat, Callable[[SaveJob, object], SavedFiles]] = {
@@ -151,22 +158,26 @@ def _flat(state: object, *, dense: bool = True) -> dict[str, torch.Tensor]:
     return dict(flat_tensors(state, dense=dense))
 
 
-def _metadata(job: SaveJob, aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a safetensors header: the caller's, and the aliases of tensors."""
+def _metadata(job: SaveJob) -> Mapping[str, str]:
+    """Return the caller's metadata for a safetensors header."""
     invalid = next((part for item in job.metadata.items() for part in item if not isinstance(part, str)), None)
     if invalid is not None:
         raise SaveError("safetensors metadata must map text to text", found=repr(invalid))
-    for name in job.metadata.keys() & aliases.keys():
-        if job.metadata[name] != aliases[name]:
-            raise SaveError("a metadata key is the name of a tensor that is stored under another name", tensor=name)
-    return {**job.metadata, **aliases}
+    return job.metadata
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Return equal keys for tensors with the same elements in the same memory; None if it is always stored."""
     if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_quantized:
         return None
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
+    view = tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), view
+
+
+def _identity_in_pickle(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return equal keys for tensors whose ``torch.save`` files are equal; None if it is always stored."""
+    same = _identity(tensor)
+    return None if same is None else (*same, type(tensor), tensor.requires_grad, id(tensor) if vars(tensor) else 0)
 
 
 def _write_safetensors(

@@ -19,13 +19,16 @@ import json
 import os
 import re
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
 
 from sluice._errors import SaveError
+from sluice.formats.safetensors.ties import declare_ties
 from sluice.writing.durable.directories import locked_directory, made_directory, publish_set
 from sluice.writing.durable.partial_files import hidden_stem, saving, syncing
 from sluice.writing.durable.replacement import Replacement
@@ -59,6 +62,13 @@ def split_shards(sizes: Mapping[str, int], limit_bytes: int | None) -> list[list
     return shards
 
 
+def _by_stored_name(ties: Mapping[str, str]) -> dict[str, list[str]]:
+    names: defaultdict[str, list[str]] = defaultdict(list)
+    for name, stored in ties.items():
+        names[stored].append(name)
+    return names
+
+
 class ModelFiles(Struct, frozen=True, kw_only=True):
     """Planned files of a model; the last one commits it."""
 
@@ -77,13 +87,19 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
 
 
 def plan_model_directory(
-    directory: Path, tensors: Mapping[str, TensorOutline], *, metadata: Mapping[str, str], limit_bytes: int | None
+    directory: Path,
+    tensors: Mapping[str, TensorOutline],
+    *,
+    ties: Mapping[str, str],
+    metadata: Mapping[str, str],
+    limit_bytes: int | None,
 ) -> ModelFiles:
     """Plan the files of a model; nothing is changed.
 
     Args:
         directory: The destination; it need not exist.
         tensors: The tensors by name, each once.
+        ties: Further names of tensors: ``{name: stored name}``. Each is declared in the file that holds its tensor.
         metadata: ``__metadata__`` of each file.
         limit_bytes: Largest size of the tensors in one shard, in bytes; None for a single file.
 
@@ -95,7 +111,14 @@ def plan_model_directory(
     with saving(str(directory)):
         old = _model_files(directory) if directory.is_dir() else []
     names = _shard_names(len(shards), taken=old)
-    layouts = [lay_out_safetensors({name: tensors[name] for name in shard}, metadata) for shard in shards]
+    tied_to = _by_stored_name(ties)
+    layouts = [
+        lay_out_safetensors(
+            {name: tensors[name] for name in shard},
+            declare_ties({other: name for name in shard for other in tied_to.get(name, ())}, metadata),
+        )
+        for shard in shards
+    ]
     index = _index(dict(zip(names, shards, strict=True)), sum(sizes.values())) if len(shards) > 1 else b""
     return ModelFiles(shards=tuple(zip(names, layouts, strict=True)), index=index, old=tuple(old))
 
@@ -104,6 +127,7 @@ def write_model_directory(
     directory: Path,
     tensors: Mapping[str, TensorOutline],
     *,
+    ties: Mapping[str, str],
     metadata: Mapping[str, str],
     limit_bytes: int | None,
     overwrite: bool,
@@ -114,6 +138,7 @@ def write_model_directory(
     Args:
         directory: The destination; created if it does not exist.
         tensors: The tensors by name, each once.
+        ties: Further names of tensors: ``{name: stored name}``. Each is declared in the file that holds its tensor.
         metadata: ``__metadata__`` of each file.
         limit_bytes: Largest size of the tensors in one shard, in bytes; None for a single file.
         overwrite: Whether an existing model may be replaced.
@@ -122,10 +147,11 @@ def write_model_directory(
     Raises:
         SaveError: The model was not written; an existing model is intact.
     """
-    plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)  # fails before it is created
+    plan = partial(plan_model_directory, directory, tensors, ties=ties, metadata=metadata, limit_bytes=limit_bytes)
+    plan()  # fails before the directory is created
     with made_directory(str(directory), lambda: locked_directory(str(directory))):
         _remove_leftovers(directory)
-        files = plan_model_directory(directory, tensors, metadata=metadata, limit_bytes=limit_bytes)
+        files = plan()
         if files.old and not overwrite:
             problem = "the directory already contains a model; pass overwrite=True to replace it"
             raise SaveError(problem, file=str(directory), found=files.old[0])

@@ -139,7 +139,7 @@ class SavedObject(Struct, frozen=True, kw_only=True):
     writer: TorchZipWriter
     #: Range of each stored storage, and its dtype in the file.
     storages: tuple[tuple[StorageSpan, str], ...]
-    #: Number of tensor objects in it.
+    #: Number of places of its tensors; a container that occurs more than once counts once.
     tensors: int
 
 
@@ -158,7 +158,7 @@ def lay_out_torch_zip(obj: object, dtype: str | None) -> SavedObject:
     pickled = pickle_object(obj, walked, _descriptions(walked.tensors, dense, spans, finished, dtype))
     storages = tuple(zip(spans.values(), finished, strict=True))
     sizes = [(span.end - span.start) * ITEM_BYTES[name] for span, name in storages]
-    return SavedObject(writer=TorchZipWriter(pickled, sizes), storages=storages, tensors=len(walked.tensors))
+    return SavedObject(writer=TorchZipWriter(pickled, sizes), storages=storages, tensors=walked.places)
 
 
 def _attributes(value: Any) -> Mapping[str, object] | None:

@@ -18,7 +18,7 @@ from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 
-__all__ = ["LENGTH_BYTES", "Columns", "parse_header"]
+__all__ = ["LENGTH_BYTES", "Columns", "parse_header", "parse_texts"]
 
 #: Size of the header length field, in bytes.
 LENGTH_BYTES = 8
@@ -77,6 +77,7 @@ _FIELDS = (
 _TENSOR = _grammar(rb" " + _STRING + rb" : \{ (?:(?:" + b"|".join(_FIELDS) + rb') (?:, (?=")|(?=\}))){3}\} ([,}])')
 _METADATA = _grammar(rb' "__metadata__" : \{ (\})?+')
 _METADATA_ITEM = _grammar(rb" " + _STRING + rb" : " + _STRING + rb" ([,}])")
+_TEXTS = _grammar(rb" \{ (\})?+")
 _SEPARATOR = _grammar(rb" ([,}])")
 _EMPTY = _grammar(rb"\{ \}")
 _PADDING = _grammar(rb" ")
@@ -126,6 +127,23 @@ def parse_header(header: bytes, path: str, limits: Limits) -> tuple[Columns, dic
     parser = _HeaderParser(header, path, limits)
     parser.parse()
     return parser.columns, parser.metadata or {}
+
+
+def parse_texts(data: bytes, path: str, limits: Limits) -> dict[str, str]:
+    """Parse a JSON object that maps strings to strings, as ``__metadata__`` does.
+
+    Raises:
+        FormatError: The text is anything else, or a key appears twice.
+        LimitError: It has more than ``limits.entries`` items.
+    """
+    parser = _HeaderParser(data, path, limits)
+    start = _TEXTS.match(data)
+    if start is None:
+        raise FormatError("expected a JSON object of strings", file=path)
+    texts, end = parser.read_texts(start)
+    if _PADDING.fullmatch(data, end) is None:
+        raise FormatError("bytes follow a JSON object of strings", file=path)
+    return texts
 
 
 class _HeaderParser:
@@ -228,23 +246,32 @@ class _HeaderParser:
             raise self._unexpected("expected a tensor with dtype, shape and data_offsets, or __metadata__", position)
         if self.metadata is not None:
             raise self._error(FormatError, "__metadata__ appears twice", position)
-        self.metadata = {}
-        position, after = match.end(), b"," if match[1] is None else b"}"
-        while after == b",":
-            match = _METADATA_ITEM.match(self._header, position)
-            if match is None:
-                raise self._unexpected("__metadata__ does not map strings to strings", position)
-            if len(self.metadata) == self._limits.entries:
-                raise self._over_limit("entries", position)
-            key = self._text(match[1], match.start(1))
-            if key in self.metadata:
-                raise self._error(FormatError, "a metadata key appears twice", match.start(1), found=repr(key))
-            self.metadata[key] = self._text(match[2], match.start(2))
-            position, after = match.end(), match[3]
+        self.metadata, position = self.read_texts(match)
         match = _SEPARATOR.match(self._header, position)
         if match is None:
             raise self._unexpected("expected a comma or a closing brace after __metadata__", position)
         return match.end(), match[1]
+
+    def read_texts(self, start: re.Match[bytes]) -> tuple[dict[str, str], int]:
+        """Read the items of an object of strings after its opening brace; return them and the position after them.
+
+        Args:
+            start: Match up to the first item; its group is the closing brace of an empty object.
+        """
+        texts: dict[str, str] = {}
+        position, after = start.end(), b"," if start[1] is None else b"}"
+        while after == b",":
+            match = _METADATA_ITEM.match(self._header, position)
+            if match is None:
+                raise self._unexpected("__metadata__ does not map strings to strings", position)
+            if len(texts) == self._limits.entries:
+                raise self._over_limit("entries", position)
+            key = self._text(match[1], match.start(1))
+            if key in texts:
+                raise self._error(FormatError, "a metadata key appears twice", match.start(1), found=repr(key))
+            texts[key] = self._text(match[2], match.start(2))
+            position, after = match.end(), match[3]
+        return texts, position
 
     def _text(self, raw: bytes, where: int) -> str:
         """Decode a JSON string from the bytes between its quotes."""

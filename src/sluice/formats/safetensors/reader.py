@@ -20,7 +20,8 @@ Dtypes: torch packs two F4 values into one element, so the last dimension is hal
 safetensors library. torch has no F6 dtypes: such tensors become ``UnsupportedValue`` leaves. A dtype outside the format
 refuses the file, as in the safetensors library: its element size is unknown, so the file may be damaged.
 
-The tree is a flat dict in data order, regardless of the order in the header.
+The tree is a flat dict in data order, regardless of the order in the header. Tied names follow (``ties``): each has the
+entry of the tensor that is stored for it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from sluice._errors import FormatError, LimitError, TruncatedError
 from sluice._options import Limits
 from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header
+from sluice.formats.safetensors.ties import read_ties
 from sluice.records import Entry, FileRecord, Index, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
@@ -58,12 +60,15 @@ class SafetensorsFormat(LocatedByIndex):
             columns = _in_file_order(columns)
             tree = _tree(columns, source.path)
             _check_cover(columns, source, data_start)
+            ties = read_ties(metadata, tree, len(tree), source.path, limits)
+            tree.update((name, tree[stored]) for name, stored in ties.stored.items())
             return Index(
                 format=self.name,
                 files=(FileRecord(path=source.path, identity=source.identity),),
                 storages=_storages(columns, data_start),
                 tree=tree,
-                metadata=metadata,
+                metadata=ties.metadata,
+                notes=ties.notes,
             )
 
 
