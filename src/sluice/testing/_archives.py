@@ -189,6 +189,8 @@ class ArchiveRecord:
     local_flags: int | None = None
     #: Both sizes in the local header.
     local_nbytes: int | None = None
+    #: Bytes after the data: a data descriptor, or padding.
+    after: bytes = b""
 
 
 def _or(value: int | None, correct: int) -> int:
@@ -248,7 +250,7 @@ def build_archive(
     body, directory, count = bytearray(prefix), bytearray(), 0
     for record in records:
         directory += _entry(record, len(body))
-        body += _local_header(record) + record.data
+        body += _local_header(record) + record.data + record.after
         count += 1
     start = len(body)
     body += directory

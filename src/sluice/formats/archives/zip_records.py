@@ -4,14 +4,22 @@ Layout: 30 bytes, the name, an extra field whose length only the local header de
 extra field so that the data starts at a multiple of 64 bytes, writes 0 for the CRC and sizes, and appends their values
 after the data. Headers that are close to each other are read together.
 
-Refused: a local header that contradicts the central directory, and data that overlaps the next record.
+A wrong length of the extra field shifts the data, and all numbers with it. Therefore the bytes after the data are
+checked too: torch's data descriptor with the sizes of the record, or the header of the next record. If there is
+anything else, such as padding or a descriptor without signature, which other writers leave, the CRC-32 decides.
+
+Refused: a local header that contradicts the central directory, data that overlaps the next record, and data that
+neither ends where its record does nor has the CRC-32 of the central directory.
 """
 
 from __future__ import annotations
 
 import struct
+import sys
 import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
@@ -36,6 +44,16 @@ _IN_ZIP64 = 0xFFFFFFFF
 #: Flag bit: the sizes follow the data, and the local header holds zeros. torch writes records this way.
 _SIZES_FOLLOW = 0x0008
 
+#: Signatures of a data descriptor, and of the headers that may follow data: a local one, the first of the directory.
+_DESCRIPTOR = b"PK\7\x08"
+_HEADERS = (b"PK\3\4", b"PK\1\2")
+
+#: Maximum size of a data descriptor, in bytes: signature, CRC-32 and two sizes of 64 bits.
+_DESCRIPTOR_BYTES = 24
+
+#: Bytes of one read for a CRC-32.
+_CHECKED_BYTES = 1 << 20
+
 
 def locate_records(source: Source, records: Sequence[ZipRecord]) -> list[int]:
     """Return the offset in the file of the data of each record.
@@ -49,10 +67,17 @@ def locate_records(source: Source, records: Sequence[ZipRecord]) -> list[int]:
     """
     order = sorted(range(len(records)), key=lambda position: records[position].header)
     ordered = [records[position] for position in order]
-    headers = read_ranges(source, [record.header for record in ordered], list(map(_header_bytes, ordered)))
-    offsets = [_locate(source, record, header) for record, header in zip(ordered, headers, strict=True)]
-    located = dict(zip(order, offsets, strict=True))
-    return [located[position] for position in range(len(records))]
+    # A header is read with the bytes before it, which are the end of the record before.
+    starts = [max(0, record.header - _DESCRIPTOR_BYTES) for record in ordered]
+    sizes = [record.header + _header_bytes(record) - start for start, record in zip(starts, ordered, strict=True)]
+    pieces = read_ranges(source, starts, sizes)
+    data = [
+        _locate(source, record, piece[record.header - start :])
+        for record, start, piece in zip(ordered, starts, pieces, strict=True)
+    ]
+    _check_ends(source, ordered, data, starts, pieces)
+    located = dict(zip(order, data, strict=True))
+    return [located[position].offset for position in range(len(records))]
 
 
 def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int, bytes]:
@@ -67,7 +92,10 @@ def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int,
         raise LimitError(
             f"record {record.name!r} has more than {max_bytes} bytes", file=source.path, found=record.nbytes
         )
-    offset = _locate(source, record, source.read_at(record.header, _header_bytes(record)))
+    located = _locate(source, record, source.read_at(record.header, _header_bytes(record)))
+    offset = located.offset
+    if not record.crc:
+        _check_ends(source, [record], [located], [], [])
     data = source.read_at(offset, record.nbytes)
     # torch writes a CRC of 0 if checksums are disabled.
     if record.crc and zlib.crc32(data) != record.crc:
@@ -103,11 +131,83 @@ def _offset_or_error(source: Source, record: ZipRecord) -> int | CheckpointError
         return error
 
 
+class _LocatedData(NamedTuple):
+    """The place of the data of a record."""
+
+    #: First byte in the file.
+    offset: int
+    #: First byte after it.
+    end: int
+    #: Whether a data descriptor follows.
+    described: bool
+
+
+def _check_ends(
+    source: Source,
+    records: Sequence[ZipRecord],
+    data: Sequence[_LocatedData],
+    starts: Sequence[int],
+    pieces: Sequence[bytes],
+) -> None:
+    """Check that the data of each record ends where the record does.
+
+    Args:
+        source: The archive.
+        records: The records in file order.
+        data: The place of the data of each record.
+        starts: First byte of each piece of the file that was read already, in order.
+        pieces: The bytes of these pieces.
+    """
+    unread = []
+    for position, (record, located) in enumerate(zip(records, data, strict=True)):
+        known = position + 1 < len(starts) and starts[position + 1] <= located.end
+        after = pieces[position + 1][located.end - starts[position + 1] :] if known else b""
+        if record.nbytes and not _is_end(after, record, described=located.described):
+            unread.append(position)
+    size = source.identity.nbytes
+    ends = [data[position].end for position in unread]
+    bytes_after = read_ranges(source, ends, [min(_DESCRIPTOR_BYTES, size - end) for end in ends])
+    for position, after in zip(unread, bytes_after, strict=True):
+        if not _is_end(after, records[position], described=data[position].described):
+            _check_by_checksum(source, records[position], data[position], after)
+
+
+def _is_end(after: bytes, record: ZipRecord, *, described: bool) -> bool:
+    """Return whether the bytes after the data of a record are its descriptor, or a header if it has no descriptor."""
+    if not described:
+        return after.startswith(_HEADERS)
+    size = record.nbytes.to_bytes(8, "little")
+    return after.startswith(_DESCRIPTOR) and (
+        after[8:24] == size * 2 or (record.nbytes < _IN_ZIP64 and after[8:16] == size[:4] * 2)
+    )
+
+
+def _check_by_checksum(source: Source, record: ZipRecord, located: _LocatedData, after: bytes) -> None:
+    """Raise unless the data has the CRC-32 that the central directory has for the record."""
+    any_limits = Limits(entries=sys.maxsize, header_bytes=sys.maxsize, name_bytes=sys.maxsize)  # it was read before
+    directory = read_directory(source, any_limits)
+    expected = directory.crcs[bisect_right(directory.headers, record.header) - 1]
+    crc, at = 0, located.offset
+    while at < located.end:
+        piece = source.read_at(at, min(_CHECKED_BYTES, located.end - at))
+        crc = zlib.crc32(piece, crc)
+        at += len(piece)
+    if crc != expected:
+        raise FormatError(
+            f"the data of record {record.name!r} is not at the offset that its local header declares",
+            file=source.path,
+            offset=located.offset,
+            expected=f"{'its data descriptor' if located.described else 'the next header'} at byte {located.end}, or a "
+            f"CRC-32 of {expected:#010x}",
+            found=f"{after[:16]!r} and {crc:#010x}",
+        )
+
+
 def _header_bytes(record: ZipRecord) -> int:
     return LOCAL_HEADER_BYTES + len(record.name.encode())
 
 
-def _locate(source: Source, record: ZipRecord, header: bytes) -> int:
+def _locate(source: Source, record: ZipRecord, header: bytes) -> _LocatedData:
     signature, flags, method, packed, nbytes, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
     name = header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + name_bytes]
     known = signature == b"PK\3\4" and not method and not flags & ~KNOWN_FLAGS
@@ -139,4 +239,4 @@ def _locate(source: Source, record: ZipRecord, header: bytes) -> int:
             expected=f"at most {record.limit - offset} bytes",
             found=f"{record.nbytes} bytes",
         )
-    return offset
+    return _LocatedData(offset, offset + record.nbytes, bool(flags & _SIZES_FOLLOW))

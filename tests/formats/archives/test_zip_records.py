@@ -1,0 +1,166 @@
+"""The data of zip records: found where their writers put it, and refused where a header shifts it."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.serialization import set_crc32_options
+
+import sluice
+from sluice._errors import FormatError
+from sluice.testing._archives import ArchiveRecord, build_archive
+
+STATE = {
+    "a": torch.arange(1, 12, dtype=torch.float32),
+    "b": torch.arange(5),
+    "none": torch.empty(0),
+    "c": torch.ones(3),
+}
+
+#: Sizes follow the data.
+FOLLOW = 0x808
+
+
+def saved() -> bytes:
+    file = io.BytesIO()
+    torch.save(STATE, file)
+    return file.getvalue()
+
+
+def descriptor(data: bytes, *, wide: bool = False, signed: bool = True) -> bytes:
+    sizes = (len(data), len(data))
+    return b"PK\7\x08" * signed + struct.pack("<IQQ" if wide else "<III", zlib.crc32(data), *sizes)
+
+
+def built(**changes: Callable[[ArchiveRecord], Any]) -> bytes:
+    """Return the records of ``saved`` in a new archive, with fields computed from each record."""
+    with zipfile.ZipFile(io.BytesIO(saved())) as archive:
+        records = [ArchiveRecord(name=name.encode(), data=archive.read(name)) for name in archive.namelist()]
+    return build_archive(
+        replace(record, **{name: change(record) for name, change in changes.items()}) for record in records
+    )
+
+
+def repacked(target: io.BytesIO, unseekable: Any = None) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(saved())) as source, zipfile.ZipFile(unseekable or target, "w") as archive:
+        for name in source.namelist():
+            archive.writestr(name, source.read(name))
+    return target.getvalue()
+
+
+class Unseekable(io.RawIOBase):
+    def __init__(self, target: io.BytesIO) -> None:
+        self._target = target
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self._target.write(data)
+
+
+def without_checksums() -> bytes:
+    set_crc32_options(False)
+    try:
+        return saved()
+    finally:
+        set_crc32_options(True)
+
+
+def streamed() -> bytes:
+    target = io.BytesIO()
+    return repacked(target, Unseekable(target))
+
+
+HEALTHY: dict[str, Callable[[], bytes]] = {
+    "torch": saved,
+    "torch, no checksums": without_checksums,
+    "zipfile": lambda: repacked(io.BytesIO()),
+    "zipfile, to a stream": streamed,
+    "zeros before the data": lambda: built(local_extra=lambda record: bytes(len(record.name) % 4)),
+    "padding after the data": lambda: built(after=lambda record: bytes(-len(record.data) % 16)),
+    "descriptor": lambda: built(
+        flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: descriptor(record.data)
+    ),
+    "wide descriptor": lambda: built(
+        flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: descriptor(record.data, wide=True)
+    ),
+    "descriptor without signature": lambda: built(
+        flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: descriptor(record.data, signed=False)
+    ),
+    "descriptor and padding": lambda: built(
+        flags=lambda _: FOLLOW, local_nbytes=lambda _: 0, after=lambda record: descriptor(record.data) + bytes(5)
+    ),
+    "sizes and descriptor": lambda: built(flags=lambda _: FOLLOW, after=lambda record: descriptor(record.data)),
+    "the flag, but no descriptor": lambda: built(flags=lambda _: FOLLOW),
+}
+
+
+@pytest.mark.parametrize("writer", sorted(HEALTHY))
+def test_records_of_other_zip_writers_are_read(tmp_path: Path, writer: str) -> None:
+    path = tmp_path / "f.pt"
+    path.write_bytes(HEALTHY[writer]())
+    found, expected = sluice.load_state_dict(path), torch.load(path, weights_only=True)
+    assert found.keys() == expected.keys() == STATE.keys()
+    assert all(torch.equal(found[name], STATE[name]) for name in STATE)
+    assert sluice.verify(path).ok
+
+
+def storage_headers(content: bytes) -> Iterator[int]:
+    """Yield the offset of each local header of a storage with data."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        for record in archive.infolist():
+            if "/data/" in record.filename and record.file_size:
+                yield record.header_offset
+
+
+@pytest.mark.parametrize("shift", [-8, -4, -1, 1, 4, 8, 12, 16, 24])
+@pytest.mark.parametrize("writer", sorted(set(HEALTHY) - {"padding after the data"}))
+def test_a_local_header_of_the_wrong_length_is_refused(tmp_path: Path, writer: str, shift: int) -> None:
+    content = HEALTHY[writer]()
+    path = tmp_path / "f.pt"
+    for header in storage_headers(content):
+        damaged = bytearray(content)
+        (length,) = struct.unpack_from("<H", content, header + 28)
+        if length + shift < 0:
+            continue
+        struct.pack_into("<H", damaged, header + 28, length + shift)
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match=r"record '.*/data/\d'") as caught:
+            sluice.load_state_dict(path)
+        assert caught.value.file == str(path)
+        assert caught.value.offset is not None
+        assert caught.value.expected is not None
+        assert caught.value.found is not None
+        assert not sluice.verify(path).ok
+
+
+@given(st.binary(min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 20))
+def test_shifted_data_with_padding_is_refused_unless_it_is_equal(data: bytes, shift: int, padding: int) -> None:
+    """A shift by exactly the padding of an archive without descriptors ends at the next header, and is not noticed."""
+    storage = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    file = io.BytesIO()
+    torch.save({"w": storage}, file)
+    with zipfile.ZipFile(file) as archive:
+        records = [ArchiveRecord(name=name.encode(), data=archive.read(name)) for name in archive.namelist()]
+    padded = [replace(one, after=b"\1" * padding) if one.name.endswith(b"/data/0") else one for one in records]
+    content = bytearray(build_archive(padded))
+    (header,) = storage_headers(bytes(content))
+    assert torch.equal(sluice.load_state_dict(io.BytesIO(content))["w"], storage)
+    struct.pack_into("<H", content, header + 28, shift)
+    try:
+        found = sluice.load_state_dict(io.BytesIO(content))
+    except FormatError:
+        return
+    assert shift == padding or torch.equal(found["w"], storage)
