@@ -46,8 +46,9 @@ class Limits:
     repeats: int = 250_000
     #: Bytes of one header: a safetensors header, data.pkl or a zip central directory. safetensors has the same limit.
     header_bytes: int = 100_000_000
-    #: Bytes of one tensor or record name.
-    name_bytes: int = 4_096
+    #: Bytes of one tensor or record name. torch has no limit; the dotted names of a checkpoint together have at most
+    #: ``header_bytes`` characters.
+    name_bytes: int = 1 << 20
     #: Dimensions of a tensor; torch itself allows 64.
     dimensions: int = 64
     #: Bytes that a conversion may write in excess of the bytes of the file, for expanded or overlapping tensors. A file

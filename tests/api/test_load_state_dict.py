@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -144,3 +146,56 @@ def test_tensors_hidden_in_the_module_versions_are_loaded_as_torch_does(tmp_path
     assert torch.equal(ours._metadata[""]["extra"], torch.arange(3))  # type: ignore[attr-defined]
     with sluice.open(tmp_path / "f.pth") as checkpoint:
         assert checkpoint.tree._metadata[""]["extra"].shape == (3,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_storages_without_a_tensor_are_those_of_torch(tmp_path: Path, legacy: bool) -> None:
+    weight: Any = torch.arange(6.0)
+    some: Any = torch.arange(9, dtype=torch.uint8)
+    typed, path = weight.view(2, 3), tmp_path / "f.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # typed storages are deprecated
+        untyped = some.storage() if legacy else some.untyped_storage()
+        state = {"w": typed, "s": weight.storage(), "u": untyped, "again": untyped, "in": [(untyped, 1)]}
+        torch.save({**state, "half": weight.half().storage()}, path, _use_new_zipfile_serialization=not legacy)
+    sluice.convert(path, tmp_path / "g.pt")
+    theirs = torch.load(path, weights_only=True)
+    for found in (sluice.load_state_dict(path), torch.load(tmp_path / "g.pt", weights_only=True)):
+        assert list(found) == list(theirs)
+        for name in ("s", "u", "half"):
+            assert type(found[name]) is type(theirs[name])
+            assert found[name].dtype == theirs[name].dtype
+            assert found[name]._untyped_storage.tolist() == theirs[name]._untyped_storage.tolist()
+        assert found["again"] is found["u"] is found["in"][0][0]
+        assert found["s"]._untyped_storage.data_ptr() == found["w"].data_ptr()
+        assert torch.equal(found["w"], typed)
+    report = sluice.convert(path, tmp_path / "f.safetensors")
+    assert "values that are not tensors were left out" in report.notes[0]
+    assert list(sluice.load_state_dict(tmp_path / "f.safetensors")) == ["w"]
+
+
+def test_a_file_that_is_a_storage_is_a_checkpoint_of_one_tensor(tmp_path: Path) -> None:
+    torch.save(torch.arange(9, dtype=torch.uint8).untyped_storage(), tmp_path / "f.pt")
+    with sluice.open(tmp_path / "f.pt") as checkpoint:
+        assert torch.equal(checkpoint[""].read(), torch.arange(9, dtype=torch.uint8))
+    assert sluice.verify(tmp_path / "f.pt").ok
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(0, 1), ((1, 2), (3, "x")), (0, "a"), (1.5, None, True, b"x"), ("k" * 5000, "m.n" * 100_000)],
+    ids=["integers", "tuples", "mixed", "others", "long"],
+)
+def test_keys_of_every_type_and_length_are_those_of_torch(tmp_path: Path, keys: tuple[object, ...]) -> None:
+    torch.save({key: torch.full((3,), float(number)) for number, key in enumerate(keys)}, tmp_path / "f.pt")
+    ours, theirs = sluice.load_state_dict(tmp_path / "f.pt"), torch.load(tmp_path / "f.pt", weights_only=True)
+    assert list(ours) == list(theirs) == list(keys)
+    assert all(torch.equal(one, other) for one, other in zip(ours.values(), theirs.values(), strict=True))
+
+
+def test_long_keys_above_many_values_are_bounded(tmp_path: Path) -> None:
+    inner = {str(number): number for number in range(2000)}
+    torch.save({"a" * 60_000: inner, "w": torch.ones(1)}, tmp_path / "f.pt")
+    with pytest.raises(sluice.LimitError, match="dotted names"):
+        sluice.open(tmp_path / "f.pt")
+    sluice.open(tmp_path / "f.pt", limits=sluice.Limits(header_bytes=200_000_000)).close()

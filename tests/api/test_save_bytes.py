@@ -188,9 +188,14 @@ def test_metadata_that_has_no_place(tmp_path: Path) -> None:
     for wrong in ({"a": 1}, {1: "a"}):
         with pytest.raises(sluice.SaveError, match="safetensors metadata must map text to text"):
             FORMS[1].save(state(), tmp_path / "f.safetensors", metadata=wrong)
-    with pytest.raises(sluice.SaveError, match="is the name of a tensor that is stored under another name"):
-        FORMS[1].save(state(), tmp_path / "f.safetensors", metadata={"c": "text"})
     assert not list(tmp_path.iterdir())
+
+
+def test_metadata_under_the_name_of_a_tied_tensor(tmp_path: Path) -> None:
+    FORMS[1].save(state(), tmp_path / "f.safetensors", metadata={"c": "text"})
+    with sluice.open(tmp_path / "f.safetensors") as checkpoint:
+        assert checkpoint.metadata["c"] == "text"
+        assert checkpoint["c"].entry is checkpoint["a"].entry
 
 
 @pytest.mark.parametrize(

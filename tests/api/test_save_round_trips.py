@@ -114,6 +114,20 @@ def test_a_nested_state_comes_back_and_every_place_of_a_tensor_counts(tmp_path: 
     assert sluice.save(cycle, tmp_path / "c.pt").tensors == 1
 
 
+def test_python_attributes_do_not_untie_parameters(tmp_path: Path) -> None:
+    weight: Any = nn.Parameter(torch.ones(3))
+    weight.mark = "x"
+    torch.save({"a": weight, "b": weight}, tmp_path / "f.pt")
+    for form, arguments in FORMS.items():
+        assert sluice.convert(tmp_path / "f.pt", tmp_path / form, **arguments).tensors == 2
+        found = sluice.load_state_dict(tmp_path / form)
+        assert is_tied(found["a"], found["b"])
+        assert getattr(found["b"], "mark", None) == ("x" if form in {"f.pth", "parameters"} else None)
+    torch.save({"one": {"weight": weight}, "two": {"weight": nn.Parameter(torch.ones(3))}}, tmp_path / "two.pt")
+    with pytest.raises(sluice.MismatchError, match="more than one part"):
+        sluice.load_into(nn.LayerNorm(3, bias=False), tmp_path / "two.pt")
+
+
 def test_a_copied_directory_of_parameters_keeps_the_names_of_ties(tmp_path: Path) -> None:
     sluice.save({"a": BASE, "b": BASE}, tmp_path / "p", format="per-parameter")
     shutil.copytree(tmp_path / "p", tmp_path / "q")  # writes separate files

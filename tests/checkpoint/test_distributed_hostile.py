@@ -463,15 +463,6 @@ def test_items_written_as_safetensors(tmp_path: Path) -> None:
     assert "safetensors" in error.problem
 
 
-def test_shards_of_the_hugging_face_writer(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({"w": torch.ones(3)}, tmp_path / "shard-00001-model-00001-of-00001.safetensors")
-    error = refusal(tmp_path)
-    assert isinstance(error, UnsupportedError)
-    assert "parts of tensors" in error.problem
-
-
 # Existing and missing files
 
 

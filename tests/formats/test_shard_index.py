@@ -55,6 +55,16 @@ def test_a_total_size_may_be_a_float(tmp_path: Path) -> None:
     assert read(tmp_path, '{"metadata": {"total_size": 8.0}, "weight_map": {"a": "x"}}').total_bytes == 8
 
 
+def test_an_index_that_is_the_weight_map_itself(tmp_path: Path) -> None:
+    index = read(tmp_path, '{"metadata": "1.bin", "b": "s/2.safetensors"}')
+    assert index.weight_map == {"metadata": "1.bin", "b": "s/2.safetensors"}
+    assert index.total_bytes is None
+    for text in ("{}", '{"a": "x"}', '{"a": "1.bin", "b": "<s>"}', '{"a": "1.bin", "b": {"dtype": "float32"}}'):
+        with pytest.raises(UnsupportedError, match="no weight_map"):
+            read(tmp_path, text)
+    assert isinstance(refusal(tmp_path, '{"a": "../1.bin"}'), PathEscapeError)
+
+
 @pytest.mark.parametrize(
     "file",
     [
@@ -156,8 +166,8 @@ def test_an_empty_file_is_truncated(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "x"}}', Limits(header_bytes=25), "header_bytes"),
         ('{"weight_map": {"a": "x", "b": "x", "c": "x"}}', Limits(entries=2), "entries"),
         ('{"weight_map": {"a": "x", "b": "y", "c": "z"}}', Limits(files=2), "files"),
-        ('{"weight_map": {"' + "a" * 5000 + '": "x"}}', Limits(), "name_bytes"),
-        ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', Limits(), "name_bytes"),
+        ('{"weight_map": {"' + "a" * 5000 + '": "x"}}', Limits(name_bytes=4096), "name_bytes"),
+        ('{"weight_map": {"a": "' + "x" * 5000 + '"}}', Limits(name_bytes=4096), "name_bytes"),
         ('{"metadata": [' + "1," * 1_500_000 + '1], "weight_map": {"a": "x"}}', Limits(), "entries"),
         ('{"metadata": ' + "[" * 2_000_000 + ', "weight_map": {"a": "x"}}', Limits(), "brackets"),
     ],

@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
-from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
+from sluice.checkpoint.survey import PARAMETER_SUFFIX, PLACES, CheckpointLayout
 from sluice.entries import tree as trees
 from sluice.formats.protocol import Checksum, Locator
 from sluice.formats.shard_index import ShardIndex
@@ -99,22 +99,28 @@ def incomplete(layout: CheckpointLayout, missing: Iterable[int], *, damaged: str
     return problems.error(layout.path)
 
 
-def merge(layout: CheckpointLayout, opened: Sequence[OpenFile | None]) -> tuple[Index, tuple[OpenFile, ...]]:
+def merge(
+    layout: CheckpointLayout, opened: Sequence[OpenFile | None], limits: Limits
+) -> tuple[Index, tuple[OpenFile, ...]]:
     """Return the merged index of a checkpoint, and its files.
 
     Args:
         layout: The files and how they relate.
         opened: The open files, in the order of the layout; None for missing files.
+        limits: Bounds on chunks.
 
     Raises:
         IncompleteCheckpointError: Files are missing.
         FormatError: The files contradict each other, the index file or the layout. Both errors list all problems.
+        LimitError: The files have too many chunks.
     """
     found = {name: file for name, file in zip(layout.files, opened, strict=True) if file is not None}
     problems = _Problems()
     _add_missing(problems, layout, [name for name in layout.files if name not in found])
     if layout.kind == "whole" and found:
         return _whole(layout, *found.values())
+    if layout.kind == "parts" and not problems and any(PLACES in file.index.metadata for file in found.values()):
+        return _merge_chunks(layout, list(found.values()), limits)
     parts = {name: _part(layout, name, file.index.tree) for name, file in found.items()}
     notes = _compare(layout, parts, problems)
     if problems:
@@ -140,6 +146,32 @@ def _whole(layout: CheckpointLayout, file: OpenFile) -> tuple[Index, tuple[OpenF
     """Return the index of the only file unchanged: its tree may be nested."""
     notes = (*layout.notes, *file.index.notes)
     return replace(file.index, format=_format_name(layout, [file]), notes=notes), (file,)
+
+
+def _merge_chunks(
+    layout: CheckpointLayout, files: Sequence[OpenFile], limits: Limits
+) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index of files that hold chunks of tensors; two files may have the same name."""
+    # Imported here: few checkpoints have chunks.
+    from sluice.checkpoint.chunks import ChunkFile, assemble_chunks, plain_metadata
+
+    parts = [_part(layout, file.index.files[0].path, file.index.tree) or {} for file in files]
+    unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
+    joined, values = _join(files, unique, one_tensor_each=False)
+    chunk_files = [
+        ChunkFile(file.index.files[0].path, file.index.metadata, {name: values[f"{number} {name}"] for name in part})
+        for number, (file, part) in enumerate(zip(files, parts, strict=True))
+    ]
+    tree, notes = assemble_chunks(chunk_files, limits)
+    index = Index(
+        format="safetensors-chunks",
+        files=tuple(chain.from_iterable(file.index.files for file in joined)),
+        storages=tuple(chain.from_iterable(file.index.storages for file in joined)),
+        tree=tree,
+        metadata=plain_metadata(_agreed([file.index.metadata for file in joined])),
+        notes=(*layout.notes, *notes),
+    )
+    return index, tuple(joined)
 
 
 def _add_missing(problems: _Problems, layout: CheckpointLayout, missing: Sequence[str]) -> None:

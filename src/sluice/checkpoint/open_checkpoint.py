@@ -80,8 +80,8 @@ class OpenCheckpoint:
 
         ``"torch-zip"``, ``"torch-legacy"`` or ``"safetensors"`` for a file; ``"huggingface-safetensors"`` or
         ``"huggingface-bin"`` for a Hugging Face directory or a shard index; ``"safetensors-parts"`` for parts without
-        an index; ``"per-parameter"`` for one file per parameter; ``"torch-distributed"`` for a directory of
-        torch.distributed.checkpoint.
+        an index; ``"safetensors-chunks"`` for shards of torch's ``HuggingFaceStorageWriter``; ``"per-parameter"`` for
+        one file per parameter; ``"torch-distributed"`` for a directory of torch.distributed.checkpoint.
         """
         return self.index.format
 

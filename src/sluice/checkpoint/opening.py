@@ -127,7 +127,7 @@ def open_layout(layout: CheckpointLayout, limits: Limits) -> tuple[Index, tuple[
                 raise incomplete(layout, opening.missing, damaged=str(error)) from error
             raise
         with collector_paused():
-            return merge(layout, opening.files)
+            return merge(layout, opening.files, limits)
     except BaseException:
         opening.close()
         raise

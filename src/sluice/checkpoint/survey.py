@@ -17,7 +17,8 @@ The rules are tried in this order; the first that applies decides:
    named in a note.
 2. The only other ``*.index.json``.
 3. ``.metadata``: a torch.distributed.checkpoint directory, or the remains of one that was never completed.
-4. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist.
+4. Parts: every ``*.safetensors``. If their names are numbered (``-00001-of-00003``), all of them must exist. Parts may
+   hold chunks of tensors (``chunks``).
 5. Parameters: every ``*.pt``, each one tensor, named after the file without ``.pt``.
 
 The directory is listed once and its entries are not examined: their kinds come with the listing. Subdirectories are
@@ -29,6 +30,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import closing
+from itertools import filterfalse
 from typing import Literal, NamedTuple
 
 from msgspec import Struct
@@ -53,6 +55,7 @@ from sluice.sources.protocol import Source
 __all__ = [
     "METADATA_FILE",
     "PARAMETER_SUFFIX",
+    "PLACES",
     "CheckpointLayout",
     "index_layout",
     "open_member",
@@ -96,8 +99,12 @@ _NUMBERED = re.compile(r"(?P<before>.*-)(?P<number>\d{5})-of-(?P<count>\d{5})(?P
 #: Training states that accelerate and the Trainer of transformers write next to a model.
 _TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler)(_\d+)?\.(bin|pt)")
 
-#: Shard of one rank, as torch.distributed.checkpoint's writer for Hugging Face names it.
+#: Shard of one rank, as torch.distributed.checkpoint's writer for Hugging Face names it. A rank may have no tensors for
+#: some of the numbered files.
 _RANK_SHARD = re.compile(r"shard-\d{5}-.+\.safetensors")
+
+#: Key of the metadata of such a shard: the places of its chunks in their tensors (``chunks``).
+PLACES = "DCP_SHARDING_INFO"
 
 #: Parts of a distributed checkpoint: data, and metadata that is complete or still being written.
 _DISTRIBUTED_PARTS = (".distcp", METADATA_FILE, f"{METADATA_FILE}.tmp")
@@ -288,10 +295,6 @@ def _check_distributed_parts(directory: str, names: set[str]) -> None:
             expected=METADATA_FILE,
             found=listed("files", left),
         )
-    shards = sorted(filter(_RANK_SHARD.fullmatch, names))
-    if shards:
-        problem = "the directory holds the shards of a distributed checkpoint as safetensors: each has parts of tensors"
-        raise UnsupportedError(problem, file=directory, found=listed("files", shards))
 
 
 class _Candidate(NamedTuple):
@@ -348,7 +351,8 @@ def _only_index(directory: str, names: set[str]) -> str | None:
 def _complete(parts: set[str], limits: Limits) -> set[str]:
     """Return the names of parts and those that their numbering implies, up to the limit."""
     files = set(parts)
-    counted = {(match["before"], match["count"], match["after"]) for match in map(_NUMBERED.fullmatch, parts) if match}
+    numbered = map(_NUMBERED.fullmatch, filterfalse(_RANK_SHARD.fullmatch, parts))
+    counted = {(match["before"], match["count"], match["after"]) for match in numbered if match}
     for before, count, after in counted:
         first = 0 if f"{before}00000-of-{count}{after}" in parts else 1
         files.update(f"{before}{number:05}-of-{count}{after}" for number in range(first, first + int(count)))

@@ -74,13 +74,14 @@ def flat_contents(
     tree = checkpoint.index.tree
     chosen, path = _state_dict(checkpoint, tree, key)
     notes = list(_left_out(tree, chosen, path))
-    values = [name for name, value in trees.leaves(chosen) if not isinstance(value, Entry)]
+    values = [name for name, value in trees.leaves(chosen) if not isinstance(value, Entry) or value.bare]
     if values:
         notes.append(listed("values that are not tensors were left out", list(map(repr, values))))
     flags = sum(entry.parameter for entry in trees.every_entry(chosen))
     if flags:
         notes.append(f"{flags} parameters became plain tensors: the format has no requires_grad")
-    return ConvertedContents(tree=_entries(checkpoint, chosen, rename, rules), key=path, notes=tuple(notes))
+    entries = {name: entry for name, entry in _entries(checkpoint, chosen, rename, rules).items() if not entry.bare}
+    return ConvertedContents(tree=entries, key=path, notes=tuple(notes))
 
 
 def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> None:

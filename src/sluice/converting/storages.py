@@ -149,6 +149,7 @@ def descriptions(entries: Iterable[Entry], storages: Storages) -> Iterator[Descr
             content=_describe(entry, parts),
             requires_grad=entry.requires_grad,
             parameter=entry.parameter,
+            bare=entry.bare,
             attributes=entry.attributes,
         )
 

@@ -4,6 +4,9 @@ Layout, as transformers, diffusers and huggingface_hub write it::
 
     {"metadata": {"total_size": BYTES, ...}, "weight_map": {"NAME": "FILE", ...}}
 
+accelerate also reads an index that is the weight map itself: ``{"NAME": "FILE", ...}``. It is taken for an index if
+every value has the suffix of a checkpoint file; other JSON files next to a model may also map texts to texts.
+
 Limits: the size of the file (``Limits.header_bytes``), before it is read; its commas and containers (``Limits.entries``
 and a fixed number), before it is parsed, as each becomes Python objects; ``Limits.files`` and ``Limits.name_bytes``.
 
@@ -39,6 +42,9 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 #: Bytes of the head that shows what a file is instead of an index.
 _HEAD_BYTES = 4096
 
+#: Suffixes of the files of an index without ``weight_map``.
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+
 #: Most quotes of one tensor: four around its name and its file name, and as many inside them.
 _QUOTES = 8
 
@@ -72,7 +78,9 @@ def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
     with collector_paused():
         content = _parse(data, path, limits)
     weight_map = content.get("weight_map")
-    if "weight_map" not in content:
+    if "weight_map" not in content and _is_bare_map(content):
+        weight_map, content = content, {}
+    elif "weight_map" not in content:
         raise UnsupportedError("not the index of a sharded checkpoint: the JSON text has no weight_map", file=path)
     if not isinstance(weight_map, dict) or not weight_map:
         raise FormatError("weight_map is not a JSON object with tensor names", file=path, found=kind_of(weight_map))
@@ -81,6 +89,10 @@ def parse_shard_index(data: bytes, path: str, limits: Limits) -> ShardIndex:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     numeric = isinstance(total, (int, float)) and not isinstance(total, bool)
     return ShardIndex(path=path, weight_map=weight_map, total_bytes=total if numeric else None)
+
+
+def _is_bare_map(content: dict[str, object]) -> bool:
+    return bool(content) and all(type(file) is str and file.endswith(_SUFFIXES) for file in content.values())
 
 
 def _parse(data: bytes, path: str, limits: Limits) -> dict[str, object]:

@@ -14,7 +14,7 @@ from sluice.entries.tree import CONTAINERS, children, component, every_entry, fl
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.records import Entry
 
-__all__ = ["Candidate", "CandidateReader", "likely_state_dicts", "state_dict_candidates"]
+__all__ = ["Candidate", "CandidateReader", "holds_tensors", "likely_state_dicts", "state_dict_candidates"]
 
 #: Last component of the names of extra state, which ``get_extra_state`` of a module returns.
 _EXTRA_STATE = "_extra_state"
@@ -58,6 +58,14 @@ def _candidates(tree: object) -> dict[str, object]:
         prefix = f"{path}." if value is not tree else ""
         states += [(prefix + component(name), child) for name, child in reversed(list(children(value)))]
     return dict(sorted(candidates.items(), key=lambda item: -below[id(item[1])][1]))
+
+
+def holds_tensors(tree: object) -> bool:
+    """Return whether a dict has keys other than text and holds at least half of its bytes directly."""
+    if not isinstance(tree, dict) or all(isinstance(key, str) for key in tree):
+        return False
+    direct = [child.nbytes for child in tree.values() if isinstance(child, Entry)]
+    return bool(direct) and 2 * sum(direct) >= sizes(tree)[id(tree)][1]
 
 
 def _is_optimizer_state(value: object) -> bool:

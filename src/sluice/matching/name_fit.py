@@ -120,8 +120,9 @@ def _names_by_prefix(spelling: Spelling) -> dict[str, dict[str, str]]:
     """Return the name in the module for each name of the candidate, by the prefix that separates them."""
     names: defaultdict[str, dict[str, str]] = defaultdict(dict)
     own = spelling.in_module
+    longest = max(map(len, own), default=0)  # a name may consist of a million dots
     for name, original in spelling.in_candidate.items():
-        start = name.find(".") + 1
+        start = name.find(".", max(0, len(name) - longest - 1)) + 1
         while start:
             if (rest := name[start:]) in own:
                 names[name[:start]][original] = own[rest]

@@ -28,7 +28,7 @@ from sluice._options import Limits
 from sluice._units import format_bytes
 from sluice.entries.rules import Rule
 from sluice.entries.tree import refusal, unsupported
-from sluice.matching.candidates import CandidateReader, likely_state_dicts, state_dict_candidates
+from sluice.matching.candidates import CandidateReader, holds_tensors, likely_state_dicts, state_dict_candidates
 from sluice.matching.match import Outline
 from sluice.matching.name_fit import NameFit, name_fits, unwrap
 from sluice.matching.renaming import Rename
@@ -102,7 +102,7 @@ def only_state_dict(tree: object, file: str) -> str:
         UnsupportedError: There is none, and the checkpoint holds tensors of a kind that sluice does not read.
     """
     candidates = likely_state_dicts(tree)
-    if "" in candidates:
+    if "" in candidates or holds_tensors(tree):
         return ""
     if len(candidates) == 1:
         return next(iter(candidates))

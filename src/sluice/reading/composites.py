@@ -89,7 +89,7 @@ def with_tensors(tree: object, entries: Sequence[Entry], tensors: Sequence[torch
     """
     names = {id(entry): name for name, entry in trees.walk(tree)}
     left = iter(tensors)
-    finished: dict[int, torch.Tensor] = {}
+    finished: dict[int, Any] = {}
     for entry in entries:
         count = len(entry.components)
         tensor = assemble(names.get(id(entry), "_metadata"), entry, list(islice(left, count)), file=file)
@@ -117,7 +117,13 @@ def torch_value(value: Any) -> Any:
         return str(value)
 
 
-def _as_in_file(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _as_in_file(tensor: torch.Tensor, entry: Entry) -> Any:
+    if entry.bare:  # torch.load returns a typed storage, also for an untyped one
+        storage = tensor.untyped_storage()
+        whole = storage if storage.nbytes() == tensor.nbytes else tensor.clone().untyped_storage()
+        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=whole, dtype=tensor.dtype, _internal=True
+        )
     if entry.parameter:
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
     return tensor.requires_grad_(entry.requires_grad)

@@ -135,10 +135,11 @@ class Quantized(Struct, frozen=True, kw_only=True):
         return (self.values, *(entry for entry in (self.scales, self.zero_points) if not isinstance(entry, tuple)))
 
 
-class Entry(Struct, frozen=True):
+class Entry(Struct, frozen=True, eq=False):
     """One tensor: a strided view of a storage, or assembled from such views.
 
-    Two names of one tensor object share an entry. Only rules set the last three fields.
+    Two names of one tensor object share an entry. Only rules set ``constant``, ``cast`` and ``origin``. Entries are
+    equal if all fields but ``attributes`` are: those cannot be hashed.
     """
 
     #: Stored form of its elements, and computations on them; of an assembled entry see those of its parts.
@@ -168,6 +169,23 @@ class Entry(Struct, frozen=True):
     cast: str | None = None
     #: Description of the tensors from which rules produced it; empty for a tensor of the file.
     origin: str = ""
+    #: Whether the file holds a storage here, without a tensor: all its elements, in one dimension.
+    bare: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is Entry and self._compared == other._compared)
+
+    def __ne__(self, other: object) -> bool:  # Struct defines it by identity
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._compared)
+
+    @property
+    def _compared(self) -> tuple[object, ...]:
+        view = self.storage, self.storage_offset, self.shape, self.stride, self.elements
+        flags = self.parameter, self.requires_grad, self.bare
+        return *view, *flags, self.parts, self.composite, self.constant, self.cast, self.origin
 
     @property
     def dtype(self) -> str:

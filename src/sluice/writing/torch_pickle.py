@@ -21,11 +21,13 @@ from sluice.writing.pickle_opcodes import PickleOpcodes
 from sluice.writing.pickle_walk import WalkedObject, elements
 from sluice.writing.torch_tensors import (
     Described,
+    Geometry,
     name_rebuild,
     write_arguments,
     write_hooks,
     write_layout,
     write_size,
+    write_storage,
 )
 
 __all__ = ["is_plain", "pickle_object", "refusal"]
@@ -208,6 +210,11 @@ class _Pickler:
         walked, tensor = next(self._tensors)
         if walked is not value:
             raise SaveError("the object changed while it was being saved")
+        if tensor.bare:
+            assert isinstance(tensor.content, Geometry)
+            write_storage(self._ops, tensor.content)
+            self._remember(value)
+            return None
         if tensor.attributes:
             return self._with_attributes(value, tensor, tensor.attributes)
         if tensor.parameter:

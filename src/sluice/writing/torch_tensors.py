@@ -15,7 +15,16 @@ from msgspec.structs import replace
 from sluice._dtypes import ITEM_BYTES
 from sluice.writing.pickle_opcodes import PickleOpcodes
 
-__all__ = ["Described", "Geometry", "QuantizedParts", "SparseParts", "name_rebuild", "write_arguments", "write_hooks"]
+__all__ = [
+    "Described",
+    "Geometry",
+    "QuantizedParts",
+    "SparseParts",
+    "name_rebuild",
+    "write_arguments",
+    "write_hooks",
+    "write_storage",
+]
 
 #: torch's storage class for each dtype that has one; other storages are untyped bytes plus a dtype.
 _STORAGE_CLASSES = {
@@ -95,6 +104,8 @@ class Described(Struct, frozen=True, kw_only=True):
     requires_grad: bool = False
     #: Whether it is a ``torch.nn.Parameter``.
     parameter: bool = False
+    #: Whether it is a storage without a tensor.
+    bare: bool = False
     #: Python attributes of the tensor object.
     attributes: Mapping[str, object] | None = None
 
@@ -127,7 +138,15 @@ def write_hooks(ops: PickleOpcodes) -> None:
 
 
 def _view(ops: PickleOpcodes, view: Geometry) -> None:
-    """Append four values: the storage, as torch's persistent id, and offset, shape and stride of the view."""
+    """Append four values: the storage, and offset, shape and stride of the view."""
+    write_storage(ops, view)
+    ops.integer(view.start)
+    ops.integers(view.shape)
+    ops.integers(view.stride)
+
+
+def write_storage(ops: PickleOpcodes, view: Geometry) -> None:
+    """Append the storage of a view, as torch's persistent id."""
     typed = view.dtype in _STORAGE_CLASSES
     ops.open_tuple(5)
     ops.constant("storage")
@@ -137,9 +156,6 @@ def _view(ops: PickleOpcodes, view: Geometry) -> None:
     ops.integer(view.elements if typed else view.elements * ITEM_BYTES[view.dtype])
     ops.close_tuple(5)
     ops.persistent()
-    ops.integer(view.start)
-    ops.integers(view.shape)
-    ops.integers(view.stride)
 
 
 def _dense(ops: PickleOpcodes, view: Geometry, *, requires_grad: bool) -> None:

@@ -37,7 +37,7 @@ def test_names_dtype_and_report(source: Path, tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     assert set(safetensors.torch.load_file(out)) == {"a.head", *(f"blocks.{i}.weight" for i in range(1, 4))}
-    assert "4 tensors" in done.stdout
+    assert "5 tensors" in done.stdout
     assert f"{out.stat().st_size:,}" in done.stdout
     assert "cast float32 -> bfloat16: 4 tensors" in done.stdout
     assert "stored once (1): blocks.0.weight = a.head" in done.stdout
@@ -53,6 +53,7 @@ def test_json(source: Path, tmp_path: Path) -> None:
     assert report["dry_run"] is False
     assert set(json.loads((tmp_path / "m.json").read_text(encoding="utf-8"))["tensors"]) == {
         "mask",
+        "tied",
         *(f"h.{i}.weight" for i in range(4)),
     }
 

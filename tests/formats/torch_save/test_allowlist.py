@@ -188,13 +188,18 @@ def test_a_storage_that_no_tensor_views() -> None:
     shared = Raw(encode((1, [(FLOATS,)])) + b"q\0")
     tree = load({"a": [FLOATS, tensor_call(FLOATS, shape=(10,))], "b": FLOATS, "c": shared, "d": (Raw(b"h\0"), FLOATS)})
     for leaf in (tree["a"][0], tree["b"], tree["c"][1][0][0], tree["d"][1]):
-        assert repr(leaf) == "<not loaded: a storage that is not viewed by a tensor, torch.storage of float32>"
+        assert leaf is tree["b"]
+        assert (leaf.bare, leaf.dtype, leaf.shape, leaf.stride) == (True, "float32", (10,), (1,))
     assert isinstance(tree["a"][1], Entry)
+    assert not tree["a"][1].bare
     assert tree["c"][0] == 1
     assert tree["d"][0][1] is tree["c"][1]
-    assert isinstance(load((FLOATS, 2))[0], UnsupportedValue)
+    assert load((FLOATS, 2))[0].bare
+    assert load(FLOATS).bare
+    quantized = storage("0", 40, kind="QInt8Storage")
+    assert isinstance(load({"q": quantized})["q"], UnsupportedValue)
     with pytest.raises(UnsupportedError, match="not viewed by a tensor"):  # the file has no other content
-        load(FLOATS)
+        load(quantized)
 
 
 def test_storages_among_attributes_and_versions() -> None:
@@ -206,7 +211,7 @@ def test_storages_among_attributes_and_versions() -> None:
     tree = load({"w": tensor, "v": versions})
     attributes = tree["w"].attributes
     for leaf in (attributes["own"][0], attributes["other"], tree["v"]._metadata[0]):
-        assert isinstance(leaf, UnsupportedValue)
+        assert leaf.bare
     assert attributes["own"][1] == 1
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import collections
 import io
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sluice
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._errors import (
     FormatError,
@@ -269,3 +272,22 @@ def test_padding_that_reaches_into_the_next_storage() -> None:
     index = index_of(bytes(content))
     with pytest.raises(FormatError, match="overlaps the next record"):
         TorchZipFormat().locate(MemorySource(bytes(content)), index, [0])
+
+
+@pytest.mark.parametrize("order", ["LITTLE", "BIG", "NATIVE", None])
+def test_files_without_a_byte_order_have_the_default_of_torch(tmp_path: Path, order: str | None) -> None:
+    content = io.BytesIO()
+    torch.save({"w": torch.arange(5.0), "b": torch.tensor([True])}, content)
+    with zipfile.ZipFile(content) as old, zipfile.ZipFile(tmp_path / "f.pt", "w") as new:
+        for name in old.namelist():
+            if not name.endswith("byteorder"):
+                new.writestr(name, old.read(name))
+    before = torch.serialization.get_default_load_endianness()
+    torch.serialization.set_default_load_endianness(getattr(torch.serialization.LoadEndianness, order or "", None))  # type: ignore[no-untyped-call]
+    try:
+        ours, theirs = sluice.load_state_dict(tmp_path / "f.pt"), torch.load(tmp_path / "f.pt", weights_only=True)
+    finally:
+        torch.serialization.set_default_load_endianness(before)  # type: ignore[no-untyped-call]
+    assert torch.equal(ours["w"], theirs["w"])
+    assert torch.equal(ours["b"], theirs["b"])
+    assert torch.equal(theirs["w"], torch.arange(5.0)) == (order != "BIG")

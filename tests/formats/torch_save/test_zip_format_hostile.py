@@ -88,7 +88,7 @@ def test_the_valid_file_that_other_tests_change() -> None:
         (torch_archive(Call(Global("my.module", "Model"))), UnsafeContentError, "pickled my.module.Model object"),
         (torch_archive(Global("os", "system")), UnsafeContentError, "pickled os.system object"),
         (torch_archive(Call(Global("os", "system"), ("exit 1",))), UnsafeContentError, "pickled os.system object"),
-        (torch_archive(storage("0", 4), DATA), UnsupportedError, "not viewed by a tensor"),
+        (torch_archive(storage("0", 16, kind="QInt8Storage"), DATA), UnsupportedError, "not viewed by a tensor"),
         (torch_archive({"w": Raw(encode(("a", 1)) + b"P0\n")}), UnsafeContentError, "PERSID"),
     ],
 )

@@ -57,7 +57,7 @@ def children(container: Mapping[object, object] | list[object] | tuple[object, .
 def describe(value: object) -> str:
     """Return a value as one line, safe for terminals; for a container its type and length."""
     if isinstance(value, Entry):
-        kind = "Parameter " if value.parameter else ""
+        kind = "Parameter " if value.parameter else "storage " if value.bare else ""
         return f"{kind}{describe_dtype(value)} {list(value.shape)}, {format_bytes(value.nbytes)}"
     if isinstance(value, UnsupportedValue):
         return f"{printable(value.reason)}, {printable(value.qualified_name)} (not loaded)"

@@ -296,7 +296,7 @@ def _tensor(index: Index, source: Source, item: Item) -> Entry | UnsupportedValu
         found = index.tree.qualified_name
         problem = "the item of a tensor holds an object that cannot be built without running code"
         raise UnsafeContentError(problem, file=source.path, tensor=item.name, offset=item.offset, found=found)
-    if not isinstance(index.tree, Entry):
+    if not isinstance(index.tree, Entry) or index.tree.bare:
         raise _error("the item of a tensor does not hold a tensor", source, item, found=type(index.tree).__name__)
     if index.tree.composite is not None:
         reason = "a tensor whose chunks are not dense"

@@ -4,8 +4,9 @@ A pickle of a kilobyte can describe 2**40 leaves: lists that hold the next list 
 container is therefore visited once, regardless of the number of places where it appears, and later places only add the
 size recorded on the first visit.
 
-Limits: ``Limits.depth`` levels of containers, and ``Limits.repeats`` values in containers that appear again. Long
-dotted names count as several values, because every repeated value repeats its name.
+Limits: ``Limits.depth`` levels of containers; ``Limits.header_bytes`` characters in all dotted names together, because
+every name repeats the keys above it; and ``Limits.repeats`` values in containers that appear again. Long dotted names
+count as several values, because every repeated value repeats its name.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 
+from sluice._dtypes import ITEM_BYTES
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.machine import Refusal
 from sluice.formats.torch_save.allowlist import StorageReference
-from sluice.records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue
+from sluice.records import Entry, Opaque, TorchSize, TorchText, UnsupportedValue, elements_of
 
 __all__ = ["check_tree"]
 
@@ -32,7 +34,7 @@ _LEAVES = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, set, frozenset, Entry, TorchSize, TorchText}
 )
 
-_BARE_STORAGE = "a storage that is not viewed by a tensor"
+_BARE_STORAGE = "a quantized storage, or a part of a storage, that is not viewed by a tensor"
 
 #: Length of a dotted name, in characters, that counts as one more value against ``Limits.repeats``.
 _NAME_CHARACTERS = 64
@@ -73,11 +75,11 @@ def check_tree(tree: object, limits: Limits, file: str) -> object:
     """Check that a walk of ``tree`` ends after a bounded number of steps at a bounded depth.
 
     Returns:
-        The tree, in which bare storages are replaced by ``UnsupportedValue`` leaves.
+        The tree, in which bare storages are replaced by entries, or by ``UnsupportedValue`` leaves.
 
     Raises:
         FormatError: A value could not be built; the error has its name.
-        UnsupportedError: A container contains itself, or the tree is a bare storage.
+        UnsupportedError: A container contains itself, or the tree is a storage that sluice does not read.
         LimitError: The tree is deeper than ``limits.depth``, or shared containers repeat more than ``limits.repeats``
             values.
     """
@@ -97,6 +99,8 @@ class _TreeCheck:
         self._replaced_tuples: dict[int, object] = {}
         #: The original tuples.
         self._kept: list[object] = []
+        #: Entries of bare storages, by position.
+        self._storages: dict[int, Entry] = {}
         #: Number of repeated values so far.
         self._repeats = 0
 
@@ -135,6 +139,7 @@ class _TreeCheck:
         container = visit.container
         self._open.discard(id(container))
         if not self._path:
+            self._check_names(visit.extent.characters)
             return
         self._visited[id(container)] = visit.extent
         if visit.replacements:
@@ -166,6 +171,12 @@ class _TreeCheck:
         if id(container) in self._replaced_tuples:
             self._replace(visit, self._replaced_tuples[id(container)])
 
+    def _check_names(self, characters: int) -> None:
+        if characters > self._limits.header_bytes:
+            problem = "the dotted names of the checkpoint exceed the limit 'header_bytes'"
+            expected = f"at most {self._limits.header_bytes} characters"
+            raise LimitError(problem, file=self._file, expected=expected, found=characters)
+
     def _check_depth(self, height: int) -> None:
         if len(self._path) - 1 + height > self._limits.depth:  # the path starts with a list around the tree
             raise LimitError(f"the checkpoint nests deeper than {self._limits.depth} levels", file=self._file)
@@ -182,13 +193,18 @@ class _TreeCheck:
         else:
             container[visit.key] = value
 
-    def _replacement(self, leaf: object) -> UnsupportedValue:
+    def _replacement(self, leaf: object) -> Entry | UnsupportedValue:
         """Return the leaf that replaces a bare storage; raise the error of any other placeholder."""
         if isinstance(leaf, Refusal):
             leaf.error.tensor = self._name() or None
             raise leaf.error
         if not isinstance(leaf, StorageReference):
             raise FormatError("an object has no state", file=self._file, tensor=self._name() or None)
+        if leaf.dtype in ITEM_BYTES and not leaf.start:
+            entry = Entry(
+                elements=elements_of(leaf.dtype), shape=(leaf.numel,), stride=(1,), storage=leaf.position, bare=True
+            )
+            return self._storages.setdefault(leaf.position, entry)
         if len(self._path) == 1:  # the file holds nothing else
             raise UnsupportedError(_BARE_STORAGE, file=self._file)
         return UnsupportedValue(qualified_name=f"torch.storage of {leaf.dtype}", reason=_BARE_STORAGE, file=self._file)

@@ -5,7 +5,8 @@ Records::
     NAME/data.pkl             the pickled object; its storages are persistent ids
     NAME/data/KEY             the data of storage KEY
     NAME/version              format version, 1 to 10
-    NAME/byteorder            "little" or "big"; absent in old files, which are little-endian
+    NAME/byteorder            "little" or "big"; absent in old files: little, or as torch's
+                              ``set_default_load_endianness`` says
     NAME/.storage_alignment   alignment of the data, in bytes
     NAME/.format_version, NAME/.data/serialization_id   checked but not used
 
@@ -22,6 +23,7 @@ pickle followed by more bytes; a pickled object of an arbitrary class instead of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -174,10 +176,18 @@ def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) 
     alignment = _word(source, directory, ".storage_alignment", default="64")
     if not alignment.isascii() or not alignment.isdigit() or not 0 < int(alignment) <= _MAX_ALIGNMENT:
         raise FormatError("invalid storage alignment", file=source.path, found=repr(alignment))
-    byte_order = _word(source, directory, "byteorder", default="little")
+    byte_order = _word(source, directory, "byteorder", default=_default_byte_order())
     if byte_order not in {"little", "big"}:
         raise FormatError("unknown byte order", file=source.path, expected="little or big", found=repr(byte_order))
     return {"version": version, "byteorder": byte_order, "archive": directory.archive}
+
+
+def _default_byte_order() -> str:
+    """Return the byte order that torch assumes for a file that does not state its own; little unless it was set."""
+    torch = sys.modules.get("torch.serialization")  # the default, if torch is not imported
+    chosen = torch.get_default_load_endianness() if torch is not None else None
+    order = str(getattr(chosen, "name", "little")).lower()
+    return sys.byteorder if order == "native" else order
 
 
 def _check_unused(source: Source, record: ZipRecord | None, limits: Limits) -> None:
