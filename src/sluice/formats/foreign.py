@@ -88,12 +88,6 @@ _PLACEHOLDERS = (
 )
 
 _KINDS = (
-    # The integer 0x1950a86a20f9469cfc6c.
-    _unread(
-        rb"L119547037146038801333356L?\n\.",
-        "a legacy torch.save file in pickle protocol 0 or 1",
-        _UNPICKLE.format("torch.load(weights_only=False)"),
-    ),
     _unread(
         rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "Load it with Keras or h5py, and save its tensors with safetensors."
     ),
