@@ -27,7 +27,7 @@ from sluice.records import Entry, Index, Opaque
 from sluice.sources.opening import stream_source
 from sluice.sources.protocol import Source
 
-__all__ = ["CheckpointSource", "OpenCheckpoint", "borrow"]
+__all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
 
 
 class OpenCheckpoint:
@@ -60,7 +60,7 @@ class OpenCheckpoint:
             opened = cls(source.path, source.index, source._files, source.limits)  # noqa: SLF001  (its own class)
             owned = False
         else:
-            opened, owned = cls._open_files(source, limits or Limits(), _checked(encoding)), True
+            opened, owned = cls._open_files(source, limits or Limits(), check_encoding(encoding)), True
         if key is not None:
             try:
                 opened.index = replace(opened.index, tree=_part(opened.index.tree, key, opened.path))
@@ -190,7 +190,7 @@ def _part(tree: object, key: str, path: str) -> object:
     return part
 
 
-def _checked(encoding: str) -> str:
+def check_encoding(encoding: str) -> str:
     """Return an encoding of text; raise ``ValueError`` if Python does not know it."""
     if encoding != BYTES:
         try:
