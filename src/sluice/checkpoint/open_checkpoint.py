@@ -194,7 +194,7 @@ def check_encoding(encoding: str) -> str:
     """Return an encoding of text; raise ``ValueError`` if Python does not know it."""
     if encoding != BYTES:
         try:
-            b"".decode(encoding)
+            " ".encode(encoding)
         except LookupError:
             expected = "'utf-8', 'latin1', 'ascii', another encoding that Python knows, or 'bytes'"
             raise ValueError(f"encoding: {encoding!r} is not an encoding of text; expected {expected}") from None

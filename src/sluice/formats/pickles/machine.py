@@ -223,10 +223,11 @@ class Machine:
             return raw
         try:
             return raw.decode(self._encoding)
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
             advice = "Pass the encoding of its writer, as to torch.load: encoding='latin1', or 'bytes' to keep bytes."
             problem = f"text that Python 2 wrote is not {self._encoding}"
-            found = raw[max(0, error.start - _SHOWN_BYTES // 2) :][:_SHOWN_BYTES]
+            start = error.start if isinstance(error, UnicodeDecodeError) else 0
+            found = raw[max(0, start - _SHOWN_BYTES // 2) :][:_SHOWN_BYTES]
             raise self.error(UnsupportedError, problem, position, found=found, advice=advice) from None
 
     def fetch(self, index: int, position: int) -> object:

@@ -171,7 +171,7 @@ class TorchAllowlist:
             raise FormatError("a persistent id does not identify a storage")
         _, kind, key, location, numel = identity
         key, location = from_bytes(key), from_bytes(location)
-        if type(kind) is Opaque:
+        if type(kind) is Opaque and kind.qualified_name.startswith("torch."):
             self.unknown_storages.add(kind.qualified_name)
             raise UnsupportedError("a storage of a class that sluice does not know", found=kind.qualified_name)
         if type(kind) is not StorageKind or type(key) is not str or type(numel) is not int or numel < 0:
@@ -371,9 +371,9 @@ def _check_hooks(hooks: object) -> None:
 
 def _with_math_bits(entry: Entry, metadata: tuple[Any, ...]) -> Entry:
     """Return the entry with the conj and neg bits from the optional last argument of its rebuild call."""
-    if not metadata:
+    flags = metadata[0] if metadata else None
+    if flags is None:
         return entry
-    flags = metadata[0]
     if type(flags) is not dict or not flags.keys() <= {"conj", "neg"}:
         raise UnsupportedError("a tensor with metadata that sluice does not know", found=repr(flags)[:80])
     if any(flag is not True for flag in flags.values()):  # torch writes only True, and would treat False as True
