@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice._errors import FormatError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, TruncatedError
 from sluice._options import TEXT_ENCODING
 from sluice.formats.archives.tar import is_tar, refuse_tar
 from sluice.formats.foreign import recognise, recognise_npz
@@ -61,4 +61,5 @@ def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
     if foreign is not None:
         raise foreign
     problem = "not a recognized checkpoint format"
-    raise FormatError(problem, file=source.path, offset=0, expected="a torch.save or safetensors file", found=head[:16])
+    expected, advice = "a torch.save or safetensors file", CheckpointError.advice
+    raise FormatError(problem, file=source.path, offset=0, expected=expected, found=head[:16], advice=advice)
