@@ -150,7 +150,7 @@ def _check_preamble(source: Source, limits: Limits) -> tuple[int, bool]:
     system, end = _read_plain(source, start, limits)
     if type(system) is not dict:
         raise FormatError("the system information is not a dict", file=source.path, offset=start)
-    # torch reads the data as little-endian, regardless of what is declared; see ``LegacyAllowlist`` for complex numbers.
+    # torch reads the data as little-endian in any case; see ``LegacyAllowlist`` for complex numbers.
     return end, system.get("little_endian") is not False
 
 
