@@ -224,7 +224,9 @@ class Machine:
         try:
             return raw.decode(self._encoding)
         except UnicodeError as error:
-            advice = "Pass the encoding of its writer, as to torch.load: encoding='latin1' (--encoding latin1), or 'bytes'."
+            advice = (
+                "Pass the encoding of its writer, as to torch.load: encoding='latin1' (--encoding latin1), or 'bytes'."
+            )
             problem = f"text that Python 2 wrote is not {self._encoding}"
             start = error.start if isinstance(error, UnicodeDecodeError) else 0
             found = raw[max(0, start - _SHOWN_BYTES // 2) :][:_SHOWN_BYTES]
