@@ -15,7 +15,6 @@ import sluice
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._options import TEXT_ENCODING, MemoryLimits, Place
 from sluice._units import parse_bytes
-from sluice.checkpoint.open_checkpoint import check_encoding
 from sluice.cli.failures import Failure, describe
 
 if TYPE_CHECKING:
@@ -148,6 +147,8 @@ key_option = click.option("--key", help="Part of the checkpoint that holds the w
 
 
 def _encoding(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    from sluice.checkpoint.open_checkpoint import check_encoding  # not needed for --help
+
     try:
         return check_encoding(value)
     except ValueError as error:

@@ -14,9 +14,8 @@ Limits: ``Limits.entries`` tensors, ``Limits.dimensions``, and sizes in signed 6
 Refused: views outside their storage and contradictory storage declarations.
 Unsupported, and therefore leaves of the tree (``Machine.call``): nested, meta and subclassed tensors; dtypes without
 plain strided tensors; dtypes, storage classes, devices, metadata and further arguments that are unknown, as a newer
-torch may write them; backward hooks; in a big-endian file, tensors whose dtype differs from the dtype of their storage,
-because torch swaps bytes by the storage's dtype. Their storages are declared anyway, because legacy files store others
-after them.
+torch may write them; hooks; in a big-endian file, tensors whose dtype differs from the dtype of their storage, because
+torch swaps bytes by that. Their storages are declared anyway, because legacy files store others after them.
 """
 
 from __future__ import annotations
@@ -167,10 +166,11 @@ class TorchAllowlist:
         """
         if type(identity) is StorageReference:  # the memo holds it in place of the id
             return identity
-        if type(identity) is not tuple or len(identity) != _IDENTITY_FIELDS or from_bytes(identity[0]) != "storage":
+        if type(identity) is tuple and identity and type(identity[0]) is bytes:
+            identity = tuple(map(from_bytes, identity))
+        if type(identity) is not tuple or len(identity) != _IDENTITY_FIELDS or identity[0] != "storage":
             raise FormatError("a persistent id does not identify a storage")
         _, kind, key, location, numel = identity
-        key, location = from_bytes(key), from_bytes(location)
         if type(kind) is Opaque and kind.qualified_name.startswith("torch."):
             self.unknown_storages.add(kind.qualified_name)
             raise UnsupportedError("a storage of a class that sluice does not know", found=kind.qualified_name)

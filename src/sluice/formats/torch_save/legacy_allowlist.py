@@ -79,11 +79,13 @@ class LegacyAllowlist(TorchAllowlist):
         """
         if type(identity) is not tuple:
             return super().load_persistent(identity)
-        if len(identity) > 1 and from_bytes(identity[0]) == "module" and isinstance(identity[1], Opaque):
+        if identity and type(identity[0]) is bytes:
+            identity = tuple(map(from_bytes, identity))
+        if len(identity) > 1 and identity[0] == "module" and isinstance(identity[1], Opaque):
             return identity[1]
         if len(identity) != _IDENTITY_FIELDS:
             raise FormatError("a persistent id has the wrong length", expected=_IDENTITY_FIELDS, found=len(identity))
-        kind, key, view = identity[1], from_bytes(identity[2]), identity[5]
+        kind, key, view = identity[1], identity[2], identity[5]
         if type(key) is str and key in self._views:
             raise FormatError(f"{key!r} is the key of both a storage and a view")
         storage = super().load_persistent(identity[:5])
