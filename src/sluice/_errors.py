@@ -156,7 +156,7 @@ class IntegrityError(CheckpointError):
 class UnsupportedError(CheckpointError):
     """The file is valid, but sluice does not read this kind."""
 
-    advice = "Convert it with the library that wrote it, to safetensors or a plain torch.save."
+    advice = "The library that wrote it, or torch, may read it: convert it to safetensors or a plain torch.save."
 
 
 class UnsafeContentError(CheckpointError):
