@@ -4,7 +4,7 @@
 
     SluiceError
     ├── CheckpointError            the file is at fault
-    │   ├── FormatError            its structure contradicts itself or its specification
+    │   ├── FormatError            its bytes contradict each other or its specification
     │   ├── TruncatedError         it ends before what it declares
     │   ├── IntegrityError         bytes do not match a checksum
     │   ├── UnsupportedError       valid, but sluice does not read this kind
@@ -29,6 +29,18 @@ from msgspec import Struct
 
 from sluice._public import public
 from sluice._units import format_bytes
+
+#: Advice for what sluice does not know, where ``torch.load(weights_only=True)`` may.
+TORCH_MAY_READ = (
+    "sluice does not know it, but torch may: load the file with torch.load(weights_only=True), and save the result "
+    "with torch.save."
+)
+
+#: Advice for what only the unrestricted ``torch.load`` may read.
+TRUST_TORCH = (
+    "torch may read it: if you trust the file, load it with torch.load(weights_only=False), and save its tensors with "
+    "torch.save."
+)
 
 __all__ = [
     "Alternative",
@@ -121,7 +133,10 @@ class CheckpointError(SluiceError):
 
 
 class FormatError(CheckpointError):
-    """The structure of the file contradicts itself or its specification."""
+    """The bytes of the file contradict each other or the specification of its format.
+
+    What sluice merely does not know, such as a new dtype or format version, is an ``UnsupportedError``.
+    """
 
     advice = "The file is damaged or is not in the format it declares: save or download it again."
 
@@ -141,7 +156,7 @@ class IntegrityError(CheckpointError):
 class UnsupportedError(CheckpointError):
     """The file is valid, but sluice does not read this kind."""
 
-    advice = "Convert it with the library that wrote it, to safetensors or a plain torch.save."
+    advice = "The library that wrote it, or torch, may read it: convert it to safetensors or a plain torch.save."
 
 
 class UnsafeContentError(CheckpointError):

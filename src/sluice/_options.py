@@ -19,6 +19,9 @@ PageCache = Literal["auto", "keep", "bypass"]
 #: ``copy``: every tensor gets its own memory. ``map``: CPU tensors that need no change are mapped pages of the file.
 Place = Literal["copy", "map"]
 
+#: Default encoding of the text in files from Python 2, which do not declare it; torch.load has the same.
+TEXT_ENCODING = "utf-8"
+
 
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)

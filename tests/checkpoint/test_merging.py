@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,9 +135,9 @@ def test_the_first_damaged_shard_stops_the_rest(tmp_path: Path, monkeypatch: pyt
     opened = []
     real = _opening._open_file
 
-    def record(source: Source, limits: sluice.Limits) -> object:
+    def record(source: Source, *options: Any) -> object:
         opened.append(source.path)
-        return real(source, limits)
+        return real(source, *options)
 
     monkeypatch.setattr(_opening, "_open_file", record)
     assert isinstance(refusal(tmp_path), sluice.FormatError)
@@ -150,12 +151,12 @@ def test_an_interrupt_stops_all_threads(tmp_path: Path, monkeypatch: pytest.Monk
     real = _opening._open_file
     interrupted = threading.Event()
 
-    def interrupt(source: Source, limits: sluice.Limits) -> object:
+    def interrupt(source: Source, *options: Any) -> object:
         if threading.current_thread() is threading.main_thread():
             interrupted.set()
             raise KeyboardInterrupt
         assert interrupted.wait(10)
-        return real(source, limits)
+        return real(source, *options)
 
     monkeypatch.setattr(_opening, "_open_file", interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -86,7 +86,7 @@ def test_a_safetensors_file_is_safetensors(tmp_path: Path) -> None:
     assert detect_in(tmp_path / "x") == "safetensors"
 
 
-@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
 def test_a_file_of_torch_before_1_6_is_legacy(tmp_path: Path, protocol: int) -> None:
     assert detect_in(tmp_path / "x", legacy_bytes(protocol)) == "torch-legacy"
     # Truncated inside its magic number, from where on it is not a bare pickle.
@@ -94,7 +94,6 @@ def test_a_file_of_torch_before_1_6_is_legacy(tmp_path: Path, protocol: int) -> 
 
 
 OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
-    *((legacy_bytes(protocol), UnsupportedError, "legacy torch.save file in pickle protocol") for protocol in (0, 1)),
     (
         tar_bytes("pickle"),
         UnsupportedError,

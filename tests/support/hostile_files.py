@@ -12,7 +12,6 @@ from sluice.testing._archives import (
     ArchiveRecord,
     Call,
     Global,
-    Persistent,
     Raw,
     build_archive,
     encode,
@@ -51,14 +50,10 @@ def header(text: str | bytes, data: bytes = bytes(4)) -> bytes:
     return struct.pack("<Q", len(raw)) + raw + data
 
 
-def repacked(
-    content: bytes, method: int = zipfile.ZIP_STORED, *, directories: bool = False, flat: bool = False
-) -> bytes:
+def repacked(content: bytes, method: int = zipfile.ZIP_STORED, *, flat: bool = False) -> bytes:
     """Return an archive of the records as other programs write it."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w", method) as new:
-        if directories:
-            new.mkdir("archive")
         for name in old.namelist():
             new.writestr(name.partition("/")[2] if flat else name, old.read(name))
     return made.getvalue()
@@ -88,7 +83,7 @@ def subclass(inner: object) -> Call:
 ORDERED = b"ccollections\nOrderedDict\n"
 CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "records that differ in case": (with_record("DATA.PKL"), sluice.FormatError, "two records"),
-    "a directory as record": (with_record("dir/"), sluice.FormatError, "not a plain path"),
+    "a directory as record": (with_record("dir/", b"x"), sluice.FormatError, "not a plain path"),
     "a record named dot": (with_record("."), sluice.FormatError, "not a plain path"),
     "a double slash": (with_record("a//b"), sluice.FormatError, "not a plain path"),
     "a long record name": (with_record("a" * 60_000), sluice.LimitError, "longer than"),
@@ -96,9 +91,9 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
     "a version in other digits": (
         with_record("version", "\u0663".encode()),
         sluice.FormatError,
-        "unknown format version",
+        "not a number",
     ),
-    "a byte order with a line break": (with_record("byteorder", b"little\n"), sluice.FormatError, "byte order"),
+    "a byte order with a line break": (with_record("byteorder", b"little\n"), sluice.UnsupportedError, "byte order"),
     "an alignment in superscript": (with_record(".storage_alignment", "\u00b2".encode()), sluice.FormatError, "align"),
     "two archives": (GOOD + GOOD, sluice.FormatError, "central directory"),
     "an offset without its zip64 field": (directory_entry(42, b"\xff" * 4), sluice.FormatError, "no zip64 field"),
@@ -113,9 +108,9 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         "contains itself",
     ),
     "an id that is a number": (program(b"K\1Q"), sluice.FormatError, "persistent id"),
-    "an id as a line of text": (program(b"Pabc\n"), sluice.UnsafeContentError, "PERSID"),
+    "an id as a line of text": (program(b"Pabc\n"), sluice.UnsupportedError, "PERSID"),
     "an integer of negative length": (program(b"\x8b\xff\xff\xff\xff"), sluice.LimitError, "out of range: -1 bytes"),
-    "a surrogate in UTF-8": (program(b"}X\3\0\0\0\xed\xa0\x80Ns"), sluice.FormatError, "not UTF-8"),
+    "an overlong character": (program(b"}X\2\0\0\0\xc0\x80Ns"), sluice.FormatError, "not UTF-8"),
     "a size that is a bool": (
         torch_archive({"w": tensor_call(storage("0", 12), shape=(True, 4))}, DATA),
         sluice.FormatError,
@@ -148,7 +143,6 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         "without compression",
     ),
     "packed with bzip2": (repacked(GOOD, zipfile.ZIP_BZIP2), sluice.UnsupportedError, "method 12"),
-    "packed with its directories": (repacked(GOOD, directories=True), sluice.FormatError, "marked as a directory"),
     "packed without its directory": (repacked(GOOD, flat=True), sluice.FormatError, "without the directory"),
     "an archive in an archive": (
         build_archive([ArchiveRecord(name=b"model/pytorch_model.bin", data=GOOD)]),
@@ -202,17 +196,10 @@ CASES: dict[str, tuple[bytes, type[sluice.SluiceError], str]] = {
         sluice.FormatError,
         "persistent id",
     ),
-    "a storage of a class of its own": (
-        torch_archive(
-            {"w": tensor_call(Persistent(("storage", Global("my", "Storage"), "0", "cpu", 12)), shape=(3,))}, DATA
-        ),
-        sluice.FormatError,
-        "storage is malformed",
-    ),
     "an ordered dict of no pairs": (program(ORDERED + b"](K\1K\2e\x85R"), sluice.FormatError, "pairs of key and value"),
     "a size of text": (torch_archive({"s": Call(Global("torch", "Size"), (["a"],))}), sluice.FormatError, "torch.Size"),
     "protocol 6": (torch_archive(b"\x80\x06}."), sluice.UnsupportedError, "protocol 6"),
-    "protocol 1": (torch_archive(b"}."), sluice.FormatError, "not a pickle of protocol"),
+    "protocol 0": (torch_archive(b"(dp0\n."), sluice.UnsupportedError, "opcode DICT of protocol 0"),
     "a mark that stays open": (program(b"(K\1"), sluice.FormatError, "stops before it is complete"),
     "two values at the end": (program(b"K\1K\2"), sluice.FormatError, "stops before it is complete"),
     "elements for a tensor": (program(encode(W) + b"K\1a"), sluice.FormatError, "passes elements to an object"),

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from sluice._dtypes import torch_dtype
-from sluice._options import Limits, MemoryLimits
+from sluice._options import TEXT_ENCODING, Limits, MemoryLimits
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.entries import tree as trees
@@ -162,7 +162,11 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
 
 @public()
 def open(  # noqa: A001  (the name says what it does, as in gzip.open)
-    source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None
+    source: CheckpointSource,
+    *,
+    key: str | None = None,
+    limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
 ) -> Checkpoint:
     """Open a checkpoint without reading tensor data or importing torch.
 
@@ -174,6 +178,8 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
             and otherwise the end of the file.
         key: Only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
         limits: Bounds for hostile files; None for the defaults.
+        encoding: Encoding of text that Python 2 wrote, which does not declare it, as in ``torch.load``: ``"latin1"``,
+            ``"ascii"``, or ``"bytes"`` to keep bytes. All other text is UTF-8. Without effect on an open checkpoint.
 
     Returns:
         A ``Checkpoint``: a mapping from names to ``LazyTensor``, for use in a ``with`` block.
@@ -184,6 +190,7 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         UnsafeContentError: The value at ``key``, or the whole file, is an object that only running code could build.
         UnsupportedError: The value at ``key`` is a tensor of a kind that sluice does not read.
         ReadError: The file cannot be read.
+        ValueError: ``encoding`` is unknown.
         TypeError: ``source`` is a file object that can only be read in order, or one that decompresses or decodes.
 
     Example:
@@ -194,4 +201,4 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     """
     if isinstance(source, Checkpoint) and key is None:
         return source
-    return Checkpoint.open(source, key=key, limits=limits)
+    return Checkpoint.open(source, key=key, limits=limits, encoding=encoding)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from sluice._dtypes import dtype_name
-from sluice._options import Limits, MemoryLimits, PageCache
+from sluice._options import TEXT_ENCODING, Limits, MemoryLimits, PageCache
 from sluice._progress import Progress
 from sluice._public import public
 from sluice._units import parse_bytes
@@ -44,6 +44,7 @@ def convert(
     progress: Progress = False,
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
     page_cache: PageCache = "auto",
     dry_run: bool = False,
 ) -> SaveReport:
@@ -71,6 +72,7 @@ def convert(
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
         memory: Limit on the growth of host memory, and the size of the staging buffers (at least 2 MiB).
         limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: How the source is read, as in ``load_into``.
         dry_run: Write nothing; the report lists what would be written.
 
@@ -94,7 +96,7 @@ def convert(
     started = time.perf_counter()
     path = Path(os.fsdecode(destination))
     chosen = choose_format(path, format, max_shard_size)
-    with borrow(source, limits=limits) as checkpoint:
+    with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         conversion = Conversion(
             checkpoint=checkpoint,
             destination=path,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sluice._options import Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checking.diff import compare_checkpoints
@@ -20,6 +20,7 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
     progress: Progress = False,
 ) -> DiffReport:
     """Compare presence, dtype, shape and values of the tensors of two checkpoints, with a fixed amount of memory.
@@ -38,6 +39,7 @@ def diff(
         rtol: Relative tolerance: elements differ if ``|a - b| > atol + rtol * |b|``.
         atol: Absolute tolerance.
         limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
 
     Returns:
@@ -58,4 +60,4 @@ def diff(
     """
     if not (rtol >= 0 and atol >= 0):
         raise ValueError("tolerances must not be negative")
-    return compare_checkpoints(a, b, rtol=rtol, atol=atol, limits=limits, progress=progress)
+    return compare_checkpoints(a, b, rtol=rtol, atol=atol, limits=limits, encoding=encoding, progress=progress)

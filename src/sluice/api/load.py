@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
@@ -37,6 +37,7 @@ def load_into(
     place: Place = "copy",
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
     progress: Progress = False,
     page_cache: PageCache = "auto",
 ) -> LoadReport:
@@ -68,6 +69,7 @@ def load_into(
             is copied, and the report has the reasons. The file must not change while the model is in use.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
         page_cache: ``"auto"`` bypasses the page cache for data that is not in it, ``"keep"`` leaves the file cached
             for the next load, ``"bypass"`` leaves nothing in the cache.
@@ -102,7 +104,7 @@ def load_into(
         strict=strict,
         options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
     )
-    return load(request, borrow(source, limits=limits), progress=progress)
+    return load(request, borrow(source, limits=limits, encoding=encoding), progress=progress)
 
 
 @public()
@@ -115,6 +117,7 @@ def load_state_dict(
     rules: Sequence[Rule] = (),
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
     progress: Progress = False,
     page_cache: PageCache = "auto",
 ) -> OrderedDict[str, Any]:
@@ -133,6 +136,7 @@ def load_state_dict(
         rules: Changes to the tensors, see ``sluice.rules``; the result is flat then, and other values are kept.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
         page_cache: As in ``load_into``.
 
@@ -153,6 +157,6 @@ def load_state_dict(
         rules=rules,
         options=TransferOptions(memory=memory, page_cache=page_cache),
     )
-    with borrow(source, limits=limits) as checkpoint:
+    with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         state_dict: OrderedDict[str, Any] = run(decide(request, checkpoint), progress=progress).value
     return state_dict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sluice._options import Limits, MemoryLimits, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource
@@ -28,6 +28,7 @@ def load_optimizer(
     device: str | torch.device | None = None,
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
     progress: Progress = False,
 ) -> LoadReport:
     """Fill an optimizer with the state of a checkpoint, as ``optimizer.load_state_dict`` would: without a second copy.
@@ -49,6 +50,7 @@ def load_optimizer(
             devices of the parameters.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
 
     Returns:
@@ -78,4 +80,4 @@ def load_optimizer(
         device=device,
         options=TransferOptions(memory=memory),
     )
-    return load(request, optimizer_checkpoint(request, source, limits=limits), progress=progress)
+    return load(request, optimizer_checkpoint(request, source, limits=limits, encoding=encoding), progress=progress)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, MemoryLimits, PageCache, Place, TransferOptions
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
@@ -38,6 +38,7 @@ def plan(
     place: Place = "copy",
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
     page_cache: PageCache = "auto",
     probe: bool = False,
 ) -> PlanReport:
@@ -60,6 +61,7 @@ def plan(
         memory: How much memory may grow, and the size of the staging buffers. Limits that are not given are detected:
             the control group, free memory, ``ulimit -v``, free memory of each accelerator.
         limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: As in ``load_into``.
         probe: Read up to 256 MiB to estimate times.
 
@@ -102,5 +104,5 @@ def plan(
     else:
         own_dtype = None if dtype == "auto" else dtype_argument(dtype)
         request = StateDictRequest(device=device or "cpu", dtype=own_dtype, key=key, rules=rules, options=options)
-    with borrow(source, limits=limits) as checkpoint:
+    with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         return plan_report(request, checkpoint, probe=probe, notes=() if model is not None else (_WITHOUT_MODEL,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from sluice._options import Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checking.verification import verify_checkpoint
@@ -23,6 +23,7 @@ def verify(
     hashes: HashAlgorithm | None = None,
     nan: bool = False,
     limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
     progress: Progress = False,
 ) -> VerifyReport:
     """Read a checkpoint once and report what is damaged, with a fixed amount of memory.
@@ -38,6 +39,7 @@ def verify(
         hashes: Hash every tensor with ``"sha256"`` or ``"xxh3_128"``. With ``manifest``, its algorithm is used instead.
         nan: Whether to count NaN and infinite elements of each tensor. They are not damage by themselves.
         limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
 
     Returns:
@@ -55,4 +57,6 @@ def verify(
         >>> sluice.verify("model.pth", manifest="pth.manifest.json").ok
         True
     """
-    return verify_checkpoint(source, manifest=manifest, hashes=hashes, nan=nan, limits=limits, progress=progress)
+    return verify_checkpoint(
+        source, manifest=manifest, hashes=hashes, nan=nan, limits=limits, encoding=encoding, progress=progress
+    )

@@ -30,13 +30,20 @@ __all__ = ["compare_checkpoints"]
 
 
 def compare_checkpoints(
-    a: CheckpointSource, b: CheckpointSource, *, rtol: float, atol: float, limits: Limits | None, progress: Progress
+    a: CheckpointSource,
+    b: CheckpointSource,
+    *,
+    rtol: float,
+    atol: float,
+    limits: Limits | None,
+    encoding: str,
+    progress: Progress,
 ) -> DiffReport:
     """Compare two checkpoints; ``sluice.diff`` documents arguments and errors."""
     started = time.perf_counter()
     with ExitStack() as stack:
-        left = stack.enter_context(borrow(a, limits=limits))
-        right = stack.enter_context(borrow(b, limits=limits))
+        left = stack.enter_context(borrow(a, limits=limits, encoding=encoding))
+        right = stack.enter_context(borrow(b, limits=limits, encoding=encoding))
         job = _CheckpointDiff(left, right, rtol=rtol, atol=atol)
         nbytes = job.run(progress)
         return DiffReport(

@@ -56,6 +56,7 @@ def verify_checkpoint(
     hashes: HashAlgorithm | None,
     nan: bool,
     limits: Limits | None,
+    encoding: str,
     progress: Progress,
 ) -> VerifyReport:
     """Verify a checkpoint; ``sluice.verify`` documents arguments and errors."""
@@ -66,7 +67,7 @@ def verify_checkpoint(
         new_hash(algorithm)  # raises early if a library is missing
     with ExitStack() as stack:
         try:
-            checkpoint = stack.enter_context(borrow(source, limits=limits))
+            checkpoint = stack.enter_context(borrow(source, limits=limits, encoding=encoding))
         except _DAMAGE as error:
             seconds = time.perf_counter() - started
             return VerifyReport(source=_path(source), problems=(VerifyProblem.of(error),), seconds=seconds)

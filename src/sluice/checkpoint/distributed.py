@@ -27,7 +27,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._errors import FormatError, LimitError
+from sluice._errors import FormatError, IncompleteCheckpointError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
@@ -121,7 +121,7 @@ def _open_sources(directory: Directory, files: Sequence[str], limits: Limits) ->
     if missing:
         lines = section("missing files", [repr(file) for file in missing[:SHOWN]], missing)
         text = f"files named in the metadata do not exist\n{lines}\nNothing was read"
-        raise FormatError(text, file=directory.path)
+        raise FormatError(text, file=directory.path, advice=IncompleteCheckpointError.advice)
     return sources
 
 

@@ -16,17 +16,18 @@ from typing import BinaryIO, Self, TypeAlias
 from msgspec.structs import replace
 
 from sluice._errors import CheckpointError
-from sluice._options import Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.merging import OpenFile
 from sluice.checkpoint.opening import open_path, open_section
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
+from sluice.formats.pickles.unpickler import BYTES
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
 from sluice.sources.opening import stream_source
 from sluice.sources.protocol import Source
 
-__all__ = ["CheckpointSource", "OpenCheckpoint", "borrow"]
+__all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
 
 
 class OpenCheckpoint:
@@ -43,7 +44,14 @@ class OpenCheckpoint:
         self._closed = False
 
     @classmethod
-    def open(cls, source: CheckpointSource, *, key: str | None = None, limits: Limits | None = None) -> Self:
+    def open(
+        cls,
+        source: CheckpointSource,
+        *,
+        key: str | None = None,
+        limits: Limits | None = None,
+        encoding: str = TEXT_ENCODING,
+    ) -> Self:
         """Open a checkpoint; see ``sluice.open`` for the arguments and errors.
 
         If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files.
@@ -52,7 +60,7 @@ class OpenCheckpoint:
             opened = cls(source.path, source.index, source._files, source.limits)  # noqa: SLF001  (its own class)
             owned = False
         else:
-            opened, owned = cls._open_files(source, limits or Limits()), True
+            opened, owned = cls._open_files(source, limits or Limits(), check_encoding(encoding)), True
         if key is not None:
             try:
                 opened.index = replace(opened.index, tree=_part(opened.index.tree, key, opened.path))
@@ -63,14 +71,14 @@ class OpenCheckpoint:
         return opened
 
     @classmethod
-    def _open_files(cls, source: str | os.PathLike[str] | BinaryIO, limits: Limits) -> Self:
+    def _open_files(cls, source: str | os.PathLike[str] | BinaryIO, limits: Limits, encoding: str) -> Self:
         if isinstance(source, (str, bytes, os.PathLike)):
             path = os.fsdecode(source)
-            index, files = open_path(path, limits)
+            index, files = open_path(path, limits, encoding)
         else:
             opened, start = stream_source(source)
             path = opened.path
-            index, files, end = open_section(opened, start, limits)
+            index, files, end = open_section(opened, start, limits, encoding)
             source.seek(end)
         return cls(path, index, files, limits)
 
@@ -193,10 +201,25 @@ def _part(tree: object, key: str, path: str) -> object:
     return part
 
 
+def check_encoding(encoding: str) -> str:
+    """Return an encoding of text; raise ``ValueError`` if Python does not know it."""
+    if encoding != BYTES:
+        try:
+            " ".encode(encoding)
+        except LookupError:
+            expected = "'utf-8', 'latin1', 'ascii', another encoding that Python knows, or 'bytes'"
+            raise ValueError(f"encoding: {encoding!r} is not an encoding of text; expected {expected}") from None
+    return encoding
+
+
 @contextmanager
-def borrow(source: CheckpointSource, *, limits: Limits | None = None) -> Iterator[OpenCheckpoint]:
+def borrow(
+    source: CheckpointSource, *, limits: Limits | None = None, encoding: str = TEXT_ENCODING
+) -> Iterator[OpenCheckpoint]:
     """Open a checkpoint for the block; a checkpoint that is already open stays open."""
-    checkpoint = source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source, limits=limits)
+    checkpoint = (
+        source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source, limits=limits, encoding=encoding)
+    )
     try:
         yield checkpoint
     finally:

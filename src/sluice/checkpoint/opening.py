@@ -14,7 +14,7 @@ from contextlib import closing
 from msgspec.structs import replace
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
-from sluice._options import INDEXING_THREADS, Limits
+from sluice._options import INDEXING_THREADS, TEXT_ENCODING, Limits
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
 from sluice.checkpoint.merging import OpenFile, incomplete, merge
 from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, index_layout, open_member, survey
@@ -29,10 +29,11 @@ from sluice.sources.section import Section
 __all__ = ["open_layout", "open_path", "open_section"]
 
 
-def open_path(path: str, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+def open_path(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open a file, a directory or the index file of a sharded checkpoint; reads no tensor data.
 
     A path that ends in ``.json`` must be an index file; a path to ``.metadata`` means its directory.
+    ``encoding`` is that of text which Python 2 wrote.
 
     Returns:
         The index of the checkpoint, and its files in the order of ``Index.files``.
@@ -45,24 +46,24 @@ def open_path(path: str, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
     """
     directory = open_directory(path)
     if directory is not None:
-        return open_layout(survey(directory, limits), limits)
+        return open_layout(survey(directory, limits), limits, encoding)
     parent, name = parent_directory(path)
     if name.endswith(".json"):
         with closing(open_source(path)) as index_file:
             layout = index_layout(index_file, parent, limits)
-        return open_layout(layout, limits)
+        return open_layout(layout, limits, encoding)
     if name == METADATA_FILE:
         layout = CheckpointLayout(path=path, directory=parent, kind="distributed", files=(METADATA_FILE,))
-        return open_layout(layout, limits)
-    file = _open_file(open_source(path), limits)
+        return open_layout(layout, limits, encoding)
+    file = _open_file(open_source(path), limits, encoding)
     return file.index, (file,)
 
 
-def _open_file(source: Source, limits: Limits) -> OpenFile:
+def _open_file(source: Source, limits: Limits, encoding: str) -> OpenFile:
     """Index a file; closes the source if that fails."""
     try:
         headers = ReadAhead(source)
-        file_format = detect(headers)
+        file_format = detect(headers, encoding=encoding)
         index = file_format.read_index(headers, limits)
         if index.end not in {None, source.identity.nbytes}:
             raise FormatError(
@@ -72,6 +73,7 @@ def _open_file(source: Source, limits: Limits) -> OpenFile:
                 offset=index.end,
                 expected=f"{index.end} bytes",
                 found=f"{source.identity.nbytes} bytes",
+                advice="torch reads the first object and ignores the rest.",
             )
         return OpenFile(source=source, locator=file_format, index=index)
     except BaseException:
@@ -79,7 +81,9 @@ def _open_file(source: Source, limits: Limits) -> OpenFile:
         raise
 
 
-def open_section(source: Source, start: int, limits: Limits) -> tuple[Index, tuple[OpenFile, ...], int]:
+def open_section(
+    source: Source, start: int, limits: Limits, encoding: str = TEXT_ENCODING
+) -> tuple[Index, tuple[OpenFile, ...], int]:
     """Open the checkpoint that starts at byte ``start`` of a source; closes the source if that fails.
 
     Returns:
@@ -96,7 +100,7 @@ def open_section(source: Source, start: int, limits: Limits) -> tuple[Index, tup
             raise TruncatedError(problem, file=source.path, offset=start, found="nothing")
         section = Section(source, start, left)
         try:
-            file_format = detect(section)
+            file_format = detect(section, encoding=encoding)
             own = file_format.read_index(section, limits)
         except CheckpointError as error:
             if error.offset is not None:
@@ -111,14 +115,16 @@ def open_section(source: Source, start: int, limits: Limits) -> tuple[Index, tup
     return index, (OpenFile(source=source, locator=file_format, index=own, start=start),), end
 
 
-def open_layout(layout: CheckpointLayout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+def open_layout(
+    layout: CheckpointLayout, limits: Limits, encoding: str = TEXT_ENCODING
+) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open the files of a layout; returns and raises as ``open_path`` does."""
     if layout.kind == "distributed":
         # Imported here: it brings a package that no other checkpoint needs.
         from sluice.checkpoint.distributed import open_distributed
 
         return open_distributed(layout, limits)
-    opening = _Opening(layout, limits)
+    opening = _Opening(layout, limits, encoding)
     try:
         try:
             _in_threads(opening.open, len(layout.files))
@@ -141,11 +147,12 @@ class _Opening:
         missing: Positions of the files that do not exist.
     """
 
-    def __init__(self, layout: CheckpointLayout, limits: Limits) -> None:
+    def __init__(self, layout: CheckpointLayout, limits: Limits, encoding: str) -> None:
         self.files: list[OpenFile | None] = [None] * len(layout.files)
         self.missing: list[int] = []
         self._layout = layout
         self._limits = limits
+        self._encoding = encoding
         self._storages = 0
         self._counting = threading.Lock()
 
@@ -154,7 +161,7 @@ class _Opening:
         if source is None:
             self.missing.append(position)
             return
-        self.files[position] = file = _open_file(source, self._limits)
+        self.files[position] = file = _open_file(source, self._limits, self._encoding)
         with self._counting:
             self._storages += len(file.index.storages)
         if self._storages > self._limits.entries:

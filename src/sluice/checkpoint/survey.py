@@ -119,6 +119,10 @@ _SHOWN = 8
 _HINTS = 1000
 
 
+#: Advice for a directory that holds more than one checkpoint.
+_CHOOSE = "Pass the path of one file or index instead."
+
+
 class CheckpointLayout(Struct, frozen=True, kw_only=True):
     """The files that make up a checkpoint, before any of them is opened."""
 
@@ -312,10 +316,11 @@ def _choose_model(directory: str, names: set[str]) -> tuple[str | None, tuple[st
         return None, ()
     if not plain and len(variants) > 1:
         raise FormatError(
-            "the directory holds several variants of the model; pass the path of a file or an index instead",
+            "the directory holds several variants of the model",
             file=directory,
             expected="one variant",
             found=listed("files", [candidate.name for candidate in candidates]),
+            advice=_CHOOSE,
         )
     chosen = (plain or candidates)[0]
     others = [candidate.name for candidate in candidates if candidate is not chosen]
@@ -343,8 +348,8 @@ def _candidate(name: str) -> _Candidate | None:
 def _only_index(directory: str, names: set[str]) -> str | None:
     indexes = sorted(name for name in names if _ANY_INDEX.fullmatch(name))
     if len(indexes) > 1:
-        problem = "the directory holds several shard indexes; pass the path of one instead"
-        raise FormatError(problem, file=directory, expected="one index", found=listed("indexes", indexes))
+        problem, found = "the directory holds several shard indexes", listed("indexes", indexes)
+        raise FormatError(problem, file=directory, expected="one index", found=found, advice=_CHOOSE)
     return indexes[0] if indexes else None
 
 

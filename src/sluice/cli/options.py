@@ -13,7 +13,7 @@ import click
 
 import sluice
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
-from sluice._options import MemoryLimits, Place
+from sluice._options import TEXT_ENCODING, MemoryLimits, Place
 from sluice._units import parse_bytes
 from sluice.cli.failures import Failure, describe
 
@@ -26,6 +26,7 @@ __all__ = [
     "build_model",
     "check_device",
     "dtype_option",
+    "encoding_option",
     "find_factory",
     "key_option",
     "no_strict_option",
@@ -143,6 +144,24 @@ staging_option = click.option(
 )
 
 key_option = click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
+
+
+def _encoding(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    from sluice.checkpoint.open_checkpoint import check_encoding  # not needed for --help
+
+    try:
+        return check_encoding(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+encoding_option = click.option(
+    "--encoding",
+    callback=_encoding,
+    default=TEXT_ENCODING,
+    show_default=True,
+    help="Encoding of text that Python 2 wrote, such as latin1; bytes keeps it as bytes.",
+)
 
 no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing and unexpected names.")
 

@@ -194,9 +194,10 @@ def sizes(tree: object) -> dict[int, tuple[int, int]]:
 def _same_name(tree: object, name: str, first: Entry, keys: list[object]) -> FormatError:
     other = next(_spell(path) for seen, leaf, path in _leaves(tree) if seen == name and leaf is first)
     return FormatError(
-        "two tensors have the same dotted name; only the tree distinguishes them",
+        "two tensors have the same dotted name",
         tensor=name,
         found=f"{other} and {_spell(keys)}",
+        advice="Choose the part that holds one of them with key=, or take the tensors from sluice.open(...).tree.",
     )
 
 

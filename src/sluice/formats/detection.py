@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sluice._errors import FormatError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, TruncatedError
+from sluice._options import TEXT_ENCODING
 from sluice.formats.archives.tar import is_tar, refuse_tar
 from sluice.formats.foreign import recognise, recognise_npz
 from sluice.formats.protocol import Format
@@ -16,6 +17,9 @@ __all__ = ["FORMATS", "Format", "detect"]
 #: The formats that sluice reads. Their first bytes exclude each other.
 FORMATS: tuple[Format, ...] = (TorchZipFormat(), TorchLegacyFormat(), SafetensorsFormat())
 
+#: Those whose files can hold text of Python 2, by their name.
+_WITH_TEXT_OF_PYTHON_2 = {kind.name: kind for kind in (TorchZipFormat, TorchLegacyFormat)}
+
 #: Bytes of the head that is examined: a tar header has 512, and JSON names its kind early.
 _HEAD_BYTES = 4096
 
@@ -23,11 +27,12 @@ _HEAD_BYTES = 4096
 _SMALLEST_BYTES = 10
 
 
-def detect(source: Source) -> Format:
+def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
     """Return the format that the first bytes of a source indicate; nothing else is read.
 
     Args:
         source: An open source.
+        encoding: Encoding of text that Python 2 wrote, for the formats that can contain it.
 
     Raises:
         TruncatedError: It is too short for any format.
@@ -50,9 +55,11 @@ def detect(source: Source) -> Format:
         raise foreign
     for candidate in FORMATS:
         if candidate.matches(head):
-            return candidate
+            with_text = _WITH_TEXT_OF_PYTHON_2.get(candidate.name) if encoding != TEXT_ENCODING else None
+            return with_text(encoding=encoding) if with_text else candidate
     foreign = refuse_tar(source) if is_tar(head) else recognise(head, source.path)
     if foreign is not None:
         raise foreign
     problem = "not a recognized checkpoint format"
-    raise FormatError(problem, file=source.path, offset=0, expected="a torch.save or safetensors file", found=head[:16])
+    expected, advice = "a torch.save or safetensors file", CheckpointError.advice
+    raise FormatError(problem, file=source.path, offset=0, expected=expected, found=head[:16], advice=advice)

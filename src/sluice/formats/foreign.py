@@ -88,12 +88,6 @@ _PLACEHOLDERS = (
 )
 
 _KINDS = (
-    # The integer 0x1950a86a20f9469cfc6c.
-    _unread(
-        rb"L119547037146038801333356L?\n\.",
-        "a legacy torch.save file in pickle protocol 0 or 1",
-        _UNPICKLE.format("torch.load(weights_only=False)"),
-    ),
     _unread(
         rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "Load it with Keras or h5py, and save its tensors with safetensors."
     ),
@@ -109,7 +103,7 @@ _KINDS = (
     _unread(rb"BZh[1-9]1AY&SY|\xfd7zXZ\x00", "a bzip2- or xz-compressed file", "Unpack it with bunzip2 or unxz."),
     _unread(rb"\x04\x22\x4d\x18", "an lz4-compressed file", "Unpack it with lz4 -d."),
     _unread(rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or rar archive", _UNPACK),
-    _kind(rb"PK\x05\x06", FormatError, "this is an empty zip archive", ""),
+    _kind(rb"PK\x05\x06", FormatError, "this is an empty zip archive", CheckpointError.advice),
     # The number of bytes of the magic number, 10, is a line feed.
     _kind(
         rb"\x80[\x02\x03]\x8a\r\nl\xfc",
@@ -185,7 +179,7 @@ def recognise(head: bytes, file: str) -> CheckpointError | None:
     if text is None:
         return None
     line = text.strip()[:_SHOWN_CHARACTERS]
-    return FormatError("this is text, not a checkpoint", file=file, found=repr(line))
+    return FormatError("this is text, not a checkpoint", file=file, found=repr(line), advice=CheckpointError.advice)
 
 
 def _error(kind: _Kind, file: str) -> CheckpointError:
@@ -233,7 +227,7 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
         problem,
         file=file,
         found=first_names(list(map(repr, names))) if names else "nothing",
-        advice=_UNPACK if inside else None,
+        advice=_UNPACK if inside else CheckpointError.advice,
     )
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import SHOWN, section
-from sluice._options import Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.checkpoint.survey import optimizer_files
 from sluice.formats.divided import divided_directory
@@ -20,7 +20,7 @@ __all__ = ["optimizer_checkpoint"]
 
 @contextmanager
 def optimizer_checkpoint(
-    request: OptimizerRequest, source: CheckpointSource, *, limits: Limits | None = None
+    request: OptimizerRequest, source: CheckpointSource, *, limits: Limits | None = None, encoding: str = TEXT_ENCODING
 ) -> Iterator[OpenCheckpoint]:
     """Open the checkpoint of an optimizer for the length of the block.
 
@@ -30,6 +30,7 @@ def optimizer_checkpoint(
         request: The load, which decides which file fits.
         source: As in ``sluice.load_optimizer``.
         limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote.
 
     Raises:
         MismatchError: The directory holds the state of several optimizers, and none or more than one of them fits.
@@ -44,12 +45,12 @@ def optimizer_checkpoint(
         raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
     with ExitStack() as stack:
         if len(files) < 2:
-            yield stack.enter_context(borrow(files[0] if files else source, limits=limits))
+            yield stack.enter_context(borrow(files[0] if files else source, limits=limits, encoding=encoding))
             return
         outline = request.outline()
         lines, fitting = [], []
         for file in files:
-            checkpoint = stack.enter_context(borrow(file, limits=limits))
+            checkpoint = stack.enter_context(borrow(file, limits=limits, encoding=encoding))
             try:
                 request.find(checkpoint, outline)
             except MismatchError as error:

@@ -214,7 +214,7 @@ def with_second(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "name",
     [
-        *(b"../x", b"a/../x", b"a/./x", b"a/..", b"/a/x", b"a//x", b"a/", b"a", b"", b"/", b"b/x", b"ab/x"),
+        *(b"../x", b"a/../x", b"a/./x", b"a/..", b"/a/x", b"a//x", b"a", b"", b"/", b"b/x", b"ab/x"),
         *(b"a/x\\y", b"a\\x", b"a/x\0", b"a/\n", b"a/\x1b[0m", b"a/\xff", b"A/data/0"),
     ],
 )
@@ -285,6 +285,28 @@ def test_a_bomb_of_compressed_data() -> None:
 def test_a_record_marked_as_a_directory() -> None:
     with pytest.raises(FormatError, match="marked as a directory"):
         directory_of(with_second(attributes=0x10))
+
+
+def test_entries_of_directories_are_skipped() -> None:
+    """``zip -r`` adds them to an archive that was unpacked and packed again; torch ignores them."""
+    folders = [ArchiveRecord(name=name, attributes=0x10) for name in (b"a/", b"a/data/")]
+    packed = directory_of(build_archive([folders[0], HONEST[0], folders[1], *HONEST[1:]]))
+    assert list(packed.positions) == list(directory_of(build_archive(HONEST)).positions)
+    assert packed.archive == "a"
+    first = packed.record("data.pkl")
+    assert first is not None
+    assert first.limit == packed.headers[2]  # the entry of the second folder follows
+
+
+@pytest.mark.parametrize("name", [b"/", b"b/", b"a//", b"a/../", b"a/x"])
+def test_entries_of_odd_directories(name: bytes) -> None:
+    with pytest.raises(FormatError):
+        directory_of(build_archive([*HONEST, ArchiveRecord(name=name, attributes=0x10)]))
+
+
+def test_an_entry_of_a_directory_with_data() -> None:
+    with pytest.raises(FormatError):
+        directory_of(build_archive([*HONEST, ArchiveRecord(name=b"a/more/", data=b"x", attributes=0x10)]))
 
 
 @pytest.mark.parametrize(

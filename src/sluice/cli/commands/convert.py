@@ -15,7 +15,7 @@ import sluice
 from sluice._dtypes import ITEM_BYTES, is_castable
 from sluice._options import MemoryLimits, PageCache
 from sluice.cli.failures import Failure
-from sluice.cli.options import Size, parse_dtype, staging_option
+from sluice.cli.options import Size, encoding_option, parse_dtype, staging_option
 from sluice.cli.terminal import allow_replacing, progress_wanted
 from sluice.cli.views.report import show_report
 from sluice.formats.manifest import HashAlgorithm, new_hash
@@ -52,6 +52,7 @@ _DTYPES = tuple(name for name in ITEM_BYTES if is_castable(name))
     show_default=True,
     help="keep: leave the source in the page cache. bypass: do not change the cache.",
 )
+@encoding_option
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace existing files without asking.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
@@ -71,6 +72,7 @@ def convert_command(
     memory: int | None,
     staging: int,
     page_cache: PageCache,
+    encoding: str,
     dry_run: bool,
     force: bool,
     as_json: bool,
@@ -122,6 +124,7 @@ def convert_command(
         manifest_hash=manifest_hash,
         memory=MemoryLimits(host=memory, staging=staging),
         page_cache=page_cache,
+        encoding=encoding,
     )
     _check(destination, kind, max_shard_size, manifest, manifest_hash)
     if not (force or dry_run):

@@ -8,6 +8,7 @@ import click
 
 import sluice
 from sluice.cli.commands.verify import unreadable
+from sluice.cli.options import encoding_option
 from sluice.cli.terminal import progress_wanted
 from sluice.cli.views.report import show_report
 
@@ -21,6 +22,7 @@ __all__ = ["diff_command"]
 @click.option("--key-b", metavar="KEY", help="Compare only this part of B.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative tolerance.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Absolute tolerance.")
+@encoding_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors; the exit code is the answer.")
 def diff_command(
@@ -31,6 +33,7 @@ def diff_command(
     key_b: str | None,
     rtol: float,
     atol: float,
+    encoding: str,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -69,8 +72,8 @@ def diff_command(
       nbytes, seconds
     """
     with unreadable(), ExitStack() as stack:
-        left = stack.enter_context(sluice.open(a, key=key_a))
-        right = stack.enter_context(sluice.open(b, key=key_b))
+        left = stack.enter_context(sluice.open(a, key=key_a, encoding=encoding))
+        right = stack.enter_context(sluice.open(b, key=key_b, encoding=encoding))
         report = sluice.diff(left, right, rtol=rtol, atol=atol, progress=progress_wanted(quiet=quiet))
     show_report(report, as_json=as_json, quiet=quiet)
     if not report.same:

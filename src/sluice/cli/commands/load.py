@@ -13,6 +13,7 @@ from sluice.cli.options import (
     build_model,
     check_device,
     dtype_option,
+    encoding_option,
     find_factory,
     key_option,
     no_strict_option,
@@ -50,6 +51,7 @@ __all__ = ["load_command"]
     help="keep: leave the file in the page cache. bypass: do not change the cache.",
 )
 @place_option
+@encoding_option
 @click.option("--table", is_flag=True, help="List how each tensor was filled.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
@@ -66,6 +68,7 @@ def load_command(
     no_strict: bool,
     page_cache: PageCache,
     place: Place,
+    encoding: str,
     table: bool,
     as_json: bool,
     quiet: bool,
@@ -96,6 +99,7 @@ def load_command(
         memory=MemoryLimits(host=memory, staging=staging),
         page_cache=page_cache,
         place=place,
+        encoding=encoding,
         progress=progress_wanted(quiet=quiet),
     )
     show_report(

@@ -13,6 +13,7 @@ from sluice.cli.options import (
     build_model,
     check_device,
     dtype_option,
+    encoding_option,
     find_factory,
     key_option,
     no_strict_option,
@@ -55,6 +56,7 @@ _DOES_NOT_FIT = 3
 @staging_option
 @no_strict_option
 @place_option
+@encoding_option
 @click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
 @click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
@@ -73,6 +75,7 @@ def plan_command(
     staging: int,
     no_strict: bool,
     place: Place,
+    encoding: str,
     probe: bool,
     explain: bool,
     as_json: bool,
@@ -103,6 +106,7 @@ def plan_command(
         strict=not no_strict,
         place=place,
         memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),
+        encoding=encoding,
         probe=probe,
     )
     explanation = report.explain() if explain else None

@@ -12,6 +12,7 @@ import click
 import sluice
 from sluice._errors import SluiceError
 from sluice.cli.failures import Failure
+from sluice.cli.options import encoding_option
 from sluice.cli.terminal import allow_replacing, progress_wanted
 from sluice.cli.views.report import show_report
 from sluice.formats.manifest import HashAlgorithm
@@ -45,6 +46,7 @@ def unreadable() -> Iterator[None]:
     help="Hash for --write-manifest. Default: sha256. xxh3_128 is faster, and only detects accidental damage.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing manifest without asking.")
+@encoding_option
 @click.option("--nan", is_flag=True, help="Count NaN and infinite elements of each tensor.")
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
@@ -56,6 +58,7 @@ def verify_command(
     write_manifest: str | None,
     algorithm: HashAlgorithm | None,
     force: bool,
+    encoding: str,
     nan: bool,
     strict: bool,
     as_json: bool,
@@ -115,6 +118,7 @@ def verify_command(
             manifest=manifest,
             hashes=(algorithm or "sha256") if write_manifest else None,
             nan=nan,
+            encoding=encoding,
             progress=progress_wanted(quiet=quiet),
         )
         if write_manifest and report.ok:

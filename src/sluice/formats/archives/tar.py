@@ -53,7 +53,8 @@ def refuse_tar(source: Source) -> CheckpointError:
             return PathEscapeError(problem, file=source.path, offset=offset, found=found, advice=advice)
         if from_torch and member.type not in _PLAIN_TYPES:
             problem = f"member {member.name!r} of this tar archive is a link, a device or sparse"
-            return FormatError(problem, file=source.path, offset=offset, found=f"type {member.type!r}")
+            found, advice = f"type {member.type!r}", "Do not unpack it."
+            return FormatError(problem, file=source.path, offset=offset, found=found, advice=advice)
         if member.size > source.identity.nbytes - offset - _BLOCK_BYTES:
             problem = f"member {member.name!r} of this tar archive extends past the end of the file"
             return FormatError(problem, file=source.path, offset=offset, found=f"{member.size} bytes")
@@ -62,7 +63,8 @@ def refuse_tar(source: Source) -> CheckpointError:
         return UnsupportedError("this is a tar archive, which sluice does not read", file=source.path, advice=advice)
     problem = "this is a tar archive, as written by torch.save before 0.2"
     if "pickle" not in names:
-        return FormatError(f"{problem}, without the member 'pickle'", file=source.path)
+        advice = CheckpointError.advice
+        return FormatError(f"{problem}, without the member 'pickle'", file=source.path, advice=advice)
     advice = "If you trust it, load it with torch.load(weights_only=False) and save its tensors with torch.save."
     return UnsupportedError(problem, file=source.path, advice=advice)
 

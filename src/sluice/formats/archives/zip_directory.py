@@ -15,8 +15,8 @@ Limits: ``Limits.entries`` records and ``Limits.header_bytes`` of central direct
 
 Refused, because readers disagree on them or no writer needs them: a comment; bytes before the first record or after the
 end record; records that overlap or are out of order; two names that differ only in case; names that are not plain
-relative paths under one common directory; directory entries; several disks. Compressed and encrypted records are
-unsupported, because their data cannot be read in place.
+relative paths under one common directory; directories with data; several disks. Entries of directories, which packers
+add, are skipped. Compressed and encrypted records are unsupported, because their data cannot be read in place.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
 from sluice._options import Limits
+from sluice.formats.archives.zip64 import zip64_fields
 from sluice.sources.protocol import Source
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "ZipRecord",
     "first_names",
     "read_directory",
-    "zip64_fields",
 ]
 
 #: Size of a local header without its name and extra field, in bytes.
@@ -50,8 +50,6 @@ KNOWN_FLAGS = 0x0808
 
 #: Escape values: the actual value is in the zip64 field.
 _IN_ZIP64_16, _IN_ZIP64_32 = 0xFFFF, 0xFFFFFFFF
-
-_ZIP64_EXTRA = 1
 
 # signature, disk, directory's disk, entries on the disk, entries, directory bytes, directory offset, comment bytes
 _END = struct.Struct("<4sHHHHIIH")
@@ -75,6 +73,9 @@ _NAMES_BYTES = 1 << 20
 
 #: Bytes at the end of the file in which a misplaced end record is searched, to tell trailing bytes from truncation.
 _SEARCH_BYTES = 1 << 20
+
+#: Advice for content that readers of zip archives treat differently.
+_ADDED = "torch.save never writes this: remove what was added to the archive, or save the object again."
 
 #: A relative path without empty, "." or ".." components, control characters or backslashes.
 _NAME = re.compile(rb"(?:(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+(?:/(?!\Z)|\Z))+")
@@ -249,6 +250,7 @@ def _missing_end(source: Source) -> FormatError | TruncatedError:
             offset=start + found + _END.size,
             expected="the end of the file",
             found=f"{size - start - found - _END.size} bytes",
+            advice=_ADDED,
         )
     return TruncatedError("the file ends before the archive's end record", file=source.path, offset=size)
 
@@ -273,10 +275,12 @@ class _DirectoryParser:
             following, name, header, nbytes, crc = self._entry(at)
             if not free <= header <= free + (_MAX_SLACK_BYTES if position else 0):
                 raise self._error("records overlap or leave a gap", at, expected=free, found=header)
-            key = self._key(name, at)
-            if key in positions:
-                raise self._error(f"two records have the name {_printable(name)}", at)
-            positions[key] = position
+            is_directory = name.endswith(b"/") and not nbytes
+            key = self._key(name, at, is_directory=is_directory)
+            if not is_directory:
+                if key in positions:
+                    raise self._error(f"two records have the name {_printable(name)}", at, advice=_ADDED)
+                positions[key] = position
             headers.append(header)
             sizes.append(nbytes)
             crcs.append(crc)
@@ -309,13 +313,13 @@ class _DirectoryParser:
         if signature != b"PK\1\2" or following > len(self._raw) or disk:
             raise self._error("an entry of the central directory is damaged", at)
         name = self._raw[start:extra]
-        if attributes & _IS_DIRECTORY:
-            raise self._error(f"record {_printable(name)} is marked as a directory, which torch.save never does", at)
         if _IN_ZIP64_32 in (packed, nbytes, header):
             fields = zip64_fields(self._raw[extra : extra + extra_bytes], (nbytes, packed, header))
             if fields is None:
                 raise self._error(f"record {_printable(name)} has no zip64 field for its sizes", at)
             nbytes, packed, header = fields
+        if attributes & _IS_DIRECTORY and (nbytes or not name.endswith(b"/")):
+            raise self._error(f"record {_printable(name)} has data, but is marked as a directory", at)
         if flags & ~KNOWN_FLAGS or method:
             self._note_unsupported(name, flags, method, nbytes, at)
         if packed != nbytes and not method:
@@ -327,7 +331,7 @@ class _DirectoryParser:
             )
         return following, name, header, packed, crc
 
-    def _key(self, name: bytes, at: int) -> str:
+    def _key(self, name: bytes, at: int, *, is_directory: bool) -> str:
         if not self._prefix:
             self._prefix = name[: name.find(b"/") + 1]
         if len(name) > self._limits.name_bytes:
@@ -335,10 +339,10 @@ class _DirectoryParser:
                 f"a record's name is longer than {self._limits.name_bytes} bytes", file=self._file, found=len(name)
             )
         prefix = self._prefix
-        if not prefix or not name.startswith(prefix) or not _NAME.fullmatch(name):
-            raise self._error(
-                f"record {_printable(name)} is not a plain path under the directory of the first record", at
-            )
+        plain = name[:-1] if is_directory else name
+        if not prefix or not name.startswith(prefix) or not _NAME.fullmatch(plain):
+            problem = f"record {_printable(name)} is not a plain path under the directory of the first record"
+            raise self._error(problem, at, advice=_ADDED)
         try:
             prefix.decode()  # the common directory is kept as text
             key = name[len(prefix) :].lower().decode()
@@ -346,7 +350,7 @@ class _DirectoryParser:
                 self._spelled[key] = name[len(prefix) :].decode()
             return key
         except UnicodeDecodeError:
-            raise self._error(f"the name of record {_printable(name)} is not UTF-8", at) from None
+            raise self._error(f"the name of record {_printable(name)} is not UTF-8", at, advice=_ADDED) from None
 
     def _note_unsupported(self, name: bytes, flags: int, method: int, nbytes: int, at: int) -> None:
         if name.endswith(b"/data.pkl") and nbytes > self._limits.header_bytes:
@@ -360,39 +364,11 @@ class _DirectoryParser:
                 problem, file=self._file, offset=self._end.offset + at, advice=advice if method else None
             )
 
-    def _error(self, problem: str, at: int, *, expected: object = None, found: object = None) -> FormatError:
-        return FormatError(problem, file=self._file, offset=self._end.offset + at, expected=expected, found=found)
-
-
-def zip64_fields(extra: bytes, fields: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Replace the escaped values in ``fields`` by their 64-bit values from the zip64 part of an extra field.
-
-    Args:
-        extra: The whole extra field.
-        fields: 32-bit values in the order of the zip64 part; 0xFFFFFFFF is the escape.
-
-    Returns:
-        The values, or None if the zip64 part is missing or too short.
-    """
-    at = 0
-    while at + 4 <= len(extra):
-        kind, nbytes = struct.unpack_from("<HH", extra, at)
-        at += 4
-        if kind == _ZIP64_EXTRA and at + nbytes <= len(extra):
-            values = iter(struct.unpack_from(f"<{nbytes // 8}Q", extra, at))
-            return _replace_escapes(fields, values)
-        at += nbytes
-    return None
-
-
-def _replace_escapes(fields: tuple[int, ...], values: Iterator[int]) -> tuple[int, ...] | None:
-    filled = []
-    for field in fields:
-        value = next(values, None) if field == _IN_ZIP64_32 else field
-        if value is None:
-            return None
-        filled.append(value)
-    return tuple(filled)
+    def _error(
+        self, problem: str, at: int, *, expected: object = None, found: object = None, advice: str | None = None
+    ) -> FormatError:
+        offset = self._end.offset + at
+        return FormatError(problem, file=self._file, offset=offset, expected=expected, found=found, advice=advice)
 
 
 def _printable(name: bytes) -> str:

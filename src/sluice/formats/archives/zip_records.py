@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
+from sluice.formats.archives.zip64 import zip64_fields
 from sluice.formats.archives.zip_directory import (
     KNOWN_FLAGS,
     LOCAL_HEADER_BYTES,
     ZipRecord,
     read_directory,
-    zip64_fields,
 )
 from sluice.formats.coalesced import read_ranges
 from sluice.formats.protocol import Checksum

@@ -38,7 +38,7 @@ from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.shard_index import is_plain_path
 from sluice.formats.torch_save.plain_values import DTYPE_PREFIX
-from sluice.records import TorchSize, TorchText, UnsupportedValue
+from sluice.records import Opaque, TorchSize, TorchText, UnsupportedValue
 from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
 
@@ -263,6 +263,9 @@ class _MetadataReader:
         if type(state) is not tuple or len(state) != _PROPERTIES or state[3] is not MEMORY_FORMAT:
             raise self._error("the properties of a tensor are malformed", name)
         dtype, layout = state[:2]
+        if type(dtype) is Opaque:
+            problem = "a tensor of a dtype that sluice does not know"
+            return UnsupportedValue(qualified_name=dtype.qualified_name, reason=problem, file=self._file)
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise self._error("the dtype of a tensor is not a torch.dtype", name)
         if dtype[len(DTYPE_PREFIX) :] not in ITEM_BYTES:

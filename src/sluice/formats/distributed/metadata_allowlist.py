@@ -16,7 +16,7 @@ from typing import Any, Never
 
 from msgspec import Struct
 
-from sluice._errors import FormatError
+from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject
 from sluice.formats.torch_save.plain_values import PlainValues
@@ -105,7 +105,7 @@ def _begin(kind: str, arguments: tuple[Any, ...]) -> PendingObject:
 
 def _memory_format(arguments: tuple[Any, ...]) -> Opaque:
     if len(arguments) != 1 or type(arguments[0]) is not int or arguments[0] not in _MEMORY_FORMAT_VALUES:
-        raise FormatError("unknown memory format")
+        raise UnsupportedError("a memory format that sluice does not know", found=repr(arguments)[:80])
     return MEMORY_FORMAT
 
 

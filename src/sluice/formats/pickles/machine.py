@@ -8,16 +8,27 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
-from sluice._options import Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.pickles.keys import KeyGuard
 from sluice.records import Entry, Opaque, UnsupportedValue
 
-__all__ = ["ARGUMENTS", "HOOKS", "Allowlist", "Constructor", "Consumed", "Machine", "PendingObject", "Refusal"]
+__all__ = [
+    "ARGUMENTS",
+    "BYTES",
+    "HOOKS",
+    "Allowlist",
+    "Constructor",
+    "Consumed",
+    "Machine",
+    "PendingObject",
+    "Refusal",
+]
 
 AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
 
@@ -26,6 +37,12 @@ _MARKS_PER_LEVEL = 4
 
 #: Number of arguments that are searched for unsupported values. No call in torch's pickles has more.
 _SEARCHED_ARGUMENTS = 8
+
+#: In place of the encoding of Python 2's text: keep it as bytes, as ``torch.load(encoding="bytes")`` does.
+BYTES = "bytes"
+
+#: Longest excerpt of undecodable text in a message, in bytes.
+_SHOWN_BYTES = 40
 
 _DICT_KINDS = frozenset({dict, OrderedDict, Counter})
 
@@ -39,6 +56,9 @@ class Consumed(Struct, frozen=True, kw_only=True):
 
 #: Placeholders for the arguments of a tensor, to which no pickler refers again, and for its hooks, which some share.
 ARGUMENTS, HOOKS = Consumed(remake=None), Consumed(remake=OrderedDict)
+
+#: Placeholder for a memo index that the pickle skipped.
+_SKIPPED = Consumed(remake=None)
 
 
 class PendingObject(Struct, kw_only=True):
@@ -88,20 +108,22 @@ class Refusal(Struct, frozen=True, kw_only=True):
     error: CheckpointError
 
 
-def _unsupported_part(arguments: object) -> UnsupportedValue | None:
-    """Return the first unsupported value in the arguments of a call; torch nests the parts of tensors once."""
-    parts = arguments[:_SEARCHED_ARGUMENTS] if type(arguments) is tuple else (arguments,)
-    nested = [inner for part in parts if type(part) is tuple for inner in part[:_SEARCHED_ARGUMENTS]]
-    return next((part for part in (*parts, *nested) if type(part) is UnsupportedValue), None)
-
-
 class Machine:
     """Stack, marks and memo of one pickle. The attributes are for the opcode handlers.
 
     ``stack`` holds the values pushed since the latest mark; ``frames`` holds the stack below each mark.
     """
 
-    def __init__(self, data: bytes, allowlist: Allowlist, *, limits: Limits, file: str, offset: int = 0) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        allowlist: Allowlist,
+        *,
+        limits: Limits,
+        file: str,
+        offset: int = 0,
+        encoding: str = TEXT_ENCODING,
+    ) -> None:
         """Prepare to run one pickle.
 
         Args:
@@ -110,6 +132,7 @@ class Machine:
             limits: Bounds on the declarations in the pickle.
             file: Path of the file, for error messages.
             offset: Offset of the pickle in the file, in bytes, for error messages.
+            encoding: Encoding of the text that Python 2 wrote, or ``BYTES``.
         """
         self.data = data
         self.allowlist = allowlist
@@ -125,6 +148,8 @@ class Machine:
         self.end = 0
         #: Leaves of the globals outside the allowlist, by module and name.
         self.opaque: dict[tuple[str, str], Opaque] = {}
+        #: The ``id`` of each of them.
+        self._outside: set[int] = set()
         #: Constructor of the hooks of tensors; None if not permitted.
         self.hooks_class = allowlist.names.get(("collections", "OrderedDict"))
         #: Sizes and strides shared by tensors, by their opcodes.
@@ -133,6 +158,8 @@ class Machine:
         self.refusal: Refusal | None = None
         self._file = file
         self._offset = offset
+        self._start = offset
+        self._encoding = encoding
         self._unsupported = 0
         self._max_frames = _MARKS_PER_LEVEL * limits.depth
 
@@ -144,9 +171,11 @@ class Machine:
         *,
         expected: object = None,
         found: object = None,
+        advice: str | None = None,
     ) -> AnyCheckpointError:
         """Return an error at ``position`` in the pickle."""
-        return kind(problem, file=self._file, offset=self._offset + position, expected=expected, found=found)
+        offset = self._offset + position
+        return kind(problem, file=self._file, offset=offset, expected=expected, found=found, advice=advice)
 
     def check_end(self, position: int, end: int) -> None:
         """Check a value of ``data[position:end]`` that extends past ``bound``."""
@@ -176,20 +205,40 @@ class Machine:
     def store(self, index: int, position: int) -> None:
         """Store the top of the stack in the memo at ``index``.
 
-        Picklers number memo entries from 0 without gaps. With a gap, one opcode could determine the size of the memo.
+        Picklers number the objects that they write from 0, Python 2's ``cPickle`` from 1, and its
+        ``pickletools.optimize`` leaves gaps. An object takes at least one byte, so a larger index would only determine
+        the size of the memo.
         """
-        if index > len(self.memo):
-            raise self.error(
-                FormatError, "the pickle skips memo indices", position, expected=len(self.memo), found=index
+        memo, largest = self.memo, self._offset + position - self._start
+        if index > largest:
+            problem = "a memo index is larger than the number of objects before it"
+            raise self.error(FormatError, problem, position, expected=f"at most {largest}", found=index)
+        if index > len(memo):
+            memo.extend(repeat(_SKIPPED, index - len(memo)))
+        memo[index : index + 1] = [self.stack[-1]]
+
+    def text_of_python2(self, raw: bytes, position: int) -> str | bytes:
+        """Return text that Python 2 wrote, which does not declare its encoding, as ``torch.load`` does."""
+        if self._encoding == BYTES:
+            return raw
+        try:
+            return raw.decode(self._encoding)
+        except UnicodeError as error:
+            advice = (
+                "Pass the encoding of its writer, as to torch.load: encoding='latin1' (--encoding latin1), or 'bytes'."
             )
-        self.memo[index : index + 1] = [self.stack[-1]]
+            problem = f"text that Python 2 wrote is not {self._encoding}"
+            start = error.start if isinstance(error, UnicodeDecodeError) else 0
+            found = raw[max(0, start - _SHOWN_BYTES // 2) :][:_SHOWN_BYTES]
+            raise self.error(UnsupportedError, problem, position, found=found, advice=advice) from None
 
     def fetch(self, index: int, position: int) -> object:
         """Return the object in the memo at ``index``; replace a placeholder by its object."""
         value: object = self.memo[index]
         if type(value) is Consumed:
             if value.remake is None:
-                problem = f"the pickle refers to memo entry {index}, the arguments of a completed call"
+                what = "which it did not store" if value is _SKIPPED else "the arguments of a completed call"
+                problem = f"the pickle refers to memo entry {index}, {what}"
                 raise self.error(FormatError, problem, position)
             value = self.memo[index] = value.remake()
         if type(value) is PendingObject and value.value is not None:
@@ -203,6 +252,7 @@ class Machine:
             known = self.opaque.get((module, name))
         if known is None:
             known = self.opaque[module, name] = Opaque(qualified_name=f"{module}.{name}")
+            self._outside.add(id(known))
         return known
 
     def call(self, function: object, arguments: object, position: int) -> object:
@@ -245,9 +295,7 @@ class Machine:
         except CheckpointError as error:
             return self._refuse(error, position, "a storage", identity)
 
-    def _refuse(
-        self, error: CheckpointError, position: int, name: str, arguments: object
-    ) -> Refusal | UnsupportedValue:
+    def _refuse(self, error: CheckpointError, position: int, name: str, arguments: object) -> Refusal | Opaque:
         """Return the placeholder of a value that could not be built.
 
         Args:
@@ -258,9 +306,9 @@ class Machine:
         """
         if isinstance(error, LimitError):
             raise self._located(error, position)
-        part = _unsupported_part(arguments)
-        if part is not None:
-            return part
+        unsupported, unknown = self._unbuilt_parts(arguments)
+        if unsupported is not None:
+            return unsupported
         if isinstance(error, UnsupportedError):
             self._unsupported += 1
             if self._unsupported > self.limits.entries:
@@ -268,6 +316,8 @@ class Machine:
                 raise self.error(LimitError, problem, position)
             found = name if error.found is None else str(error.found)
             return UnsupportedValue(qualified_name=found, reason=error.problem, file=self._file)
+        if unknown is not None:
+            return unknown
         # The first refusal causes the later ones, whose arguments contain its placeholder.
         if self.refusal is None:
             self.refusal = Refusal(error=self._located(error, position))
@@ -276,6 +326,17 @@ class Machine:
     def _located(self, error: AnyCheckpointError, position: int) -> AnyCheckpointError:
         error.file, error.offset = self._file, self._offset + position
         return error
+
+    def _unbuilt_parts(self, arguments: object) -> tuple[UnsupportedValue | None, Opaque | None]:
+        """Return the first unsupported value, and the first global outside the allowlist, in the arguments of a call.
+
+        The call itself is not at fault then. torch nests the parts of tensors once.
+        """
+        parts = arguments[:_SEARCHED_ARGUMENTS] if type(arguments) is tuple else (arguments,)
+        nested = [inner for part in parts if type(part) is tuple for inner in part[:_SEARCHED_ARGUMENTS]]
+        every = (*parts, *nested)
+        unsupported = next((part for part in every if type(part) is UnsupportedValue), None)
+        return unsupported, next((part for part in every if id(part) in self._outside), None)
 
     def fill(self, target: object, items: list[Any], position: int) -> None:
         """Add ``items``, alternating keys and values, to a dict."""

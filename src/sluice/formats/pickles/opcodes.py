@@ -1,4 +1,4 @@
-"""Opcode handlers: one for each opcode that ``torch.save`` emits in pickle protocols 2 to 5; all others are refused.
+"""Opcode handlers: one for each opcode that ``torch.save`` emits in pickle protocols 1 to 5; all others are refused.
 
 A handler takes the machine and the position after its opcode, and returns the position of the next opcode, or
 ``STOPPED``. The loop in ``unpickler`` maps ``IndexError`` (an empty stack or a missing memo entry), ``struct.error``
@@ -9,38 +9,41 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import TypeAlias
 
-from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError, UnsupportedError
+from sluice._errors import (
+    TRUST_TORCH,
+    FormatError,
+    LimitError,
+    TruncatedError,
+    UnsafeContentError,
+    UnsupportedError,
+)
 from sluice.formats.pickles.machine import Constructor, Consumed, Machine, PendingObject
 from sluice.formats.pickles.tensor_opcodes import take_tensor
+from sluice.formats.pickles.value_opcodes import VALUE_HANDLERS, Handler
 
 __all__ = ["HANDLERS", "STOPPED"]
-
-Handler: TypeAlias = Callable[[Machine, int], int]
 
 #: Return value of the STOP handler.
 STOPPED = -1
 
-#: Size of the largest integer in bytes, the limit of LONG1. Python refuses to print integers above 4,300 digits.
-_MAX_INTEGER_BYTES = 255
+#: Opcodes that import or call something and that neither torch.save nor its pickler writes.
+_CALLING = frozenset({"INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"})
 
 _NEWEST_PROTOCOL = 5
 
 _MARK = ord("(")
 
+_U8, _U32, _U64 = struct.Struct("<B"), struct.Struct("<I"), struct.Struct("<Q")
+
 #: Placeholders in the memo that a GET replaces by their objects.
 _PLACEHOLDERS = frozenset({Consumed, PendingObject})
-
-_U8, _U16, _U32, _U64 = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
-_I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 def _protocol(machine: Machine, position: int) -> int:
     protocol = machine.data[position]
-    if not 2 <= protocol <= _NEWEST_PROTOCOL:
-        raise machine.error(UnsupportedError, f"unsupported pickle protocol {protocol}", position, expected="2 to 5")
+    if not 1 <= protocol <= _NEWEST_PROTOCOL:
+        raise machine.error(UnsupportedError, f"unsupported pickle protocol {protocol}", position, expected="1 to 5")
     return position + 1
 
 
@@ -68,72 +71,6 @@ def _push_mark(machine: Machine, position: int) -> int:
         machine.mark(start)
         return position
     return after_tensor
-
-
-def _constant(value: object) -> Handler:
-    def push(machine: Machine, position: int) -> int:
-        machine.stack.append(value)
-        return position
-
-    return push
-
-
-def _empty(kind: type[object]) -> Handler:
-    def push(machine: Machine, position: int) -> int:
-        machine.stack.append(kind())
-        return position
-
-    return push
-
-
-def _number(layout: struct.Struct) -> Handler:
-    unpack, size = layout.unpack_from, layout.size
-
-    def push(machine: Machine, position: int) -> int:
-        machine.stack.append(unpack(machine.data, position)[0])
-        return position + size
-
-    return push
-
-
-def _long(layout: struct.Struct) -> Handler:
-    def push(machine: Machine, position: int) -> int:
-        nbytes: int = layout.unpack_from(machine.data, position)[0]
-        start = position + layout.size
-        if not 0 <= nbytes <= _MAX_INTEGER_BYTES:
-            raise machine.error(LimitError, f"the length of an integer is out of range: {nbytes} bytes", position)
-        if start + nbytes > machine.bound:
-            machine.check_end(start, start + nbytes)
-        machine.stack.append(int.from_bytes(machine.data[start : start + nbytes], "little", signed=True))
-        return start + nbytes
-
-    return push
-
-
-def _text(layout: struct.Struct) -> Handler:
-    unpack, size = layout.unpack_from, layout.size
-
-    def push(machine: Machine, position: int) -> int:
-        start = position + size
-        end: int = start + unpack(machine.data, position)[0]
-        if end > machine.bound:
-            machine.check_end(start, end)
-        machine.stack.append(machine.data[start:end].decode())
-        return end
-
-    return push
-
-
-def _binary(layout: struct.Struct, kind: type[bytes | bytearray]) -> Handler:
-    def push(machine: Machine, position: int) -> int:
-        start = position + layout.size
-        end: int = start + layout.unpack_from(machine.data, position)[0]
-        if end > machine.bound:
-            machine.check_end(start, end)
-        machine.stack.append(kind(machine.data[start:end]))
-        return end
-
-    return push
 
 
 def _put(layout: struct.Struct) -> Handler:
@@ -306,37 +243,22 @@ def _refuse(machine: Machine, position: int) -> int:
 
     code = machine.data[position - 1]
     known = next((opcode for opcode in pickletools.opcodes if opcode.code == chr(code)), None)
-    name = known.name if known else f"0x{code:02x}"
-    problem = f"the pickle uses opcode {name}, which torch.save never writes"
-    raise machine.error(UnsafeContentError, problem, position - 1)
+    if known is None:
+        raise machine.error(FormatError, f"byte 0x{code:02x} is not a pickle opcode", position - 1)
+    problem = f"the pickle uses opcode {known.name} of protocol {known.proto}"
+    if known.name in _CALLING:
+        raise machine.error(
+            UnsafeContentError, f"{problem}, which names code and which torch never writes", position - 1
+        )
+    raise machine.error(UnsupportedError, f"{problem}, which sluice does not read", position - 1, advice=TRUST_TORCH)
 
 
 _PERMITTED: dict[bytes, Handler] = {
+    **VALUE_HANDLERS,
     b"\x80": _protocol,
     b"\x95": _frame,
     b".": _stop,
     b"(": _push_mark,
-    b"N": _constant(None),
-    b"\x88": _constant(True),
-    b"\x89": _constant(False),
-    b")": _constant(()),
-    b"]": _empty(list),
-    b"}": _empty(dict),
-    b"\x8f": _empty(set),
-    b"J": _number(_I32),
-    b"K": _number(_U8),
-    b"M": _number(_U16),
-    b"G": _number(_F64),
-    b"\x8a": _long(_U8),
-    b"\x8b": _long(_I32),
-    b"X": _text(_U32),
-    b"U": _text(_U8),  # SHORT_BINSTRING: text from Python 2
-    b"\x8c": _text(_U8),
-    b"\x8d": _text(_U64),
-    b"B": _binary(_U32, bytes),
-    b"C": _binary(_U8, bytes),
-    b"\x8e": _binary(_U64, bytes),
-    b"\x96": _binary(_U64, bytearray),
     b"q": _put(_U8),
     b"r": _put(_U32),
     b"\x94": _memoize,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sluice._errors import LimitError, TruncatedError
-from sluice._options import Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.pickles.unpickler import Allowlist, Unpickler
 from sluice.sources.protocol import Source
 
@@ -32,8 +32,10 @@ class Unpickled(NamedTuple):
     end: int
 
 
-def unpickle_at(source: Source, start: int, allowlist: Allowlist, limits: Limits) -> Unpickled:
-    """Run the pickle that starts at byte ``start`` of the file.
+def unpickle_at(
+    source: Source, start: int, allowlist: Allowlist, limits: Limits, *, encoding: str = TEXT_ENCODING
+) -> Unpickled:
+    """Run the pickle that starts at byte ``start`` of the file; see ``Unpickler`` for the encoding.
 
     Raises:
         TruncatedError: The file ends before the pickle does.
@@ -44,7 +46,9 @@ def unpickle_at(source: Source, start: int, allowlist: Allowlist, limits: Limits
         raise TruncatedError("the file ends where a pickle should start", file=source.path, offset=start)
     windows = _Windows(source, start, limits.header_bytes)
     first = windows.read(start, 0)
-    unpickler = Unpickler(first, allowlist, limits=limits, file=source.path, offset=start, refill=windows.read)
+    unpickler = Unpickler(
+        first, allowlist, limits=limits, file=source.path, offset=start, refill=windows.read, encoding=encoding
+    )
     value = unpickler.load()
     return Unpickled(value, unpickler, windows.start + unpickler.end)
 

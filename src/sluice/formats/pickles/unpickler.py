@@ -1,4 +1,4 @@
-"""An inert unpickler: it reads pickles of protocols 2 to 5 and never imports or calls the globals that they name.
+"""An inert unpickler: it reads pickles of protocols 1 to 5 and never imports or calls the globals that they name.
 
 A pickle is a program for a small stack machine. This module has the loop of that machine, ``machine`` its state, and
 ``opcodes`` one function for each opcode that ``torch.save`` emits. Python's own unpickler cannot be made inert:
@@ -11,6 +11,7 @@ as a dict key crash the interpreter.
   with a ``Refusal`` in place of the value, and ``check_tree`` raises its error with the name of the tensor. A value of
   an unsupported kind, and any value built from it, becomes an ``UnsupportedValue``, which is also an inert leaf.
 - An opcode without a handler is refused, with its name and offset.
+- Text that Python 2 wrote (BINSTRING) does not declare its encoding; it is decoded as ``torch.load(encoding=)`` does.
 
 Limits: opcodes (``Limits.nodes``), nesting (``Limits.depth``), memo indices, lengths of text and bytes, and integers
 and tuples as keys are checked before use. No allocation is sized by a declared value, and no step recurses,
@@ -24,12 +25,21 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
-from sluice._options import Limits
+from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.pickles.keys import KeyGuard
-from sluice.formats.pickles.machine import Allowlist, Constructor, Machine, PendingObject, Refusal
+from sluice.formats.pickles.machine import BYTES, Allowlist, Constructor, Machine, PendingObject, Refusal
 from sluice.formats.pickles.opcodes import HANDLERS, STOPPED
 
-__all__ = ["Allowlist", "Constructor", "KeyGuard", "PendingObject", "Refill", "Refusal", "Unpickler"]
+__all__ = [
+    "BYTES",
+    "Allowlist",
+    "Constructor",
+    "KeyGuard",
+    "PendingObject",
+    "Refill",
+    "Refusal",
+    "Unpickler",
+]
 
 #: Bytes read of a value longer than the limit, to distinguish a truncated file from a value that is too long.
 _PROBE_BYTES = 64 << 10
@@ -51,6 +61,7 @@ class Unpickler(Machine):
         file: str,
         offset: int = 0,
         refill: Refill | None = None,
+        encoding: str = TEXT_ENCODING,
     ) -> None:
         """Prepare to run one pickle.
 
@@ -61,8 +72,9 @@ class Unpickler(Machine):
             file: Path of the file, for error messages.
             offset: Offset of the pickle in the file, in bytes.
             refill: Function that reads more of the file, for pickles of unknown length.
+            encoding: Encoding of the text that Python 2 wrote, or ``BYTES`` to keep its bytes.
         """
-        super().__init__(data, allowlist, limits=limits, file=file, offset=offset)
+        super().__init__(data, allowlist, limits=limits, file=file, offset=offset, encoding=encoding)
         self._refill = refill
 
     def load(self) -> object:
@@ -75,11 +87,9 @@ class Unpickler(Machine):
             FormatError: The pickle is malformed.
             TruncatedError: The pickle ends inside an opcode or before STOP.
             LimitError: The pickle exceeds a limit.
-            UnsafeContentError: The pickle uses an opcode that torch.save never writes.
-            UnsupportedError: The protocol is newer than 5, or a key is neither a plain value nor a tuple of them.
+            UnsafeContentError: The pickle uses an opcode that names code and that torch.save never writes.
+            UnsupportedError: The protocol is 0 or newer than 5, or a key is neither a plain value nor a tuple of them.
         """
-        if self.data[:1] != b"\x80":
-            raise self.error(FormatError, "not a pickle of protocol 2 to 5", 0)
         position, steps = 0, iter(range(self.limits.nodes))
         while position != STOPPED:
             position = self._run(position, steps)

@@ -11,10 +11,11 @@ Python attributes of tensors are kept, except objects of arbitrary classes, whic
 
 Limits: ``Limits.entries`` tensors, ``Limits.dimensions``, and sizes in signed 64-bit integers, as in torch.
 
-Refused: views outside their storage, contradictory storage declarations, hooks, unknown devices and unknown flags.
+Refused: views outside their storage and contradictory storage declarations.
 Unsupported, and therefore leaves of the tree (``Machine.call``): nested, meta and subclassed tensors; dtypes without
-plain strided tensors; in a big-endian file, tensors whose dtype differs from the dtype of their storage, because torch
-swaps bytes by the storage's dtype. Their storages are declared anyway, because legacy files store others after them.
+plain strided tensors; dtypes, storage classes, devices, metadata and further arguments that are unknown, as a newer
+torch may write them; hooks; in a big-endian file, tensors whose dtype differs from the dtype of their storage, because
+torch swaps bytes by that. Their storages are declared anyway, because legacy files store others after them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.formats.torch_save.composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
-from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, PlainValues, constructor
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, PlainValues, constructor, from_bytes
 from sluice.records import Entry, MathBit, Opaque, TorchText, elements_of
 
 __all__ = ["StorageKind", "StorageReference", "TorchAllowlist"]
@@ -125,6 +126,8 @@ class TorchAllowlist:
         self.keys = KeyGuard(limits)
         #: Storages in the order of first use.
         self.storages: list[StorageReference] = []
+        #: Names of the storage classes that sluice does not know.
+        self.unknown_storages: set[str] = set()
         #: Number of dropped Python attributes of tensors: objects of arbitrary classes.
         self.attributes_dropped = 0
         self._limits = limits
@@ -159,16 +162,26 @@ class TorchAllowlist:
 
         Raises:
             FormatError: The id is malformed or contradicts an earlier declaration of the same storage.
+            UnsupportedError: The class or the device of the storage is unknown.
         """
         if type(identity) is StorageReference:  # the memo holds it in place of the id
             return identity
+        if type(identity) is tuple and identity and type(identity[0]) is bytes:
+            identity = tuple(map(from_bytes, identity))
         if type(identity) is not tuple or len(identity) != _IDENTITY_FIELDS or identity[0] != "storage":
             raise FormatError("a persistent id does not identify a storage")
         _, kind, key, location, numel = identity
+        if type(kind) is Opaque and kind.qualified_name.startswith("torch."):
+            self.unknown_storages.add(kind.qualified_name)
+            raise UnsupportedError("a storage of a class that sluice does not know", found=kind.qualified_name)
         if type(kind) is not StorageKind or type(key) is not str or type(numel) is not int or numel < 0:
             raise FormatError("a storage is malformed", expected="class, key and number of elements")
+        known = self._declare(kind, key, numel)
         if type(location) is not str or location not in self._locations:
             self._check_location(location)
+        return known
+
+    def _declare(self, kind: StorageKind, key: str, numel: int) -> StorageReference:
         known = self._by_key.get(key)
         if known is None:
             known = StorageReference(len(self.storages), key, kind.dtype, numel, 0)
@@ -187,8 +200,11 @@ class TorchAllowlist:
         return known
 
     def _check_location(self, location: object) -> None:
-        if type(location) is not str or not _LOCATION.fullmatch(location):
-            raise FormatError("a storage has an unknown device")
+        if type(location) is not str:
+            raise FormatError("the device of a storage is not text")
+        if not _LOCATION.fullmatch(location):
+            problem = "a storage on an unknown device, which torch reads with map_location='cpu'"
+            raise UnsupportedError(problem, found=repr(location)[:80])
         self._locations.add(location)
 
     def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
@@ -205,6 +221,8 @@ class TorchAllowlist:
         _check_number(arguments, (7, 8))
         _check_hooks(arguments[5])
         dtype = arguments[6]
+        if type(dtype) is Opaque:
+            raise UnsupportedError("a tensor of a dtype that sluice does not know", found=dtype.qualified_name)
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise FormatError("the dtype of a tensor is not a torch.dtype")
         return _with_math_bits(self._tensor(dtype[len(DTYPE_PREFIX) :], *arguments[:5]), arguments[7:])
@@ -335,6 +353,8 @@ def _names() -> Mapping[tuple[str, str], object]:
 
 
 def _check_number(arguments: tuple[Any, ...], permitted: tuple[int, ...]) -> None:
+    if len(arguments) > permitted[-1]:
+        raise UnsupportedError(f"a tensor saved in {len(arguments)} parts, of which sluice knows {permitted[-1]}")
     if len(arguments) not in permitted:
         raise FormatError(
             "the call that rebuilds a tensor has the wrong number of arguments",
@@ -344,17 +364,18 @@ def _check_number(arguments: tuple[Any, ...], permitted: tuple[int, ...]) -> Non
 
 
 def _check_hooks(hooks: object) -> None:
-    if type(hooks) is not OrderedDict or hooks:
-        raise FormatError("a tensor has backward hooks")
+    # torch 0.4 wrote None, all later versions an empty OrderedDict.
+    if hooks is not None and (type(hooks) is not OrderedDict or hooks):
+        raise UnsupportedError("a tensor with backward hooks, which sluice does not keep")
 
 
 def _with_math_bits(entry: Entry, metadata: tuple[Any, ...]) -> Entry:
     """Return the entry with the conj and neg bits from the optional last argument of its rebuild call."""
-    if not metadata:
+    flags = metadata[0] if metadata else None
+    if flags is None:
         return entry
-    flags = metadata[0]
     if type(flags) is not dict or not flags.keys() <= {"conj", "neg"}:
-        raise FormatError("a tensor has unknown metadata")
+        raise UnsupportedError("a tensor with metadata that sluice does not know", found=repr(flags)[:80])
     if any(flag is not True for flag in flags.values()):  # torch writes only True, and would treat False as True
         raise FormatError("a flag in the metadata of a tensor is not True")
     bits: tuple[MathBit, ...] = tuple(bit for bit in ("conj", "neg") if bit in flags)

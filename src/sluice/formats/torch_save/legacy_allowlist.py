@@ -23,6 +23,7 @@ from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, PendingObject
 from sluice.formats.torch_save.allowlist import StorageKind, StorageReference, TorchAllowlist
+from sluice.formats.torch_save.plain_values import from_bytes
 from sluice.records import Entry, Opaque
 
 __all__ = ["LegacyAllowlist"]
@@ -78,6 +79,8 @@ class LegacyAllowlist(TorchAllowlist):
         """
         if type(identity) is not tuple:
             return super().load_persistent(identity)
+        if identity and type(identity[0]) is bytes:
+            identity = tuple(map(from_bytes, identity))
         if len(identity) > 1 and identity[0] == "module" and isinstance(identity[1], Opaque):
             return identity[1]
         if len(identity) != _IDENTITY_FIELDS:
@@ -96,6 +99,7 @@ class LegacyAllowlist(TorchAllowlist):
 
     def _view(self, storage: StorageReference, view: object) -> StorageReference:
         key, first, numel = view if type(view) is tuple and len(view) == 3 else (None, None, None)
+        key = from_bytes(key)
         if type(key) is not str or type(first) is not int or type(numel) is not int:
             raise FormatError("a view of a storage is malformed", expected="key, first element and number of elements")
         if not 0 <= first <= first + numel <= storage.numel:

@@ -19,7 +19,7 @@ starts where the pickles end.
 Limits: those of the inert unpickler, ``Limits.header_bytes`` for each pickle, and ``Limits.entries`` storages.
 
 Refused, although torch does not check it: a storage that is declared but not in the list of keys, or the reverse; a key
-that is listed twice; system information without byte order; a file that is also a tar archive (as torch 0.1 wrote them)
+that is listed twice; a file that is also a tar archive (as torch 0.1 wrote them)
 whose first member has the magic number as its name.
 """
 
@@ -32,8 +32,15 @@ from itertools import accumulate, repeat
 from operator import add
 from typing import Never
 
-from sluice._errors import FormatError, LimitError, TruncatedError, UnsafeContentError
-from sluice._options import Limits
+from sluice._errors import (
+    TORCH_MAY_READ,
+    FormatError,
+    LimitError,
+    TruncatedError,
+    UnsafeContentError,
+    UnsupportedError,
+)
+from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.archives.tar import is_tar
 from sluice.formats.coalesced import read_ranges
 from sluice.formats.pickles.stream import unpickle_at
@@ -50,10 +57,14 @@ __all__ = ["TorchLegacyFormat"]
 
 _MAGIC, _PROTOCOL_VERSION = 0x1950A86A20F9469CFC6C, 1001
 
-#: First bytes of a pickled 10-byte integer in protocols 2 and 3, and in protocols 4 and 5 with their frame of 13 bytes.
-_STARTS = tuple(
-    bytes([0x80, protocol]) + frame + b"\x8a\x0a"
-    for protocol, frame in [(2, b""), (3, b""), (4, b"\x95\x0d" + bytes(7)), (5, b"\x95\x0d" + bytes(7))]
+#: First bytes of a pickled 10-byte integer in protocols 2 and 3, and in protocols 4 and 5 with their frame of 13 bytes;
+#: the magic number in protocol 1.
+_STARTS = (
+    *(
+        bytes([0x80, protocol]) + frame + b"\x8a\x0a"
+        for protocol, frame in [(2, b""), (3, b""), (4, b"\x95\x0d" + bytes(7)), (5, b"\x95\x0d" + bytes(7))]
+    ),
+    b"L%dL\n." % _MAGIC,
 )
 
 #: Number of elements, before the data of each storage.
@@ -68,6 +79,14 @@ class TorchLegacyFormat(LocatedByIndex):
 
     name = "torch-legacy"
 
+    def __init__(self, *, encoding: str = TEXT_ENCODING) -> None:
+        """Prepare to read files.
+
+        Args:
+            encoding: Encoding of text that Python 2 wrote; see ``Unpickler``.
+        """
+        self._encoding = encoding
+
     def matches(self, head: bytes) -> bool:
         claimed = any(head.startswith(start) or start.startswith(head) for start in _STARTS)
         return claimed and not is_tar(head)
@@ -77,8 +96,12 @@ class TorchLegacyFormat(LocatedByIndex):
             start, little_endian = _check_preamble(source, limits)
             pickle_bytes = min(source.identity.nbytes, limits.header_bytes)
             allowlist = LegacyAllowlist(limits, pickle_bytes, little_endian=little_endian)
-            tree, unpickler, end = unpickle_at(source, start, allowlist, limits)
+            tree, unpickler, end = unpickle_at(source, start, allowlist, limits, encoding=self._encoding)
             tree, notes = check_object(tree, unpickler, allowlist, limits, source.path)
+            if allowlist.unknown_storages:
+                problem = "storages of a class that sluice does not know, so the places of the others are unknown too"
+                found = ", ".join(sorted(allowlist.unknown_storages)[:5])
+                raise UnsupportedError(problem, file=source.path, found=found, advice=TORCH_MAY_READ)
             order, data_start = _read_order(source, end, allowlist.storages, limits)
             offsets, end = _check_counts(source, order, data_start)
             return Index(
@@ -125,10 +148,10 @@ def _check_preamble(source: Source, limits: Limits) -> tuple[int, bool]:
         raise FormatError("unknown protocol version", file=source.path, offset=start, expected=_PROTOCOL_VERSION)
     start = end
     system, end = _read_plain(source, start, limits)
-    little_endian = system.get("little_endian") if type(system) is dict else None
-    if type(little_endian) is not bool:
-        raise FormatError("the file does not declare its byte order", file=source.path, offset=start)
-    return end, little_endian
+    if type(system) is not dict:
+        raise FormatError("the system information is not a dict", file=source.path, offset=start)
+    # torch reads the data as little-endian in any case; see ``LegacyAllowlist`` for complex numbers.
+    return end, system.get("little_endian") is not False
 
 
 def _read_order(

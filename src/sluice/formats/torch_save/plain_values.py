@@ -21,11 +21,11 @@ from types import MappingProxyType
 from typing import Any
 
 from sluice._dtypes import ITEM_BYTES
-from sluice._errors import FormatError, LimitError
+from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.records import TorchSize, TorchText
 
-__all__ = ["DTYPE_PREFIX", "PlainValues", "constructor", "is_torch_name"]
+__all__ = ["DTYPE_PREFIX", "PlainValues", "constructor", "from_bytes", "is_torch_name"]
 
 #: Prefix of the name of a dtype in ``str(torch.float32)``.
 DTYPE_PREFIX = "torch."
@@ -46,9 +46,16 @@ _QUANTIZATION_SCHEMES = (
 )
 
 
-def constructor(module: str, name: str, build: Callable[[tuple[Any, ...]], object]) -> Constructor:
-    """Return the constructor that replaces a global."""
-    return Constructor(qualified_name=f"{module}.{name}", build=build)
+def from_bytes(text: object) -> object:
+    """Return text, also if it is bytes because the caller keeps the text of Python 2 as bytes."""
+    return text.decode("latin1") if type(text) is bytes else text
+
+
+def constructor(
+    module: str, name: str, build: Callable[[tuple[Any, ...]], object], *, creates: bool = False
+) -> Constructor:
+    """Return the constructor that replaces a global; see ``Constructor`` for ``creates``."""
+    return Constructor(qualified_name=f"{module}.{name}", build=build, creates=creates)
 
 
 #: Names of the module of built-in types. Protocol 2 keeps the name from Python 2.
@@ -96,7 +103,7 @@ class PlainValues:
         """Return the replacement of each global, by module and name."""
         names = dict(_names())
         for (module, name), build in self._builders().items():
-            names[module, name] = constructor(module, name, build)
+            names[module, name] = constructor(module, name, build, creates=name == "Size")  # torch 1.0 used NEWOBJ
         return names
 
     def _builders(self) -> dict[tuple[str, str], Callable[[tuple[Any, ...]], object]]:
@@ -111,7 +118,7 @@ class PlainValues:
             builders[module, "set"] = self._set
             builders[module, "frozenset"] = lambda arguments: frozenset(self._set(arguments))
             builders[module, "bytes"] = lambda arguments: bytes(self._bytes(arguments))
-            builders[module, "bytearray"] = lambda arguments: bytearray(self._bytes(arguments))
+            builders[module, "bytearray"] = lambda arguments: bytearray(self._bytearray(arguments))
         return builders
 
     def _count_copy(self, size: int) -> None:
@@ -136,10 +143,18 @@ class PlainValues:
         data: bytes = self._sole_argument(arguments, bytes) if arguments else b""
         return data
 
+    def _bytearray(self, arguments: tuple[Any, ...]) -> bytes:
+        # Python 2 passes text and its encoding, Python 3 passes bytes.
+        return self._encode(arguments) if len(arguments) == 2 else self._bytes(arguments)
+
     def _encode(self, arguments: tuple[Any, ...]) -> bytes:
         # Protocol 2 writes bytes as text with the same code points.
-        if len(arguments) != 2 or arguments[1] != "latin1":
-            raise FormatError("bytes are encoded in an encoding other than latin1")
+        encoding = from_bytes(arguments[1]) if len(arguments) == 2 else None
+        if type(encoding) is not str or encoding not in {
+            "latin1",
+            "latin-1",
+        }:  # Python 3's pickles, and those of Python 2
+            raise UnsupportedError("bytes in an encoding that picklers do not use", found=repr(encoding)[:80])
         text: str = self._sole_argument(arguments[:1], str)
         try:
             return text.encode("latin1")
@@ -167,7 +182,7 @@ class PlainValues:
 
 def _default_dict(arguments: tuple[Any, ...]) -> dict[Any, Any]:
     if len(arguments) > 1:
-        raise FormatError("a defaultdict is built with initial items")
+        raise UnsupportedError("a defaultdict that is built with initial items")
     return {}
 
 

@@ -28,8 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from sluice._dtypes import number_bytes
-from sluice._errors import CheckpointError, FormatError, UnsupportedError
-from sluice._options import Limits
+from sluice._errors import TORCH_MAY_READ, CheckpointError, FormatError, UnsupportedError
+from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
 from sluice.formats.archives.zip_records import locate_records, read_record, record_checksums
 from sluice.formats.foreign import recognise_archive
@@ -77,14 +77,16 @@ class TorchZipFormat:
 
     name = "torch-zip"
 
-    def __init__(self, *, max_cached: int = 0, whole_objects: bool = False) -> None:
+    def __init__(self, *, encoding: str = TEXT_ENCODING, max_cached: int = 0, whole_objects: bool = False) -> None:
         """Prepare to read files.
 
         Args:
+            encoding: Encoding of text that Python 2 wrote; see ``Unpickler``.
             max_cached: Maximum number of cached objects. The pickle of a single tensor or plain value is run once for
                 all files with the same pickle.
             whole_objects: Whether to accept a file that holds an object of an arbitrary class, as an inert leaf.
         """
+        self._encoding = encoding
         self._whole_objects = whole_objects
         self._max_cached = max_cached
         self._cache: dict[tuple[bytes, bool], _ParsedObject] = {}
@@ -141,7 +143,7 @@ class TorchZipFormat:
         if cached is not None:
             return cached
         allowlist = TorchAllowlist(limits, len(data), big_endian=big_endian)
-        unpickler = Unpickler(data, allowlist, limits=limits, file=source.path, offset=offset)
+        unpickler = Unpickler(data, allowlist, limits=limits, file=source.path, offset=offset, encoding=self._encoding)
         tree = unpickler.load()
         if unpickler.end != len(data):
             raise FormatError("bytes follow the pickle in data.pkl", file=source.path, offset=offset + unpickler.end)
@@ -167,7 +169,8 @@ def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) 
             advice="If you trust it, load it with torch.jit.load, and save its state_dict with torch.save.",
         )
     if "data.pkl" not in directory:
-        raise FormatError("this zip archive was not written by torch.save: it has no data.pkl", file=source.path)
+        problem = "this zip archive was not written by torch.save: it has no data.pkl"
+        raise FormatError(problem, file=source.path, advice=CheckpointError.advice)
     if directory.unsupported is not None:
         raise directory.unsupported
     for name in _UNUSED_RECORDS:
@@ -178,7 +181,8 @@ def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) 
         raise FormatError("invalid storage alignment", file=source.path, found=repr(alignment))
     byte_order = _word(source, directory, "byteorder", default=_default_byte_order())
     if byte_order not in {"little", "big"}:
-        raise FormatError("unknown byte order", file=source.path, expected="little or big", found=repr(byte_order))
+        problem, expected = "unknown byte order", "little or big"
+        raise UnsupportedError(problem, file=source.path, expected=expected, found=repr(byte_order))
     return {"version": version, "byteorder": byte_order, "archive": directory.archive}
 
 
@@ -202,8 +206,11 @@ def _check_unused(source: Source, record: ZipRecord | None, limits: Limits) -> N
 def _version(source: Source, directory: CentralDirectory) -> str:
     name = ".data/version" if ".data/version" in directory else "version"
     version = _word(source, directory, name, default="").removesuffix("\n")
-    if not version.isascii() or not version.isdigit() or int(version) not in _VERSIONS:
-        raise FormatError("unknown format version", file=source.path, expected="1 to 10", found=repr(version))
+    if not version.isascii() or not version.isdigit():
+        raise FormatError("the format version is not a number", file=source.path, found=repr(version))
+    if int(version) not in _VERSIONS:
+        problem = "unknown format version, perhaps of a newer torch"
+        raise UnsupportedError(problem, file=source.path, expected="1 to 10", found=version, advice=TORCH_MAY_READ)
     return version
 
 
@@ -220,6 +227,9 @@ def _positions(references: Sequence[StorageReference], directory: CentralDirecto
     for reference in references:
         position = directory.positions.get(f"data/{reference.key}".lower())
         if position is None:
+            if f"tensors/{reference.key}" in directory:
+                problem = "an experimental zip file of torch 1.3 to 1.5, which later versions of torch do not read"
+                raise UnsupportedError(problem, file=file, found="storages under tensors/")
             raise FormatError(f"the archive has no record for storage {reference.key!r}", file=file)
         if directory.sizes[position] != reference.nbytes:
             raise FormatError(

@@ -1,0 +1,1 @@
+"""Checkpoints of old torch, written by ``tools/write_old_files.py``."""
