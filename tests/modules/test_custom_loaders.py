@@ -236,3 +236,10 @@ def test_a_loader_of_one_object_is_refused(tmp_path: Path) -> None:
     model._load_from_state_dict = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(sluice.MismatchError, match="is set on the instance, not the class"):
         sluice.load_into(model, tmp_path / "f.pth")
+
+
+def test_the_line_of_a_loader_of_torch_is_its_own(tmp_path: Path) -> None:
+    model = torch.ao.quantization.PerChannelMinMaxObserver()
+    torch.save(model.state_dict(), tmp_path / "f.pth")
+    with pytest.raises(sluice.MismatchError, match=r"writes to tensors with resize_ \(observer.py, line \d+\)"):
+        sluice.load_into(model, tmp_path / "f.pth")

@@ -289,11 +289,12 @@ class _Follower:
         )
 
     def _notes(self, given: Mapping[str, Entry]) -> Iterator[str]:
-        name_of = {id(entry): name for name, entry in self._loaded.items()}
-        renamed = sum(name_of.get(id(entry), name) != name for name, entry in given.items())
-        left_out = sum(id(entry) not in name_of for entry in given.values())
-        if renamed or left_out:
+        name_of = {id(entry): name for name, entry in given.items()}
+        taken = [name for name, entry in self._loaded.items() if id(entry) in name_of]
+        renamed = sum(name_of[id(self._loaded[name])] != name for name in taken)
+        derived = len(self._loaded) - len(taken)
+        if renamed or derived or len(taken) < len(given):
             yield (
-                f"{self._loader.name} renamed {renamed} of {len(given)} tensors of "
-                f"the checkpoint and used {len(given) - left_out}"
+                f"{self._loader.name} passed on {len(taken)} of {len(given)} tensors of the checkpoint, {renamed} of "
+                f"them renamed, and {derived} that it made"
             )

@@ -12,7 +12,7 @@ import os
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -51,8 +51,7 @@ _CONTAINERS = (dict, OrderedDict, defaultdict, list, tuple, set, deque)
 #: Levels of containers in attributes that are copied and compared.
 _NESTING = 4
 
-#: Folders of code that is not the module's own.
-_LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
+_TORCH, _SLUICE = (f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 class NotFollowedError(Exception):
@@ -84,13 +83,22 @@ def _calling_line() -> str:
     return _line_of(frames())
 
 
-def _line_of(frames: Iterator[tuple[FrameType, int]]) -> str:
-    """Return the first line, from the innermost call on, that is not of torch or sluice."""
+def _line_of(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Return the line of the module's code; frames start at the innermost call.
+
+    It is the first line outside of torch and sluice, or, for modules of torch, the first one of torch.
+    """
+    of_torch = ""
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, "<frozen")):
+        if file.startswith(_SLUICE):
+            if of_torch:
+                break  # the rest is the caller of sluice
+        elif file.startswith(_TORCH):
+            of_torch = of_torch or f" ({Path(file).name}, line {line})"
+        elif not file.startswith("<frozen"):
             return f" ({Path(file).name}, line {line})"
-    return ""
+    return of_torch
 
 
 class MetaCopy:
