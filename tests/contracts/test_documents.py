@@ -15,6 +15,7 @@ SKIPPED = {
     "README.md": 1,
     "bench/README.md": 9,
     "docs/benchmarking.md": 1,  # many processes
+    "docs/own-loading.md": 1,
     "docs/performance.md": 5,
     "docs/quickstart.md": 1,
     "docs/recipes/hugging-face-directory.md": 1,

@@ -78,13 +78,16 @@ def test_pre_hooks_that_compute_fail_or_reject_are_named() -> None:
     def compute(state_dict: dict[str, torch.Tensor], *_: object) -> None:
         state_dict["weight"] = state_dict["weight"].flip(0)
 
+    def add(state_dict: dict[str, torch.Tensor], *_: object) -> None:
+        state_dict["weight"] = torch.ones(2, 2)
+
     def read(state_dict: dict[str, torch.Tensor], *_: object) -> None:
         state_dict["weight"].tolist()
 
     def reject(*arguments: Any) -> None:
         arguments[-1].append("too old")
 
-    for hook, text in ((compute, "computes a tensor"), (read, "failed on"), (reject, "too old")):
+    for hook, text in ((compute, "torch.flip"), (add, "computes a tensor"), (read, "tolist()"), (reject, "too old")):
         module = nn.Linear(2, 2)
         module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         assert text in str(follow_loading(module, hold(nn.Linear(2, 2).state_dict()).entries).problems)

@@ -68,7 +68,7 @@ def load(
 ) -> tuple[Match, tuple[str, ...]]:
     """Load a state dict into a module with everything but the engine; return also the names of replaced tensors."""
     held = hold(state_dict)
-    followed = follow_loading(module, held.entries, versions=versions)
+    followed = follow_loading(module, held.entries, versions=versions, strict=strict)
     state = collect(module)
     found = match(
         state.outline,

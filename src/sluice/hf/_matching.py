@@ -16,8 +16,8 @@ from sluice._dtypes import dtype_name
 from sluice._errors import UnsupportedError
 from sluice._messages import Findings
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.hf._symbolic_tensors import SymbolicTensor
 from sluice.loading.module_fill import same_values
+from sluice.modules.symbolic_tensors import SymbolicTensor
 from sluice.records import Entry, Request
 
 __all__ = ["MatchedWeights", "apply_dtype_plan", "check", "make_real", "tensor_of", "tie"]

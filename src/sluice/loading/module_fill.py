@@ -40,6 +40,7 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
     """
     notes = _compare_tied(job)
     extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
+    attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
     targets = Targets(
         job.plan,
         {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
@@ -60,7 +61,9 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
         _report_partial(job, targets, finished, error)
         raise
     replaced = install(job.state, job.match, tensors, initial, placement=job.placement)
-    missing, unexpected = finish_loading(job.state, job.match, extra_state, strict=job.strict)
+    missing, unexpected = finish_loading(
+        job.state, job.match, extra_state, strict=job.strict, attributes=attributes, receivers=job.receivers
+    )
     return Loaded(result=result, missing=missing, unexpected=unexpected, replaced=replaced, notes=tuple(notes))
 
 

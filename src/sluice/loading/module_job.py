@@ -5,12 +5,13 @@ All that headers can show is settled here, before a byte of tensor data is read:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from sluice._dtypes import dtype_name
@@ -70,13 +71,15 @@ class ModuleRequest(LoadRequest):
         tree, limits = checkpoint.tree_with_ties(_without_entry(state.outline, checkpoint)), checkpoint.limits
         selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
         _refuse_opaques(self, selection, state, checkpoint)
-        followed = follow_loading(self.model, selection.entries, selection.extra_state, versions=selection.versions)
+        followed = follow_loading(
+            self.model, selection.entries, selection.extra_state, versions=selection.versions, strict=self.strict
+        )
         match_on = partial(
             match,
             state.outline,
-            followed.entries,
+            followed.entries if self.dtype else _in_own_dtype(followed.entries, followed.assigned),
             dtype=self.dtype,
-            strict=self.strict,
+            strict=followed.strict,
             versions=selection.versions,
             extra_state=followed.extra_state,
             optional_names=followed.optional_names,
@@ -89,9 +92,12 @@ class ModuleRequest(LoadRequest):
             job,
             key=selection.key,
             prefix=selection.prefix,
+            receivers=followed.receivers,
+            attributes=followed.attributes,
             extra_state={name: value for name, value in own.items() if name not in skipped},
             notes=(
                 *selection.notes,
+                *followed.notes,
                 *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
             ),
         )
@@ -156,6 +162,10 @@ class ModuleJob(LoadJob):
     strict: bool
     #: Extra state of modules by name: plain values and containers with ``Entry`` leaves.
     extra_state: Mapping[str, object] = field(default_factory=dict)
+    #: Tensors that become attributes of modules, neither parameters nor buffers, by the attributes' full names.
+    attributes: Mapping[str, Entry] = field(default_factory=dict)
+    #: Paths of the modules whose load_state_dict post-hooks run.
+    receivers: tuple[str, ...] = ("",)
 
     def fill(self, progress: Progress) -> Loaded:
         """See ``LoadJob.fill``."""
@@ -172,6 +182,16 @@ class ModuleJob(LoadJob):
             computed=tuple(_computed_row(name, held[0].tensor) for name, held in self.state.unsaved.items()),
         )
         return partial(tensor_rows, decided)
+
+
+def _in_own_dtype(entries: Mapping[str, Entry], assigned: Collection[str]) -> Mapping[str, Entry]:
+    """Return the entries, of which those that are assigned keep the dtype of the checkpoint."""
+    if not assigned:
+        return entries
+    return {
+        name: structs.replace(entry, cast=entry.cast or entry.dtype) if name in assigned else entry
+        for name, entry in entries.items()
+    }
 
 
 def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:

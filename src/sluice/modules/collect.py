@@ -152,8 +152,6 @@ def collect(module: nn.Module) -> ModuleState:
 
 def _leftovers(module: nn.Module, collected: dict[int, _Collected], unsaved: list[_Collected]) -> Iterator[str]:
     """Yield a problem for each part of the module that a load could not fill."""
-    if type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module):
-        yield f"the module ({type(module).__name__}) overrides load_state_dict, which sluice would not call"
     for held in unsaved:
         if held.tensor.is_meta:
             yield (

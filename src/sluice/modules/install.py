@@ -68,15 +68,23 @@ def install(
 
 
 def finish_loading(
-    state: ModuleState, match: Match, extra_state: Mapping[str, object], *, strict: bool
+    state: ModuleState,
+    match: Match,
+    extra_state: Mapping[str, object],
+    *,
+    strict: bool,
+    attributes: Mapping[str, object] | None = None,
+    receivers: Sequence[str] = ("",),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Restore extra state and run post-hooks, after every tensor is in place.
+    """Set attributes, restore extra state and run post-hooks, after every tensor is in place.
 
     Args:
         state: The module.
         match: The match of its tensors.
         extra_state: Finished extra state by name.
-        strict: Whether names reported by hooks are an error.
+        strict: Whether names that hooks add are an error.
+        attributes: Finished tensors that become attributes of modules, by full name.
+        receivers: Paths of the modules whose post-hooks and those of their parts run.
 
     Returns:
         The missing and the unexpected names after the hooks.
@@ -85,16 +93,36 @@ def finish_loading(
         PartialLoadError: The module's code failed, or a post-hook reports names; every tensor was loaded.
     """
     missing, unexpected = list(match.missing), list(match.unexpected)
-    step = "set_extra_state"
+    step = "setting an attribute"
     try:
+        for name, value in (attributes or {}).items():
+            path, _, attribute = name.rpartition(".")
+            setattr(state.module.get_submodule(path), attribute, value)
+        step = "set_extra_state"
         restore_extra_state(state.module, extra_state)
         step = "a load_state_dict post-hook"
-        run_post_hooks(state.module, missing, unexpected)
+        for path in receivers:
+            _run_post_hooks(state.module, path, missing, unexpected)
     except Exception as error:
         raise _after_loading(f"{step} failed: {error}", state) from error
-    if strict and (missing or unexpected):
+    added = (missing, unexpected) != ([*match.missing], [*match.unexpected])
+    if strict and added and (missing or unexpected):
         raise _after_loading(f"a load_state_dict post-hook reports {missing} missing, {unexpected} unexpected", state)
     return tuple(missing), tuple(unexpected)
+
+
+def _run_post_hooks(module: nn.Module, path: str, missing: list[str], unexpected: list[str]) -> None:
+    """Run the post-hooks of one part, with the names that it knows; the lists get back what the hooks leave."""
+    if not path:
+        run_post_hooks(module, missing, unexpected)
+        return
+    prefix = f"{path}."
+    below = [
+        [name.removeprefix(prefix) for name in names if name.startswith(prefix)] for names in (missing, unexpected)
+    ]
+    run_post_hooks(module.get_submodule(path), *below)
+    for names, left in zip((missing, unexpected), below, strict=True):
+        names[:] = [*(name for name in names if not name.startswith(prefix)), *(prefix + name for name in left)]
 
 
 def _after_loading(problem: str, state: ModuleState) -> PartialLoadError:

@@ -1,35 +1,46 @@
 """Follow the hooks and loaders that ``load_state_dict`` runs, for a state dict whose tensors are not read.
 
-- Pre-hooks rename, drop or reject entries: they run on meta tensors that stand for the entries, which are recognized
-  afterwards by identity. A hook that computes a tensor cannot be followed and is reported.
+- Pre-hooks rename, drop, rearrange or reject entries: they run on symbolic tensors (``symbolic_tensors``). A hook that
+  computes a tensor cannot be followed and is reported.
 - Overrides of ``_load_from_state_dict`` are followed in the same way, on a copy of the module; see
   ``custom_loaders``. Those of torch's norms are known (``Slot.added_in``).
+- An override of ``load_state_dict`` of the module itself decides which state dict reaches which of its parts; see
+  ``load_overrides``. ``nn.Module.load_state_dict`` never calls those of its children.
 - Lazy modules materialise their tensors in a pre-hook. That hook is skipped: their tensors are materialised when they
   are filled.
 - Hooks see extra state as plain data; ``restore_extra_state`` passes it to the modules after their tensors are in
   place.
-- Post-hooks run unchanged, at the end.
+- Post-hooks of the modules whose ``load_state_dict`` is called run unchanged, at the end.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec import Struct, field
+from msgspec.structs import replace
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
-from sluice._dtypes import torch_dtype
-from sluice.modules.custom_loaders import NotFollowedError, follow_custom_loader, has_custom_loader
 from sluice.records import Entry
 
-__all__ = ["Followed", "extra_state_names", "follow_loading", "restore_extra_state", "run_post_hooks"]
+if TYPE_CHECKING:
+    from sluice.modules.load_overrides import Loader
+
+__all__ = ["Followed", "extra_state_names", "follow_loading", "follow_parts", "restore_extra_state", "run_post_hooks"]
 
 # nn.Module documents these names for subclasses only; they have no public accessor.
 # ruff: noqa: SLF001
+
+
+#: torch's own loaders, whose only effect is described by ``Slot.added_in``.
+_KNOWN_LOADERS = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
 
 
 class Followed(Struct, frozen=True, kw_only=True):
@@ -43,6 +54,16 @@ class Followed(Struct, frozen=True, kw_only=True):
     optional_names: frozenset[str] = frozenset()
     #: Problems that prevent the load, one sentence each.
     problems: tuple[str, ...] = ()
+    #: Whether missing and unexpected names are errors.
+    strict: bool = True
+    #: Names of tensors that take the dtype of the checkpoint, because they are assigned instead of copied.
+    assigned: frozenset[str] = frozenset()
+    #: Paths of the modules whose ``load_state_dict`` is called, in that order.
+    receivers: tuple[str, ...] = ("",)
+    #: Tensors that become attributes of modules, neither parameters nor buffers, by the attributes' full names.
+    attributes: Mapping[str, Entry] = field(default_factory=dict)
+    #: Notes for the report, one sentence each.
+    notes: tuple[str, ...] = ()
 
 
 def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
@@ -57,20 +78,54 @@ def follow_loading(
     extra_state: Mapping[str, object] | None = None,
     *,
     versions: Mapping[str, int] | None = None,
+    strict: bool = True,
 ) -> Followed:
-    """Return the state dict after the load_state_dict pre-hooks and custom loaders of the module and its children.
+    """Return the state dict that remains after the code that ``module.load_state_dict`` runs.
 
     Args:
         module: The module to load into; it is not changed.
         entries: The state dict, by names in the module.
         extra_state: Its extra state, by the same names.
         versions: Version of each module's state by the module's name.
+        strict: Argument of ``load_state_dict``.
+    """
+    loader = _loader(module, entries, strict=strict)
+    if loader is not None:
+        from sluice.modules.load_overrides import follow_override  # rarely needed
+
+        return follow_override(module, entries, extra_state or {}, versions=versions or {}, loader=loader)
+    return replace(follow_parts(module, entries, extra_state, versions=versions), strict=strict)
+
+
+def _loader(module: nn.Module, entries: Mapping[str, Entry], *, strict: bool) -> Loader | None:
+    """Return the code that loads these entries if it is not ``nn.Module.load_state_dict``."""
+    if type(module).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(module):
+        from sluice.modules.load_overrides import own_load_state_dict  # rarely needed
+
+        return own_load_state_dict(module, strict=strict)
+    if "peft" in sys.modules:
+        from sluice.modules.adapters import adapter_loader
+
+        return adapter_loader(module, entries, strict=strict)
+    return None
+
+
+def follow_parts(
+    module: nn.Module,
+    entries: Mapping[str, Entry],
+    extra_state: Mapping[str, object] | None = None,
+    *,
+    versions: Mapping[str, int] | None = None,
+) -> Followed:
+    """Return the state dict after the load_state_dict pre-hooks and custom loaders of the module and its children.
+
+    The arguments are those of ``follow_loading``.
     """
     extra_state = extra_state or {}
     parts = [
         (path, part)
         for path, part in module.named_modules(remove_duplicate=False)
-        if has_custom_loader(part) or any(True for _ in _pre_hooks(part))
+        if _has_custom_loader(part) or any(True for _ in _pre_hooks(part))
     ]
     if not parts:
         return Followed(entries=dict(entries), extra_state=dict(extra_state))
@@ -79,6 +134,11 @@ def follow_loading(
         metadata = {"version": versions[path]} if versions and path in versions else {}
         follower.follow(path, part, metadata)
     return follower.result()
+
+
+def _has_custom_loader(module: nn.Module) -> bool:
+    """Return whether this module, without its children, has a loader other than torch's own."""
+    return getattr(module._load_from_state_dict, "__func__", None) not in _KNOWN_LOADERS
 
 
 def _pre_hooks(module: nn.Module) -> Iterator[Any]:
@@ -93,23 +153,23 @@ class _Follower:
     """Passes one state dict through hooks and loaders, parents first."""
 
     def __init__(self, entries: Mapping[str, Entry], extra_state: Mapping[str, object]) -> None:
-        stand_ins = {name: _stand_in(entry) for name, entry in entries.items()}
-        extra = {name: _stand_in(value) if isinstance(value, Entry) else value for name, value in extra_state.items()}
-        self._state: dict[str, Any] = {**stand_ins, **extra}
-        self._kept = dict(self._state)  # keeps all of them alive, so that their ids stay unique
-        self._entry_of = {id(self._kept[name]): entry for name, entry in entries.items()}
-        self._entry_of |= {
-            id(self._kept[name]): value for name, value in extra_state.items() if isinstance(value, Entry)
+        from sluice.modules.symbolic_tensors import SymbolicTensor  # rarely needed
+
+        self._symbolic = SymbolicTensor
+        extra = {
+            name: SymbolicTensor(value) if isinstance(value, Entry) else value for name, value in extra_state.items()
         }
+        self._state: dict[str, Any] = {name: SymbolicTensor(entry) for name, entry in entries.items()} | extra
         self._optional_names: set[str] = set()
         self._problems: list[str] = []
+        self._attributes: dict[str, Entry] = {}
 
     def follow(self, path: str, part: nn.Module, metadata: dict[str, Any]) -> None:
         """Run the hooks and the loader of one module; note a problem for each thing that cannot be followed."""
         prefix = f"{path}." if path else ""
         # load_state_dict passes a module only the names below it.
         below = {name: self._state.pop(name) for name in list(self._state) if name.startswith(prefix)}
-        if has_custom_loader(part):
+        if _has_custom_loader(part):
             below = self._follow_loader(path, part, below, metadata)
         else:
             self._follow_hooks(path, part, below, metadata)
@@ -118,6 +178,9 @@ class _Follower:
     def _follow_loader(
         self, path: str, part: nn.Module, below: dict[str, Any], metadata: dict[str, Any]
     ) -> dict[str, Any]:
+        from sluice.modules.custom_loaders import follow_custom_loader
+        from sluice.modules.meta_copy import NotFollowedError
+
         described = f"the _load_from_state_dict of {path or 'the module'} ({type(part).__name__})"
         try:
             followed = follow_custom_loader(part, below, f"{path}." if path else "", metadata)
@@ -125,10 +188,13 @@ class _Follower:
             self._problems.append(f"{described} {error}")
             return below
         self._optional_names |= followed.optional_names
+        self._attributes |= followed.attributes
         self._problems += [f"{described} rejects the state dict: {error}" for error in followed.errors]
         return followed.state
 
     def _follow_hooks(self, path: str, part: nn.Module, below: dict[str, Any], metadata: dict[str, Any]) -> None:
+        from sluice.modules.meta_copy import reason_of
+
         described = f"the load_state_dict pre-hook of {path or 'the module'} ({type(part).__name__})"
         missing: list[str] = []
         unexpected: list[str] = []
@@ -138,7 +204,7 @@ class _Follower:
                 # torch always passes strict=True and applies its own strict to the lists at the end.
                 hook(below, f"{path}." if path else "", metadata, True, missing, unexpected, errors)
         except Exception as error:  # noqa: BLE001  foreign code may raise anything
-            self._problems.append(f"{described} failed on a state dict without data: {error}")
+            self._problems.append(f"{described} {reason_of(error)}")
         errors += [f"it requires {name!r}" for name in missing] + [
             f"it does not expect {name!r}" for name in unexpected
         ]
@@ -146,7 +212,7 @@ class _Follower:
         self._problems += [
             f"{described} computes a tensor from the state dict: {name!r}"
             for name, value in below.items()
-            if isinstance(value, torch.Tensor) and id(value) not in self._entry_of
+            if isinstance(value, torch.Tensor) and not isinstance(value, self._symbolic)
         ]
 
     def result(self) -> Followed:
@@ -154,7 +220,7 @@ class _Follower:
         entries: dict[str, Entry] = {}
         extra_state: dict[str, object] = {}
         for name, value in self._state.items():
-            entry = self._entry_of.get(id(value))
+            entry = value.entry if isinstance(value, self._symbolic) else None
             if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
                 extra_state[name] = value if entry is None else entry
             elif entry is not None:
@@ -164,14 +230,8 @@ class _Follower:
             extra_state=extra_state,
             optional_names=frozenset(self._optional_names),
             problems=tuple(self._problems),
+            attributes=self._attributes,
         )
-
-
-def _stand_in(entry: Entry) -> torch.Tensor:
-    """Return a tensor without data; for a sparse or quantized entry a dense tensor of the same shape."""
-    if entry.composite is not None:
-        return torch.empty(entry.shape, dtype=torch_dtype(entry.composite.values.dtype), device="meta")
-    return torch.empty_strided(entry.shape, entry.stride, dtype=torch_dtype(entry.dtype), device="meta")
 
 
 def restore_extra_state(module: nn.Module, values: Mapping[str, object]) -> None:

@@ -1,0 +1,67 @@
+"""Adapters saved without their base model, with a stand-in for peft that renames as peft does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from support.oracles import same
+
+
+class WithAdapter(nn.Module):
+    """The shape of a model of peft: a base layer, adapters by name, and a prompt that has a loader of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peft_config = {"default": SimpleNamespace(), "mine": SimpleNamespace()}
+        self.active_adapter = "mine"
+        self.base_layer = nn.Linear(2, 2)
+        self.lora_A = nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in self.peft_config})
+        self.prompt = nn.Embedding(3, 2)
+
+
+def set_peft_model_state_dict(model: Any, state_dict: dict[str, Any], adapter_name: str) -> None:
+    renamed = {k.replace("lora_A.", f"lora_A.{adapter_name}."): v for k, v in state_dict.items()}
+    model.load_state_dict(renamed, strict=False)
+    model.prompt.load_state_dict({"weight": renamed["prompt_embeddings"]})
+
+
+@pytest.fixture
+def _peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = SimpleNamespace(set_peft_model_state_dict=set_peft_model_state_dict)
+    monkeypatch.setitem(sys.modules, "peft", peft)
+
+
+@pytest.mark.usefixtures("_peft")
+def test_an_adapter_alone_is_loaded_as_peft_does(tmp_path: Path) -> None:
+    state = {"lora_A.weight": torch.rand(1, 2), "prompt_embeddings": torch.rand(3, 2)}
+    torch.save(state, tmp_path / "f.pth")
+    torch.manual_seed(0)
+    expected = WithAdapter()
+    set_peft_model_state_dict(expected, state, "mine")
+    torch.manual_seed(0)
+    model = WithAdapter()
+    with pytest.raises(sluice.MismatchError, match=r"an adapter \('mine'\) without its base model.* strict=False"):
+        sluice.load_into(model, tmp_path / "f.pth")
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert same(dict(model.state_dict()), dict(expected.state_dict()))
+    assert report.missing == ("base_layer.weight", "base_layer.bias", "lora_A.default.weight")
+    assert any("set_peft_model_state_dict passed on 2 of 2 tensors" in note for note in report.notes)
+
+
+@pytest.mark.usefixtures("_peft")
+def test_a_whole_model_with_adapters_is_loaded_by_its_names(tmp_path: Path) -> None:
+    source, model = WithAdapter(), WithAdapter()
+    torch.save(source.state_dict(), tmp_path / "f.pth")
+    sluice.load_into(model, tmp_path / "f.pth")
+    assert same(dict(model.state_dict()), dict(source.state_dict()))
+    torch.save(source.state_dict() | {"other": torch.ones(1)}, tmp_path / "g.pth")
+    with pytest.raises(sluice.MismatchError, match=r"(?s)not in the module.*'other'"):
+        sluice.load_into(model, tmp_path / "g.pth")
