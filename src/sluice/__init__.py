@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Alternative,
         BudgetError,
         CheckpointError,
+        EmptyInitError,
         FormatError,
         IncompleteCheckpointError,
         IntegrityError,

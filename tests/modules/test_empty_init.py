@@ -149,7 +149,7 @@ def test_parameters_from_outside_stay_real() -> None:
 
 def test_a_parameter_held_by_a_weak_reference_stays_real_and_tied() -> None:
     with empty_init():
-        weight = nn.Parameter(torch.ones(3))
+        weight = nn.Parameter(torch.ones(3) * 2)
         reference = weakref.ref(weight)
         one, other = nn.Module(), nn.Module()
         one.weight = weight
