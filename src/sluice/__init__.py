@@ -65,6 +65,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "DiffReport",
+    "EmptyInitError",
     "FormatError",
     "IncompleteCheckpointError",
     "IntegrityError",

@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import FunctionType, FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
 from sluice._errors import EmptyInitError
-from sluice.modules.histories import Call, Histories, History, Replay, UnknownValuesError, tensors_in
+from sluice.modules.histories import Call, Histories, History, Replay, UnknownValuesError, empty_on_meta, tensors_in
 from sluice.modules.meta_initialisers import INITIALISERS, SET_DATA
 from sluice.modules.swap import swap_data
 
@@ -57,6 +57,8 @@ _FACTORIES = frozenset({torch.empty, torch.full, torch.ones, torch.zeros})
 #: Arguments with which they are not.
 _NOT_DEFERRED = frozenset({"device", "layout", "names", "out", "pin_memory", "requires_grad", "memory_format"})
 
+_NUMBERS = {bool, int, float, complex}
+
 #: Functions that leave deferred tensors deferred: deterministic, and without results other than tensors.
 _LAZY = _getters("data", "T", "mT") | frozenset({
     torch.tril, torch.triu, _T.tril, _T.triu, _T.tril_, _T.triu_, torch.logical_not, _T.logical_not, _T.__invert__,
@@ -65,14 +67,25 @@ _LAZY = _getters("data", "T", "mT") | frozenset({
     _T.permute, _T.flatten, _T.fill_, _T.zero_, nn.init.constant_,
 })  # fmt: skip
 
+#: Functions whose results have the shape and dtype of their tensor and are contiguous; on meta, torch would import its
+#: compiler for them.
+_CONTIGUOUS = frozenset({torch.tril, torch.triu, _T.tril, _T.triu})
+
+#: Functions that copy a tensor in its own layout, likewise; and the memory formats that mean it.
+_CLONES = frozenset({torch.clone, _T.clone})
+_PRESERVING = (None, torch.preserve_format)
+
+#: Functions that change values and nothing else, and are not run on meta.
+_CHANGES = INITIALISERS | {_T.tril_, _T.triu_}
+
 #: Functions that need values, and give wrong ones or an error on meta.
 _READERS = frozenset({
     _T.item, _T.tolist, _T.numpy, _T.__array__, _T.__bool__, _T.__float__, _T.__int__, _T.__index__, _T.__complex__,
     _T.__contains__, _T.equal, _T.allclose, _T.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero,
     _T.__dlpack__,
 })  # fmt: skip
-#: Readers whose results share memory with the tensor: what is written there afterwards cannot be seen.
-_ESCAPES = frozenset({_T.numpy, _T.__array__, _T.__dlpack__})
+#: Readers whose arrays share memory with the tensor: they are read-only, because what is written there cannot be seen.
+_ARRAYS = frozenset({_T.numpy, _T.__array__})
 
 #: Functions that make a tensor like another one, without its values.
 _LIKE = frozenset({
@@ -165,6 +178,10 @@ class ConstructorCalls(TorchFunctionMode):
         call = self.histories.freeze_call(func, args, options)
         if func in _READERS or (func == _T.__format__ and not args[0].dim()):
             return self._read(func, args, options, call)
+        if func in _CONTIGUOUS and not options.get("out") and args:
+            return self._noted(torch.empty(args[0].shape, dtype=args[0].dtype, device=_META), call, managed)
+        if func in _CLONES and not args[0].requires_grad and options.get("memory_format") in _PRESERVING:
+            return self._noted(empty_on_meta(args[0]), call, managed)
         stand_ins: list[torch.Tensor] = []
         shapes, shape_options = _on_meta(args, stand_ins), _on_meta(options, stand_ins)
         before = [_version(tensor) for tensor, _ in managed]
@@ -232,8 +249,10 @@ class ConstructorCalls(TorchFunctionMode):
         originals = list(tensors_in((args, options), 4))
         for original, tensor, version in zip(originals, inputs, before, strict=True):
             history = self.histories.of(original)
-            if history is not None and (_version(tensor) != version or func in _ESCAPES):
-                self.histories.change(history, None if func in _ESCAPES else call, overwrites=False)
+            if history is not None and (_version(tensor) != version or func == _T.__dlpack__):
+                self.histories.change(history, None if func == _T.__dlpack__ else call, overwrites=False)
+        if func in _ARRAYS:
+            result.flags.writeable = False
         return self._emptied(result, call, managed, kept)
 
     def _emptied(
@@ -261,9 +280,11 @@ class ConstructorCalls(TorchFunctionMode):
             plain = options.keys() & _NOT_DEFERRED == {"device"} and (device is None or device in {"cpu", _CPU})
             if not plain or (device is None and _device.CURRENT_DEVICE is not None):
                 return self._call(func, args, options)
+        if func == torch.full and not {type(value) for value in (*args[1:], options.get("fill_value", 0))} <= _NUMBERS:
+            return self._call(func, args, options)
         if self._managed(args, options):
             return self._call(func, args, options)
-        tensor = func(*args, **{**options, "device": _META})
+        tensor = _uninitialised(func, args, options)
         if not tensor.numel():
             return func(*args, **options)  # it has no values, and lazy parameters start as one
         call = Call(func, args, {**options, "dtype": tensor.dtype, "device": _CPU}, 0, tensor.detach())
@@ -305,10 +326,16 @@ class ConstructorCalls(TorchFunctionMode):
         if (device, dtype) == (history.device, tensor.dtype) and layout is None and not options.get("copy"):
             return tensor
         call = self.histories.freeze_call(_T.to, (tensor,), {"dtype": dtype})
-        moved = torch.empty_like(tensor, dtype=dtype, memory_format=layout or torch.preserve_format)
+        moved = torch.empty_like(tensor, dtype=dtype, memory_format=layout) if layout else empty_on_meta(tensor, dtype)
         if device != _META:
             self.histories.derive(moved, call, device, empty=True).owner = history.owner
         return moved
+
+    def _parse_to(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Answer ``Module.to``, which may name a tensor whose device and dtype are meant."""
+        device, *others = func(*args, **options)
+        history = self.histories.of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        return (device if history is None else history.device, *others)
 
     def _set_data(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         tensor, value = args
@@ -356,7 +383,13 @@ class ConstructorCalls(TorchFunctionMode):
         if history is None or not history.empty:
             return self._call(func, args, options)
         call = self.histories.freeze_call(torch.clone, (tensor,), {})
-        copied = func(*args, **options)
+        memo = args[1] if len(args) > 1 else options.get("memo", {})
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        if type(tensor) is _T and not tensor.requires_grad and not vars(tensor):
+            copied = memo[id(tensor)] = empty_on_meta(tensor)  # torch would import its compiler
+        else:
+            copied = func(*args, **options)
         if self.histories.of(copied) is None:
             self.histories.derive(copied, call, history.device, empty=True).owner = history.owner
         return copied
@@ -373,14 +406,28 @@ _DESCRIPTIONS: dict[Any, Callable[[torch.device], Any]] = {
 
 _SPECIAL: dict[Any, _Function] = {
     **dict.fromkeys(_FACTORIES, ConstructorCalls._defer),
-    **dict.fromkeys(INITIALISERS, ConstructorCalls._initialise),
+    **dict.fromkeys(_CHANGES, ConstructorCalls._initialise),
     **dict.fromkeys(_LIKE, ConstructorCalls._like),
     **dict.fromkeys(_DESCRIPTIONS, ConstructorCalls._describe),
     **dict.fromkeys((_T.to, _T.cuda, _T.cpu, _T.xpu), ConstructorCalls._move),
     SET_DATA: ConstructorCalls._set_data,
+    torch._C._nn._parse_to: ConstructorCalls._parse_to,
     _T.data_ptr: ConstructorCalls._data_ptr,
     _T.__deepcopy__: ConstructorCalls._deepcopy,
 }
+
+
+def _uninitialised(func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
+    """Return a tensor on meta as a factory makes it. All but ``torch.empty`` import torch's compiler there."""
+    options = {**options, "device": _META}
+    if func != torch.full:
+        return torch.empty(*args, **options)
+    size = args[0] if args else options.pop("size")
+    value = args[1] if len(args) > 1 else options.pop("fill_value")
+    if options.get("dtype") is None:
+        kinds = {bool: torch.bool, int: torch.int64}
+        options["dtype"] = kinds.get(type(value)) or torch.result_type(torch.empty(0, device=_META), value)
+    return torch.empty(size, **options)
 
 
 def _destination(

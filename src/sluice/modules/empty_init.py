@@ -49,7 +49,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sluice._public import public
 from sluice.modules.constructor_calls import ConstructorCalls
-from sluice.modules.histories import Histories, History
+from sluice.modules.histories import Histories, History, empty_on_meta
 from sluice.modules.moves import remember_move
 from sluice.modules.swap import is_plain, swap_data
 
@@ -243,7 +243,7 @@ def _deferred_buffer(histories: Histories, history: History, buffer: torch.Tenso
     for known in history.buffers:
         if known.shape == buffer.shape and known.stride() == buffer.stride() and known.dtype == buffer.dtype:
             return known
-    empty = _like_buffer(torch.empty_like(buffer), buffer)
+    empty = _like_buffer(empty_on_meta(buffer), buffer)
     histories.derive(empty, histories.freeze_call(torch.clone, (buffer,), {}), history.device, empty=True)
     history.buffers.append(empty)
     return empty

@@ -23,7 +23,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Call", "Histories", "History", "Recipe", "Replay", "UnknownValuesError", "tensors_in"]
+from sluice._geometry import contiguous_stride, is_dense
+
+__all__ = ["Call", "Histories", "History", "Replay", "UnknownValuesError", "empty_on_meta", "tensors_in"]
 
 #: Largest real tensor, in bytes, of which a history keeps a copy; and all copies of one context together.
 _KEPT_BYTES = 1 << 20
@@ -292,6 +294,14 @@ class Replay:
             yield
         finally:
             generator.set_state(state)
+
+
+def empty_on_meta(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return what ``torch.empty_like`` returns on meta, where it imports torch's compiler."""
+    shape, stride = tuple(like.shape), like.stride()
+    if not is_dense(shape, stride):
+        stride = contiguous_stride(shape)
+    return torch.empty_strided(shape, stride, dtype=dtype or like.dtype, device="meta")
 
 
 def _view(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:

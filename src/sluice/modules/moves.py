@@ -6,10 +6,14 @@ alive; a copy of the module made after its construction has storages of its own,
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["moved_to", "remember_move"]
+__all__ = ["describe_moves", "home_of", "moved_to", "remember_move"]
 
 #: Weak reference and device by address of the storage.
 _moves: dict[int, tuple[StorageWeakRef, torch.device]] = {}
@@ -28,3 +32,26 @@ def moved_to(tensor: torch.Tensor) -> torch.device | None:
         return None
     reference, device = _moves.get(tensor.untyped_storage()._cdata, (None, None))
     return None if reference is None or reference.expired() else device
+
+
+def home_of(tensor: torch.Tensor) -> str:
+    """Return where a tensor on meta gets its memory: where the constructor moved it, if torch can use that device."""
+    device = moved_to(tensor)
+    return str(device) if device is not None and _is_available(device) else "cpu"
+
+
+def describe_moves(tensors: Iterable[torch.Tensor]) -> Iterator[str]:
+    """Yield a note for each device to which the constructor moved some of the tensors."""
+    devices = Counter(device for device in map(moved_to, tensors) if device is not None)
+    for device, count in devices.items():
+        what = f"the constructor moved {count} {'tensor' if count == 1 else 'tensors'} to {device}"
+        yield what if _is_available(device) else f"{what}, which is not available: placed on the CPU"
+
+
+@cache
+def _is_available(device: torch.device) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):  # torch without CUDA raises AssertionError
+        return False
+    return True
