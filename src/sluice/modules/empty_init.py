@@ -53,6 +53,9 @@ from sluice.modules.histories import Histories, History, empty_on_meta
 from sluice.modules.moves import remember_move
 from sluice.modules.swap import is_plain, swap_data
 
+# Storages have no public identity, and torch's context without function modes is private.
+# ruff: noqa: SLF001
+
 __all__ = ["empty_init"]
 
 _CPU = torch.device("cpu")
@@ -188,12 +191,13 @@ def _emptied(histories: Histories, tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     geometry = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
     known = _scope.emptied.get(storage._cdata)
-    if known is not None and not known.storage.expired() and known.geometry == geometry:
+    if known is not None and not known.storage.expired() and known.geometry == geometry:  # type: ignore[no-untyped-call]
         return known.tensor.detach()
     _count_emptied(tensor.nbytes)
     empty = torch.empty_like(tensor, device="meta", requires_grad=False)
     histories.start(empty, histories.keep(tensor), tensor.device, empty=True)
-    _scope.emptied[storage._cdata] = _Emptied(storage=StorageWeakRef(storage), tensor=empty, geometry=geometry)
+    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    _scope.emptied[storage._cdata] = _Emptied(storage=reference, tensor=empty, geometry=geometry)
     return empty
 
 

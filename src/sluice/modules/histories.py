@@ -25,6 +25,9 @@ import torch
 
 from sluice._geometry import contiguous_stride, is_dense
 
+# Storages have no public identity.
+# ruff: noqa: SLF001
+
 __all__ = ["Call", "Histories", "History", "Replay", "UnknownValuesError", "empty_on_meta", "tensors_in"]
 
 #: Largest real tensor, in bytes, of which a history keeps a copy; and all copies of one context together.
@@ -245,7 +248,7 @@ class Replay:
         if origin is None:
             if not past.recipe.overwritten:
                 raise UnknownValuesError(past.history)
-            return torch.UntypedStorage(past.history.storage.nbytes(), device="cpu")
+            return _memory(past.history)
         assert origin.result is not None
         args, options = self._thaw(origin.args), self._thaw(origin.options)
         result = self._run(origin.function, args, options, seed=past.recipe.number * 1009)
@@ -254,7 +257,7 @@ class Replay:
         tensor = list(tensors_in(result))[origin.position].detach()
         if (tensor.dtype, tensor.shape) != (origin.result.dtype, origin.result.shape):
             raise UnknownValuesError(past.history)
-        fresh = torch.UntypedStorage(past.history.storage.nbytes(), device="cpu")
+        fresh = _memory(past.history)
         aliases = tensor.untyped_storage().nbytes() != fresh.nbytes() or tensor.stride() != origin.result.stride()
         if not aliases and not any(tensor.untyped_storage()._cdata == other._cdata for other in self._done.values()):
             return tensor.untyped_storage()
@@ -294,6 +297,10 @@ class Replay:
             yield
         finally:
             generator.set_state(state)
+
+
+def _memory(history: History) -> torch.UntypedStorage:
+    return torch.empty(history.storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
 
 
 def empty_on_meta(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -13,6 +13,9 @@ from functools import cache
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+# Storages have no public identity.
+# ruff: noqa: SLF001
+
 __all__ = ["describe_moves", "home_of", "moved_to", "remember_move"]
 
 #: Weak reference and device by address of the storage.
@@ -21,9 +24,10 @@ _moves: dict[int, tuple[StorageWeakRef, torch.device]] = {}
 
 def remember_move(storage: torch.UntypedStorage, device: torch.device) -> None:
     """Remember the device of a storage on meta."""
-    for address in [address for address, (reference, _) in _moves.items() if reference.expired()]:
+    expired = [address for address, (reference, _) in _moves.items() if reference.expired()]  # type: ignore[no-untyped-call]
+    for address in expired:
         del _moves[address]
-    _moves[storage._cdata] = (StorageWeakRef(storage), device)
+    _moves[storage._cdata] = (StorageWeakRef(storage), device)  # type: ignore[no-untyped-call]
 
 
 def moved_to(tensor: torch.Tensor) -> torch.device | None:
@@ -31,7 +35,7 @@ def moved_to(tensor: torch.Tensor) -> torch.device | None:
     if not _moves or not tensor.is_meta:
         return None
     reference, device = _moves.get(tensor.untyped_storage()._cdata, (None, None))
-    return None if reference is None or reference.expired() else device
+    return None if reference is None or reference.expired() else device  # type: ignore[no-untyped-call]
 
 
 def home_of(tensor: torch.Tensor) -> str:
