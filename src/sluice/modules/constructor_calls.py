@@ -58,7 +58,7 @@ class ConstructorCalls(TorchFunctionMode):
         if special is not None:
             return special(self, func, args, options)
         if isinstance(func, FunctionType) and func.__name__ in kinds.INITIALISER_NAMES:
-            own: _Function = kinds.INITIALISER_NAMES[func.__name__]
+            own: Any = kinds.INITIALISER_NAMES[func.__name__]
             return self._initialise(own, args, options, wrapper=func)
         return self._call(func, args, options)
 

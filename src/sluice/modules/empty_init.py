@@ -61,8 +61,7 @@ __all__ = ["empty_init"]
 _CPU = torch.device("cpu")
 
 
-@dataclass(slots=True, kw_only=True)
-class _Emptied:
+class _Emptied(Struct, kw_only=True):
     """A real tensor that an empty one replaced."""
 
     #: The storage of the real tensor, which other tensors may share.

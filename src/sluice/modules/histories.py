@@ -18,10 +18,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from msgspec import Struct, field
 
 from sluice._geometry import contiguous_stride, is_dense
 
@@ -51,8 +51,7 @@ class UnknownValuesError(Exception):
         self.history = history
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(Struct, eq=False):
     """A call whose tensors are frozen: ``Past`` for those without memory, copies for the others."""
 
     function: _Function
@@ -63,8 +62,7 @@ class Call:
     result: torch.Tensor | None = None
 
 
-@dataclass(slots=True, eq=False)
-class Recipe:
+class Recipe(Struct, eq=False):
     """Values from one complete overwriting on: an origin and the calls that changed it."""
 
     #: The call or the real tensor that has the first values; None if they are unknown.
@@ -76,8 +74,7 @@ class Recipe:
     number: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Past:
+class Past(Struct, eq=False):
     """A tensor without memory as it was after some calls."""
 
     history: History
@@ -87,8 +84,7 @@ class Past:
     view: torch.Tensor
 
 
-@dataclass(slots=True, eq=False)
-class History:
+class History(Struct, eq=False):
     """The values of one storage on meta."""
 
     #: The storage; keeping it keeps its address unique.
