@@ -34,7 +34,7 @@ def test_the_drawing_is_the_tree() -> None:
     assert parents.pop("SluiceError") is None
     assert sorted(parents) == sorted({kind.__name__ for kind in CLASSES} - {"SluiceError"})
     for name, parent in parents.items():
-        assert getattr(_errors, name).__bases__ == (getattr(_errors, str(parent)),)
+        assert getattr(_errors, name).__bases__[0] is getattr(_errors, str(parent))
 
 
 def test_every_exception_of_the_module_is_public() -> None:

@@ -13,6 +13,7 @@
     │   ├── PathEscapeError        it points outside its own directory
     │   └── IncompleteCheckpointError  parts of it were never written
     ├── MismatchError              checkpoint and model disagree
+    ├── EmptyInitError             a constructor needs values that do not exist under empty_init
     ├── BudgetError                the load cannot keep the memory limits
     ├── ReadError                  the operating system failed a read
     ├── SourceChangedError         the file changed while it was being read
@@ -46,6 +47,7 @@ __all__ = [
     "Alternative",
     "BudgetError",
     "CheckpointError",
+    "EmptyInitError",
     "FormatError",
     "IncompleteCheckpointError",
     "IntegrityError",
@@ -207,6 +209,15 @@ class MismatchError(SluiceError):
         super().__init__(problem, file=file, tensor=tensor, expected=expected, found=found)
         self.missing = missing
         self.unexpected = unexpected
+
+
+class EmptyInitError(SluiceError, RuntimeError):
+    """A constructor needs values of a tensor that does not have any under ``empty_init``."""
+
+    advice = (
+        "Build this part of the model outside of sluice.empty_init() (load_into fills it in place), or compute what "
+        "depends on the values after the load."
+    )
 
 
 class Alternative(Struct, frozen=True, kw_only=True):

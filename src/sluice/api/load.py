@@ -50,7 +50,8 @@ def load_into(
     Args:
         model: The module. None of its tensors is on the meta device afterwards.
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
-        device: Device of the tensors. None keeps the device of each and puts tensors on meta on the CPU. A mapping from
+        device: Device of the tensors. None keeps the device of each and puts tensors on meta
+            where their constructor moved them under ``empty_init``, otherwise on the CPU. A mapping from
             prefixes of names to devices places parts: ``{"": "cuda:0", "head": "cuda:1"}``; the longest prefix wins.
             ``"auto"`` fills accelerators in order, up to ``memory.device`` or what they have free, and leaves the rest
             to the CPU; modules that share a tensor stay together, and ``report.placement`` has the result.

@@ -31,6 +31,7 @@ from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.load_hooks import follow_loading
+from sluice.modules.moves import describe_moves
 from sluice.planning.alternatives import Change
 from sluice.planning.memory_layout import Computed
 from sluice.reading.transfer import changed, plan_transfer
@@ -98,6 +99,7 @@ class ModuleRequest(LoadRequest):
             notes=(
                 *selection.notes,
                 *followed.notes,
+                *(describe_moves(state.tensors) if self.device is None else ()),
                 *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
             ),
         )

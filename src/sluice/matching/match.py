@@ -56,6 +56,8 @@ class Slot(Struct, frozen=True, kw_only=True):
     added_in: int | None = None
     #: Whether it has no shape yet and takes the shape of its entry.
     lazy: bool = False
+    #: Device of its memory, if it is on meta and the caller places it nowhere.
+    home: str = "cpu"
 
     @property
     def on_meta(self) -> bool:
@@ -227,7 +229,7 @@ class _Matcher:
         )
 
     def _where(self, slot: Slot) -> str:
-        return device_of(slot.names[0], self._placement) or ("cpu" if slot.on_meta else slot.device)
+        return device_of(slot.names[0], self._placement) or (slot.home if slot.on_meta else slot.device)
 
     def _add_absent(self, position: int, slot: Slot, *, optional: bool) -> None:
         added_later = slot.added_in is not None and self._version_of(slot) < slot.added_in

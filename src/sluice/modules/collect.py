@@ -23,6 +23,7 @@ from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._geometry import is_dense
 from sluice.matching.match import Outline, Slot
 from sluice.modules.load_hooks import extra_state_names
+from sluice.modules.moves import home_of
 from sluice.modules.swap import is_plain
 
 __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
@@ -235,6 +236,7 @@ def _slot(held: _Collected, resettable: Container[int]) -> Slot:
         in_place=_can_be_filled(tensor),
         resettable=tensor.is_meta and any(module in resettable for module, _ in held.owners),
         added_in=held.added_in,
+        home=home_of(tensor),
     )
 
 

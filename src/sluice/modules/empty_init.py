@@ -1,28 +1,33 @@
 """``empty_init``: modules whose parameters and persistent buffers take no memory.
 
-**How.** Three methods of torch are wrapped while any thread is inside the context; the wrappers act only in threads
-that are inside:
+**How.** Inside the context ``torch.empty``, ``zeros``, ``ones`` and ``full`` return tensors on the meta device, which
+get memory and values, in place, when something else than a parameter or persistent buffer is made of them
+(``constructor_calls``). And three methods of torch are wrapped while any thread is inside; the wrappers act only in
+threads that are inside:
 
 - ``nn.Parameter.__new__`` notes which parameters were created inside;
-- ``nn.Module.register_parameter`` moves such a parameter to the meta device *in place* as it is registered. The object
-  stays the same one, so parameters that were shared before or after they were registered, kept in lists or decorated
-  with attributes stay tied. A parameter that existed before the context may be in use elsewhere and stays real;
+- ``nn.Module.register_parameter`` moves such a parameter to the meta device *in place* as it is registered, if it is
+  not there. The object stays the same one, so parameters that were shared before or after they were registered, kept in
+  lists or decorated with attributes stay tied. A parameter that existed before the context may be in use elsewhere and
+  stays real;
 - ``nn.Module.register_buffer`` registers a meta tensor instead of a persistent buffer, the same one each time the same
   tensor is registered. The caller's tensor is not changed: constructors share tables that way.
 
 Assignment (``module.weight = parameter``, ``nn.Buffer``) calls the same two methods. One parameter at a time is real,
-from its creation to its registration; ``torch.empty`` does not touch its pages, and initialisers that run after the
-registration, as in torch's own layers, are skipped.
+from its creation to its registration, if it was not made by one of the four functions.
 
-**Alternatives.** ``torch.device("meta")`` and the torch function and dispatch modes see the creation of tensors, not
-their registration: they also put non-persistent buffers, which no checkpoint holds, on meta. Moving parameters to meta
-when they are *created* would empty those that a constructor copies or loads from a file.
+**Values.** Constructors move, cast, copy, tie and initialise what has no memory; ``constructor_calls`` records it. A
+number that is read is computed from the record: it is an initial value that ordinary construction could have had, drawn
+from a generator of its own. A tensor that the module keeps (a non-persistent buffer or an attribute) is computed from
+parameters only if ordinary construction gives the same values, that is, without random numbers; otherwise it stays on
+meta, and ``load_into`` finds and names it. ``EmptyInitError`` says where values are needed that cannot be computed.
+
+**Alternatives.** ``torch.device("meta")`` and dispatch modes see the creation of tensors, not their registration: they
+also put non-persistent buffers, which no checkpoint holds, on meta.
 
 **Differences from ordinary construction.** No random numbers are drawn for parameters on meta, so the state of the
-generator afterwards differs. Buffers and plain attributes computed *from parameters* are on meta; ``load_into`` finds
-and names them. A constructor that branches on the values of its parameters fails, as on any meta tensor. Parameters
-that torch refuses to swap, because a weak reference to them exists before they are registered, and parameters of
-subclasses with memory of their own stay real and are filled in place.
+generator afterwards differs. Parameters that torch refuses to swap, because a weak reference to them exists before they
+are registered, and parameters of subclasses with memory of their own stay real and are filled in place.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,22 +43,47 @@ from typing import Any
 import torch
 from msgspec import Struct
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sluice._public import public
-from sluice.modules.meta_initialisers import InitialisersSkipMeta
+from sluice.modules.constructor_calls import ConstructorCalls
+from sluice.modules.histories import Histories, History, empty_on_meta
+from sluice.modules.moves import remember_move
 from sluice.modules.swap import is_plain, swap_data
 
+# Storages have no public identity, and torch's context without function modes is private.
+# ruff: noqa: SLF001
+
 __all__ = ["empty_init"]
+
+_CPU = torch.device("cpu")
+
+
+class _Emptied(Struct, kw_only=True):
+    """A real tensor that an empty one replaced."""
+
+    #: The storage of the real tensor, which other tensors may share.
+    storage: StorageWeakRef
+    #: The empty tensor.
+    tensor: torch.Tensor
+    #: dtype, shape, strides and offset of the real tensor.
+    geometry: tuple[object, ...]
 
 
 class _Scope(threading.local):
     """State of this thread inside the context."""
 
-    #: Parameters created inside and not registered yet, or None outside. Keys are weak and compared by identity.
-    created: WeakTensorKeyDictionary | None = None
-    #: Meta tensor for each buffer registered inside, or None if the real one is kept; None outside.
-    buffers: WeakTensorKeyDictionary | None = None
+    #: Tensors without memory; None outside.
+    histories: Histories | None = None
+    #: Parameters with memory that were created inside and are not registered yet, by id.
+    created: dict[int, weakref.ref[nn.Parameter]]
+    #: Meta tensor for each buffer with memory registered inside, or None if the real one is kept. Keys are weak and
+    #: compared by identity.
+    buffers: WeakTensorKeyDictionary
+    #: Tensors with memory that became empty, by address of their storage.
+    emptied: dict[int, _Emptied]
     #: Bytes emptied since free memory was last returned to the system.
     emptied_bytes: int = 0
 
@@ -69,8 +100,13 @@ _RETURN_AFTER_BYTES = 32 << 20
 def empty_init() -> Iterator[None]:
     """Build modules whose parameters and persistent buffers keep no memory.
 
-    Non-persistent buffers are computed for real, because no checkpoint holds them. Fill the module with
-    ``sluice.load_into``. Contexts can be nested; other threads are not affected.
+    Non-persistent buffers are computed for real, because no checkpoint holds them. Constructors may move, cast, copy,
+    tie and initialise parameters as usual, and read values, which are true initial values. ``load_into`` puts tensors
+    where the constructor moved them, unless it is given a device. Fill the module with ``sluice.load_into``. Contexts
+    can be nested; other threads are not affected.
+
+    Raises:
+        EmptyInitError: A constructor needs values that cannot be computed.
 
     Example:
         >>> with sluice.empty_init():
@@ -78,25 +114,46 @@ def empty_init() -> Iterator[None]:
         >>> layer.weight.is_meta
         True
     """
-    if _scope.created is not None:
+    if _scope.histories is not None:
         yield
         return
     _install()
-    _scope.created, _scope.buffers = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+    _scope.histories = Histories()
+    _scope.created, _scope.buffers, _scope.emptied = {}, WeakTensorKeyDictionary(), {}
+    calls = ConstructorCalls(_scope.histories)
     try:
-        with InitialisersSkipMeta():
+        with calls:
             yield
     finally:
-        _scope.created = _scope.buffers = None
+        histories, _scope.histories = _scope.histories, None
+        _scope.created, _scope.buffers, _scope.emptied = {}, WeakTensorKeyDictionary(), {}
         _uninstall()
-        _return_free_memory()
+        _finish(calls, histories)
+        if _scope.emptied_bytes:
+            _return_free_memory()
+
+
+def _finish(calls: ConstructorCalls, histories: Histories) -> None:
+    """Give memory to all tensors that are neither parameters nor persistent buffers, and remember moves."""
+    for history in histories:
+        if history.empty and history.device != _CPU:
+            remember_move(history.storage, history.device)
+        if history.held and history.live():
+            calls.give_memory(history, seeded=history.empty, determined=history.empty)
 
 
 def _note_created(original: Callable[..., Any]) -> Any:
     def create(cls: type, *args: Any, **options: Any) -> Any:
         parameter = original(cls, *args, **options)
-        if _scope.created is not None and is_plain(parameter):
-            _scope.created[parameter] = None
+        if _scope.histories is not None:
+            with torch._C.DisableTorchFunction():
+                history = _scope.histories.of(parameter)
+                if history is None:
+                    if not parameter.is_meta and is_plain(parameter):
+                        _scope.created[id(parameter)] = weakref.ref(parameter)
+                elif not history.empty:
+                    history.has_parameter = True
+                    history.held.append(weakref.ref(parameter))
         return parameter
 
     return staticmethod(create)
@@ -106,38 +163,98 @@ def _empty_registered(original: Callable[..., Any]) -> Any:
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
         registered = self._parameters.get(name)  # a global registration hook may have replaced it
-        created = _scope.created
-        if registered is None or created is None or registered not in created:
+        if registered is None or _scope.histories is None:
             return
-        del created[registered]  # before the swap, which refuses tensors with weak references
-        if not registered.is_meta:
-            _count_emptied(registered.nbytes)
-            swap_data(registered, torch.empty_like(registered, device="meta", requires_grad=False))
+        with torch._C.DisableTorchFunction():
+            _empty_parameter(_scope.histories, registered, self, name)
 
     return register_parameter
+
+
+def _empty_parameter(histories: Histories, parameter: nn.Parameter, module: nn.Module, name: str) -> None:
+    """Leave a parameter that was created inside the context without memory."""
+    created = _scope.created.pop(id(parameter), None)
+    if created is not None and created() is parameter:
+        del created  # before the swap, which refuses tensors with weak references
+        if not swap_data(parameter, _emptied(histories, parameter)):
+            return
+    history = histories.of(parameter)
+    if history is not None and not is_lazy(parameter):
+        history.release(parameter)
+        history.empty = True
+        history.owner = history.owner or f"{type(module).__name__}.{name}"
+
+
+def _emptied(histories: Histories, tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor in place of one with memory: the same for tensors that share their memory."""
+    storage = tensor.untyped_storage()
+    geometry = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+    known = _scope.emptied.get(storage._cdata)
+    if known is not None and not known.storage.expired() and known.geometry == geometry:  # type: ignore[no-untyped-call]
+        return known.tensor.detach()
+    _count_emptied(tensor.nbytes)
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    histories.start(empty, histories.keep(tensor), tensor.device, empty=True)
+    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    _scope.emptied[storage._cdata] = _Emptied(storage=reference, tensor=empty, geometry=geometry)
+    return empty
 
 
 def _replace_persistent(original: Callable[..., Any]) -> Any:
     def register_buffer(self: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:  # noqa: FBT001, FBT002  torch's own signature
         original(self, name, tensor, persistent)
         registered = self._buffers.get(name)
-        if _scope.buffers is not None and registered is not None:
-            self._buffers[name] = _empty_buffer(_scope.buffers, registered, persistent=persistent)
+        if _scope.histories is None or registered is None:
+            return
+        with torch._C.DisableTorchFunction():
+            history = _scope.histories.of(registered)
+            if history is None:
+                buffer = _empty_buffer(_scope.histories, registered, persistent=persistent)
+            elif not persistent:
+                _compute_buffer(_scope.histories, history)
+                buffer = registered
+            else:
+                buffer = registered if history.empty else _deferred_buffer(_scope.histories, history, registered)
+                empty = _scope.histories.of(buffer)
+                if empty is not None:
+                    empty.release(buffer)
+                    empty.owner = empty.owner or f"{type(self).__name__}.{name}"
+            self._buffers[name] = buffer
 
     return register_buffer
 
 
-def _empty_buffer(known: WeakTensorKeyDictionary, buffer: torch.Tensor, *, persistent: bool) -> torch.Tensor:
+def _compute_buffer(histories: Histories, history: History) -> None:
+    """Give a non-persistent buffer memory and values, unless they are computed from random parameters."""
+    ConstructorCalls(histories).give_memory(history, seeded=history.empty, determined=history.empty)
+
+
+def _empty_buffer(histories: Histories, buffer: torch.Tensor, *, persistent: bool) -> torch.Tensor:
     """Return the tensor to register for ``buffer``; its first registration decides for all."""
+    known = _scope.buffers
     if buffer not in known:
         empty = None
         if persistent and is_plain(buffer) and not buffer.is_meta:
-            _count_emptied(buffer.nbytes)
-            empty = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
-            empty.__dict__.update(buffer.__dict__)  # marks of nn.Buffer
+            empty = _like_buffer(_emptied(histories, buffer), buffer)
         known[buffer] = empty
     replacement: torch.Tensor | None = known[buffer]
     return buffer if replacement is None else replacement
+
+
+def _deferred_buffer(histories: Histories, history: History, buffer: torch.Tensor) -> torch.Tensor:
+    """Return the tensor to register for a deferred ``buffer``, which stays deferred."""
+    for known in history.buffers:
+        if known.shape == buffer.shape and known.stride() == buffer.stride() and known.dtype == buffer.dtype:
+            return known
+    empty = _like_buffer(empty_on_meta(buffer), buffer)
+    histories.derive(empty, histories.freeze_call(torch.clone, (buffer,), {}), history.device, empty=True)
+    history.buffers.append(empty)
+    return empty
+
+
+def _like_buffer(empty: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    empty.__dict__.update(buffer.__dict__)  # marks of nn.Buffer
+    return empty.requires_grad_(buffer.requires_grad)
 
 
 def _count_emptied(nbytes: int) -> None:

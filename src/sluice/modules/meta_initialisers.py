@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["InitialisersSkipMeta"]
+__all__ = ["INITIALISERS", "SET_DATA", "InitialisersSkipMeta"]
 
 #: Functions that change the values of a tensor and nothing else.
-_INITIALISERS = frozenset(
+INITIALISERS = frozenset(
     {
         nn.init.constant_,
         nn.init.kaiming_uniform_,
@@ -27,17 +27,19 @@ _INITIALISERS = frozenset(
         torch.Tensor.clamp_,
         torch.Tensor.erfinv_,
         torch.Tensor.exponential_,
+        torch.Tensor.fill_,
         torch.Tensor.geometric_,
         torch.Tensor.log_normal_,
         torch.Tensor.normal_,
         torch.Tensor.random_,
         torch.Tensor.uniform_,
+        torch.Tensor.zero_,
     }
 )
 
 
 #: The setter of ``tensor.data``, as torch function modes see it.
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a C descriptor
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a C descriptor
 
 
 class InitialisersSkipMeta(TorchFunctionMode):
@@ -55,10 +57,10 @@ class InitialisersSkipMeta(TorchFunctionMode):
     ) -> Any:
         """Run ``func``, or return its tensor unchanged."""
         options = kwargs or {}
-        if func in _INITIALISERS:
+        if func in INITIALISERS:
             tensor = args[0] if args else options.get("tensor")  # functions of nn.init are called with keywords only
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor
-        if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
+        if func == SET_DATA and args[0].is_meta and not args[1].is_meta:
             args = (args[0], torch.empty_like(args[1], device="meta"))
         return func(*args, **options)

@@ -111,7 +111,7 @@ def _absent(slot: Slot, how: str, decided: Decided, position: int) -> TensorRow:
         dtype=dtype,
         shape=slot.shape,
         nbytes=prod(slot.shape) * ITEM_BYTES[dtype],
-        device=device_of(slot.names[0], decided.placement) or ("cpu" if slot.on_meta else slot.device),
+        device=device_of(slot.names[0], decided.placement) or (slot.home if slot.on_meta else slot.device),
         how=how,
     )
 
