@@ -313,11 +313,11 @@ def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
 
 
 def _format_name(layout: CheckpointLayout, files: Sequence[OpenFile]) -> str:
+    pickled = any(file.index.format != "safetensors" for file in files)
     if layout.kind == "parts":
-        return "safetensors-parts"
+        return "torch-parts" if pickled else "safetensors-parts"
     if layout.kind == "parameters":
         return "per-parameter"
-    pickled = any(file.index.format != "safetensors" for file in files)
     return "huggingface-bin" if pickled else "huggingface-safetensors"
 
 

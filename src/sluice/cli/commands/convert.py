@@ -115,7 +115,7 @@ def convert_command(
         destination,
         key=key,
         format=kind,  # type: ignore[arg-type]  # click checks the choices
-        dtype=parse_dtype(dtype),  # type: ignore[arg-type]  # "auto" is not a choice here
+        dtype=parse_dtype(dtype),
         rules=rules,
         max_shard_size=max_shard_size,
         manifest=manifest,
