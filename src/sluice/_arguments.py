@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from sluice._dtypes import DType, parse_dtype
+from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place
 from sluice._units import parse_bytes
 
@@ -22,6 +22,7 @@ __all__ = [
     "check_plan_without_model",
     "check_save",
     "check_tolerances",
+    "device_name",
     "dtype_argument",
     "memory_limits",
     "path_argument",
@@ -45,8 +46,17 @@ def dtype_argument(dtype: DType | None, *, auto_is_none: bool = False) -> str | 
     Raises:
         ValueError: It is not a dtype.
     """
-    name = None if dtype is None else parse_dtype(dtype)
-    return None if name == "auto" and auto_is_none else name
+    if dtype is None:
+        return None
+    name = parse_dtype(dtype)
+    if name == "auto":
+        return None if auto_is_none else name
+    if isinstance(dtype, str):
+        try:
+            torch_dtype(name)
+        except AttributeError:
+            raise ValueError(f"dtype={dtype!r}: the installed torch has no {name}") from None
+    return name
 
 
 def memory_limits(memory: Memory) -> MemoryLimits | None:
@@ -64,6 +74,44 @@ def memory_limits(memory: Memory) -> MemoryLimits | None:
             "sluice.MemoryLimits(host='2GiB', device={'cuda:0': '8GiB'})"
         )
     return MemoryLimits(host=size_or_none("memory", memory))
+
+
+def device_name(device: object) -> str:
+    """Return a device as torch writes it, with its current index; an int is the index of an accelerator.
+
+    Raises:
+        ValueError: torch cannot use it, or it cannot hold weights: the meta device, and accelerate's ``"disk"``.
+        TypeError: It is not a device.
+    """
+    import torch
+
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        several = "; several devices need a model, as in load_into" if isinstance(device, Mapping) else ""
+        raise TypeError(f"device= is {_type_name(device)}; write 'cpu', 'cuda:0', a torch.device or an index{several}")
+    if device == "disk":
+        raise ValueError(
+            "device 'disk' cannot hold weights: sluice loads all of them. To keep weights in the file until they "
+            "are used, pass device='cpu' and place='map'"
+        )
+    if device == "auto":
+        raise ValueError("device='auto' needs a model, as in load_into and plan")
+    try:
+        resolved = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
+        text = str(error).partition("\n")[0]
+        reason = "torch has no such kind of device" if text.startswith("Expected one of") else text
+        raise ValueError(f"device {str(device)!r} cannot be used: {reason}; here are {_devices_here()}") from error
+    if resolved.type == "meta":
+        raise ValueError("device='meta' holds no weights")
+    return str(resolved)
+
+
+def _devices_here() -> str:
+    import torch
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found = [] if kind is None else [f"{kind.type}:{index}" for index in range(torch.accelerator.device_count())]
+    return ", ".join(["cpu", *found])
 
 
 def size_or_none(argument: str, size: int | str | None) -> int | None:

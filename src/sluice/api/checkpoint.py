@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sluice._arguments import check_load, dtype_argument, memory_limits
+from sluice._arguments import check_load, device_name, dtype_argument, memory_limits
 from sluice._dtypes import DType, torch_dtype
 from sluice._keywords import explain_keywords
 from sluice._options import Limits, Memory
@@ -83,7 +83,7 @@ class LazyTensor:
     def read(
         self,
         *,
-        device: str | torch.device | None = None,
+        device: str | int | torch.device | None = None,
         dtype: DType | None = None,
         out: torch.Tensor | None = None,
         memory: Memory = None,
@@ -107,7 +107,7 @@ class LazyTensor:
             self._checkpoint,
             self.name,
             self._entry,
-            device=device,
+            device=None if device is None else device_name(device),
             dtype=dtype_argument(dtype, auto_is_none=True),
             out=out,
             memory=memory_limits(memory),

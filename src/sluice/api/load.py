@@ -129,7 +129,7 @@ def load_into(
 def load_state_dict(
     source: CheckpointSource,
     *,
-    device: str | torch.device = "cpu",
+    device: str | int | torch.device | None = "cpu",
     dtype: DType | None = None,
     key: str | None = None,
     rules: Sequence[Rule] = (),
@@ -146,7 +146,7 @@ def load_state_dict(
 
     Args:
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
-        device: Device of the tensors.
+        device: Device of the tensors; None is the CPU.
         dtype: Cast real floating-point tensors to this, written as in ``load_into``; None keeps the file's dtypes.
         key: Part of the checkpoint. None takes the checkpoint itself if it is a flat state dict, otherwise the only
             candidate inside.
@@ -169,7 +169,7 @@ def load_state_dict(
     """
     check_load(key=key, limits=limits, rules=rules, page_cache=page_cache, progress=progress)
     request = StateDictRequest(
-        device=device,
+        device="cpu" if device is None else device,
         dtype=dtype_argument(dtype, auto_is_none=True),
         key=key,
         rules=rules,

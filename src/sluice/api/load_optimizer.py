@@ -28,7 +28,7 @@ def load_optimizer(
     model: torch.nn.Module | None = None,
     key: str | None = None,
     rename: Rename | None = None,
-    device: str | torch.device | None = None,
+    device: str | int | torch.device | None = None,
     memory: Memory = None,
     limits: Limits | None = None,
     progress: Progress = False,

@@ -21,7 +21,7 @@ def read_tensor(
     name: str,
     entry: Entry,
     *,
-    device: str | torch.device | None = None,
+    device: str | None = None,
     dtype: str | None = None,
     out: torch.Tensor | None = None,
     memory: MemoryLimits | None = None,
@@ -30,7 +30,7 @@ def read_tensor(
     if out is None:
         if dtype and entry.layout == "quantized":
             raise MismatchError("a quantized tensor is not cast while it is read", tensor=name)
-        requests = component_requests(name, entry, device=str(device or "cpu"), dtype=dtype)
+        requests = component_requests(name, entry, device=device or "cpu", dtype=dtype)
         existing = None
     else:
         if device is not None or dtype is not None:
