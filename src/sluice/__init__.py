@@ -149,7 +149,9 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            raise AttributeError(f"module 'sluice' has no attribute {name!r}")
+            from sluice._keywords import name_hint
+
+            raise AttributeError(f"module 'sluice' has no attribute {name!r}{name_hint(name)}")
         # Here, not above: an interrupt of the command line during imports shows a traceback.
         from importlib import import_module
 

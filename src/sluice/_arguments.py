@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from sluice._dtypes import DType, parse_dtype, torch_dtype
+from sluice._messages import type_of
 from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place
 from sluice._units import parse_bytes
 
@@ -29,11 +30,6 @@ __all__ = [
     "size_or_none",
     "state_to_save",
 ]
-
-
-def _type_name(value: object) -> str:
-    """Return the name of a value's type for messages; classes say that they are classes."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def dtype_argument(dtype: DType | None, *, auto_is_none: bool = False) -> str | None:
@@ -70,7 +66,7 @@ def memory_limits(memory: Memory) -> MemoryLimits | None:
         return memory
     if isinstance(memory, (Mapping, Limits)) or not isinstance(memory, (int, str)) or isinstance(memory, bool):
         raise TypeError(
-            f"memory= is {_type_name(memory)}; write a size such as '2GiB' for host memory, or "
+            f"memory= is {type_of(memory)}; write a size such as '2GiB' for host memory, or "
             "sluice.MemoryLimits(host='2GiB', device={'cuda:0': '8GiB'})"
         )
     return MemoryLimits(host=size_or_none("memory", memory))
@@ -87,7 +83,7 @@ def device_name(device: object) -> str:
 
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         several = "; several devices need a model, as in load_into" if isinstance(device, Mapping) else ""
-        raise TypeError(f"device= is {_type_name(device)}; write 'cpu', 'cuda:0', a torch.device or an index{several}")
+        raise TypeError(f"device= is {type_of(device)}; write 'cpu', 'cuda:0', a torch.device or an index{several}")
     if device == "disk":
         raise ValueError(
             "device 'disk' cannot hold weights: sluice loads all of them. To keep weights in the file until they "
@@ -99,8 +95,9 @@ def device_name(device: object) -> str:
         resolved = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         text = str(error).partition("\n")[0]
-        reason = "torch has no such kind of device" if text.startswith("Expected one of") else text
-        raise ValueError(f"device {str(device)!r} cannot be used: {reason}; here are {_devices_here()}") from error
+        reason = "torch has no such kind of device" if text.startswith("Expected one of") else text.rstrip(".")
+        shown = str(device) if isinstance(device, torch.device) else device
+        raise ValueError(f"device {shown!r} cannot be used: {reason}; this machine has {_devices_here()}") from error
     if resolved.type == "meta":
         raise ValueError("device='meta' holds no weights")
     return str(resolved)
@@ -147,17 +144,17 @@ def check_load(
         ValueError: ``place`` or ``page_cache`` is not one of its choices.
     """
     if key is not None and not isinstance(key, str):
-        raise TypeError(f"key= is {_type_name(key)}; write a text such as 'model_state_dict' or 'ema.model'")
+        raise TypeError(f"key= is {type_of(key)}; write a text such as 'model_state_dict' or 'ema.model'")
     if limits is not None and not isinstance(limits, Limits):
-        raise TypeError(f"limits= is {_type_name(limits)}, not sluice.Limits; it bounds files, and memory= memory")
+        raise TypeError(f"limits= is {type_of(limits)}, not sluice.Limits; it bounds files, and memory= memory")
     if not isinstance(strict, bool):
-        raise TypeError(f"strict= is {_type_name(strict)}, not True or False")
+        raise TypeError(f"strict= is {type_of(strict)}, not True or False")
     if not (isinstance(progress, bool) or callable(progress)):
-        raise TypeError(f"progress= is {_type_name(progress)}, not True, False or a function of a ProgressEvent")
+        raise TypeError(f"progress= is {type_of(progress)}, not True, False or a function of a ProgressEvent")
     _check_rename(rename)
     if not isinstance(rules, Sequence) or isinstance(rules, (str, bytes)):
         raise TypeError(
-            f"rules= is {_type_name(rules)}; write a list, rules=[sluice.rules.rename('old.**', 'new.**')], "
+            f"rules= is {type_of(rules)}; write a list, rules=[sluice.rules.rename('old.**', 'new.**')], "
             "or rename= for a mapping of names"
         )
     _check_choice("place", place, get_args(Place))
@@ -178,7 +175,7 @@ def _check_rename(rename: object) -> None:
         fine = isinstance(rename, Sequence) and not isinstance(rename, (str, bytes)) and all(map(_is_pair, rename))
     if not fine:
         raise TypeError(
-            f"rename= is {_type_name(rename)} in a wrong form; write {{'old': 'new'}}, "
+            f"rename= is {type_of(rename)} in a wrong form; write {{'old': 'new'}}, "
             "[('regular expression', 'replacement')], or a function of a name"
         )
 
@@ -207,7 +204,7 @@ def check_save(metadata: object, chosen: str) -> None:
         ValueError: The format has no metadata.
     """
     if metadata is not None and not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata= is {_type_name(metadata)}; write a dict of texts")
+        raise TypeError(f"metadata= is {type_of(metadata)}; write a dict of texts")
     if metadata and chosen not in {"safetensors", "huggingface"}:
         raise ValueError(f"metadata is written to the header of safetensors files; {chosen!r} files have none")
 
@@ -221,7 +218,7 @@ def check_tolerances(*, rtol: object, atol: object) -> None:
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not isinstance(value, (int, float)):
-            raise TypeError(f"{name}= is {_type_name(value)}, not a number")
+            raise TypeError(f"{name}= is {type_of(value)}, not a number")
         if not value >= 0:
             raise ValueError(f"tolerances must not be negative: {name}={value}")
 
@@ -236,21 +233,21 @@ def path_argument(path: object, argument: str = "path") -> str:
         if isinstance(path, bytes):
             hint = "pass os.fsdecode(name)"
         elif hasattr(path, "write"):
-            hint = "pass its path"
+            hint = "pass the path of a file, not the file"
         else:
             hint = "write a path, a str or a pathlib.Path"
-        raise TypeError(f"{argument} is {_type_name(path)}; {hint}")
+        raise TypeError(f"{argument} is {type_of(path)}; {hint}")
     text = os.fsdecode(path)
     return text if os.path.lexists(text) else os.path.expanduser(text)
 
 
-def check_model(model: object, source: object, verb: str, *, optional: bool = False) -> None:
+def check_model(model: object, source: object, call: str, *, optional: bool = False) -> None:
     """Refuse what is not an ``nn.Module``, and say what the argument is instead.
 
     Args:
         model: The first argument.
         source: The second argument, to recognize that the two are swapped.
-        verb: Name of the called function.
+        call: The call as text: ``"load_into(model, source)"``.
         optional: Whether None is accepted.
 
     Raises:
@@ -260,7 +257,7 @@ def check_model(model: object, source: object, verb: str, *, optional: bool = Fa
 
     if isinstance(model, nn.Module) or (model is None and optional):
         return
-    raise TypeError(f"{verb}(model, source): {_what_instead('model', model, source, nn.Module)}")
+    raise TypeError(f"{call}: {_what_instead('model', model, source, nn.Module)}")
 
 
 def check_optimizer(optimizer: object, source: object) -> None:
@@ -274,7 +271,7 @@ def check_optimizer(optimizer: object, source: object) -> None:
     if isinstance(optimizer, optim.Optimizer):
         return
     if isinstance(optimizer, nn.Module):
-        problem = "optimizer is a module; load_into loads modules, and load_optimizer its optimizer"
+        problem = "optimizer is a module; load_into(model, source) loads into modules"
     elif isinstance(optimizer, optim.lr_scheduler.LRScheduler):
         problem = "optimizer is a scheduler; pass checkpoint.tree[...] to its own load_state_dict"
     else:
@@ -285,16 +282,15 @@ def check_optimizer(optimizer: object, source: object) -> None:
 def _what_instead(argument: str, value: object, other: object, wanted: type) -> str:
     """Return what is wrong with an argument that should be an instance of ``wanted``."""
     if isinstance(other, wanted):
-        return f"the arguments are swapped: the first is {_type_name(value)}, the second the {argument}"
+        return f"the arguments are swapped: the first is {type_of(value)}, the second the {argument}"
     if isinstance(value, type):
         build = f"build it first: {argument} = {value.__name__}(...)"
-        return f"{argument} is {_type_name(value)}, not an instance; {build}{_UNDER_EMPTY_INIT[argument]}"
+        return f"{argument} is {type_of(value)}, not an instance; {build}{_UNDER_EMPTY_INIT[argument]}"
     if isinstance(value, Mapping):
-        return f"{argument} is {_type_name(value)}, not a {wanted.__name__}; {_FROM_MAPPING[argument]}"
+        return f"{argument} is {type_of(value)}, not a {wanted.__name__}; {_FROM_MAPPING[argument]}"
     if callable(value):
         return f"{argument} is a function; call it and pass what it returns{_UNDER_EMPTY_INIT[argument]}"
-    what = "None" if value is None else _type_name(value)
-    return f"{argument} is {what}, not a torch.{wanted.__module__.split('.')[1]}.{wanted.__name__}"
+    return f"{argument} is {type_of(value)}, not a torch.{wanted.__module__.split('.')[1]}.{wanted.__name__}"
 
 
 _UNDER_EMPTY_INIT = {"model": ", inside `with sluice.empty_init():`", "optimizer": ""}
@@ -320,7 +316,7 @@ def state_to_save(obj: object, path: object) -> Any:
         hint = "the arguments are swapped" if swapped else "convert(source, destination) copies a checkpoint"
         raise TypeError(f"save(obj, path): obj is a path; {hint}")
     if isinstance(obj, type):
-        raise TypeError(f"save(obj, path): obj is {_type_name(obj)}, not an instance")
+        raise TypeError(f"save(obj, path): obj is {type_of(obj)}, not an instance")
     if hasattr(obj, "index") and hasattr(obj, "sources"):  # an open checkpoint; its class is in a higher layer
         raise TypeError("save(obj, path): obj is an open checkpoint; convert(source, destination) writes it")
     return obj

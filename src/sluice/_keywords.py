@@ -10,10 +10,31 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-__all__ = ["explain_keywords"]
+__all__ = ["explain_keywords", "name_hint"]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+#: Functions of other libraries that users may look for in this module.
+_FUNCTIONS = {
+    "load": "load_state_dict(source) loads a file, load_into(model, source) fills a module",
+    "load_file": "load_state_dict(source) loads a file",
+    "load_model": "load_into(model, source) fills a module",
+    "load_checkpoint_in_model": "load_into(model, source) fills a module",
+    "load_checkpoint_and_dispatch": "load_into(model, source, device='auto') fills a module",
+    "from_pretrained": "hf.from_pretrained(directory) loads a model of transformers",
+    "init_empty_weights": "empty_init() builds modules without memory",
+    "safe_open": "open(source) opens a checkpoint",
+    "save_file": "save(obj, path) writes a state dict",
+    "save_model": "save(obj, path) writes a module",
+    "inspect": "open(source) opens a checkpoint; the command is `sluice inspect`",
+}
+
+#: Calls that may have been meant if the last argument is missing.
+_WITHOUT_SOURCE = {
+    "plan": "plan(None, source) plans for the checkpoint alone",
+    "load_into": "load_state_dict(source) loads without a model",
+}
 
 _NOT_NEEDED = "leave it out: "
 _LOCAL = f"{_NOT_NEEDED}sluice reads local files; huggingface_hub.snapshot_download downloads them"
@@ -31,7 +52,8 @@ _HINTS: dict[str, tuple[tuple[str, ...], str]] = {
     "pickle_protocol": ((), _ITSELF),
     "mmap": (("place",), "place='map' maps the file"),
     "assign": ((), f"{_NOT_NEEDED}tensors on meta get new memory, live ones are filled in place"),
-    "state_dict": (("source", "obj"), ""),
+    "state_dict": (("obj", "source"), ""),
+    "strict": ((), f"{_NOT_NEEDED}only load_into and plan match names with a model"),
     # safetensors
     "filename": (("source", "path"), ""),
     "tensors": (("obj",), ""),
@@ -88,30 +110,47 @@ def explain_keywords(function: Callable[_Arguments, _Result]) -> Callable[_Argum
     code = function.__code__
     most = code.co_argcount
     known = code.co_varnames[: most + code.co_kwonlyargcount]
+    names = frozenset(known)
+    required = most - len(function.__defaults__ or ())
 
     @wraps(function)
     def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if len(args) > most or not kwargs.keys() <= set(known):
-            raise _wrong_arguments(function.__name__, known, most, len(args), kwargs)
+        if len(args) > most or not names.issuperset(kwargs) or not kwargs.keys() >= set(known[len(args) : required]):
+            missing = [name for name in known[len(args) : required] if name not in kwargs]
+            raise _wrong_arguments(function.__name__, known, most, args, kwargs, missing)
         return function(*args, **kwargs)
 
     return checked
 
 
+def name_hint(name: str) -> str:
+    """Return what a missing name of the package may have meant, as the end of an error text."""
+    if name in _FUNCTIONS:
+        return f"; sluice.{_FUNCTIONS[name]}"
+    return ""
+
+
 def _wrong_arguments(
-    function: str, known: tuple[str, ...], most: int, given: int, keywords: dict[str, object]
+    function: str,
+    known: tuple[str, ...],
+    most: int,
+    args: tuple[object, ...],
+    keywords: dict[str, object],
+    missing: list[str],
 ) -> TypeError:
-    """Return the error for the first unknown keyword, or for too many positional arguments."""
+    """Return the error for the first unknown keyword, for too many positional arguments, or for missing ones."""
     unknown = next((name for name in keywords if name not in known), None)
-    if unknown is None:
-        first = ", ".join(name for name in known[:most] if name != "self")
+    if unknown is not None:
+        return TypeError(f"{function}() has no argument {unknown!r}: {_hint(unknown, known)}")
+    positional = [name for name in known[:most] if name != "self"]
+    call = f"{function}({', '.join(positional)})"
+    if len(args) > most:
+        if "model" not in known and args and hasattr(args[0], "named_parameters"):
+            return TypeError(f"{call} takes no module; load_into(model, source) loads into one")
         others = ", ".join(f"{name}=" for name in known[most:])
-        method = known[:1] == ("self",)
-        return TypeError(
-            f"{function}({first}) takes no more than {most - method} positional arguments, not {given - method}; "
-            f"write the name of each other argument: {others}"
-        )
-    return TypeError(f"{function}() has no argument {unknown!r}: {_hint(unknown, known)}")
+        return TypeError(f"{call} takes no further positional arguments; write their names: {others}")
+    hint = f"; {_WITHOUT_SOURCE[function]}" if function in _WITHOUT_SOURCE and args else ""
+    return TypeError(f"{call}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing{hint}")
 
 
 def _hint(unknown: str, known: tuple[str, ...]) -> str:
@@ -124,6 +163,4 @@ def _hint(unknown: str, known: tuple[str, ...]) -> str:
 
     names = [name for name in known if name != "self"]
     close = get_close_matches(unknown, names, n=1)
-    if close:
-        return f"did you mean {close[0]}=?"
-    return f"its arguments are {', '.join(names)}"
+    return f"did you mean {close[0]}=?" if close else f"its arguments are {', '.join(names)}"

@@ -49,7 +49,7 @@ _SAVING = _COMMON | {
     errno.EACCES: _PERMISSIONS,
     errno.EPERM: _PERMISSIONS,
     errno.EBUSY: "Another process or a mount uses the path: choose another one.",
-    errno.ENOENT: "The directory was removed during the save: save again.",
+    errno.ENOENT: "The directory does not exist or was removed: check the path, then save again.",
     errno.EISDIR: "The path is a directory: choose another one.",
 }
 

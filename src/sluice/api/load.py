@@ -100,7 +100,7 @@ def load_into(
         model.pth (torch-zip): ... tensors, ... on cpu
         ...
     """
-    check_model(model, source, "load_into")
+    check_model(model, source, "load_into(model, source)")
     check_load(
         key=key,
         limits=limits,

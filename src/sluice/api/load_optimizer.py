@@ -75,7 +75,7 @@ def load_optimizer(
         ...     scheduler.load_state_dict(checkpoint.tree["scheduler"])
     """
     check_optimizer(optimizer, source)
-    check_model(model, source, "load_optimizer", optional=True)
+    check_model(model, source, "load_optimizer(optimizer, source, model=model)", optional=True)
     check_load(key=key, limits=limits, rename=rename, progress=progress)
     request = OptimizerRequest(
         optimizer=optimizer,

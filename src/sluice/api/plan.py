@@ -89,7 +89,7 @@ def plan(
         model.pth (torch-zip): ... tensors, ... finished on cpu, ... to read
         ...
     """
-    check_model(model, source, "plan", optional=True)
+    check_model(model, source, "plan(model, source)", optional=True)
     check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, place=place, page_cache=page_cache)
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     request: LoadRequest

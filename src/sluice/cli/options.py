@@ -122,7 +122,9 @@ def _import_object(spec: str, option: str) -> Any:
     """Import ``package.module:name`` with the current directory on the path, as ``python -m`` does; None if missing."""
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise click.BadParameter(f"{spec!r} is not of the form package.module:name", param_hint=option)
+        module, dot, last = spec.rpartition(".")
+        hint = f"; write {module}:{last}" if dot and ":" not in spec and module and last != "py" else ""
+        raise click.BadParameter(f"{spec!r} is not of the form package.module:name{hint}", param_hint=option)
     if module_name.endswith(".py") or os.sep in module_name:
         hint = module_name.removesuffix(".py").removeprefix(f".{os.sep}").replace(os.sep, ".")
         raise click.BadParameter(f"{module_name!r} is a path; write the module: {hint}:{name}", param_hint=option)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from sluice._arguments import check_load, memory_limits, path_argument
-from sluice._dtypes import DType
+from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._errors import UnsupportedError
 from sluice._keywords import explain_keywords
 from sluice._options import Limits, Memory, PageCache, Place, TransferOptions
@@ -106,6 +106,8 @@ def from_pretrained(
     library = find_library()
     check_load(limits=limits, strict=strict, place=place, page_cache=page_cache, progress=progress)
     path = path_argument(directory, "directory")
+    if (named := parse_dtype(dtype, floats_only=True)) != "auto":
+        dtype = torch_dtype(named)
     model_class, config = class_and_config(library, path, model_class, config, limits=limits)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation

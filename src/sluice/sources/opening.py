@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO, TypeAlias
 
 from sluice._errors import MissingFileError, UnsupportedError
+from sluice._messages import type_of
 from sluice.sources.directory import Directory, LocalDirectory
 from sluice.sources.file_objects import local_path
 from sluice.sources.local import LocalFile
@@ -44,7 +45,7 @@ def path_list(where: Sequence[object]) -> list[str]:
     """
     wrong = next((each for each in where if not isinstance(each, (str, os.PathLike))), None)
     if wrong is not None:
-        raise TypeError(f"source is a list with {_kind(wrong)}; a list holds paths of files")
+        raise TypeError(f"source is a list with {type_of(wrong)}; a list holds paths of files")
     paths = [source_path(each) for each in where if isinstance(each, (str, os.PathLike))]
     if not paths:
         raise ValueError("source is an empty list; it holds the paths of the files of one checkpoint")
@@ -68,6 +69,8 @@ def open_source(where: SourceLocation) -> Source:
     if not isinstance(where, (str, os.PathLike)):
         return stream_source(where)[0]
     path = source_path(where)
+    if not path:
+        raise MissingFileError("the path is empty", advice="Pass the path of a file or a directory.")
     _refuse_url(path)
     try:
         return LocalFile(path)
@@ -86,7 +89,7 @@ def stream_source(stream: BinaryIO) -> tuple[Source, int]:
     if isinstance(stream, io.BytesIO):
         return MemoryFile(stream), stream.tell()
     if not hasattr(stream, "read"):
-        raise TypeError(f"source is {_kind(stream)}; {_instead(stream)}")
+        raise TypeError(f"source is {type_of(stream)}; {_instead(stream)}")
     path = local_path(stream)
     if stream.writable():
         stream.flush()
@@ -118,12 +121,6 @@ def _refuse_url(path: str) -> None:
         raise UnsupportedError(
             "remote sources are not supported yet", file=without_credentials(path), advice=download_advice(path)
         )
-
-
-def _kind(value: object) -> str:
-    if value is None:
-        return "None"
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def _instead(value: object) -> str:

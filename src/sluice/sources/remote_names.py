@@ -74,8 +74,6 @@ def download_advice(url: str) -> str:
 
 def missing_advice(path: str) -> str:
     """Return what to check about a path at which there is nothing."""
-    if not path:
-        return "The path is empty."
     parent, name = os.path.split(path)
     if any(letter in name for letter in "*?[") and (found := _matches(path)):
         return f"It is a pattern, which {found} match: pass a list, sorted(glob.glob({path!r}))."

@@ -36,7 +36,7 @@ __all__ = ["convert_command"]
 @click.argument("destination", type=click.Path())
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
 @click.option("--format", "kind", type=click.Choice(SAVE_FORMATS), help="Default: by the suffix of DESTINATION.")
-@click.option("--dtype", type=DTypeName(auto=False), help="bf16, half, float32, torch.bfloat16, ... for real floats.")
+@click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
 @rename_option
 @rename_regex_option
 @rules_option
