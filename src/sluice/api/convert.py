@@ -98,6 +98,7 @@ def convert(
     started = time.perf_counter()
     path = Path(path_argument(destination, "destination"))
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
+    manifest_path = None if manifest is None else path_argument(manifest, "manifest")
     chosen = choose_format(path, format, max_shard_size)
     with borrow(source, limits=limits) as checkpoint:
         conversion = Conversion(
@@ -110,7 +111,7 @@ def convert(
             progress=progress,
             memory=memory_limits(memory),
             page_cache=page_cache,
-            manifest=None if dry_run else manifest_writer(manifest, manifest_hash, path, overwrite=overwrite),
+            manifest=None if dry_run else manifest_writer(manifest_path, manifest_hash, path, overwrite=overwrite),
             dry_run=dry_run,
         )
         return convert_checkpoint(conversion, key=key, rename=rename, rules=rules, started=started)

@@ -83,6 +83,7 @@ def save(
     destination = Path(path_argument(path))
     chosen = choose_format(destination, format, max_shard_size)
     check_save(metadata, chosen)
+    manifest_path = None if manifest is None else path_argument(manifest, "manifest")
     job = SaveJob(
         destination=destination,
         dtype=dtype_argument(dtype, auto_is_none=True),
@@ -90,7 +91,7 @@ def save(
         metadata={"format": "pt", **(metadata or {})},
         overwrite=overwrite,
         staging=Staging.make(options.SAVE_STAGING_BYTES),
-        manifest=manifest_writer(manifest, manifest_hash, destination, overwrite=overwrite),
+        manifest=manifest_writer(manifest_path, manifest_hash, destination, overwrite=overwrite),
         progress=progress,
     )
     saved = save_state(state, chosen, job)

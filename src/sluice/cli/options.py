@@ -106,6 +106,8 @@ def check_device(device: str | None, *, auto: bool = True) -> None:
 
 def source_of(paths: Sequence[str]) -> str | list[str]:
     """Return the source that the PATH arguments name: one path, or a list of files."""
+    if len(set(paths)) < len(paths):
+        raise click.UsageError("PATH is given twice: each file of a checkpoint is named once")
     return paths[0] if len(paths) == 1 else list(paths)
 
 
