@@ -193,7 +193,7 @@ def check_plan_without_model(*, rename: object, strict: object, place: object, d
     several = isinstance(device, Mapping) or device == "auto"
     given = {"rename": rename is not None, "strict": not strict, "place": place != "copy", "device": several}
     if wrong := [f"{name}=" for name, is_given in given.items() if is_given]:
-        raise ValueError(f"{', '.join(wrong)} needs a model: plan(model, source); device= is one device without one")
+        raise ValueError(f"plan(None, source): these arguments need a model: {', '.join(wrong)}")
 
 
 def check_save(metadata: object, chosen: str) -> None:
