@@ -64,7 +64,7 @@ def memory_limits(memory: Memory) -> MemoryLimits | None:
     """
     if memory is None or isinstance(memory, MemoryLimits):
         return memory
-    if isinstance(memory, (Mapping, Limits)) or not isinstance(memory, (int, str)) or isinstance(memory, bool):
+    if isinstance(memory, bool) or not isinstance(memory, (int, str)):
         raise TypeError(
             f"memory= is {type_of(memory)}; write a size such as '2GiB' for host memory, or "
             "sluice.MemoryLimits(host='2GiB', device={'cuda:0': '8GiB'})"

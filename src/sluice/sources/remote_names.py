@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from itertools import islice
-from urllib.parse import unquote
 
 __all__ = ["download_advice", "is_url", "missing_advice", "without_credentials"]
 
@@ -67,6 +66,9 @@ def download_advice(url: str) -> str:
         return f"{_DOWNLOAD} {_snapshot(hub['repository'])}"
     scheme, _, rest = plain.partition("://")
     if scheme == "file":
+        # Here, not above: only errors need it, and it takes longer to import than this module.
+        from urllib.parse import unquote
+
         return f"{_DOWNLOAD} A local file needs no URL: {unquote('/' + rest.partition('/')[2])!r}."
     command = _COMMANDS.get(scheme.lower())
     return f"{_DOWNLOAD} {command} does that." if command else _DOWNLOAD
