@@ -133,7 +133,8 @@ def parse_dtype(dtype: object, *, auto: bool = True, floats_only: bool = False) 
     if name == "auto" and auto:
         return name
     if name not in ITEM_BYTES or (floats_only and not is_castable(name)):
-        raise ValueError(f"dtype {dtype!r} is not one of {_accepted(auto=auto, floats_only=floats_only)}")
+        kind = "the floating-point dtypes " if floats_only else ""
+        raise ValueError(f"dtype {dtype!r} is not one of {kind}{_accepted(auto=auto, floats_only=floats_only)}")
     return name
 
 
