@@ -41,9 +41,7 @@ def test_anything_else_is_one_error_that_lists_the_names(written: object) -> Non
 def test_a_restricted_list_names_only_what_it_accepts() -> None:
     assert parse_dtype("half", auto=False, floats_only=True) == "float16"
     for written in ("auto", "int8", "bool"):
-        with pytest.raises(
-            ValueError, match=f"'{written}' is not one of the floating-point dtypes float16 "
-        ) as caught:
+        with pytest.raises(ValueError, match=f"'{written}' is not one of the floating-point dtypes float16 ") as caught:
             parse_dtype(written, auto=False, floats_only=True)
         assert "int8" not in str(caught.value).partition("one of")[2]
         assert "auto (" not in str(caught.value)
