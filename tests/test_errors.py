@@ -10,31 +10,33 @@ from collections.abc import Callable
 import pytest
 
 from sluice import _errors
-from sluice._errors import CheckpointError, FormatError, PartialLoadError, SluiceError, TruncatedError
+from sluice._errors import CheckpointError, FormatError, PartialLoadError, ReadError, SluiceError, TruncatedError
 
 #: Exported classes of errors; ``Alternative`` is a record.
 CLASSES = [getattr(_errors, name) for name in _errors.__all__ if name != "Alternative"]
 
 
-def drawn_parents() -> dict[str, str | None]:
-    """Return the parent of each class in the drawing of the module's docstring."""
-    parents: dict[str, str | None] = {}
+def drawn_parents() -> dict[str, tuple[str | None, str | None]]:
+    """Return the parent of each class in the drawing of the module's docstring, and the built-in class it also is."""
+    parents: dict[str, tuple[str | None, str | None]] = {}
     path: list[str] = []
     for line in (_errors.__doc__ or "").splitlines():
-        found = re.fullmatch(r"    ([│├└─ ]*)(\w+Error)\b.*", line)
+        found = re.fullmatch(r"    ([│├└─ ]*)(\w+Error)\b.*?(?:\(also an? (\w+)\))?", line)
         if found:
             depth = len(found[1]) // 4
             path[depth:] = [found[2]]
-            parents[found[2]] = path[depth - 1] if depth else None
+            parents[found[2]] = (path[depth - 1] if depth else None, found[3])
     return parents
 
 
 def test_the_drawing_is_the_tree() -> None:
     parents = drawn_parents()
-    assert parents.pop("SluiceError") is None
+    assert parents.pop("SluiceError") == (None, None)
     assert sorted(parents) == sorted({kind.__name__ for kind in CLASSES} - {"SluiceError"})
-    for name, parent in parents.items():
-        assert getattr(_errors, name).__bases__[0] is getattr(_errors, str(parent))
+    for name, (parent, also) in parents.items():
+        first, *others = getattr(_errors, name).__bases__
+        assert first is getattr(_errors, str(parent))
+        assert [base.__name__ for base in others if base.__module__ == "builtins"] == ([also] if also else [])
 
 
 def test_every_exception_of_the_module_is_public() -> None:
@@ -80,10 +82,16 @@ def test_errors_survive_pickling_and_copying(
 ) -> None:
     error = kind("wrong", file="x.pth", tensor="w")
     error.offset, error.expected, error.found = 3, [1], (2,)
+    if isinstance(error, ReadError):
+        error.errno, error.strerror = 5, "Input/output error"
     again = carry(error)
     assert type(again) is kind
     assert str(again) == str(error)
     assert vars(again) == vars(error)
+    if isinstance(error, OSError) and isinstance(again, OSError):
+        assert (again.errno, again.strerror) == (error.errno, error.strerror)
+        assert error.errno is not None
+        assert again.filename == "x.pth"
 
 
 def test_a_partial_load_lists_its_tensors() -> None:

@@ -18,6 +18,12 @@ from sluice._units import counted, format_bytes, format_rate, gb_per_second, par
         ("64MiB", 64 << 20),
         ("2GB", 2_000_000_000),
         ("2gb", 2_000_000_000),
+        ("2G", 2 << 30),
+        ("2Gi", 2 << 30),
+        ("2GiB", 2 << 30),
+        ("512m", 512 << 20),
+        ("4k", 4096),
+        ("1T", 1 << 40),
         ("1.5 GiB", 3 << 29),
         (" 4 KiB ", 4096),
         ("3kb", 3000),
@@ -35,6 +41,11 @@ def test_parse(text: int | str, nbytes: int) -> None:
 def test_a_text_that_is_not_a_size_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
         parse_bytes(text)
+
+
+def test_the_error_says_which_is_which() -> None:
+    with pytest.raises(ValueError, match=r"2GiB or 2G \(2 \* 1024\*\*3 bytes\), 2GB \(2 \* 1000\*\*3 bytes\)"):
+        parse_bytes("2 gigs")
 
 
 def test_negative_numbers_are_refused() -> None:

@@ -12,9 +12,8 @@ Names are resolved on first use: ``import sluice`` imports neither torch nor any
 from __future__ import annotations
 
 import gc
-from importlib import import_module
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # type checkers take it for True; the module typing takes longer to import than this package
 if TYPE_CHECKING:
     from sluice import hf, rules
     from sluice._errors import (
@@ -27,9 +26,11 @@ if TYPE_CHECKING:
         IntegrityError,
         LimitError,
         MismatchError,
+        MissingFileError,
         PartialLoadError,
         PathEscapeError,
         ReadError,
+        ReadPermissionError,
         RemoteError,
         SaveError,
         SluiceError,
@@ -76,6 +77,7 @@ __all__ = [
     "MemoryLimits",
     "MemoryReport",
     "MismatchError",
+    "MissingFileError",
     "NonFinite",
     "Opaque",
     "PartialLoadError",
@@ -84,6 +86,7 @@ __all__ = [
     "PlanReport",
     "ProgressEvent",
     "ReadError",
+    "ReadPermissionError",
     "RemoteError",
     "SaveError",
     "SaveReport",
@@ -148,7 +151,12 @@ if not TYPE_CHECKING:  # a type checker that saw it would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
-            raise AttributeError(f"module 'sluice' has no attribute {name!r}")
+            from sluice._keywords import name_hint
+
+            raise AttributeError(f"module 'sluice' has no attribute {name!r}{name_hint(name)}")
+        # Here, not above: an interrupt of the command line during imports shows a traceback.
+        from importlib import import_module
+
         if name in {"hf", "rules"}:
             return import_module(f"sluice.{name}")
         # A pass of the garbage collector over the objects of ``import torch`` takes a third of the time of this import.

@@ -6,13 +6,26 @@ torch. Only ``torch_dtype`` converts a name to a ``torch.dtype``, and only layer
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ITEM_BYTES", "dtype_name", "is_castable", "number_bytes", "torch_dtype", "why_no_cast"]
+__all__ = [
+    "ITEM_BYTES",
+    "DType",
+    "dtype_name",
+    "is_castable",
+    "number_bytes",
+    "parse_dtype",
+    "torch_dtype",
+    "why_no_cast",
+]
+
+#: Type of every ``dtype=`` argument: ``torch.bfloat16``, ``"bfloat16"``, ``"torch.bfloat16"``, ``"bf16"``, or
+#: ``"auto"`` for the dtypes of the checkpoint.
+DType: TypeAlias = "torch.dtype | str"
 
 #: Bytes of one element of each dtype that a plain strided tensor can hold.
 ITEM_BYTES: dict[str, int] = {
@@ -43,6 +56,22 @@ ITEM_BYTES: dict[str, int] = {
 #: Real floating-point dtypes: the only ones that ``dtype=`` casts.
 _REAL_FLOATS = frozenset(name for name in ITEM_BYTES if name.startswith(("float", "bfloat"))) - {
     "float4_e2m1fn_x2"  # packs two values in a byte: torch has no cast for it
+}
+
+#: Other names of real floating-point dtypes: those of torch, of training libraries, and of safetensors headers.
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "float64": ("double", "fp64", "F64"),
+    "float32": ("float", "fp32", "F32"),
+    "bfloat16": ("bf16", "BF16"),
+    "float16": ("half", "fp16", "F16"),
+    "float8_e4m3fn": ("F8_E4M3",),
+    "float8_e5m2": ("F8_E5M2",),
+    "float8_e8m0fnu": ("F8_E8M0",),
+}
+
+#: dtype by each of its names in lower case.
+_BY_NAME = {name: name for name in ITEM_BYTES} | {
+    other.lower(): name for name, others in _OTHER_NAMES.items() for other in others
 }
 
 
@@ -83,3 +112,40 @@ def torch_dtype(name: str) -> Any:
     import torch
 
     return getattr(torch, name)
+
+
+def parse_dtype(dtype: object, *, auto: bool = True, floats_only: bool = False) -> str:
+    """Return the name of a dtype that a caller wrote, or ``"auto"``.
+
+    Args:
+        dtype: A ``torch.dtype``; or a text: torch's name with or without ``torch.``, a usual short name, or ``"auto"``.
+        auto: Whether ``"auto"`` is accepted.
+        floats_only: Whether integer, bool and complex dtypes are refused.
+
+    Raises:
+        ValueError: It is none of these; the text lists the accepted names.
+    """
+    if isinstance(dtype, str):
+        name = _parse_name(dtype)
+    else:
+        is_dtype = (type(dtype).__module__, type(dtype).__name__) == ("torch", "dtype")
+        name = dtype_name(dtype) if is_dtype else None
+    if name == "auto" and auto:
+        return name
+    if name not in ITEM_BYTES or (floats_only and not is_castable(name)):
+        kind = "the floating-point dtypes " if floats_only else ""
+        raise ValueError(f"dtype {dtype!r} is not one of {kind}{_accepted(auto=auto, floats_only=floats_only)}")
+    return name
+
+
+@lru_cache(maxsize=64)
+def _parse_name(text: str) -> str | None:
+    name = text.strip().lower().removeprefix("torch.")
+    return "auto" if name == "auto" else _BY_NAME.get(name)
+
+
+def _accepted(*, auto: bool, floats_only: bool) -> str:
+    floats = sorted(_REAL_FLOATS, key=lambda name: (-len(_OTHER_NAMES.get(name, ())), name))
+    names = [f"{name} ({', '.join(_OTHER_NAMES[name])})" if name in _OTHER_NAMES else name for name in floats]
+    text = ", ".join(["auto (the dtypes of the checkpoint)", *names] if auto else names)
+    return text if floats_only else f"{text}; or {', '.join(name for name in ITEM_BYTES if not is_castable(name))}"

@@ -4,6 +4,7 @@
 
     SluiceError
     ├── CheckpointError            the file is at fault
+    │   ├── MissingFileError       the file does not exist (also a FileNotFoundError)
     │   ├── FormatError            its bytes contradict each other or its specification
     │   ├── TruncatedError         it ends before what it declares
     │   ├── IntegrityError         bytes do not match a checksum
@@ -12,18 +13,24 @@
     │   ├── LimitError             it declares more than the limits allow
     │   ├── PathEscapeError        it points outside its own directory
     │   └── IncompleteCheckpointError  parts of it were never written
-    ├── MismatchError              checkpoint and model disagree
+    ├── MismatchError              checkpoint and model disagree (also a RuntimeError)
     ├── EmptyInitError             a constructor needs values that do not exist under empty_init
     ├── BudgetError                the load cannot keep the memory limits
-    ├── ReadError                  the operating system failed a read
+    ├── ReadError                  the operating system failed a read (also an OSError)
+    │   └── ReadPermissionError    it refused access to the file (also a PermissionError)
     ├── SourceChangedError         the file changed while it was being read
     ├── PartialLoadError           a live model was filled in part
-    ├── SaveError                  nothing was saved; what existed is intact
+    ├── SaveError                  nothing was saved; what existed is intact (also a RuntimeError)
     └── RemoteError                a remote source failed
+
+Some are also the built-in exception that the replaced function raises (``torch.load``, ``load_state_dict``,
+``torch.save``), so that existing ``except`` clauses keep working.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -53,9 +60,11 @@ __all__ = [
     "IntegrityError",
     "LimitError",
     "MismatchError",
+    "MissingFileError",
     "PartialLoadError",
     "PathEscapeError",
     "ReadError",
+    "ReadPermissionError",
     "RemoteError",
     "SaveError",
     "SluiceError",
@@ -134,6 +143,29 @@ class CheckpointError(SluiceError):
     advice = "Check that the path is the intended checkpoint and that the checkpoint was saved completely."
 
 
+class _SystemError:
+    """Attributes of ``OSError`` for errors that are also one."""
+
+    file: str | None
+    #: Number of the error, as in the module ``errno``; None if the operating system did not report one.
+    errno: int | None = None
+    #: Text of ``errno``.
+    strerror: str | None = None
+
+    @property
+    def filename(self) -> str | None:
+        """Path of the file, as in ``OSError``."""
+        return self.file
+
+
+class MissingFileError(CheckpointError, _SystemError, FileNotFoundError):
+    """The file does not exist."""
+
+    advice = "Check the path."
+    errno = errno.ENOENT
+    strerror = os.strerror(errno)
+
+
 class FormatError(CheckpointError):
     """The bytes of the file contradict each other or the specification of its format.
 
@@ -185,7 +217,7 @@ class IncompleteCheckpointError(CheckpointError):
     advice = "Find the missing parts or save the checkpoint again."
 
 
-class MismatchError(SluiceError):
+class MismatchError(SluiceError, RuntimeError):
     """Checkpoint and model disagree; nothing was touched.
 
     Attributes:
@@ -270,10 +302,16 @@ class BudgetError(SluiceError):
         return f"{super().__str__()} What would fit: {fits}." if fits else super().__str__()
 
 
-class ReadError(SluiceError):
-    """The operating system failed a read."""
+class ReadError(SluiceError, _SystemError, OSError):
+    """The operating system failed a read; ``errno`` is its error number, or None."""
 
     advice = "Check the disk or the network mount, then try again."
+
+
+class ReadPermissionError(ReadError, PermissionError):
+    """The operating system refused access to the file."""
+
+    advice = "Check the permissions of the file and of the directories above it."
 
 
 class SourceChangedError(SluiceError):
@@ -310,10 +348,10 @@ class PartialLoadError(SluiceError):
         self.untouched = untouched
 
 
-class SaveError(SluiceError):
+class SaveError(SluiceError, RuntimeError):
     """Nothing was saved; what existed is intact."""
 
-    advice = "Free space or choose another path, then save again."
+    advice = "Existing files are intact."
 
 
 class RemoteError(SluiceError):

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 
 from sluice._errors import MismatchError
 
-__all__ = ["SHOWN", "Findings", "closest", "first_names", "listed", "section"]
+__all__ = ["SHOWN", "Findings", "closest", "first_names", "listed", "section", "type_of"]
 
 #: Maximum number of lines shown for each kind of problem.
 SHOWN = 20
@@ -88,6 +88,16 @@ class Findings(Struct, kw_only=True):
             return text
         close = closest(names[0], [name for name, other in self.unexpected if other == shape])
         return f"{text}; the checkpoint has {close!r} of the same shape" if close else text
+
+
+def type_of(value: object) -> str:
+    """Return the type of a wrong argument with its article: ``"an int"``; classes say that they are classes."""
+    if value is None or isinstance(value, bytes):
+        return "None" if value is None else "bytes"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def section(title: str, lines: Sequence[str], of: Sequence[object]) -> str:

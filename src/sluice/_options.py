@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
 from sluice._public import public
+from sluice._units import parse_bytes
 
-__all__ = ["Limits", "MemoryLimits", "PageCache", "Place", "TransferOptions"]
+__all__ = ["Limits", "Memory", "MemoryLimits", "PageCache", "Place", "TransferOptions"]
 
 #: ``auto``: direct reads of ranges that are not cached, buffered reads of the rest. ``keep``: buffered reads only, so
 #: that the file is cached for the next load. ``bypass``: direct reads; pages of unavoidable buffered reads are dropped.
@@ -64,7 +65,13 @@ class Limits:
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """Limits on the growth of memory during a call. Sizes are bytes or texts such as ``"2GiB"``.
+    """Limits on the growth of memory during a call.
+
+    A size is a number of bytes or a text: ``"2GiB"`` and ``"2G"`` are 2 * 1024**3 bytes, ``"2GB"`` is 2 * 1000**3.
+
+    Raises:
+        ValueError: A text is not a size, or a size is negative.
+        TypeError: A size is neither an int nor a text.
 
     Example:
         >>> MemoryLimits(host="4GiB", staging="32MiB").staging
@@ -77,6 +84,28 @@ class MemoryLimits:
     device: int | str | Mapping[str, int | str] | None = None
     #: Total size of the reusable host buffers. 64 MiB serves 8 readers of 8 MiB, which saturated the measured disks.
     staging: int | str = "64MiB"
+
+    def __post_init__(self) -> None:
+        _check_size("staging", self.staging)
+        sizes = {"host": self.host}
+        if isinstance(self.device, Mapping):
+            sizes.update({f"device[{name!r}]": size for name, size in self.device.items()})
+        else:
+            sizes["device"] = self.device
+        for name, size in sizes.items():
+            if size is not None:
+                _check_size(name, size)
+
+
+def _check_size(name: str, size: int | str) -> None:
+    try:
+        parse_bytes(size)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"MemoryLimits({name}=...): {error}") from None
+
+
+#: Type of every ``memory=`` argument: limits, or one size for the growth of host memory.
+Memory: TypeAlias = MemoryLimits | int | str | None
 
 
 class TransferOptions(Struct, frozen=True, kw_only=True):

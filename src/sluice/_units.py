@@ -6,30 +6,30 @@ import re
 
 __all__ = ["counted", "format_bytes", "format_rate", "gb_per_second", "parse_bytes"]
 
+#: Only ``KB`` to ``TB`` are decimal. A single letter is binary, as in ``ulimit``, ``docker run --memory`` and systemd.
 _FACTORS = {
     "": 1,
     "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}{end}": 1024**power for power, letter in enumerate("KMGT", 1) for end in ("", "I", "IB")},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+#: Accepted sizes, for error texts.
+_FORMS = "2GiB or 2G (2 * 1024**3 bytes), 2GB (2 * 1000**3 bytes), 512MiB, or a number of bytes"
 
 
 def parse_bytes(size: int | str) -> int:
     """Return a number of bytes from an int or a text such as ``"64MiB"``, ``"2GB"`` or ``"1.5 GiB"``.
+
+    ``GiB``, ``Gi`` and ``G`` are 1024**3 bytes, ``GB`` is 1000**3 bytes; case does not matter.
 
     Raises:
         ValueError: The text is not a size, or the size is negative.
         TypeError: ``size`` is neither an int nor a str.
     """
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise TypeError(f"a size must be an int or a str, not {type(size).__name__}")
+        raise TypeError(f"a size is an int or a text, not {type(size).__name__}; write {_FORMS}")
     if isinstance(size, int):
         if size < 0:
             raise ValueError(f"a size must not be negative: {size}")
@@ -37,7 +37,7 @@ def parse_bytes(size: int | str) -> int:
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
-        raise ValueError(f"not a size: {size!r}; write for example 64MiB, 2GiB, 500MB or 1048576")
+        raise ValueError(f"not a size: {size!r}; write {_FORMS}")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from sluice._errors import (
-    CheckpointError,
     FormatError,
+    MissingFileError,
     ReadError,
+    ReadPermissionError,
     SluiceError,
     SourceChangedError,
     TruncatedError,
@@ -65,7 +66,10 @@ def refusal(path: Path | str) -> SluiceError:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    assert type(refusal(tmp_path / "none")) is CheckpointError
+    error = refusal(tmp_path / "none")
+    assert isinstance(error, MissingFileError)
+    assert isinstance(error, FileNotFoundError)
+    assert (error.errno, error.filename) == (errno.ENOENT, str(tmp_path / "none"))
 
 
 def test_a_path_through_a_file(path: Path) -> None:
@@ -113,6 +117,9 @@ def test_a_file_that_cannot_be_opened(source: LocalFile, monkeypatch: pytest.Mon
         with pytest.raises(ReadError, match=os.strerror(number)) as caught:
             source.read_into(0, memoryview(bytearray(4096)), direct=direct)
         assert isinstance(caught.value.__cause__, OSError)
+        assert (caught.value.errno, caught.value.strerror) == (number, os.strerror(number))
+        assert isinstance(caught.value, PermissionError) == (number == errno.EACCES)
+        assert type(caught.value) is (ReadPermissionError if number == errno.EACCES else ReadError)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may look at every file")

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from sluice._dtypes import torch_dtype
-from sluice._options import TEXT_ENCODING, Limits, MemoryLimits
+from sluice._arguments import check_load, device_name, dtype_argument, memory_limits
+from sluice._dtypes import DType, torch_dtype
+from sluice._keywords import explain_keywords
+from sluice._options import TEXT_ENCODING, Limits, Memory
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint
 from sluice.entries import tree as trees
@@ -77,21 +79,22 @@ class LazyTensor:
         """
         return LazyTensor(self._checkpoint, self.name, slice_entry(self._entry, key))
 
+    @explain_keywords
     def read(
         self,
         *,
-        device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
+        device: str | int | torch.device | None = None,
+        dtype: DType | None = None,
         out: torch.Tensor | None = None,
-        memory: MemoryLimits | None = None,
+        memory: Memory = None,
     ) -> torch.Tensor:
         """Read the bytes that this tensor needs and return it, cast as ``.to(dtype)`` would.
 
         Args:
             device: Its device; None for the CPU. Not with ``out``.
-            dtype: Its dtype; None keeps the file's. Not with ``out``.
+            dtype: Its dtype, a ``torch.dtype`` or a name such as ``"bf16"``; None keeps the file's. Not with ``out``.
             out: A tensor of the same shape to fill in place, on its device and in its dtype.
-            memory: How much memory may grow.
+            memory: How much memory may grow, as in ``load_into``.
 
         Raises:
             FormatError: It is sparse and has invalid indices.
@@ -100,7 +103,15 @@ class LazyTensor:
         """
         from sluice.reading.tensor import read_tensor  # imports torch, which opening does not need
 
-        return read_tensor(self._checkpoint, self.name, self._entry, device=device, dtype=dtype, out=out, memory=memory)
+        return read_tensor(
+            self._checkpoint,
+            self.name,
+            self._entry,
+            device=None if device is None else device_name(device),
+            dtype=dtype_argument(dtype, auto_is_none=True),
+            out=out,
+            memory=memory_limits(memory),
+        )
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, dtype={self._entry.dtype}, shape={self.shape})"
@@ -161,6 +172,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
 
 
 @public()
+@explain_keywords
 def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     source: CheckpointSource,
     *,
@@ -173,9 +185,10 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     Args:
         source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one that
             torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file of a
-            sharded model; an open checkpoint; or a file opened with ``open(path, "rb")`` or an ``io.BytesIO``: reading
-            starts at its position. Afterwards the position is the end of the object in a legacy ``torch.save`` file,
-            and otherwise the end of the file.
+            sharded model; a list of files that are one checkpoint together; an open checkpoint; or a file opened with
+            ``open(path, "rb")`` or an ``io.BytesIO``: reading starts at its position. Afterwards the position is the
+            end of the object in a legacy ``torch.save`` file, and otherwise the end of the file. ``~`` is the home
+            directory.
         key: Only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
         limits: Bounds for hostile files; None for the defaults.
         encoding: Encoding of text that Python 2 wrote, which does not declare it, as in ``torch.load``: ``"latin1"``,
@@ -190,8 +203,9 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         UnsafeContentError: The value at ``key``, or the whole file, is an object that only running code could build.
         UnsupportedError: The value at ``key`` is a tensor of a kind that sluice does not read.
         ReadError: The file cannot be read.
-        ValueError: ``encoding`` is unknown.
-        TypeError: ``source`` is a file object that can only be read in order, or one that decompresses or decodes.
+        TypeError: ``source`` is a file object that can only be read in order, or one that decompresses or decodes; or
+            an argument has a wrong type.
+        ValueError: ``source`` is an empty list, or names a file twice; or ``encoding`` is unknown.
 
     Example:
         >>> with sluice.open("model.safetensors") as checkpoint:
@@ -199,6 +213,7 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         ...         print(name, tensor.dtype, tensor.shape)
         wte.weight torch.float32 (64, 16)
     """
+    check_load(key=key, limits=limits)
     if isinstance(source, Checkpoint) and key is None:
         return source
     return Checkpoint.open(source, key=key, limits=limits, encoding=encoding)

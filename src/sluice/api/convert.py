@@ -7,13 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from sluice._dtypes import dtype_name
-from sluice._options import TEXT_ENCODING, Limits, MemoryLimits, PageCache
+from sluice._arguments import check_load, dtype_argument, memory_limits, path_argument, size_or_none
+from sluice._dtypes import DType
+from sluice._keywords import explain_keywords
+from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache
 from sluice._progress import Progress
 from sluice._public import public
-from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.converting.conversion import Conversion
 from sluice.converting.convert import convert_checkpoint
@@ -28,13 +27,14 @@ __all__ = ["convert"]
 
 
 @public()
+@explain_keywords
 def convert(
     source: CheckpointSource,
     destination: str | os.PathLike[str],
     *,
     key: str | None = None,
     format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
     max_shard_size: int | str | None = None,
@@ -42,7 +42,7 @@ def convert(
     manifest_hash: HashAlgorithm = "sha256",
     overwrite: bool = False,
     progress: Progress = False,
-    memory: MemoryLimits | None = None,
+    memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
     page_cache: PageCache = "auto",
@@ -61,7 +61,8 @@ def convert(
             (``"torch"``), and otherwise the only state dict in it; the report lists what was left out.
         format: As in ``save``. ``"torch"`` keeps nested objects, plain values, Parameters and shared storages; the
             others hold tensors by name.
-        dtype: Dtype that real floating-point tensors are cast to; None keeps each dtype.
+        dtype: Dtype that real floating-point tensors are cast to, as a ``torch.dtype`` or a name such as ``"bf16"``;
+            None keeps each dtype.
         rename: New names, as in ``load_into``.
         rules: Rules that transform tensors, by their new names; see ``sluice.rules``. With ``rename`` or ``rules``, a
             torch file holds a flat state dict.
@@ -70,7 +71,8 @@ def convert(
         manifest_hash: ``"sha256"``, or ``"xxh3_128"``, which is faster and only finds damage.
         overwrite: Whether existing files may be replaced, including the manifest.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
-        memory: Limit on the growth of host memory, and the size of the staging buffers (at least 2 MiB).
+        memory: Limit on the growth of host memory, such as ``"200MiB"``, or ``MemoryLimits``, which also have the size
+            of the staging buffers (at least 2 MiB).
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: How the source is read, as in ``load_into``.
@@ -86,7 +88,9 @@ def convert(
         SaveError: The format cannot hold the data, or the operating system failed; existing files are intact.
         ReadError: The operating system failed a read.
         SourceChangedError: The source changed during the conversion.
-        ValueError: The format is unknown or contradicts the other arguments.
+        ValueError: The format is unknown or contradicts the other arguments, or an argument has none of its accepted
+            values.
+        TypeError: An argument has a wrong type.
         ImportError: The hash needs a library that is not installed.
 
     Example:
@@ -94,20 +98,22 @@ def convert(
         >>> report = sluice.convert("run.pt", "hf-model", key="model", max_shard_size="5GB")
     """
     started = time.perf_counter()
-    path = Path(os.fsdecode(destination))
+    path = Path(path_argument(destination, "destination"))
+    check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
+    manifest_path = None if manifest is None else path_argument(manifest, "manifest")
     chosen = choose_format(path, format, max_shard_size)
     with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         conversion = Conversion(
             checkpoint=checkpoint,
             destination=path,
             save_format=chosen,
-            dtype=None if dtype is None else dtype_name(dtype),
-            limit_bytes=None if max_shard_size is None else parse_bytes(max_shard_size),
+            dtype=dtype_argument(dtype, auto_is_none=True),
+            limit_bytes=size_or_none("max_shard_size", max_shard_size),
             overwrite=overwrite,
             progress=progress,
-            memory=memory,
+            memory=memory_limits(memory),
             page_cache=page_cache,
-            manifest=None if dry_run else manifest_writer(manifest, manifest_hash, path, overwrite=overwrite),
+            manifest=None if dry_run else manifest_writer(manifest_path, manifest_hash, path, overwrite=overwrite),
             dry_run=dry_run,
         )
         return convert_checkpoint(conversion, key=key, rename=rename, rules=rules, started=started)

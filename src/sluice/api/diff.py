@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sluice._arguments import check_load, check_tolerances
+from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
 from sluice._public import public
@@ -13,6 +15,7 @@ __all__ = ["diff"]
 
 
 @public()
+@explain_keywords
 def diff(
     a: CheckpointSource,
     b: CheckpointSource,
@@ -58,6 +61,6 @@ def diff(
         >>> [(tensor.name, tensor.kinds, tensor.max_abs) for tensor in report.differences]
         []
     """
-    if not (rtol >= 0 and atol >= 0):
-        raise ValueError("tolerances must not be negative")
+    check_tolerances(rtol=rtol, atol=atol)
+    check_load(limits=limits, progress=progress)
     return compare_checkpoints(a, b, rtol=rtol, atol=atol, limits=limits, encoding=encoding, progress=progress)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from sluice._options import TEXT_ENCODING, Limits, MemoryLimits, PageCache, Place, TransferOptions
+from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
+from sluice._dtypes import DType
+from sluice._keywords import explain_keywords
+from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
-from sluice.loading.job import decide, dtype_argument, load, run
+from sluice.loading.job import decide, load, run
 from sluice.loading.module_job import ModuleRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
@@ -24,18 +27,19 @@ __all__ = ["load_into", "load_state_dict"]
 
 
 @public()
+@explain_keywords
 def load_into(
     model: torch.nn.Module,
     source: CheckpointSource,
     *,
     device: Device = None,
-    dtype: torch.dtype | Literal["auto"] | None = None,
+    dtype: DType | None = None,
     key: str | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
     strict: bool = True,
     place: Place = "copy",
-    memory: MemoryLimits | None = None,
+    memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
     progress: Progress = False,
@@ -56,7 +60,8 @@ def load_into(
             ``"auto"`` fills accelerators in order, up to ``memory.device`` or what they have free, and leaves the rest
             to the CPU; modules that share a tensor stay together, and ``report.placement`` has the result.
         dtype: None keeps the module's dtypes, as ``load_state_dict`` does; ``"auto"`` takes the checkpoint's; a dtype
-            applies to real floating-point tensors that come from the checkpoint.
+            applies to real floating-point tensors that come from the checkpoint. ``torch.bfloat16``, ``"bfloat16"``,
+            ``"torch.bfloat16"`` and ``"bf16"`` are the same; so are ``"half"``, ``"fp16"`` and ``"float16"``.
         key: Part of the checkpoint: a path into the nested object or a dotted prefix of names
             (``load_into(model.trf_blocks[0], f, key="trf_blocks.0")``). None finds the state dict that fits the module.
         rename: New names for those of the checkpoint: a mapping, ``(regular expression, replacement)`` pairs, or a
@@ -68,7 +73,8 @@ def load_into(
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
             is copied, and the report has the reasons. The file must not change while the model is in use.
-        memory: How much memory may grow, and the size of the staging buffers.
+        memory: How much memory may grow, and the size of the staging buffers; or one size such as ``"2GiB"``, for
+            host memory.
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
@@ -82,7 +88,9 @@ def load_into(
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
         MismatchError: The checkpoint does not fit the module; every reason is listed and nothing was touched.
         BudgetError: The memory limits cannot be kept; nothing was read.
-        ValueError: A device cannot be used, or a prefix names neither a module nor a tensor of the model.
+        ValueError: A device cannot be used, a prefix names neither a module nor a tensor of the model, or an argument
+            has none of its accepted values.
+        TypeError: An argument has a wrong type, such as a class for the model.
         ReadError: The operating system failed a read.
         SourceChangedError: The file changed during the load.
         PartialLoadError: One of the above, after live tensors began to change.
@@ -95,6 +103,17 @@ def load_into(
         model.pth (torch-zip): ... tensors, ... on cpu
         ...
     """
+    check_model(model, source, "load_into(model, source)")
+    check_load(
+        key=key,
+        limits=limits,
+        rename=rename,
+        rules=rules,
+        strict=strict,
+        place=place,
+        page_cache=page_cache,
+        progress=progress,
+    )
     request = ModuleRequest(
         model=model,
         device=device,
@@ -103,20 +122,21 @@ def load_into(
         rename=rename,
         rules=rules,
         strict=strict,
-        options=TransferOptions(memory=memory, page_cache=page_cache, place=place),
+        options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
     )
     return load(request, borrow(source, limits=limits, encoding=encoding), progress=progress)
 
 
 @public()
+@explain_keywords
 def load_state_dict(
     source: CheckpointSource,
     *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    device: str | int | torch.device | None = "cpu",
+    dtype: DType | None = None,
     key: str | None = None,
     rules: Sequence[Rule] = (),
-    memory: MemoryLimits | None = None,
+    memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
     progress: Progress = False,
@@ -130,12 +150,13 @@ def load_state_dict(
 
     Args:
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
-        device: Device of the tensors.
-        dtype: Cast real floating-point tensors to this; None keeps the file's dtypes.
+        device: Device of the tensors; None is the CPU.
+        dtype: Cast real floating-point tensors to this, written as in ``load_into``; None keeps the file's dtypes.
         key: Part of the checkpoint. None takes the checkpoint itself if it is a flat state dict, otherwise the only
             candidate inside.
         rules: Changes to the tensors, see ``sluice.rules``; the result is flat then, and other values are kept.
-        memory: How much memory may grow, and the size of the staging buffers.
+        memory: How much memory may grow, and the size of the staging buffers; or one size such as ``"2GiB"``, for
+            host memory.
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
@@ -151,12 +172,13 @@ def load_state_dict(
     Example:
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
     """
+    check_load(key=key, limits=limits, rules=rules, page_cache=page_cache, progress=progress)
     request = StateDictRequest(
-        device=device,
-        dtype=dtype_argument(dtype),
+        device="cpu" if device is None else device,
+        dtype=dtype_argument(dtype, auto_is_none=True),
         key=key,
         rules=rules,
-        options=TransferOptions(memory=memory, page_cache=page_cache),
+        options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache),
     )
     with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         state_dict: OrderedDict[str, Any] = run(decide(request, checkpoint), progress=progress).value

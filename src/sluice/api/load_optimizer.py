@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from sluice._options import TEXT_ENCODING, Limits, MemoryLimits, TransferOptions
+from sluice._arguments import check_load, check_model, check_optimizer, memory_limits
+from sluice._keywords import explain_keywords
+from sluice._options import TEXT_ENCODING, Limits, Memory, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource
@@ -18,6 +20,7 @@ __all__ = ["load_optimizer"]
 
 
 @public()
+@explain_keywords
 def load_optimizer(
     optimizer: torch.optim.Optimizer,
     source: CheckpointSource,
@@ -25,8 +28,8 @@ def load_optimizer(
     model: torch.nn.Module | None = None,
     key: str | None = None,
     rename: Rename | None = None,
-    device: str | torch.device | None = None,
-    memory: MemoryLimits | None = None,
+    device: str | int | torch.device | None = None,
+    memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
     progress: Progress = False,
@@ -48,7 +51,7 @@ def load_optimizer(
         rename: New names for the parameters of a state by name, as in ``load_into``; None for a name leaves it out.
         device: Device of the state until the first ``step``, which moves it to the parameters. None reads it to the
             devices of the parameters.
-        memory: How much memory may grow, and the size of the staging buffers.
+        memory: How much memory may grow, as in ``load_into``.
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
@@ -62,6 +65,7 @@ def load_optimizer(
         MismatchError: No state, or more than one, fits the optimizer; every reason or candidate is listed.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ValueError: The device cannot be used.
+        TypeError: An argument has a wrong type, such as a module for the optimizer.
         ReadError: The operating system failed a read.
         SourceChangedError: The file changed during the load.
 
@@ -72,12 +76,15 @@ def load_optimizer(
         ...     state = sluice.load_optimizer(optimizer, checkpoint)
         ...     scheduler.load_state_dict(checkpoint.tree["scheduler"])
     """
+    check_optimizer(optimizer, source)
+    check_model(model, source, "load_optimizer(optimizer, source, model=model)", optional=True)
+    check_load(key=key, limits=limits, rename=rename, progress=progress)
     request = OptimizerRequest(
         optimizer=optimizer,
         model=model,
         key=key,
         rename=rename,
         device=device,
-        options=TransferOptions(memory=memory),
+        options=TransferOptions(memory=memory_limits(memory)),
     )
     return load(request, optimizer_checkpoint(request, source, limits=limits, encoding=encoding), progress=progress)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 
-from sluice._options import TEXT_ENCODING, Limits, MemoryLimits, PageCache, Place, TransferOptions
+from sluice._arguments import check_load, check_model, check_plan_without_model, dtype_argument, memory_limits
+from sluice._dtypes import DType
+from sluice._keywords import explain_keywords
+from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, TransferOptions
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
 from sluice.loading.dry_run import plan_report
-from sluice.loading.job import LoadRequest, dtype_argument
+from sluice.loading.job import LoadRequest
 from sluice.loading.module_job import ModuleRequest
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
@@ -25,18 +28,19 @@ _WITHOUT_MODEL = "without a model, its tensors are taken to be those of the chec
 
 
 @public()
+@explain_keywords
 def plan(
     model: torch.nn.Module | None,
     source: CheckpointSource,
     *,
     device: Device = None,
-    dtype: torch.dtype | Literal["auto"] | None = None,
+    dtype: DType | None = None,
     key: str | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
     strict: bool = True,
     place: Place = "copy",
-    memory: MemoryLimits | None = None,
+    memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
     page_cache: PageCache = "auto",
@@ -58,8 +62,8 @@ def plan(
         rules: As in ``load_into``.
         strict: As in ``load_into``.
         place: As in ``load_into``.
-        memory: How much memory may grow, and the size of the staging buffers. Limits that are not given are detected:
-            the control group, free memory, ``ulimit -v``, free memory of each accelerator.
+        memory: How much memory may grow, as in ``load_into``. Limits that are not given are detected: the control
+            group, free memory, ``ulimit -v``, free memory of each accelerator.
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: As in ``load_into``.
@@ -73,7 +77,8 @@ def plan(
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
         MismatchError: The checkpoint does not fit the module; every reason is listed.
         BudgetError: ``device="auto"`` with an accelerator whose free memory is unknown, or staging below 1 MiB.
-        ValueError: A device cannot be used, or an argument needs a model.
+        ValueError: A device cannot be used, an argument needs a model, or has none of its accepted values.
+        TypeError: An argument has a wrong type.
         ReadError: The operating system failed a read.
 
     Example:
@@ -86,7 +91,9 @@ def plan(
         model.pth (torch-zip): ... tensors, ... finished on cpu, ... to read
         ...
     """
-    options = TransferOptions(memory=memory, page_cache=page_cache, place=place)
+    check_model(model, source, "plan(model, source)", optional=True)
+    check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, place=place, page_cache=page_cache)
+    options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     request: LoadRequest
     if model is not None:
         request = ModuleRequest(
@@ -99,10 +106,10 @@ def plan(
             strict=strict,
             options=options,
         )
-    elif rename is not None or not strict or place != "copy" or isinstance(device, Mapping) or device == "auto":
-        raise ValueError("rename=, strict=, place= and several devices need a model")
     else:
-        own_dtype = None if dtype == "auto" else dtype_argument(dtype)
-        request = StateDictRequest(device=device or "cpu", dtype=own_dtype, key=key, rules=rules, options=options)
+        check_plan_without_model(rename=rename, strict=strict, place=place, device=device)
+        own_dtype = dtype_argument(dtype, auto_is_none=True)
+        one = "cpu" if device is None else cast("str | torch.device", device)
+        request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)
     with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         return plan_report(request, checkpoint, probe=probe, notes=() if model is not None else (_WITHOUT_MODEL,))

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from sluice import _options as options
-from sluice._dtypes import dtype_name
+from sluice._arguments import check_load, check_save, dtype_argument, path_argument, size_or_none, state_to_save
+from sluice._dtypes import DType
+from sluice._keywords import explain_keywords
 from sluice._progress import Progress
 from sluice._public import public
-from sluice._units import parse_bytes
 from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.save import SaveReport
 from sluice.writing.chunks import Staging
@@ -26,12 +27,13 @@ __all__ = ["save"]
 
 
 @public()
+@explain_keywords
 def save(
     obj: nn.Module | torch.optim.Optimizer | Mapping[str, object],
     path: str | os.PathLike[str],
     *,
     format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
-    dtype: torch.dtype | None = None,
+    dtype: DType | None = None,
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
     manifest: str | os.PathLike[str] | None = None,
@@ -51,8 +53,9 @@ def save(
             directory with ``model.safetensors``, or shards and an index) or ``"per-parameter"`` (a directory with a
             file per tensor). None chooses by the suffix: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` and
             ``.ckpt`` are torch; without a suffix, or with ``max_shard_size``, a Hugging Face directory.
-        dtype: Dtype that real floating-point tensors are cast to; None keeps each dtype.
-        max_shard_size: Bytes of tensors in one shard, such as ``"5GB"``; only for ``"huggingface"``.
+        dtype: Dtype that real floating-point tensors are cast to, as a ``torch.dtype`` or a name such as ``"bf16"``;
+            None keeps each dtype.
+        max_shard_size: Bytes of tensors in one shard, such as ``"5GB"`` (5 * 1000**3); only for ``"huggingface"``.
         metadata: Text for the headers of safetensors files, such as ``checkpoint.metadata``. A torch file has no
             header; put such text into ``obj``.
         manifest: File for the hash, dtype and shape of each tensor, for ``verify``. Tensors are hashed while they are
@@ -66,31 +69,34 @@ def save(
 
     Raises:
         SaveError: The format cannot hold ``obj``, or the operating system failed; existing files are intact.
-        ValueError: The format is unknown or contradicts the other arguments.
+        ValueError: The format is unknown or contradicts the other arguments, or an argument has none of its accepted
+            values.
+        TypeError: An argument has a wrong type, such as a file object for the path.
         ImportError: ``manifest_hash`` needs a library that is not installed.
 
     Example:
         >>> report = sluice.save(model, "half.safetensors", dtype=torch.bfloat16, manifest="model.manifest.json")
     """
     started = time.perf_counter()
-    destination = Path(os.fsdecode(path))
+    state = state_to_save(obj, path)
+    check_load(progress=progress)
+    destination = Path(path_argument(path))
     chosen = choose_format(destination, format, max_shard_size)
-    if metadata and chosen not in {"safetensors", "huggingface"}:
-        raise ValueError(f"metadata is written to the header of safetensors files; {chosen!r} files have none")
+    check_save(metadata, chosen)
+    manifest_path = None if manifest is None else path_argument(manifest, "manifest")
     job = SaveJob(
         destination=destination,
-        dtype=None if dtype is None else dtype_name(dtype),
-        limit_bytes=None if max_shard_size is None else parse_bytes(max_shard_size),
+        dtype=dtype_argument(dtype, auto_is_none=True),
+        limit_bytes=size_or_none("max_shard_size", max_shard_size),
         metadata={"format": "pt", **(metadata or {})},
         overwrite=overwrite,
         staging=Staging.make(options.SAVE_STAGING_BYTES),
-        manifest=manifest_writer(manifest, manifest_hash, destination, overwrite=overwrite),
+        manifest=manifest_writer(manifest_path, manifest_hash, destination, overwrite=overwrite),
         progress=progress,
     )
-    state = obj.state_dict() if isinstance(obj, (nn.Module, torch.optim.Optimizer)) else obj
     saved = save_state(state, chosen, job)
     return SaveReport(
-        destination=str(path),
+        destination=str(destination),
         format=chosen,
         files=tuple(map(str, saved.files)),
         tensors=saved.tensors,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from sluice._arguments import check_load
+from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
 from sluice._public import public
@@ -16,6 +18,7 @@ __all__ = ["verify"]
 
 
 @public()
+@explain_keywords
 def verify(
     source: CheckpointSource,
     *,
@@ -57,6 +60,7 @@ def verify(
         >>> sluice.verify("model.pth", manifest="pth.manifest.json").ok
         True
     """
+    check_load(limits=limits, progress=progress)
     return verify_checkpoint(
         source, manifest=manifest, hashes=hashes, nan=nan, limits=limits, encoding=encoding, progress=progress
     )

@@ -23,6 +23,7 @@ from sluice.checking.problems import compare, wrong_checksum
 from sluice.checking.read_order import FileRange
 from sluice.checking.verification_plan import IndexCheck, VerificationPlan
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
+from sluice.checkpoint.survey import list_title
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import unsupported, walk
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
@@ -38,6 +39,7 @@ from sluice.reading.scan import (
 from sluice.reading.sparse_indices import index_lines
 from sluice.records import Entry
 from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
+from sluice.sources.opening import path_list, source_path
 
 __all__ = ["Verification", "verify_checkpoint"]
 
@@ -61,7 +63,7 @@ def verify_checkpoint(
 ) -> VerifyReport:
     """Verify a checkpoint; ``sluice.verify`` documents arguments and errors."""
     started = time.perf_counter()
-    expected = None if manifest is None else read_manifest(os.fsdecode(manifest), limits or Limits())
+    expected = None if manifest is None else read_manifest(source_path(manifest), limits or Limits())
     algorithm = expected.algorithm if expected else hashes
     if algorithm:
         new_hash(algorithm)  # raises early if a library is missing
@@ -97,8 +99,10 @@ def verify_checkpoint(
 
 
 def _path(source: CheckpointSource) -> str:
-    path = source if isinstance(source, (str, bytes, os.PathLike)) else getattr(source, "name", "")
-    return os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+    if isinstance(source, (list, tuple)):
+        return list_title(path_list(source))
+    path = source if isinstance(source, (str, os.PathLike)) else getattr(source, "name", "")
+    return source_path(path) if isinstance(path, (str, os.PathLike)) else ""
 
 
 class Verification:

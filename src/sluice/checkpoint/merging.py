@@ -127,6 +127,8 @@ def merge(
         error = problems.error(layout.path)
         if layout.kind == "parameters" and not any(part is not None for part in parts.values()):
             error.advice = f"These may be separate checkpoints: pass the path of one, such as {layout.files[0]!r}."
+        elif layout.kind == "parts" and not isinstance(error, IncompleteCheckpointError):
+            error.advice = "These are not the parts of one checkpoint: pass the path of one, or only its files."
         raise error
     one_tensor_each = layout.kind == "parameters"
     files, tree = _join(list(found.values()), list(parts.values()), one_tensor_each=one_tensor_each)
@@ -313,11 +315,11 @@ def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
 
 
 def _format_name(layout: CheckpointLayout, files: Sequence[OpenFile]) -> str:
+    pickled = any(file.index.format != "safetensors" for file in files)
     if layout.kind == "parts":
-        return "safetensors-parts"
+        return "torch-parts" if pickled else "safetensors-parts"
     if layout.kind == "parameters":
         return "per-parameter"
-    pickled = any(file.index.format != "safetensors" for file in files)
     return "huggingface-bin" if pickled else "huggingface-safetensors"
 
 

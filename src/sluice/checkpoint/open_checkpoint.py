@@ -7,24 +7,25 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from types import TracebackType
-from typing import BinaryIO, Self, TypeAlias
+from typing import BinaryIO, Self, TypeAlias, cast
 
 from msgspec.structs import replace
 
 from sluice._errors import CheckpointError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.merging import OpenFile
-from sluice.checkpoint.opening import open_path, open_section
+from sluice.checkpoint.opening import open_list, open_path, open_section
+from sluice.checkpoint.survey import list_title
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.formats.pickles.unpickler import BYTES
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
-from sluice.sources.opening import stream_source
+from sluice.sources.opening import SourceLocation, path_list, source_path, stream_source
 from sluice.sources.protocol import Source
 
 __all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
@@ -34,7 +35,7 @@ class OpenCheckpoint:
     """The index of a checkpoint and its open files. A context manager that closes them."""
 
     def __init__(self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits) -> None:
-        #: Path of the file or directory that was opened.
+        #: Path of the file or directory that was opened; of a list of files, the first, and the number of the others.
         self.path = path
         #: The records of every tensor, which do not need torch.
         self.index = index
@@ -71,15 +72,22 @@ class OpenCheckpoint:
         return opened
 
     @classmethod
-    def _open_files(cls, source: str | os.PathLike[str] | BinaryIO, limits: Limits, encoding: str) -> Self:
-        if isinstance(source, (str, bytes, os.PathLike)):
-            path = os.fsdecode(source)
+    def _open_files(
+        cls, source: SourceLocation | Sequence[str | os.PathLike[str]], limits: Limits, encoding: str
+    ) -> Self:
+        if isinstance(source, (str, os.PathLike)):
+            path = source_path(source)
             index, files = open_path(path, limits, encoding)
+        elif isinstance(source, (list, tuple)):
+            paths = path_list(source)
+            path = list_title(paths)
+            index, files = open_list(paths, limits, encoding)
         else:
-            opened, start = stream_source(source)
+            stream = cast("BinaryIO", source)
+            opened, start = stream_source(stream)
             path = opened.path
             index, files, end = open_section(opened, start, limits, encoding)
-            source.seek(end)
+            stream.seek(end)
         return cls(path, index, files, limits)
 
     @property
@@ -87,9 +95,10 @@ class OpenCheckpoint:
         """Name of the format.
 
         ``"torch-zip"``, ``"torch-legacy"`` or ``"safetensors"`` for a file; ``"huggingface-safetensors"`` or
-        ``"huggingface-bin"`` for a Hugging Face directory or a shard index; ``"safetensors-parts"`` for parts without
-        an index; ``"safetensors-chunks"`` for shards of torch's ``HuggingFaceStorageWriter``; ``"per-parameter"`` for
-        one file per parameter; ``"torch-distributed"`` for a directory of torch.distributed.checkpoint.
+        ``"huggingface-bin"`` for a Hugging Face directory or a shard index; ``"safetensors-parts"`` or
+        ``"torch-parts"`` for parts without an index; ``"safetensors-chunks"`` for shards of torch's
+        ``HuggingFaceStorageWriter``; ``"per-parameter"`` for one file per parameter; ``"torch-distributed"`` for a
+        directory of torch.distributed.checkpoint.
         """
         return self.index.format
 
@@ -191,7 +200,7 @@ class OpenCheckpoint:
 
 
 #: Types of every ``source`` argument.
-CheckpointSource: TypeAlias = "str | os.PathLike[str] | BinaryIO | OpenCheckpoint"
+CheckpointSource: TypeAlias = "SourceLocation | Sequence[str | os.PathLike[str]] | OpenCheckpoint"
 
 
 def _part(tree: object, key: str, path: str) -> object:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from msgspec.structs import replace
@@ -17,7 +17,7 @@ from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedEr
 from sluice._options import INDEXING_THREADS, TEXT_ENCODING, Limits
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
 from sluice.checkpoint.merging import OpenFile, incomplete, merge
-from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, index_layout, open_member, survey
+from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, index_layout, listed_layout, open_member, survey
 from sluice.formats.detection import detect
 from sluice.records import Index
 from sluice.records.bulk import collector_paused
@@ -26,7 +26,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.read_ahead import ReadAhead
 from sluice.sources.section import Section
 
-__all__ = ["open_layout", "open_path", "open_section"]
+__all__ = ["open_layout", "open_list", "open_path", "open_section"]
 
 
 def open_path(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple[Index, tuple[OpenFile, ...]]:
@@ -57,6 +57,18 @@ def open_path(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple
         return open_layout(layout, limits, encoding)
     file = _open_file(open_source(path), limits, encoding)
     return file.index, (file,)
+
+
+def open_list(
+    paths: Sequence[str], limits: Limits, encoding: str = TEXT_ENCODING
+) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Open files that are one checkpoint together; returns and raises as ``open_path`` does.
+
+    The files hold state dicts without common names. A list of one path is the same as the path.
+    """
+    if len(paths) == 1:
+        return open_path(paths[0], limits, encoding)
+    return open_layout(listed_layout(paths, limits), limits, encoding)
 
 
 def _open_file(source: Source, limits: Limits, encoding: str) -> OpenFile:

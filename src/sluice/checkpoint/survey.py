@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import filterfalse
 from typing import Literal, NamedTuple
@@ -45,10 +46,11 @@ from sluice._errors import (
 )
 from sluice._messages import listed
 from sluice._options import Limits
+from sluice._units import counted
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
 from sluice.formats.shard_index import ShardIndex, read_shard_index
-from sluice.sources.directory import Directory
+from sluice.sources.directory import Directory, NamedFiles
 from sluice.sources.opening import open_directory
 from sluice.sources.protocol import Source
 
@@ -139,6 +141,24 @@ class CheckpointLayout(Struct, frozen=True, kw_only=True):
     shard_index: ShardIndex | None = None
     #: Notes for the report, each a sentence.
     notes: tuple[str, ...] = ()
+
+
+def list_title(paths: Sequence[str]) -> str:
+    """Return the text that stands for a list of files: the first, and the number of the others."""
+    return paths[0] if len(paths) == 1 else f"{paths[0]} and {counted(len(paths) - 1, 'more file')}"
+
+
+def listed_layout(paths: Sequence[str], limits: Limits) -> CheckpointLayout:
+    """Return the layout of files that the caller listed as one checkpoint; each holds a state dict.
+
+    Raises:
+        LimitError: There are more than ``limits.files``.
+    """
+    path = list_title(paths)
+    if len(paths) > limits.files:
+        expected = f"at most {limits.files}"
+        raise LimitError("the list exceeds the limit 'files'", file=path, expected=expected, found=len(paths))
+    return CheckpointLayout(path=path, directory=NamedFiles(path), kind="parts", files=tuple(paths))
 
 
 def optimizer_files(path: str) -> list[str]:

@@ -12,6 +12,7 @@ import traceback
 import click
 
 from sluice import __version__
+from sluice._interrupts import InterruptsRaised
 from sluice.cli.commands.bench import bench_command
 from sluice.cli.commands.convert import convert_command
 from sluice.cli.commands.diff import diff_command
@@ -28,17 +29,20 @@ class _Commands(click.Group):
     """A group that turns exceptions of its commands into a paragraph and an exit code."""
 
     def invoke(self, ctx: click.Context) -> object:
-        try:
-            return super().invoke(ctx)
-        # Click handles these itself: --help, and a closed pipe.
-        except (click.exceptions.Exit, click.Abort, BrokenPipeError):
-            raise
-        except (Exception, KeyboardInterrupt) as error:
-            if ctx.params["debug"]:
-                traceback.print_exc()
-            if isinstance(error, click.ClickException):
+        with InterruptsRaised() as interrupts:
+            try:
+                return super().invoke(ctx)
+            # Click handles these itself: --help, and a closed pipe.
+            except (click.exceptions.Exit, click.Abort, BrokenPipeError):
                 raise
-            raise failure_of(error) from error
+            except (Exception, KeyboardInterrupt) as error:
+                if ctx.params["debug"]:
+                    traceback.print_exc()
+                if interrupts.happened:
+                    raise failure_of(KeyboardInterrupt()) from error
+                if isinstance(error, click.ClickException):
+                    raise
+                raise failure_of(error) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -6,6 +6,7 @@ import click
 
 from sluice import __version__
 from sluice._errors import BudgetError, SluiceError
+from sluice._interrupts import INTERRUPTED
 from sluice.reports.printable import printable_paragraph
 
 __all__ = ["Failure", "Interrupted", "OverBudget", "describe", "failure_of"]
@@ -30,7 +31,7 @@ class OverBudget(Failure):
 class Interrupted(Failure):
     """The user interrupted the command."""
 
-    exit_code = 130  # 128 + SIGINT, by convention of shells
+    exit_code = INTERRUPTED
 
 
 def failure_of(error: BaseException) -> Failure:

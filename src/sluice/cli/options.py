@@ -1,18 +1,20 @@
-"""Options shared by several commands: the model and its arguments, dtypes, devices and sizes."""
+"""Arguments and options shared by several commands: paths, the model and its arguments, dtypes, sizes, renames."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
+import re
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 import sluice
-from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
+from sluice._arguments import device_name
+from sluice._dtypes import parse_dtype, torch_dtype
 from sluice._options import TEXT_ENCODING, MemoryLimits, Place
 from sluice._units import parse_bytes
 from sluice.cli.failures import Failure, describe
@@ -21,27 +23,45 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "DTYPES",
+    "DTypeName",
     "Size",
     "build_model",
+    "changes_of",
     "check_device",
+    "check_dtype",
     "dtype_option",
     "encoding_option",
     "find_factory",
     "key_option",
     "no_strict_option",
     "parse_arguments",
-    "parse_dtype",
+    "paths_argument",
     "place_option",
+    "rename_option",
+    "rename_regex_option",
+    "rules_option",
+    "source_of",
     "staging_option",
 ]
 
-#: Choices of ``--dtype``.
-DTYPES = ("auto", *(name for name in ITEM_BYTES if is_castable(name)))
+
+class DTypeName(click.ParamType[str]):
+    """A real floating-point dtype as people write it, converted to torch's name."""
+
+    name = "name"
+
+    def __init__(self, *, auto: bool = True) -> None:
+        self._auto = auto
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return parse_dtype(value, auto=self._auto, floats_only=True)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Size(click.ParamType[int]):
-    """A size such as ``2GiB``, converted to bytes."""
+    """A size such as ``2GiB`` or ``2G``, or ``2GB`` (decimal), converted to bytes."""
 
     name = "size"
 
@@ -65,51 +85,100 @@ def parse_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
     raise click.BadParameter("must be a JSON object or array", param_hint="--model-args")
 
 
-def parse_dtype(name: str | None) -> torch.dtype | Literal["auto"] | None:
-    """Return the dtype of a ``--dtype`` option; None if it was not given."""
-    if name is None:
-        return None
-    if name == "auto":
-        return "auto"
-    try:
-        dtype: torch.dtype = torch_dtype(name)
-    except AttributeError as error:
-        raise click.BadParameter(f"the installed torch has no {name}", param_hint="--dtype") from error
-    return dtype
+def check_dtype(name: str | None) -> str | None:
+    """Return the name of a ``--dtype`` option; refuse a dtype that the installed torch does not have."""
+    if name not in {None, "auto"}:
+        try:
+            torch_dtype(str(name))
+        except AttributeError as error:
+            raise click.BadParameter(f"the installed torch has no {name}", param_hint="--dtype") from error
+    return name
 
 
-def check_device(device: str) -> None:
+def check_device(device: str | None, *, auto: bool = True) -> None:
     """Refuse a device that torch cannot use, before a model is built."""
-    import torch
-
+    if device is None or (device == "auto" and auto):
+        return
     try:
-        is_meta = torch.empty(0, device=device).is_meta
-    # A torch without CUDA raises an AssertionError.
-    except (RuntimeError, AssertionError) as error:
-        raise click.BadParameter(f"{device!r} cannot be used: {error}", param_hint="--device") from error
-    if is_meta:
-        raise click.BadParameter("the meta device holds no weights", param_hint="--device")
+        device_name(device)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--device") from error
+
+
+def source_of(paths: Sequence[str]) -> str | list[str]:
+    """Return the source that the PATH arguments name: one path, or a list of files."""
+    if len(set(paths)) < len(paths):
+        raise click.UsageError("PATH is given twice: each file of a checkpoint is named once")
+    return paths[0] if len(paths) == 1 else list(paths)
 
 
 def find_factory(spec: str) -> Callable[..., Any]:
-    """Import ``package.module:name`` with the current directory on the path, as ``python -m`` does."""
+    """Import the class or function of ``--model``; see ``_import_object``."""
+    target = _import_object(spec, "--model")
+    if not callable(target):
+        module, _, name = spec.partition(":")
+        raise click.BadParameter(f"{module} has no class or function {name!r}", param_hint="--model")
+    return target  # type: ignore[no-any-return]  # callable() narrows Any to a callable of anything
+
+
+def _import_object(spec: str, option: str) -> Any:
+    """Import ``package.module:name`` with the current directory on the path, as ``python -m`` does; None if missing."""
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise click.BadParameter(f"{spec!r} is not of the form package.module:name", param_hint="--model")
+        module, dot, last = spec.rpartition(".")
+        hint = f"; write {module}:{last}" if dot and ":" not in spec and module and last != "py" else ""
+        raise click.BadParameter(f"{spec!r} is not of the form package.module:name{hint}", param_hint=option)
+    if module_name.endswith(".py") or os.sep in module_name:
+        hint = module_name.removesuffix(".py").removeprefix(f".{os.sep}").replace(os.sep, ".")
+        raise click.BadParameter(f"{module_name!r} is a path; write the module: {hint}:{name}", param_hint=option)
     sys.path.insert(0, os.getcwd())
     try:
         target: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise click.BadParameter(f"no module {error.name!r}", param_hint="--model") from error
+            raise click.BadParameter(f"no module {error.name!r}", param_hint=option) from error
         raise Failure(f"{module_name} needs the module {error.name!r}, which is not installed") from error
     except Exception as error:
         raise Failure(f"importing {module_name} raised {describe(error)}") from error
     for attribute in name.split("."):
         target = getattr(target, attribute, None)
-    if not callable(target):
-        raise click.BadParameter(f"{module_name} has no class or function {name!r}", param_hint="--model")
-    return target  # type: ignore[no-any-return]  # callable() narrows Any to a callable of anything
+    return target
+
+
+def changes_of(renames: Sequence[str], regexes: Sequence[str], lists: Sequence[str]) -> list[sluice.rules.Rule]:
+    """Return the rules of ``--rename``, ``--rename-regex`` and ``--rules``, in this order."""
+    rules = [*_renames(renames, regex=False), *_renames(regexes, regex=True)]
+    for spec in lists:
+        rules.extend(_find_rules(spec))
+    return rules
+
+
+def _renames(texts: Sequence[str], *, regex: bool) -> Iterator[sluice.rules.Rule]:
+    """Yield the rules of ``--rename`` or ``--rename-regex``; each must match a name."""
+    option = "--rename-regex" if regex else "--rename"
+    for text in texts:
+        # A regular expression can contain "=" in a look-ahead, a name of a tensor cannot: split at the last one.
+        old, sign, new = text.rpartition("=") if regex else text.partition("=")
+        if not (old and sign):
+            raise click.BadParameter(f"{text!r} is not of the form OLD=NEW", param_hint=option)
+        try:
+            pattern = re.compile(old) if regex else old
+            yield sluice.rules.rename(pattern, new) if new else sluice.rules.drop(pattern)
+        except (ValueError, re.error) as error:
+            raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
+
+
+def _find_rules(spec: str) -> list[sluice.rules.Rule]:
+    """Return the rules of ``--rules``: a list of them, or what a function without arguments returns."""
+    found = _import_object(spec, "--rules")
+    if callable(found):
+        try:
+            found = found()
+        except Exception as error:
+            raise Failure(f"{spec} raised {describe(error)}") from error
+    if not isinstance(found, (list, tuple)) or not all(isinstance(each, sluice.rules.Rule) for each in found):
+        raise click.BadParameter(f"{spec} is not a list of rules of sluice.rules", param_hint="--rules")
+    return list(found)
 
 
 def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], named: dict[str, Any]) -> torch.nn.Module:
@@ -132,8 +201,30 @@ def build_model(build: Callable[..., Any], spec: str, arguments: list[Any], name
 
 
 dtype_option = click.option(
-    "--dtype", type=click.Choice(DTYPES), metavar="NAME", help="float32, bfloat16, ... or auto: as in the file."
+    "--dtype", type=DTypeName(), help="bf16, half, float32, torch.bfloat16, ..., or auto: as in the file."
 )
+
+rename_option = click.option(
+    "--rename",
+    "renames",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Rename tensors; * is one part of a name, ** any text; OLD= drops it.",
+)
+
+rename_regex_option = click.option(
+    "--rename-regex", "regexes", multiple=True, metavar="REGEX=NEW", help=r"The same, for whole names; \1 is a group."
+)
+
+rules_option = click.option(
+    "--rules",
+    "rule_lists",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="A list of sluice.rules in a Python module, or a function that returns one; applied after --rename.",
+)
+
+paths_argument = click.argument("paths", nargs=-1, required=True, type=click.Path(), metavar="PATH...")
 
 staging_option = click.option(
     "--staging",

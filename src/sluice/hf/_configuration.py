@@ -14,6 +14,7 @@ from sluice._dtypes import torch_dtype
 from sluice._errors import FormatError, LimitError, ReadError, UnsupportedError
 from sluice._options import Limits
 from sluice.records import Entry
+from sluice.sources.remote_names import download_advice, is_url, missing_advice, without_credentials
 
 __all__ = ["class_and_config", "settle_dtype"]
 
@@ -84,7 +85,11 @@ def _check_directory(path: str, limits: Limits) -> None:
     if not os.path.isfile(name):  # excludes FIFOs, whose read would block
         if os.path.exists(os.path.join(path, "adapter_config.json")):
             raise UnsupportedError("the directory holds an adapter, not a model", file=path)
-        raise ReadError("not a local directory with a config.json", file=path)
+        if os.path.isdir(path):
+            advice = "A directory that save_pretrained wrote has one; sluice.load_into loads weights without it."
+        else:
+            advice = download_advice(path) if is_url(path) else missing_advice(path)
+        raise ReadError("not a local directory with a config.json", file=without_credentials(path), advice=advice)
     try:
         if (nbytes := os.stat(name).st_size) > limits.header_bytes:
             raise LimitError("config.json is too large", file=path, expected=limits.header_bytes, found=nbytes)

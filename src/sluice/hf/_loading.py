@@ -24,8 +24,11 @@ from typing import Any
 
 import torch
 
+from sluice._arguments import check_load, memory_limits, path_argument
+from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._errors import UnsupportedError
-from sluice._options import Limits, MemoryLimits, PageCache, Place, TransferOptions
+from sluice._keywords import explain_keywords
+from sluice._options import Limits, Memory, PageCache, Place, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.api.checkpoint import open as open_checkpoint
@@ -46,18 +49,19 @@ __all__ = ["from_pretrained"]
 
 
 @public("sluice.hf")
+@explain_keywords
 def from_pretrained(
     directory: str | os.PathLike[str],
     model_class: type | None = None,
     *,
     config: Any = None,
     device: Device = None,
-    dtype: torch.dtype | str = "auto",
+    dtype: DType = "auto",
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
     strict: bool = True,
     place: Place = "copy",
-    memory: MemoryLimits | None = None,
+    memory: Memory = None,
     limits: Limits | None = None,
     progress: Progress = False,
     page_cache: PageCache = "auto",
@@ -78,7 +82,7 @@ def from_pretrained(
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
         place: As in ``sluice.load_into``.
-        memory: How much memory may grow, and the size of the staging buffers.
+        memory: How much memory may grow, as in ``sluice.load_into``.
         limits: Bounds for hostile files.
         progress: True draws a progress bar; a function is called with each ``ProgressEvent``.
         page_cache: As in ``sluice.load_into``.
@@ -100,7 +104,10 @@ def from_pretrained(
     """
     started = time.perf_counter()
     library = find_library()
-    path = os.fsdecode(directory)
+    check_load(limits=limits, strict=strict, place=place, page_cache=page_cache, progress=progress)
+    path = path_argument(directory, "directory")
+    if (named := parse_dtype(dtype, floats_only=True)) != "auto":
+        dtype = torch_dtype(named)
     model_class, config = class_and_config(library, path, model_class, config, limits=limits)
     if attn_implementation is not None:
         config._attn_implementation = attn_implementation
@@ -117,7 +124,7 @@ def from_pretrained(
         notes = tie(model, names, checkpoint)
         check(model, names, strict=strict)
         make_real(model, names.missing)
-        options = TransferOptions(memory=memory, page_cache=page_cache, place=place)
+        options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
         request = EntriesRequest(model=model, entries=names.entries, device=device, options=options)
         loaded = load(request, nullcontext(checkpoint), progress=progress)
     _finish(model, names, path)

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from sluice import _options as options
+from sluice._arguments import device_name
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import BudgetError
 from sluice._options import MemoryLimits
@@ -22,10 +23,10 @@ from sluice.planning.budget import device_limit
 from sluice.planning.cuda_allocator import scratch_bytes
 from sluice.planning.planner import staging_buffer_bytes
 
-__all__ = ["Device", "check_prefixes", "choose_placement", "device_name", "other_devices", "parse_placement"]
+__all__ = ["Device", "check_prefixes", "choose_placement", "other_devices", "parse_placement"]
 
 #: Type of the ``device`` argument of ``load_into``.
-Device: TypeAlias = str | torch.device | Mapping[str, str | int | torch.device] | None
+Device: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
 #: Strategies of accelerate other than ``"auto"``.
 _OTHER_STRATEGIES = frozenset({"balanced", "balanced_low_0", "sequential"})
@@ -47,26 +48,6 @@ def parse_placement(device: Device) -> Placement | Literal["auto"]:
         if device in _OTHER_STRATEGIES:
             raise ValueError(f"device={device!r} is not supported: 'auto' fills accelerators in order")
     return {"": device_name(device)}
-
-
-def device_name(device: str | int | torch.device) -> str:
-    """Return a device as torch writes it, with its current index; an int is the index of an accelerator.
-
-    Raises:
-        ValueError: torch cannot use it, or it cannot hold weights: the meta device, and accelerate's ``"disk"``.
-    """
-    if device == "disk":
-        raise ValueError(
-            "device 'disk' cannot hold weights: sluice loads all of them. To keep weights in the file until they "
-            "are used, pass device='cpu' and place='map'"
-        )
-    try:
-        resolved = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
-        raise ValueError(f"device {device!r} cannot be used: {error}") from error
-    if resolved.type == "meta":
-        raise ValueError("device='meta' cannot hold weights")
-    return str(resolved)
 
 
 def check_prefixes(placement: Placement, state: ModuleState) -> None:

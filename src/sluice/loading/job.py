@@ -22,7 +22,6 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._dtypes import dtype_name
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -38,7 +37,7 @@ from sluice.reports.load import LoadReport
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
 
-__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "dtype_argument", "load", "load_report", "run"]
+__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load", "load_report", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +231,3 @@ def load_report(job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks
         notes=(*checkpoint.index.notes, *job.notes, *loaded.notes, *plan.reasons),
         rows=job.row_maker(),
     )
-
-
-def dtype_argument(dtype: torch.dtype | str | None) -> str | None:
-    """Return the name of a ``dtype`` argument; text and None are unchanged."""
-    return dtype if dtype is None or isinstance(dtype, str) else dtype_name(dtype)

@@ -15,6 +15,7 @@ from msgspec import structs
 from torch import nn
 
 from sluice._dtypes import dtype_name
+from sluice._errors import MismatchError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -32,6 +33,7 @@ from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
 from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
+from sluice.modules.refused_models import advice_for, refuse_quantized
 from sluice.planning.alternatives import Change
 from sluice.planning.memory_layout import Computed
 from sluice.reading.transfer import changed, plan_transfer
@@ -68,6 +70,15 @@ class ModuleRequest(LoadRequest):
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``; the errors are those of ``sluice.load_into``."""
+        try:
+            return self._job(checkpoint)
+        except MismatchError as error:
+            advice = advice_for(self.model)
+            if advice is not None:
+                error.advice = f"{error.advice} {advice}"
+            raise
+
+    def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         state = collect(self.model)
         tree, limits = checkpoint.tree_with_ties(_without_entry(state.outline, checkpoint)), checkpoint.limits
         selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
@@ -228,6 +239,10 @@ def _module_job(
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
     slots = state.outline.slots
+    refuse_quantized(
+        (slots[slot].names[0], state.tensors[slot], request.entry.dtype)
+        for slot, request in zip(matched.slots, matched.requests, strict=True)
+    )
     return ModuleJob(
         checkpoint=checkpoint,
         requests=matched.requests,

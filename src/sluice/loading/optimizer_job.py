@@ -15,13 +15,13 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from sluice._arguments import device_name
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.loading.deferred_state import keep_devices, move_at_first_step
-from sluice.loading.devices import device_name
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.optimizer_leaves import LeafDecisions
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
@@ -50,7 +50,7 @@ class OptimizerRequest(LoadRequest):
     #: New names for the parameters of the checkpoint.
     rename: Rename | None = None
     #: Device of the state until the first step; None for the devices of the parameters.
-    device: str | torch.device | None = None
+    device: str | int | torch.device | None = None
 
     def job(self, checkpoint: OpenCheckpoint) -> OptimizerJob:
         """See ``LoadRequest.job``; the errors are those of ``sluice.load_optimizer``."""

@@ -13,7 +13,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.checkpoint.survey import optimizer_files
 from sluice.formats.divided import divided_directory
 from sluice.loading.optimizer_job import OptimizerRequest
-from sluice.sources.opening import open_directory
+from sluice.sources.opening import open_directory, source_path
 
 __all__ = ["optimizer_checkpoint"]
 
@@ -37,7 +37,7 @@ def optimizer_checkpoint(
         UnsupportedError: It holds a state that was divided over ranks.
     """
     path = source.path if isinstance(source, OpenCheckpoint) else source
-    directory = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+    directory = source_path(path) if isinstance(path, (str, os.PathLike)) else ""
     files = optimizer_files(directory) if directory else []
     listed = open_directory(directory) if directory and not files else None
     divided = divided_directory(listed) if listed else None

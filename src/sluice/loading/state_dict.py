@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sluice._arguments import device_name
 from sluice._dtypes import is_castable
 from sluice._errors import MismatchError
 from sluice._progress import Progress
@@ -17,7 +18,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
-from sluice.loading.devices import device_name, other_devices
+from sluice.loading.devices import other_devices
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.matching.selection import only_state_dict
 from sluice.planning.alternatives import Change
@@ -33,7 +34,7 @@ class StateDictRequest(LoadRequest):
     """Arguments of ``sluice.load_state_dict``."""
 
     #: Device of the tensors.
-    device: str | torch.device
+    device: str | int | torch.device
     #: Name of the dtype that real floating-point tensors are cast to; None keeps the file's.
     dtype: str | None = None
     #: Part of the checkpoint; None searches for the state dict.

@@ -21,17 +21,16 @@ def read_tensor(
     name: str,
     entry: Entry,
     *,
-    device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
     out: torch.Tensor | None = None,
     memory: MemoryLimits | None = None,
 ) -> torch.Tensor:
     """Read one entry; ``sluice.LazyTensor.read`` has the arguments and errors."""
     if out is None:
-        target = None if dtype is None else dtype_name(dtype)
-        if target and entry.layout == "quantized":
+        if dtype and entry.layout == "quantized":
             raise MismatchError("a quantized tensor is not cast while it is read", tensor=name)
-        requests = component_requests(name, entry, device=str(device or "cpu"), dtype=target)
+        requests = component_requests(name, entry, device=device or "cpu", dtype=dtype)
         existing = None
     else:
         if device is not None or dtype is not None:

@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sluice._dtypes import dtype_name
+from sluice._dtypes import parse_dtype
 from sluice.entries.patterns import NamePattern
 from sluice.entries.rules import Rule
 from sluice.rules._kinds import (
@@ -202,7 +202,7 @@ def cast(pattern: NamePattern, dtype: torch.dtype | str, *, optional: bool = Fal
     Example:
         >>> norms = cast("**norm*.scale", "float32")
     """
-    return CastRule(pattern=pattern, dtype=dtype if isinstance(dtype, str) else dtype_name(dtype), optional=optional)
+    return CastRule(pattern=pattern, dtype=parse_dtype(dtype, auto=False), optional=optional)
 
 
 def scale(pattern: NamePattern, factor: float, *, optional: bool = False) -> Rule:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
-from sluice._errors import PathEscapeError, ReadError
+from sluice._errors import PathEscapeError
+from sluice._system_errors import read_error
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 
-__all__ = ["Directory", "DirectoryEntry", "EntryKind", "LocalDirectory"]
+__all__ = ["Directory", "DirectoryEntry", "EntryKind", "LocalDirectory", "NamedFiles"]
 
 #: ``link``: a symbolic link to anything, which was not followed. ``special``: a FIFO, a socket or a device.
 EntryKind: TypeAlias = Literal["file", "directory", "link", "special"]
@@ -85,7 +86,7 @@ class LocalDirectory:
                 for entry in listing:
                     yield _LocalEntry(entry)
         except OSError as error:
-            raise ReadError(f"the directory cannot be listed: {error.strerror}", file=self.path) from error
+            raise read_error("the directory cannot be listed", error, file=self.path) from error
 
     def open(self, name: str) -> Source:
         return LocalFile(os.path.join(self.path, name))
@@ -95,6 +96,23 @@ class LocalDirectory:
         real = Path(os.path.realpath(path))
         if not real.is_relative_to(os.path.realpath(self.path)):
             raise PathEscapeError("a symbolic link leads out of the checkpoint directory", file=path, found=str(real))
+
+
+class NamedFiles:
+    """Local files that the caller named one by one; see ``Directory``. The names are paths."""
+
+    def __init__(self, path: str) -> None:
+        """Keep a text that stands for all of them in messages."""
+        self.path = path
+
+    def entries(self) -> Iterator[DirectoryEntry]:
+        return iter(())
+
+    def open(self, name: str) -> Source:
+        return LocalFile(name)
+
+    def check_inside(self, name: str) -> None:
+        """Return: the caller chose each file, links included."""
 
 
 class _LocalEntry:
@@ -114,4 +132,4 @@ class _LocalEntry:
                 return "directory"
             return "file" if self._entry.is_file(follow_symlinks=False) else "special"
         except OSError as error:
-            raise ReadError(f"the file cannot be examined: {error.strerror}", file=self._entry.path) from error
+            raise read_error("the file cannot be examined", error, file=self._entry.path) from error

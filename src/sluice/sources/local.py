@@ -20,12 +20,13 @@ from sluice._errors import (
     BudgetError,
     CheckpointError,
     FormatError,
-    ReadError,
+    MissingFileError,
     SourceChangedError,
     TruncatedError,
     UnsupportedError,
 )
 from sluice._options import BLOCK_BYTES
+from sluice._system_errors import read_error
 from sluice.records import AccessFacts, FileIdentity, local_access
 from sluice.sources.descriptors import DESCRIPTORS, Lease
 from sluice.sources.mapping import map_privately
@@ -71,11 +72,11 @@ class LocalFile:
         try:
             status = os.stat(self._path)
         except FileNotFoundError as error:
-            raise CheckpointError("the file does not exist", file=self._path) from error
+            raise MissingFileError("the file does not exist", file=self._path) from error
         except ValueError as error:
             raise CheckpointError(f"not a valid path: {error}", file=self._path) from error
         except OSError as error:
-            raise ReadError(f"the file cannot be examined: {error.strerror}", file=self._path) from error
+            raise read_error("the file cannot be examined", error, file=self._path) from error
         if stat.S_ISDIR(status.st_mode):
             raise UnsupportedError("this is a directory, not a checkpoint file", file=self._path)
         if not stat.S_ISREG(status.st_mode):
@@ -124,11 +125,7 @@ class LocalFile:
             except OSError as error:
                 if direct and error.errno == errno.EINVAL:
                     raise DirectIOUnavailable(self._path) from error
-                raise ReadError(
-                    f"reading failed: {error.strerror or error}",
-                    file=self._path,
-                    offset=offset + done,
-                ) from error
+                raise read_error("reading failed", error, file=self._path, offset=offset + done) from error
             if found == 0:
                 break
             done += found
@@ -170,7 +167,7 @@ class LocalFile:
             try:
                 descriptor = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct), lease)
             except OSError as error:
-                raise ReadError(f"the file cannot be opened: {error.strerror}", file=self._path) from error
+                raise read_error("the file cannot be opened", error, file=self._path) from error
             yield descriptor.number
         finally:
             DESCRIPTORS.give_back(lease)
@@ -200,14 +197,15 @@ class LocalFile:
             try:
                 return map_privately(descriptor, offset, nbytes)
             except OSError as error:
-                problem = f"the system refused to map {nbytes} bytes: {error.strerror}"
+                problem = f"the system refused to map {nbytes} bytes"
                 if error.errno == errno.ENOMEM:
                     raise BudgetError(
-                        f"{problem} (a limit of the process on address space or mappings, or vm.overcommit_memory=2)",
+                        f"{problem}: {error.strerror} (a limit of the process on address space or mappings, or "
+                        "vm.overcommit_memory=2)",
                         file=self._path,
                         offset=offset,
                     ) from error
-                raise ReadError(problem, file=self._path, offset=offset) from error
+                raise read_error(problem, error, file=self._path, offset=offset) from error
 
     def forget(self, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):

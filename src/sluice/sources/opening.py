@@ -4,27 +4,59 @@ from __future__ import annotations
 
 import io
 import os
-import re
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO, TypeAlias
 
-from sluice._errors import UnsupportedError
+from sluice._errors import MissingFileError, UnsupportedError
+from sluice._messages import type_of
 from sluice.sources.directory import Directory, LocalDirectory
 from sluice.sources.file_objects import local_path
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
+from sluice.sources.remote_names import download_advice, is_url, missing_advice, without_credentials
 
-__all__ = ["SourceLocation", "open_directory", "open_source", "parent_directory", "stream_source"]
+__all__ = [
+    "SourceLocation",
+    "open_directory",
+    "open_source",
+    "parent_directory",
+    "path_list",
+    "source_path",
+    "stream_source",
+]
 
 #: Types of paths and file objects that ``open_source`` accepts.
-SourceLocation: TypeAlias = "str | bytes | os.PathLike[str] | BinaryIO"
+SourceLocation: TypeAlias = "str | os.PathLike[str] | BinaryIO"
 
-#: A scheme has at least two characters: one is the drive of a Windows path.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+def source_path(where: str | os.PathLike[str]) -> str:
+    """Return a path as text, with ``~`` expanded unless that name exists."""
+    path = os.fsdecode(where)
+    return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
+
+
+def path_list(where: Sequence[object]) -> list[str]:
+    """Return the paths of a list of files that are one checkpoint.
+
+    Raises:
+        TypeError: A member is not a path.
+        ValueError: The list is empty, or names a file twice.
+    """
+    wrong = next((each for each in where if not isinstance(each, (str, os.PathLike))), None)
+    if wrong is not None:
+        raise TypeError(f"source is a list with {type_of(wrong)}; a list holds paths of files")
+    paths = [source_path(each) for each in where if isinstance(each, (str, os.PathLike))]
+    if not paths:
+        raise ValueError("source is an empty list; it holds the paths of the files of one checkpoint")
+    twice = next((path for position, path in enumerate(paths) if path in paths[:position]), None)
+    if twice is not None:
+        raise ValueError(f"source is a list that names {twice!r} twice")
+    return paths
 
 
 def open_source(where: SourceLocation) -> Source:
-    """Return the source at a path or a URL, or the file of a file object; no data is read.
+    """Return the source at a path, or the file of a file object; no data is read.
 
     The position of a file object is ignored; ``stream_source`` returns it.
 
@@ -34,11 +66,17 @@ def open_source(where: SourceLocation) -> Source:
         UnsupportedError: It is a directory, or a URL: remote sources are not supported yet.
         TypeError: It is neither a path nor a file object that can be read.
     """
-    if not isinstance(where, (str, bytes, os.PathLike)):
+    if not isinstance(where, (str, os.PathLike)):
         return stream_source(where)[0]
-    path = os.fsdecode(where)
+    path = source_path(where)
+    if not path:
+        raise MissingFileError("the path is empty", advice="Pass the path of a file or a directory.")
     _refuse_url(path)
-    return LocalFile(path)
+    try:
+        return LocalFile(path)
+    except MissingFileError as error:
+        error.advice = missing_advice(path)
+        raise
 
 
 def stream_source(stream: BinaryIO) -> tuple[Source, int]:
@@ -50,19 +88,21 @@ def stream_source(stream: BinaryIO) -> tuple[Source, int]:
     """
     if isinstance(stream, io.BytesIO):
         return MemoryFile(stream), stream.tell()
+    if not hasattr(stream, "read"):
+        raise TypeError(f"source is {type_of(stream)}; {_instead(stream)}")
     path = local_path(stream)
     if stream.writable():
         stream.flush()
     return LocalFile(path), stream.tell()
 
 
-def open_directory(where: str | bytes | os.PathLike[str]) -> Directory | None:
+def open_directory(where: str | os.PathLike[str]) -> Directory | None:
     """Return the directory at a path, or None if the path is anything else, or nothing.
 
     Raises:
         UnsupportedError: It is a URL: remote sources are not supported yet.
     """
-    path = os.fsdecode(where)
+    path = source_path(where)
     if os.path.isdir(path):
         return LocalDirectory(path)
     _refuse_url(path)
@@ -77,15 +117,21 @@ def parent_directory(path: str) -> tuple[Directory, str]:
 
 def _refuse_url(path: str) -> None:
     """Refuse a URL, unless a local file or directory has that name."""
-    if _URL.match(path) and not os.path.lexists(path):
+    if is_url(path) and not os.path.lexists(path):
         raise UnsupportedError(
-            "remote sources are not supported yet",
-            file=_without_credentials(path),
-            advice="Download the checkpoint first and pass its local path.",
+            "remote sources are not supported yet", file=without_credentials(path), advice=download_advice(path)
         )
 
 
-def _without_credentials(url: str) -> str:
-    scheme, _, rest = re.split("[?#]", url, maxsplit=1)[0].partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+def _instead(value: object) -> str:
+    """Return what to pass instead of an object that is not a source."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return "pass io.BytesIO(data) for the bytes of a file, or os.fsdecode(name) for its name"
+    if hasattr(value, "named_parameters"):
+        return "sluice.load_into(model, source) loads into a module, and sluice.save writes it"
+    if isinstance(value, Mapping):
+        return "a state dict in memory needs no loading: pass it to load_state_dict of the module or optimizer"
+    return (
+        "write the path of a file or directory, a list of files, an object that open(path, 'rb') returned, or "
+        "io.BytesIO(stream.read())"
+    )

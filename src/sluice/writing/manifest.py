@@ -216,5 +216,7 @@ def write_manifest(manifest: Manifest, file: Replacement) -> None:
             file.commit(nbytes=len(content))
     except SaveError as error:
         raise SaveError(
-            f"the manifest was not written, the checkpoint is complete: {error.problem}", file=file.path
+            f"the manifest was not written, the checkpoint is complete: {error.problem}",
+            file=file.path,
+            advice=error.advice,
         ) from error

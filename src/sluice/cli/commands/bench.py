@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sluice.cli.failures import Failure
-from sluice.cli.options import Size, find_factory, parse_arguments
+from sluice.cli.options import DTypeName, Size, find_factory, parse_arguments
 from sluice.measuring._limit import memory_limit_refusal
 
 if TYPE_CHECKING:
@@ -34,6 +34,15 @@ _NOT_REPEATED = {"size", "cold", "directory", "keep", "out", "as_json"}
 _PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", "runai-model-streamer", "tensorizer")
 
 
+class _ComparedDType(DTypeName):
+    """A dtype that can be compared, converted to its short name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        name = super().convert(value, param, ctx)
+        short = next((short for short, compared in _DTYPES.items() if compared == name), None)
+        return short or self.fail(f"{value!r} is not compared: write {', '.join(_DTYPES)}", param, ctx)
+
+
 @click.command("bench")
 @click.argument("checkpoint", required=False, type=click.Path(exists=True, path_type=Path))
 @click.option("--model", "factory", metavar="MODULE:NAME", help="What builds the model of CHECKPOINT.")
@@ -43,7 +52,7 @@ _PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "fastsafetensors", 
 @click.option(
     "--method", "methods", multiple=True, metavar="NAME", help="Only this method; repeatable. 'all': all of them."
 )
-@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(list(_DTYPES)), help="Finished dtype; repeatable.")
+@click.option("--dtype", "dtypes", multiple=True, type=_ComparedDType(auto=False), help="Finished dtype; repeatable.")
 @click.option("--cold/--warm", "cold", default=None, help="Only with the checkpoint out of, or in, the page cache.")
 @click.option("--runs", type=click.IntRange(1), default=1, show_default=True, help="Repetitions; tables show medians.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where models go; default: cuda if there is one.")

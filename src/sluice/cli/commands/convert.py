@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -12,10 +11,19 @@ from typing import get_args
 import click
 
 import sluice
-from sluice._dtypes import ITEM_BYTES, is_castable
 from sluice._options import MemoryLimits, PageCache
 from sluice.cli.failures import Failure
-from sluice.cli.options import Size, encoding_option, parse_dtype, staging_option
+from sluice.cli.options import (
+    DTypeName,
+    Size,
+    changes_of,
+    check_dtype,
+    encoding_option,
+    rename_option,
+    rename_regex_option,
+    rules_option,
+    staging_option,
+)
 from sluice.cli.terminal import allow_replacing, progress_wanted
 from sluice.cli.views.report import show_report
 from sluice.formats.manifest import HashAlgorithm, new_hash
@@ -23,17 +31,16 @@ from sluice.writing.save_formats import SAVE_FORMATS, choose_format
 
 __all__ = ["convert_command"]
 
-_DTYPES = tuple(name for name in ITEM_BYTES if is_castable(name))
-
 
 @click.command("convert")
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
 @click.option("--format", "kind", type=click.Choice(SAVE_FORMATS), help="Default: by the suffix of DESTINATION.")
-@click.option("--dtype", type=click.Choice(_DTYPES), metavar="NAME", help="float32, bfloat16, ... for real floats.")
-@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="* is one part of a name; OLD= drops it.")
-@click.option("--rename-regex", "regexes", multiple=True, metavar="REGEX=NEW", help=r"Whole names; \1 is a group.")
+@click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
+@rename_option
+@rename_regex_option
+@rules_option
 @click.option("--max-shard-size", type=Size(), help="Bytes of tensors in one shard, such as 5GB.")
 @click.option("--manifest", type=click.Path(), help="Write the hash of each tensor to this file.")
 @click.option(
@@ -66,6 +73,7 @@ def convert_command(
     dtype: str | None,
     renames: Sequence[str],
     regexes: Sequence[str],
+    rule_lists: Sequence[str],
     max_shard_size: int | None,
     manifest: str | None,
     manifest_hash: HashAlgorithm,
@@ -110,14 +118,14 @@ def convert_command(
       casts        {"float32 -> bfloat16": number of tensors}
       replaced     files that existed
     """
-    rules = [*_rules(renames, regex=False), *_rules(regexes, regex=True)]
+    rules = changes_of(renames, regexes, rule_lists)
     run = partial(
         sluice.convert,
         source,
         destination,
         key=key,
         format=kind,  # type: ignore[arg-type]  # click checks the choices
-        dtype=parse_dtype(dtype),  # type: ignore[arg-type]  # "auto" is not a choice here
+        dtype=check_dtype(dtype),
         rules=rules,
         max_shard_size=max_shard_size,
         manifest=manifest,
@@ -132,21 +140,6 @@ def convert_command(
     shown = progress_wanted(quiet=quiet or dry_run)
     report = run(overwrite=True, progress=shown, dry_run=dry_run)
     show_report(report, as_json=as_json, quiet=quiet)
-
-
-def _rules(texts: Sequence[str], *, regex: bool) -> Iterator[sluice.rules.Rule]:
-    """Yield the rules of ``--rename`` or ``--rename-regex``; each must match a name."""
-    option = "--rename-regex" if regex else "--rename"
-    for text in texts:
-        # A regular expression can contain "=" in a look-ahead, a name of a tensor cannot: split at the last one.
-        old, sign, new = text.rpartition("=") if regex else text.partition("=")
-        if not (old and sign):
-            raise click.BadParameter(f"{text!r} is not of the form OLD=NEW", param_hint=option)
-        try:
-            pattern = re.compile(old) if regex else old
-            yield sluice.rules.rename(pattern, new) if new else sluice.rules.drop(pattern)
-        except (ValueError, re.error) as error:
-            raise click.BadParameter(f"{text!r}: {error}", param_hint=option) from error
 
 
 def _check(

@@ -7,7 +7,7 @@ import json
 import click
 
 import sluice
-from sluice.cli.options import encoding_option
+from sluice.cli.options import encoding_option, paths_argument, source_of
 from sluice.cli.views.outline import print_outline
 from sluice.cli.views.summary import path_and_key, summarise, to_json
 
@@ -15,19 +15,19 @@ __all__ = ["inspect_command"]
 
 
 @click.command("inspect")
-@click.argument("path", type=click.Path())
+@paths_argument
 @click.option("--tree", "as_tree", is_flag=True, help="Show the nested object of the file instead of tables.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as one JSON object.")
 @click.option("--all", "everything", is_flag=True, help="Show complete lists.")
 @encoding_option
 @click.option("--key", help="Show only this part: a path such as ema.model, or a prefix of names.")
 def inspect_command(
-    path: str, *, as_tree: bool, as_json: bool, everything: bool, key: str | None, encoding: str
+    paths: tuple[str, ...], *, as_tree: bool, as_json: bool, everything: bool, key: str | None, encoding: str
 ) -> None:
     """Show format, contents, dtypes, bytes, largest tensors and shared storages of the checkpoint at PATH.
 
-    PATH is a file, a directory or the index file of shards. Only headers are read. No class or
-    function that the file names is imported or called, and torch is not imported.
+    PATH is a file, a directory or the index file of shards; several files are one checkpoint together. Only headers
+    are read. No class or function that the file names is imported or called, and torch is not imported.
 
     \b
     Examples:
@@ -59,8 +59,8 @@ def inspect_command(
     """
     if as_json and (as_tree or everything):
         raise click.UsageError("--json already shows everything: omit --tree and --all")
-    with sluice.open(path, key=key, encoding=encoding) as checkpoint:
-        index = checkpoint.index
+    with sluice.open(source_of(paths), key=key, encoding=encoding) as checkpoint:
+        index, path = checkpoint.index, checkpoint.path
         if as_tree:  # does not need dotted names, which can be ambiguous
             print_outline(path_and_key(path, key), index.tree, everything=everything)
             return

@@ -11,15 +11,21 @@ from sluice._options import MemoryLimits, PageCache, Place
 from sluice.cli.options import (
     Size,
     build_model,
+    changes_of,
     check_device,
+    check_dtype,
     dtype_option,
     encoding_option,
     find_factory,
     key_option,
     no_strict_option,
     parse_arguments,
-    parse_dtype,
+    paths_argument,
     place_option,
+    rename_option,
+    rename_regex_option,
+    rules_option,
+    source_of,
     staging_option,
 )
 from sluice.cli.terminal import progress_wanted
@@ -29,7 +35,7 @@ __all__ = ["load_command"]
 
 
 @click.command("load")
-@click.argument("path", type=click.Path())
+@paths_argument
 @click.option(
     "--model", "factory", required=True, metavar="MODULE:NAME", help="Class or function that builds the model."
 )
@@ -40,6 +46,9 @@ __all__ = ["load_command"]
 )
 @dtype_option
 @key_option
+@rename_option
+@rename_regex_option
+@rules_option
 @click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 4GiB.")
 @staging_option
 @no_strict_option
@@ -56,13 +65,16 @@ __all__ = ["load_command"]
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 def load_command(
-    path: str,
+    paths: tuple[str, ...],
     *,
     factory: str,
     model_args: str,
     device: str | None,
     dtype: str | None,
     key: str | None,
+    renames: tuple[str, ...],
+    regexes: tuple[str, ...],
+    rule_lists: tuple[str, ...],
     memory: int | None,
     staging: int,
     no_strict: bool,
@@ -76,25 +88,30 @@ def load_command(
     """Build a model, fill it from the checkpoint at PATH, and report time and peak memory.
 
     MODULE:NAME is imported with the current directory on the path, and called inside sluice.empty_init(), so that its
-    parameters take no memory before they are read.
+    parameters take no memory before they are read. PATH is a file, a directory or the index file of shards; several
+    files are one checkpoint together. The dtype is the model's, unless --dtype names one.
 
     \b
     Examples:
       sluice load model.pth --model net:Net
       sluice load model.pth --model net:Net --model-args '{"width": 64}' --dtype bfloat16
       sluice load run.pt --key model_state_dict --model net:build --memory 2GiB --json
+      sluice load model.pth --model net:Net --rename 'backbone.**=encoder.**' --rename 'head.*='
+      sluice load model.pth --model net:Net --rules net:from_gpt2
     """
     arguments, named = parse_arguments(model_args)
     build = find_factory(factory)
-    if device not in {None, "auto"}:
-        check_device(device)
+    rules = changes_of(renames, regexes, rule_lists)
+    check_device(device)
+    finished = check_dtype(dtype)
     model = build_model(build, factory, arguments, named)
     report = sluice.load_into(
         model,
-        path,
+        source_of(paths),
         device=device,
-        dtype=parse_dtype(dtype),
+        dtype=finished,
         key=key,
+        rules=rules,
         strict=not no_strict,
         memory=MemoryLimits(host=memory, staging=staging),
         page_cache=page_cache,

@@ -11,15 +11,21 @@ from sluice._options import MemoryLimits, Place
 from sluice.cli.options import (
     Size,
     build_model,
+    changes_of,
     check_device,
+    check_dtype,
     dtype_option,
     encoding_option,
     find_factory,
     key_option,
     no_strict_option,
     parse_arguments,
-    parse_dtype,
+    paths_argument,
     place_option,
+    rename_option,
+    rename_regex_option,
+    rules_option,
+    source_of,
     staging_option,
 )
 from sluice.cli.views.report import show_report
@@ -34,7 +40,7 @@ _DOES_NOT_FIT = 3
 
 
 @click.command("plan")
-@click.argument("path", type=click.Path())
+@paths_argument
 @click.option(
     "--model",
     "factory",
@@ -45,6 +51,9 @@ _DOES_NOT_FIT = 3
 @click.option("--device", help="Device of the tensors: cpu, cuda:0, ...; with --model also auto.")
 @dtype_option
 @key_option
+@rename_option
+@rename_regex_option
+@rules_option
 @click.option(
     "--memory",
     "--host-limit",
@@ -63,13 +72,16 @@ _DOES_NOT_FIT = 3
 @click.pass_context
 def plan_command(
     ctx: click.Context,
-    path: str,
+    paths: tuple[str, ...],
     *,
     factory: str | None,
     model_args: str | None,
     device: str | None,
     dtype: str | None,
     key: str | None,
+    renames: tuple[str, ...],
+    regexes: tuple[str, ...],
+    rule_lists: tuple[str, ...],
     host_limit: int | None,
     device_limit: int | None,
     staging: int,
@@ -95,14 +107,15 @@ def plan_command(
     """
     if factory is None and (model_args is not None or no_strict or place != "copy" or device == "auto"):
         raise click.UsageError("--model-args, --no-strict, --place and --device auto need --model")
-    if device not in {None, "auto"}:
-        check_device(device)
+    rules = changes_of(renames, regexes, rule_lists)
+    check_device(device)
     report = sluice.plan(
         _model(factory, model_args or "{}"),
-        path,
+        source_of(paths),
         device=device,
-        dtype=parse_dtype(dtype),
+        dtype=check_dtype(dtype),
         key=key,
+        rules=rules,
         strict=not no_strict,
         place=place,
         memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),

@@ -12,7 +12,7 @@ import click
 import sluice
 from sluice._errors import SluiceError
 from sluice.cli.failures import Failure
-from sluice.cli.options import encoding_option
+from sluice.cli.options import encoding_option, paths_argument, source_of
 from sluice.cli.terminal import allow_replacing, progress_wanted
 from sluice.cli.views.report import show_report
 from sluice.formats.manifest import HashAlgorithm
@@ -36,7 +36,7 @@ def unreadable() -> Iterator[None]:
 
 
 @click.command("verify")
-@click.argument("path", type=click.Path())
+@paths_argument
 @click.option("--manifest", metavar="FILE", help="Compare dtype, shape and hash of every tensor with FILE.")
 @click.option("--write-manifest", metavar="FILE", help="Hash every tensor, and write FILE if there is no problem.")
 @click.option(
@@ -52,7 +52,7 @@ def unreadable() -> Iterator[None]:
 @click.option("--json", "as_json", is_flag=True, help="Print the report as one JSON object.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors; the exit code is the answer.")
 def verify_command(
-    path: str,
+    paths: tuple[str, ...],
     *,
     manifest: str | None,
     write_manifest: str | None,
@@ -66,10 +66,11 @@ def verify_command(
 ) -> None:
     """Read the checkpoint at PATH once and report what is damaged.
 
-    PATH is a file, a directory or the index file of shards. The checks are: the structure, the CRC-32 of every record
-    of torch.save files, a shard index against its shards, the indices of sparse tensors, and that every byte can be
-    read. safetensors files have no checksums: only a manifest detects a changed byte. sluice.save writes one with
-    manifest=, this command with --write-manifest. Memory stays below 100 MiB for files of any size.
+    PATH is a file, a directory or the index file of shards; several files are one checkpoint together. The checks are:
+    the structure, the CRC-32 of every record of torch.save files, a shard index against its shards, the indices of
+    sparse tensors, and that every byte can be read. safetensors files have no checksums: only a manifest detects a
+    changed byte. sluice.save writes one with manifest=, this command with --write-manifest. Memory stays below 100 MiB
+    for files of any size.
 
     \b
     Examples:
@@ -107,14 +108,14 @@ def verify_command(
         raise click.UsageError("--manifest compares with a manifest, --write-manifest writes one: choose one of them")
     if algorithm and not write_manifest:
         raise click.UsageError("--hash needs --write-manifest; a manifest to compare with names its own hash")
-    if write_manifest and os.path.realpath(write_manifest) == os.path.realpath(path):
+    if write_manifest and os.path.realpath(write_manifest) in map(os.path.realpath, paths):
         raise click.UsageError("the manifest needs a different path than the checkpoint")
     replaced = [write_manifest] if write_manifest and os.path.lexists(write_manifest) else []
     if not force:
         allow_replacing(replaced, Unreadable)  # before hashing
     with unreadable():
         report = sluice.verify(
-            path,
+            source_of(paths),
             manifest=manifest,
             hashes=(algorithm or "sha256") if write_manifest else None,
             nan=nan,

@@ -15,7 +15,8 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from sluice._errors import SaveError
+from sluice._errors import SluiceError
+from sluice._system_errors import save_error
 
 try:
     from fcntl import LOCK_EX, LOCK_NB, flock
@@ -44,8 +45,10 @@ def saving(path: str) -> Iterator[None]:
     """Convert ``OSError`` inside the block to ``SaveError``."""
     try:
         yield
+    except SluiceError:  # an error of reading the source is an OSError, too
+        raise
     except OSError as error:
-        raise SaveError(f"{_REFUSED}: {error.strerror or error}", file=path) from error
+        raise save_error(_REFUSED, error, file=path) from error
 
 
 def close(descriptor: int) -> None:
@@ -129,6 +132,9 @@ def syncing(path: str, saved: str, *, commits: bool = False) -> Iterator[None]:
         except OSError as error:
             if error.errno not in _NO_SYNC:
                 what = "the new checkpoint is in place, but syncing its directory failed" if commits else _REFUSED
-                raise SaveError(f"{what}: {error.strerror}", file=saved) from error
+                refused = save_error(what, error, file=saved)
+                if commits:
+                    refused.advice = "Check the disk: a power failure now may lose the new checkpoint."
+                raise refused from error
     finally:
         close(descriptor)

@@ -1,0 +1,114 @@
+"""Names of checkpoints that are not here: URLs, repositories of the Hugging Face Hub, and misspelled paths.
+
+sluice reads local files only. The functions return what the user can do next; nothing is looked up on the network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import islice
+
+__all__ = ["download_advice", "is_url", "missing_advice", "without_credentials"]
+
+#: A scheme has at least two characters: one is the drive of a Windows path.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+_DOWNLOAD = "Download the checkpoint first and pass its local path."
+
+#: Page or file of a model on the hub, and the scheme of its file system.
+_HUB_URL = re.compile(
+    r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/|api/)|hf://(?:models/)?)"
+    r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?:resolve|blob|tree|raw)/[^/]+)?/?(?P<file>[^?#]*)"
+)
+
+#: Identifier of a repository: a name, or an organization and a name. Paths of files have a suffix.
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+|[A-Za-z0-9][\w-]*")
+
+#: Suffixes of files: with one of these, a name is not an identifier of the hub.
+_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".json", ".index", ".tar", ".zip", ".gz", ".gguf")
+
+_COMMANDS = {
+    "s3": "`aws s3 cp`",
+    "gs": "`gcloud storage cp`",
+    "az": "`azcopy copy`",
+    "abfs": "`azcopy copy`",
+    "http": "`curl -L -o FILE URL`",
+    "https": "`curl -L -o FILE URL`",
+    "ftp": "`curl -o FILE URL`",
+}
+
+#: Most names of a directory that are compared with a misspelled one.
+_COMPARED = 1000
+
+
+def is_url(path: str) -> bool:
+    """Return whether a text has the form of a URL."""
+    return _URL.match(path) is not None
+
+
+def without_credentials(url: str) -> str:
+    """Return a URL without user, password, query and fragment."""
+    if not is_url(url):
+        return url
+    scheme, _, rest = re.split("[?#]", url, maxsplit=1)[0].partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def download_advice(url: str) -> str:
+    """Return how to get a local copy of what a URL names."""
+    plain = without_credentials(url)
+    hub = _HUB_URL.match(plain)
+    if hub is not None and hub["file"]:
+        return f"{_DOWNLOAD} huggingface_hub.hf_hub_download({hub['repository']!r}, {hub['file']!r}) returns it."
+    if hub is not None:
+        return f"{_DOWNLOAD} {_snapshot(hub['repository'])}"
+    scheme, _, rest = plain.partition("://")
+    if scheme == "file":
+        # Here, not above: only errors need it, and it takes longer to import than this module.
+        from urllib.parse import unquote
+
+        return f"{_DOWNLOAD} A local file needs no URL: {unquote('/' + rest.partition('/')[2])!r}."
+    command = _COMMANDS.get(scheme.lower())
+    return f"{_DOWNLOAD} {command} does that." if command else _DOWNLOAD
+
+
+def missing_advice(path: str) -> str:
+    """Return what to check about a path at which there is nothing."""
+    parent, name = os.path.split(path)
+    if any(letter in name for letter in "*?[") and (found := _matches(path)):
+        return f"It is a pattern, which {found} match: pass a list, sorted(glob.glob({path!r}))."
+    if parent and not os.path.isdir(parent):
+        if _HUB_ID.fullmatch(path) and not name.endswith(_FILE_SUFFIXES):
+            return f"If it names a model of the Hugging Face Hub: {_snapshot(path)}"
+        return f"There is no directory {parent!r}."
+    if (close := _closest(parent or ".", name)) is not None:
+        return f"Did you mean {os.path.join(parent, close)!r}?"
+    if not parent and _HUB_ID.fullmatch(path):
+        return f"If it names a model of the Hugging Face Hub: {_snapshot(path)}"
+    return "Check the path." if os.path.isabs(path) else f"Check the path; the current directory is {os.getcwd()!r}."
+
+
+def _snapshot(repository: str) -> str:
+    return f"huggingface_hub.snapshot_download({repository!r}) downloads it and returns its directory."
+
+
+def _matches(pattern: str) -> str:
+    import glob
+
+    count = sum(1 for _ in islice(glob.iglob(pattern), _COMPARED))
+    return f"{count} names" if count else ""
+
+
+def _closest(directory: str, name: str) -> str | None:
+    """Return the most similar name in a directory, or None."""
+    from difflib import get_close_matches
+
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in islice(entries, _COMPARED)]
+    except OSError:
+        return None
+    close = get_close_matches(name, names, n=1, cutoff=0.7)
+    return close[0] if close else None

@@ -1,0 +1,104 @@
+"""Options that several commands share: dtypes, sizes, renames and rules as people write them, and several files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from support.command_line import run_command, state_dict
+
+_MODEL = ("--model", "cli_model:Net")
+
+_RULES = """
+from sluice import rules
+old = [rules.rename("old.**", "**")]
+def made(): return old
+def fails(): raise OSError("no such list")
+number = 3
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bfloat16", "BF16"])
+def test_a_dtype_on_every_command(directory: Path, dtype: str) -> None:
+    torch.save(state_dict(), "net.pth")
+    for command in (["load", "net.pth", *_MODEL], ["convert", "net.pth", "new.pth", "--force"]):
+        report = json.loads(run_command(*command, "--dtype", dtype, "--json").stdout)
+        assert 3 in {**report.get("cast", {}), **report.get("casts", {})}.values()
+    plan = json.loads(run_command("plan", "net.pth", "--dtype", dtype, "--json").stdout)
+    assert plan["final_bytes"] == 48
+
+
+@pytest.mark.parametrize("command", [["load", "x", *_MODEL], ["plan", "x"], ["convert", "x", "y.pth"], ["bench"]])
+def test_a_wrong_dtype_lists_the_names_on_every_command(directory: Path, command: list[str]) -> None:
+    result = run_command(*command, "--dtype", "bf61")
+    assert result.exit_code == 2
+    assert "'bf61' is not one of" in result.stderr
+    assert "bfloat16 (bf16, BF16)" in result.stderr
+
+
+def test_a_wrong_size_says_which_is_which(directory: Path) -> None:
+    result = run_command("plan", "x", "--memory", "2 gigs")
+    assert result.exit_code == 2
+    assert "2GiB or 2G (2 * 1024**3 bytes), 2GB (2 * 1000**3 bytes)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--rename", "old.**=**"),
+        ("--rename-regex", r"old\.(.*)=\1"),
+        ("--rules", "cli_rules:old"),
+        ("--rules", "cli_rules:made"),
+        ("--rename", "old.fc.*=fc.*", "--rules", "cli_rules:old"),
+    ],
+)
+def test_names_are_changed_on_load_plan_and_convert(directory: Path, options: tuple[str, ...]) -> None:
+    (directory / "cli_rules.py").write_text(_RULES)
+    torch.save({f"old.{name}": tensor for name, tensor in state_dict().items()}, "net.pth")
+    assert run_command("load", "net.pth", *_MODEL, *options).exit_code == 0
+    assert run_command("plan", "net.pth", *_MODEL, *options).exit_code == 0
+    assert run_command("plan", "net.pth", *options).exit_code == 0
+    assert run_command("convert", "net.pth", "new.pth", "--force", *options).exit_code == 0
+    assert torch.load("new.pth").keys() == state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "exit_code", "message"),
+    [
+        ("--rename", "fc", 2, "'fc' is not of the form OLD=NEW"),
+        ("--rename", "**=fc.*", 2, "repeat the wildcards"),
+        ("--rename-regex", "(=x", 2, "unterminated subpattern"),
+        ("--rename", "none.*=x.*", 1, "matches no tensor"),
+        ("--rules", "cli_rules:number", 2, "is not a list of rules"),
+        ("--rules", "cli_rules:none", 2, "is not a list of rules"),
+        ("--rules", "cli_rules:fails", 1, "raised OSError: no such list"),
+        ("--rules", "no_such_rules:x", 2, "no module 'no_such_rules'"),
+        ("--model", "cli_model.py:Net", 2, "is a path; write the module: cli_model:Net"),
+        ("--model", "cli_model.Net", 2, "write cli_model:Net"),
+        ("--device", "gpu", 2, "torch has no such kind of device; this machine has cpu"),
+    ],
+)
+def test_mistakes(directory: Path, option: str, value: str, exit_code: int, message: str) -> None:
+    (directory / "cli_rules.py").write_text(_RULES)
+    torch.save(state_dict(), "net.pth")
+    options = {"--model": "cli_model:Net", option: value}
+    result = run_command("load", "net.pth", *(word for pair in options.items() for word in pair))
+    assert result.exit_code == exit_code
+    assert message in result.stderr
+
+
+def test_several_files_are_one_checkpoint(directory: Path) -> None:
+    for name, tensor in state_dict().items():
+        save_file({name: tensor}, f"{name}.safetensors")
+    files = [f"{name}.safetensors" for name in state_dict()]
+    for command in (["load", *files, *_MODEL], ["plan", *files], ["inspect", *files], ["verify", *files]):
+        result = run_command(*command)
+        assert result.exit_code == 0, result.stderr
+        assert "fc.weight.safetensors and 2 more files" in result.stdout
+    twice = run_command("inspect", files[0], files[0])
+    assert twice.exit_code == 2
+    assert "twice" in twice.stderr

@@ -1,0 +1,52 @@
+"""Advice for names of checkpoints that are not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import sluice
+from sluice.sources.remote_names import download_advice, missing_advice
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("https://huggingface.co/org/name", "huggingface_hub.snapshot_download('org/name')"),
+        ("https://huggingface.co/org/name/tree/main", "huggingface_hub.snapshot_download('org/name')"),
+        ("hf://org/name", "huggingface_hub.snapshot_download('org/name')"),
+        (
+            "https://huggingface.co/org/name/resolve/main/sub/m.bin?download=true",
+            "huggingface_hub.hf_hub_download('org/name', 'sub/m.bin')",
+        ),
+        ("hf://org/name/m.safetensors", "huggingface_hub.hf_hub_download('org/name', 'm.safetensors')"),
+        ("s3://bucket/m.pt", "aws s3 cp"),
+        ("gs://bucket/m.pt", "gcloud storage cp"),
+        ("https://host/m.pt", "curl -L"),
+        ("file:///tmp/a%20b.pth", "'/tmp/a b.pth'"),
+        ("odd://host/m.pt", "Download the checkpoint first and pass its local path."),
+    ],
+)
+def test_how_to_download(url: str, advice: str) -> None:
+    assert advice in download_advice(url)
+
+
+def test_what_to_check_about_a_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model-1.pth").touch()
+    (tmp_path / "model-2.pth").touch()
+    hub = "huggingface_hub.snapshot_download({!r})"
+    assert hub.format("openai-community/gpt2") in missing_advice("openai-community/gpt2")
+    assert hub.format("Qwen/Qwen2.5-0.5B") in missing_advice("Qwen/Qwen2.5-0.5B")
+    assert hub.format("gpt2") in missing_advice("gpt2")
+    assert missing_advice("runs/model.pt") == "There is no directory 'runs'."
+    assert missing_advice("model-1.pht") == "Did you mean 'model-1.pth'?"
+    assert missing_advice("model-*.pth").startswith("It is a pattern, which 2 names match: pass a list, sorted(glob")
+    assert missing_advice("weights.bin") == f"Check the path; the current directory is {str(tmp_path)!r}."
+    assert missing_advice(str(tmp_path / "weights.bin")) == "Check the path."
+
+
+def test_an_empty_path() -> None:
+    with pytest.raises(sluice.MissingFileError, match=r"^the path is empty\. Pass"):
+        sluice.open("")
