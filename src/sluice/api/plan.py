@@ -35,6 +35,7 @@ def plan(
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
     strict: bool = True,
+    allow_empty: bool = False,
     place: Place = "copy",
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
@@ -56,6 +57,7 @@ def plan(
         rename: As in ``load_into``.
         rules: As in ``load_into``.
         strict: As in ``load_into``.
+        allow_empty: As in ``load_into``.
         place: As in ``load_into``.
         memory: How much memory may grow, and the size of the staging buffers. Limits that are not given are detected:
             the control group, free memory, ``ulimit -v``, free memory of each accelerator.
@@ -81,7 +83,7 @@ def plan(
         >>> print(report.fits)
         True
         >>> print(report)
-        model.pth (torch-zip): ... tensors, ... finished on cpu, ... to read
+        would load ... of ... tensors of the model from model.pth (torch-zip), ... finished on cpu, ... to read
         ...
     """
     options = TransferOptions(memory=memory, page_cache=page_cache, place=place)
@@ -95,10 +97,18 @@ def plan(
             rename=rename,
             rules=rules,
             strict=strict,
+            allow_empty=allow_empty,
             options=options,
         )
-    elif rename is not None or not strict or place != "copy" or isinstance(device, Mapping) or device == "auto":
-        raise ValueError("rename=, strict=, place= and several devices need a model")
+    elif (
+        rename is not None
+        or not strict
+        or allow_empty
+        or place != "copy"
+        or isinstance(device, Mapping)
+        or device == "auto"
+    ):
+        raise ValueError("rename=, strict=, allow_empty=, place= and several devices need a model")
     else:
         own_dtype = None if dtype == "auto" else dtype_argument(dtype)
         request = StateDictRequest(device=device or "cpu", dtype=own_dtype, key=key, rules=rules, options=options)

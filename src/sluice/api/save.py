@@ -94,6 +94,8 @@ def save(
         format=chosen,
         files=tuple(map(str, saved.files)),
         tensors=saved.tensors,
+        taken=saved.tensors + len(saved.tied),
+        total=saved.tensors + len(saved.tied),
         nbytes=saved.nbytes,
         seconds=time.perf_counter() - started,
         tied=saved.tied,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "Size",
+    "allow_empty_option",
     "build_model",
     "check_device",
     "dtype_option",
@@ -145,6 +146,10 @@ staging_option = click.option(
 key_option = click.option("--key", help="Part of the checkpoint that holds the weights, such as model_state_dict.")
 
 no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing and unexpected names.")
+
+allow_empty_option = click.option(
+    "--allow-empty", is_flag=True, help="With --no-strict, allow that no tensor of the model is in the checkpoint."
+)
 
 place_option = click.option(
     "--place",

@@ -56,6 +56,7 @@ def from_pretrained(
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
     strict: bool = True,
+    allow_empty: bool = False,
     place: Place = "copy",
     memory: MemoryLimits | None = None,
     limits: Limits | None = None,
@@ -77,6 +78,7 @@ def from_pretrained(
         experts_implementation: Passed to the library.
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
+        allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
         place: As in ``sluice.load_into``.
         memory: How much memory may grow, and the size of the staging buffers.
         limits: Bounds for hostile files.
@@ -115,7 +117,7 @@ def from_pretrained(
         names = MatchedWeights.of(library, model, checkpoint.entries, path)
         apply_dtype_plan(model, chosen, names.entries)
         notes = tie(model, names, checkpoint)
-        check(model, names, strict=strict)
+        check(model, names, strict=strict, allow_empty=allow_empty)
         make_real(model, names.missing)
         options = TransferOptions(memory=memory, page_cache=page_cache, place=place)
         request = EntriesRequest(model=model, entries=names.entries, device=device, options=options)

@@ -80,7 +80,8 @@ def test_parts(paths: tuple[Path, Path], tmp_path: Path) -> None:
     torch.save({"model": torch.load(paths[0], weights_only=True), "epoch": 1}, tmp_path / "run.pt")
     assert run(tmp_path / "run.pt", paths[1], "--key-a", "model").exit_code == 0
     assert run(paths[1], tmp_path / "run.pt", "--key-b", "model").exit_code == 0
-    assert run(paths[1], tmp_path / "run.pt").exit_code == 1
+    assert run(tmp_path / "run.pt", paths[1], "--key", "model").exit_code == 0
+    assert run(paths[1], tmp_path / "run.pt", "--key-b", "").exit_code == 1
 
 
 def test_the_help_lists_the_exit_codes() -> None:

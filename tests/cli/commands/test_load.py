@@ -19,7 +19,14 @@ def test_load_fills_a_model_and_reports(directory: Path) -> None:
     torch.save(state_dict(), "net.pth")
     result = run_command("load", "net.pth", "--model", "cli_model:Net")
     assert result.exit_code == 0, result.stderr
-    for part in ("3 tensors, 96 B on cpu", "GB/s", "growth of memory", "predicted", "measured", "total"):
+    for part in (
+        "loaded 3 of 3 tensors of the model from net.pth (torch-zip), 96 B on cpu",
+        "GB/s",
+        "growth of memory",
+        "predicted",
+        "measured",
+        "total",
+    ):
         assert part in result.stdout
 
 

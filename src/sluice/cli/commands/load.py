@@ -10,6 +10,7 @@ import sluice
 from sluice._options import MemoryLimits, PageCache, Place
 from sluice.cli.options import (
     Size,
+    allow_empty_option,
     build_model,
     check_device,
     dtype_option,
@@ -42,6 +43,7 @@ __all__ = ["load_command"]
 @click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 4GiB.")
 @staging_option
 @no_strict_option
+@allow_empty_option
 @click.option(
     "--page-cache",
     type=click.Choice(get_args(PageCache)),
@@ -64,6 +66,7 @@ def load_command(
     memory: int | None,
     staging: int,
     no_strict: bool,
+    allow_empty: bool,
     page_cache: PageCache,
     place: Place,
     table: bool,
@@ -93,6 +96,7 @@ def load_command(
         dtype=parse_dtype(dtype),
         key=key,
         strict=not no_strict,
+        allow_empty=allow_empty,
         memory=MemoryLimits(host=memory, staging=staging),
         page_cache=page_cache,
         place=place,

@@ -10,6 +10,7 @@ import sluice
 from sluice._options import MemoryLimits, Place
 from sluice.cli.options import (
     Size,
+    allow_empty_option,
     build_model,
     check_device,
     dtype_option,
@@ -54,6 +55,7 @@ _DOES_NOT_FIT = 3
 @click.option("--device-limit", type=Size(), help="Limit on the growth of each accelerator's memory. Default: free.")
 @staging_option
 @no_strict_option
+@allow_empty_option
 @place_option
 @click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
 @click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
@@ -72,6 +74,7 @@ def plan_command(
     device_limit: int | None,
     staging: int,
     no_strict: bool,
+    allow_empty: bool,
     place: Place,
     probe: bool,
     explain: bool,
@@ -90,8 +93,8 @@ def plan_command(
       sluice plan model.pth --model net:Net --device cuda:0 --host-limit 2GiB --device-limit 8GiB --probe
       sluice plan model.pth --json | jq .recommended
     """
-    if factory is None and (model_args is not None or no_strict or place != "copy" or device == "auto"):
-        raise click.UsageError("--model-args, --no-strict, --place and --device auto need --model")
+    if factory is None and (model_args is not None or no_strict or allow_empty or place != "copy" or device == "auto"):
+        raise click.UsageError("--model-args, --no-strict, --allow-empty, --place and --device auto need --model")
     if device not in {None, "auto"}:
         check_device(device)
     report = sluice.plan(
@@ -101,6 +104,7 @@ def plan_command(
         dtype=parse_dtype(dtype),
         key=key,
         strict=not no_strict,
+        allow_empty=allow_empty,
         place=place,
         memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),
         probe=probe,
