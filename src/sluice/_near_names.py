@@ -116,7 +116,7 @@ class _NameIndex:
 
 
 def _parts(name: str, known: Container[Hashable] | None = None) -> list[Hashable]:
-    """Return the words of a name and the pairs of adjacent words, each once; only ``known`` ones unless that is None."""
+    """Return the words of a name and the pairs of adjacent words, each once; if given, only ``known`` ones."""
     words = name[-2 * _EDGE_CHARACTERS :].translate(_SEPARATORS).lower().rsplit(".", _WORDS)[-_WORDS:]
     if known is None:
         return list(dict.fromkeys((*words, *pairwise(words))))
