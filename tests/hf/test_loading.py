@@ -153,6 +153,17 @@ def test_a_missing_head_is_named_or_initialised_by_the_library(transformers: Any
     assert reports[0].initialised == ("classifier.bias", "classifier.weight")
 
 
+def test_a_checkpoint_without_any_weight_of_the_model(transformers: Any, tmp_path: Path) -> None:
+    model = _saved(transformers, tmp_path)
+    _edit_weights(tmp_path, lambda state: [state.update(x=state.popitem()[1]), [state.pop(k) for k in [*state][:-1]]])
+    with pytest.raises(sluice.MismatchError, match=r"it has 0 of \d+ tensors(.|\n)*--allow-empty"):
+        sluice.hf.from_pretrained(tmp_path, strict=False)
+    reports: list[sluice.LoadReport] = []
+    sluice.hf.from_pretrained(tmp_path, strict=False, allow_empty=True, report=reports.append)
+    assert reports[0].loaded == 0
+    assert reports[0].total == len({id(tensor) for tensor in model.state_dict(keep_vars=True).values()})
+
+
 def test_a_body_out_of_a_checkpoint_with_a_head(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path, "RobertaForSequenceClassification")
     with pytest.raises(sluice.MismatchError, match=r"'classifier\.dense\.weight' is unexpected: RobertaModel has no"):

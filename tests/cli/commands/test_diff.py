@@ -28,6 +28,7 @@ def paths(tmp_path: Path) -> tuple[Path, Path]:
 def test_0_when_they_are_the_same(paths: tuple[Path, Path]) -> None:
     done = run(*paths)
     assert done.exit_code == 0
+    assert done.stdout.startswith("compared 2 of 2 tensors of a with 2 of 2 tensors of b\n")
     assert "2 common names" in done.stdout
     assert done.stdout.rstrip().endswith("the same")
     assert run(*paths, "--quiet").stdout == ""
