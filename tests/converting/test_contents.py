@@ -56,7 +56,7 @@ def test_the_tensors_that_are_taken_are_counted(tmp_path: Path) -> None:
         ({"rules": [rules.split("w", ["one", "two"], sizes=[1, 3])]}, 2),
         ({"rules": [rules.split("w", ["one", "two"], sizes=[1, 3]), rules.drop("b")]}, 1),
     ):
-        report = sluice.convert(path, tmp_path / "x.safetensors", key="model", overwrite=True, **how)  # type: ignore[arg-type]
+        report = sluice.convert(path, tmp_path / "x.safetensors", key="model", overwrite=True, **how)
         assert (report.taken, report.total, report.key) == (taken, 3, "model"), how
         start = f"wrote {taken} of 3 tensors of {path} (torch-zip, key 'model') to {tmp_path / 'x.safetensors'} "
         assert str(report).startswith(start)
@@ -68,7 +68,7 @@ def test_nothing_to_convert_is_an_error(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "args": {"lr": 1}}, tmp_path / "run.pt")
     for how in ({"rename": {"w": None}}, {"rules": [rules.drop("w")]}, {"key": "args"}):
         with pytest.raises(sluice.MismatchError, match="none of its 1 tensors would be converted"):
-            sluice.convert(tmp_path / "run.pt", tmp_path / "x.safetensors", **how)  # type: ignore[arg-type]
+            sluice.convert(tmp_path / "run.pt", tmp_path / "x.safetensors", **how)
         assert not (tmp_path / "x.safetensors").exists()
     sluice.convert(tmp_path / "run.pt", tmp_path / "args.pt", key="args")  # a torch file holds other values
     assert torch.load(tmp_path / "args.pt", weights_only=True) == {"lr": 1}

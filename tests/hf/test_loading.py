@@ -154,14 +154,18 @@ def test_a_missing_head_is_named_or_initialised_by_the_library(transformers: Any
 
 
 def test_a_checkpoint_without_any_weight_of_the_model(transformers: Any, tmp_path: Path) -> None:
-    model = _saved(transformers, tmp_path)
-    _edit_weights(tmp_path, lambda state: [state.update(x=state.popitem()[1]), [state.pop(k) for k in [*state][:-1]]])
+    _saved(transformers, tmp_path)
+
+    def keep_none(state: dict[str, torch.Tensor]) -> None:
+        state.clear()
+        state["x"] = torch.ones(1)
+
+    _edit_weights(tmp_path, keep_none)
     with pytest.raises(sluice.MismatchError, match=r"it has 0 of \d+ tensors(.|\n)*--allow-empty"):
         sluice.hf.from_pretrained(tmp_path, strict=False)
     reports: list[sluice.LoadReport] = []
     sluice.hf.from_pretrained(tmp_path, strict=False, allow_empty=True, report=reports.append)
-    assert reports[0].loaded == 0
-    assert reports[0].total == len({id(tensor) for tensor in model.state_dict(keep_vars=True).values()})
+    assert str(reports[0]).startswith("loaded 0 of ")
 
 
 def test_a_body_out_of_a_checkpoint_with_a_head(transformers: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How many of how many tensors came from the file: none is an error in the plan, unless it is allowed by name."""
+"""How many of how many tensors came from the file: zero is an error in the plan, unless it is allowed by name."""
 
 from __future__ import annotations
 

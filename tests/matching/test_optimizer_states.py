@@ -353,20 +353,16 @@ def test_the_tensors_of_the_state_are_counted(tmp_path: Path, run: tuple[Net, to
     report = sluice.load_optimizer(adamw(net()), path)
     assert str(report).startswith(f"loaded 12 of 12 tensors of the optimizer state from {path} (torch-zip, key ")
     assert (report.subject, report.loaded, report.total) == ("optimizer state", 12, 12)
-    names = get_optimizer_state_dict(*run)
+    names: dict[str, Any] = get_optimizer_state_dict(*run)
     names["state"]["gone"] = {"exp_avg": torch.ones(2)}
     model = net()
     report = sluice.load_optimizer(adamw(model), write(tmp_path / "g.pt", names), model=model)
     assert (report.loaded, report.total) == (12, 13)
 
 
-@pytest.mark.parametrize("kind", [int, str])
-def test_state_of_which_nothing_is_used_is_refused(
-    tmp_path: Path, run: tuple[Net, torch.optim.Optimizer], kind: type
-) -> None:
-    state = run[1].state_dict()
-    shift = 100 if kind is int else 0
-    state["state"] = {kind(number + shift): values for number, values in state["state"].items()}
+def test_state_of_which_nothing_is_used_is_refused(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    state: dict[str, Any] = run[1].state_dict()
+    state["state"] = {number + 100: values for number, values in state["state"].items()}
     text = refusal(write(tmp_path / "f.pt", state), adamw(net()))
     assert "none of its 12 tensors belongs to a parameter" in text
 

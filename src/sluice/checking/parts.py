@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import unsupported, walk
@@ -13,8 +14,7 @@ from sluice.matching.selection import only_state_dict
 __all__ = ["Part", "named_part", "part_of", "parts_to_compare"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(Struct, frozen=True, kw_only=True):
     """A part of a checkpoint whose tensors have names."""
 
     #: The part, as a checkpoint that shares the files of the whole.
