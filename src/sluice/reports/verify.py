@@ -46,6 +46,9 @@ ProblemKind = Literal[
     "unsupported",
 ]
 
+#: Kinds of problems that leave tensors unchecked.
+_HIDING: frozenset[ProblemKind] = frozenset({"structure", "truncated", "incomplete", "unreadable"})
+
 _KINDS: tuple[tuple[type[SluiceError], ProblemKind], ...] = (
     (TruncatedError, "truncated"),
     (IncompleteCheckpointError, "incomplete"),
@@ -199,7 +202,9 @@ class VerifyReport(Report):
             yield Strong(f"checked no tensor of {self.source}: it cannot be opened")
         else:
             title = checkpoint_title(self.source, self.format)
-            yield Strong(f"checked {self.tensors:,} of {counted(self.total, 'tensor')} of {title}")
+            # Bytes that were not read, or are hidden by a damaged header, belong to an unknown number of tensors.
+            at_most = "at most " if any(each.kind in _HIDING for each in self.problems) else ""
+            yield Strong(f"checked {at_most}{self.tensors:,} of {counted(self.total, 'tensor')} of {title}")
             hashes = f", {counted(len(self.hashes), 'hash', 'hashes')}" if self.algorithm else ""
             yield (
                 f"{counted(self.checksums, 'checksum')}{hashes}; read "
