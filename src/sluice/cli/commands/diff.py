@@ -59,11 +59,10 @@ def diff_command(
     The JSON object:
       same         whether nothing differs
       a, b, format_a, format_b
-      key_a, key_b
-                   the compared parts; null is the whole checkpoint
-      tensors_a, compared_a, outside_a, and the same for b
-                   number of names in the compared part, of those that were compared,
-                   and of tensors outside the part
+      key_a, key_b             the compared parts; null is the whole checkpoint
+      tensors_a, tensors_b     number of names in these parts
+      compared_a, compared_b   number of these names that were compared
+      outside_a, outside_b     number of tensors outside the parts
       differences  [{name, kinds, dtype_a, dtype_b, shape_a, shape_b, similar, elements,
                    different, nan, max_abs, max_rel}]; kinds are only_a, only_b, layout,
                    shape, dtype, values, unsupported (not compared, because sluice does
