@@ -293,7 +293,7 @@ def test_progress_and_report(tmp_path: Path) -> None:
     assert report.to_json()["format"] == "safetensors"
 
 
-@pytest.mark.parametrize("name", ["f.safetensors", "model"])
+@pytest.mark.parametrize("name", ["f.safetensors", "f.pt", "model"])
 def test_the_report_counts_the_names_that_were_given(tmp_path: Path, name: str) -> None:
     tensor = torch.ones(3)
     report = sluice.save({"one": tensor, "two": tensor, "three": torch.zeros(2)}, tmp_path / name)
