@@ -184,14 +184,22 @@ def _is_pair(pair: object) -> bool:
     return isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], str)
 
 
-def check_plan_without_model(*, rename: object, strict: object, place: object, device: object) -> None:
+def check_plan_without_model(
+    *, rename: object, strict: object, allow_empty: object, place: object, device: object
+) -> None:
     """Refuse arguments of ``plan`` that need a model.
 
     Raises:
         ValueError: There are such arguments.
     """
     several = isinstance(device, Mapping) or device == "auto"
-    given = {"rename": rename is not None, "strict": not strict, "place": place != "copy", "device": several}
+    given = {
+        "rename": rename is not None,
+        "strict": not strict,
+        "allow_empty": bool(allow_empty),
+        "place": place != "copy",
+        "device": several,
+    }
     if wrong := [f"{name}=" for name, is_given in given.items() if is_given]:
         raise ValueError(f"plan(None, source): these arguments need a model: {', '.join(wrong)}")
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import SequenceMatcher
 
 from msgspec import Struct, field
 
 from sluice._errors import MismatchError
 
-__all__ = ["SHOWN", "Findings", "closest", "first_names", "listed", "section", "type_of"]
+__all__ = ["SHOWN", "Findings", "first_names", "listed", "section", "type_of"]
 
 #: Maximum number of lines shown for each kind of problem.
 SHOWN = 20
@@ -17,8 +16,10 @@ SHOWN = 20
 #: Maximum number of names in a line that lists them.
 _NAMES_SHOWN = 8
 
-#: Maximum number of names compared to find the closest one: a comparison is quadratic in the length of the names.
-_COMPARED = 200
+_ALLOW_EMPTY = (
+    "strict=False accepts some missing names, not all of them: pass key= or rename=, or allow_empty=True "
+    "(--allow-empty) if the model may stay unchanged"
+)
 
 Shape = tuple[int, ...]
 
@@ -30,8 +31,12 @@ class Findings(Struct, kw_only=True):
     missing: list[tuple[tuple[str, ...], Shape | None]] = field(default_factory=list)
     #: Names of the checkpoint that the module does not have, and their shapes; None for extra state.
     unexpected: list[tuple[str, Shape | None]] = field(default_factory=list)
-    #: Whether unexpected names are problems; they are suggestions for missing names in any case.
-    report_unexpected: bool = True
+    #: Whether missing and unexpected names are problems.
+    report_names: bool = True
+    #: Number of tensors of the module if the checkpoint has none of them, which is a problem in any case; otherwise 0.
+    none_of: int = 0
+    #: Parts of the checkpoint to choose from if it has none of them, one line each.
+    candidates: Sequence[str] = ()
     #: Name, shape in the module, shape in the checkpoint.
     shapes: list[tuple[str, Shape, Shape]] = field(default_factory=list)
     #: Name, reason.
@@ -47,25 +52,30 @@ class Findings(Struct, kw_only=True):
         Raises:
             MismatchError: It lists all of them.
         """
-        sections = [text for text in self._sections() if text]
-        if sections:
-            raise MismatchError(
-                "\n".join(["the checkpoint does not fit the module", *sections, "Nothing was read"]),
-                missing=tuple(name for names, _ in self.missing for name in names),
-                unexpected=tuple(name for name, _ in self.unexpected) if self.report_unexpected else (),
-            )
+        names = self.report_names or self.none_of > 0
+        sections = [text for text in self._sections(names=names) if text]
+        if not sections:
+            return
+        title, advice = "the checkpoint does not fit the module", []
+        if self.none_of:
+            title = f"{title}: it has 0 of {self.none_of:,} tensors"
+            advice = [] if self.report_names else [_ALLOW_EMPTY]
+        raise MismatchError(
+            "\n".join([title, *sections, *advice, "Nothing was read"]),
+            missing=tuple(name for each, _ in self.missing for name in each) if names else (),
+            unexpected=tuple(name for name, _ in self.unexpected) if names else (),
+        )
 
-    def _sections(self) -> list[str]:
-        unexpected = self.unexpected if self.report_unexpected else []
+    def _sections(self, *, names: bool) -> list[str]:
+        missing, unexpected = (self.missing, self.unexpected) if names else ([], [])
         return [
-            section(
-                "not in the checkpoint", [self._describe_missing(*each) for each in self.missing[:SHOWN]], self.missing
-            ),
+            section("not in the checkpoint", self._describe_missing(missing[:SHOWN]), missing),
             section(
                 "not in the module",
                 [f"{_with_shape(repr(name), shape)}{self._origin(name)}" for name, shape in unexpected[:SHOWN]],
                 unexpected,
             ),
+            section("choose one with key=", self.candidates, self.candidates) if self.none_of else "",
             section(
                 "of a different shape",
                 [f"{_describe_shapes(*each)}{self._origin(each[0])}" for each in self.shapes[:SHOWN]],
@@ -82,12 +92,18 @@ class Findings(Struct, kw_only=True):
     def _origin(self, name: str) -> str:
         return f"; produced by rules from {self.origins[name]!r}" if name in self.origins else ""
 
-    def _describe_missing(self, names: tuple[str, ...], shape: Shape | None) -> str:
-        text = _with_shape(" = ".join(map(repr, names)), shape)
-        if shape is None:
-            return text
-        close = closest(names[0], [name for name, other in self.unexpected if other == shape])
-        return f"{text}; the checkpoint has {close!r} of the same shape" if close else text
+    def _describe_missing(self, missing: Sequence[tuple[tuple[str, ...], Shape | None]]) -> list[str]:
+        # Here, not above: it imports difflib, and most loads fit.
+        from sluice._near_names import nearest_names
+
+        shapes = {names[0]: shape for names, shape in missing if shape is not None}
+        nearest = nearest_names(shapes, self.unexpected)
+        lines = []
+        for names, shape in missing:
+            text = _with_shape(" = ".join(map(repr, names)), shape)
+            close = nearest.get(names[0])
+            lines.append(text if close is None else f"{text}; the checkpoint has {close!r} of the same shape")
+        return lines
 
 
 def type_of(value: object) -> str:
@@ -126,14 +142,3 @@ def _with_shape(text: str, shape: Shape | None) -> str:
 
 def _describe_shapes(name: str, own: Shape, saved: Shape) -> str:
     return f"{name!r} is {list(own)} in the module, {list(saved)} in the checkpoint"
-
-
-def closest(name: str, candidates: Sequence[str]) -> str | None:
-    """Return the candidate most similar to ``name``, or None if there is none."""
-    matcher = SequenceMatcher(b=name, autojunk=False)
-
-    def similarity(candidate: str) -> float:
-        matcher.set_seq1(candidate)
-        return matcher.ratio()
-
-    return max(candidates[:_COMPARED], key=similarity, default=None)

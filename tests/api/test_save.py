@@ -291,3 +291,11 @@ def test_progress_and_report(tmp_path: Path) -> None:
     assert seen[-1].total_bytes == report.nbytes
     assert str(tmp_path / "f.safetensors") in str(report)
     assert report.to_json()["format"] == "safetensors"
+
+
+@pytest.mark.parametrize("name", ["f.safetensors", "f.pt", "model"])
+def test_the_report_counts_the_names_that_were_given(tmp_path: Path, name: str) -> None:
+    tensor = torch.ones(3)
+    report = sluice.save({"one": tensor, "two": tensor, "three": torch.zeros(2)}, tmp_path / name)
+    assert str(report).startswith(f"wrote 3 of 3 tensors to {tmp_path / name} (")
+    assert (report.taken, report.total) == (3, 3)

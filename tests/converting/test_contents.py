@@ -9,6 +9,7 @@ import torch
 from msgspec.structs import replace
 
 import sluice
+from sluice import rules
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.converting.contents import flat_contents, refuse_repeats, whole_contents
 
@@ -42,3 +43,32 @@ def test_a_tensor_and_another_value_need_different_names(tmp_path: Path) -> None
     with pytest.raises(sluice.MismatchError, match="rename maps a tensor and another value to the same name"):
         whole_contents(checkpoint, key="", rename=lambda _: "same", rules=())
     checkpoint.close()
+
+
+def test_the_tensors_that_are_taken_are_counted(tmp_path: Path) -> None:
+    value = {"model": {"w": torch.ones(4, 2), "b": torch.ones(2)}, "ema": {"w": torch.zeros(1)}, "epoch": 3}
+    path = tmp_path / "run.pt"
+    torch.save(value, path)
+    for how, taken in (
+        ({}, 2),
+        ({"rename": {"b": None}}, 1),
+        ({"rules": [rules.drop("b")]}, 1),
+        ({"rules": [rules.split("w", ["one", "two"], sizes=[1, 3])]}, 2),
+        ({"rules": [rules.split("w", ["one", "two"], sizes=[1, 3]), rules.drop("b")]}, 1),
+    ):
+        report = sluice.convert(path, tmp_path / "x.safetensors", key="model", overwrite=True, **how)
+        assert (report.taken, report.total, report.key) == (taken, 3, "model"), how
+        start = f"wrote {taken} of 3 tensors of {path} (torch-zip, key 'model') to {tmp_path / 'x.safetensors'} "
+        assert str(report).startswith(start)
+    planned = sluice.convert(path, tmp_path / "y.pt", dry_run=True)
+    assert str(planned).startswith(f"would write 3 of 3 tensors of {path} (torch-zip) to ")
+
+
+def test_nothing_to_convert_is_an_error(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "args": {"lr": 1}}, tmp_path / "run.pt")
+    for how in ({"rename": {"w": None}}, {"rules": [rules.drop("w")]}, {"key": "args"}):
+        with pytest.raises(sluice.MismatchError, match="none of its 1 tensors would be converted"):
+            sluice.convert(tmp_path / "run.pt", tmp_path / "x.safetensors", **how)
+        assert not (tmp_path / "x.safetensors").exists()
+    sluice.convert(tmp_path / "run.pt", tmp_path / "args.pt", key="args")  # a torch file holds other values
+    assert torch.load(tmp_path / "args.pt", weights_only=True) == {"lr": 1}

@@ -297,3 +297,9 @@ def test_every_name_leads_to_its_tensor(tree: object) -> None:
         if [seen for seen, _ in listed].count(name) == 1 and name:
             found = subtree(tree, name)
             assert found is entry or not isinstance(found, Entry)
+
+
+def test_a_wrong_key_takes_bounded_work_with_names_of_thousands_of_components() -> None:
+    tree = {f"{'.' * 900}{number}": A for number in range(50)}
+    with at_most(400 * len(tree)), pytest.raises(MismatchError, match="nothing at key"):
+        subtree(tree, "model")

@@ -153,6 +153,21 @@ def test_a_missing_head_is_named_or_initialised_by_the_library(transformers: Any
     assert reports[0].initialised == ("classifier.bias", "classifier.weight")
 
 
+def test_a_checkpoint_without_any_weight_of_the_model(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path)
+
+    def keep_none(state: dict[str, torch.Tensor]) -> None:
+        state.clear()
+        state["x"] = torch.ones(1)
+
+    _edit_weights(tmp_path, keep_none)
+    with pytest.raises(sluice.MismatchError, match=r"it has 0 of \d+ tensors(.|\n)*--allow-empty"):
+        sluice.hf.from_pretrained(tmp_path, strict=False)
+    reports: list[sluice.LoadReport] = []
+    sluice.hf.from_pretrained(tmp_path, strict=False, allow_empty=True, report=reports.append)
+    assert str(reports[0]).startswith("loaded 0 of ")
+
+
 def test_a_body_out_of_a_checkpoint_with_a_head(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path, "RobertaForSequenceClassification")
     with pytest.raises(sluice.MismatchError, match=r"'classifier\.dense\.weight' is unexpected: RobertaModel has no"):

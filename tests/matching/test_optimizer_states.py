@@ -346,3 +346,33 @@ def test_an_ordered_dict_is_a_dict(tmp_path: Path, run: tuple[Net, torch.optim.O
     ours = adamw(net())
     sluice.load_optimizer(ours, path)
     assert not differences(ours.state_dict(), run[1].state_dict())
+
+
+def test_the_tensors_of_the_state_are_counted(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    path = write(tmp_path / "f.pt", {"optimizer": run[1].state_dict()})
+    report = sluice.load_optimizer(adamw(net()), path)
+    assert str(report).startswith(f"loaded 12 of 12 tensors of the optimizer state from {path} (torch-zip, key ")
+    assert (report.subject, report.loaded, report.total) == ("optimizer state", 12, 12)
+    names: dict[str, Any] = get_optimizer_state_dict(*run)
+    names["state"]["gone"] = {"exp_avg": torch.ones(2)}
+    model = net()
+    report = sluice.load_optimizer(adamw(model), write(tmp_path / "g.pt", names), model=model)
+    assert (report.loaded, report.total) == (12, 13)
+
+
+def test_state_of_which_nothing_is_used_is_refused(tmp_path: Path, run: tuple[Net, torch.optim.Optimizer]) -> None:
+    state: dict[str, Any] = run[1].state_dict()
+    state["state"] = {number + 100: values for number, values in state["state"].items()}
+    text = refusal(write(tmp_path / "f.pt", state), adamw(net()))
+    assert "none of its 12 tensors belongs to a parameter" in text
+
+
+def test_state_without_tensors_is_complete(tmp_path: Path) -> None:
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.25)
+    train(model, plain, 2)
+    path = write(tmp_path / "f.pt", plain.state_dict())
+    ours = torch.optim.SGD(net().parameters(), lr=1.0)
+    report = sluice.load_optimizer(ours, path)
+    assert (report.loaded, report.total) == (0, 0)
+    assert ours.param_groups[0]["lr"] == 0.25

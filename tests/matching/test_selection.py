@@ -251,3 +251,18 @@ def test_ten_thousand_names_take_work_in_proportion() -> None:
     with at_most(200 * len(names)):
         found = select({"model": prefixed("module.", plain)}, own, limits=Limits())
     assert len(found.entries) == len(names)
+
+
+def test_names_of_thousands_of_components_take_work_in_proportion() -> None:
+    own = outline(*(f"layers.{i}.weight" for i in range(20)))
+    hostile = entries([f"{'.' * 4000}{i}.weight" for i in range(300)])
+    with at_most(100 * len(hostile)):
+        found = select(hostile, own)
+    assert found.entries.keys() == hostile.keys()
+
+
+def test_where_nothing_matches_the_largest_part_is_compared() -> None:
+    found = select({"small": entries(["x"]), "large": entries(["y", "z"], 9)}, MODULE)
+    assert found.key == "large"
+    assert [line.partition(":")[0] for line in found.candidates] == ["key='large'", "key='small'"]
+    assert select({"large": entries(["y", "z"])}, MODULE).candidates == ()

@@ -15,6 +15,9 @@ _REPORT = LoadReport(
     format="torch-zip",
     files=("model.pth",),
     devices=("cpu",),
+    loaded=11,
+    total=12,
+    loaded_bytes=3 << 20,
     tensors=12,
     final_bytes=4 << 20,
     read_bytes=8 << 20,
@@ -55,7 +58,7 @@ def test_text_names_what_happened() -> None:
         )
     )
     for part in (
-        "model.pth (torch-zip, key 'state.model'): 12 tensors, 4.00 MiB on cpu",
+        "loaded 11 of 12 tensors of the model from model.pth (torch-zip, key 'state.model'), 3.00 MiB on cpu",
         "read 8.00 MiB in 0.50 s, 0.02 GB/s: 6.00 MiB direct, 2.00 MiB buffered; 3 reads stepped down",
         "prefix stripped: module.",
         "tied (1): head.weight = embed.weight",

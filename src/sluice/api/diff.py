@@ -20,6 +20,8 @@ def diff(
     a: CheckpointSource,
     b: CheckpointSource,
     *,
+    key: str | None = None,
+    other_key: str | None = None,
     rtol: float = 0.0,
     atol: float = 0.0,
     limits: Limits | None = None,
@@ -28,10 +30,13 @@ def diff(
 ) -> DiffReport:
     """Compare presence, dtype, shape and values of the tensors of two checkpoints, with a fixed amount of memory.
 
-    Tensors are compared by dotted name, in any formats, storage layouts, shards or chunks; compare a part of a
-    checkpoint through ``sluice.open(path, key=...)``. Ties are not compared: a name that only one side has is not a
-    difference if that side also has the tensor under a common name. Tensors that sluice does not read count as
-    different, because they cannot be compared.
+    Tensors are compared by dotted name, in any formats, storage layouts, shards or chunks. Without keys, two
+    checkpoints with their state dicts under the same keys are compared as a whole, optimizers included. If the keys
+    differ, the state dict of each is compared, as ``load_state_dict`` chooses it: a training checkpoint equals the
+    safetensors file that was converted from it. The report says what was compared and what was left out.
+
+    Ties are not compared: a name that only one side has is not a difference if that side also has the tensor under a
+    common name. Tensors that sluice does not read count as different, because they cannot be compared.
 
     Values are compared as numbers, even if the dtypes differ: 0.0 and -0.0 are the same, and so are two NaNs. For
     sparse and quantized tensors, the component tensors are compared.
@@ -39,6 +44,8 @@ def diff(
     Args:
         a: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
         b: The other checkpoint.
+        key: Part of ``a``: a path into the nested object or a dotted prefix of names; ``""`` is the whole checkpoint.
+        other_key: Part of ``b``.
         rtol: Relative tolerance: elements differ if ``|a - b| > atol + rtol * |b|``.
         atol: Absolute tolerance.
         limits: Bounds for hostile files.
@@ -50,6 +57,8 @@ def diff(
 
     Raises:
         CheckpointError: One of the checkpoints is damaged, unsafe or not supported.
+        MismatchError: A key does not exist, or a checkpoint holds several state dicts and the other one does not hold
+            the same ones; the message lists them.
         ReadError: The operating system failed a read.
         SourceChangedError: A file changed during the comparison.
         ValueError: A tolerance is negative.
@@ -62,5 +71,16 @@ def diff(
         []
     """
     check_tolerances(rtol=rtol, atol=atol)
-    check_load(limits=limits, progress=progress)
-    return compare_checkpoints(a, b, rtol=rtol, atol=atol, limits=limits, encoding=encoding, progress=progress)
+    check_load(key=key, limits=limits, progress=progress)
+    check_load(key=other_key)
+    return compare_checkpoints(
+        a,
+        b,
+        key=key,
+        other_key=other_key,
+        rtol=rtol,
+        atol=atol,
+        limits=limits,
+        encoding=encoding,
+        progress=progress,
+    )

@@ -38,6 +38,7 @@ def load_into(
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
     strict: bool = True,
+    allow_empty: bool = False,
     place: Place = "copy",
     memory: Memory = None,
     limits: Limits | None = None,
@@ -70,6 +71,8 @@ def load_into(
             see ``sluice.rules``.
         strict: Whether missing and unexpected names are errors. If not, live parameters without an entry keep their
             values, and those on meta are initialised by their module's ``reset_parameters``.
+        allow_empty: With ``strict=False``, accept a checkpoint that has no tensor of the module at all; otherwise that
+            is an error. A module without parameters and persistent buffers needs nothing and is always accepted.
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
             is copied, and the report has the reasons. The file must not change while the model is in use.
@@ -82,7 +85,8 @@ def load_into(
             for the next load, ``"bypass"`` leaves nothing in the cache.
 
     Returns:
-        Reads and their methods, missing, tied and cast tensors, and predicted and measured memory.
+        How many of the module's tensors came from the checkpoint, reads and their methods, missing, tied and cast
+        tensors, and predicted and measured memory.
 
     Raises:
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
@@ -100,7 +104,7 @@ def load_into(
         ...     model = GPTModel(config)
         >>> report = sluice.load_into(model, "model.pth", dtype=torch.bfloat16)
         >>> print(report)
-        model.pth (torch-zip): ... tensors, ... on cpu
+        loaded ... of ... tensors of the model from model.pth (torch-zip), ... on cpu
         ...
     """
     check_model(model, source, "load_into(model, source)")
@@ -122,6 +126,7 @@ def load_into(
         rename=rename,
         rules=rules,
         strict=strict,
+        allow_empty=allow_empty,
         options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
     )
     return load(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

@@ -39,6 +39,7 @@ def plan(
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),
     strict: bool = True,
+    allow_empty: bool = False,
     place: Place = "copy",
     memory: Memory = None,
     limits: Limits | None = None,
@@ -61,6 +62,7 @@ def plan(
         rename: As in ``load_into``.
         rules: As in ``load_into``.
         strict: As in ``load_into``.
+        allow_empty: As in ``load_into``.
         place: As in ``load_into``.
         memory: How much memory may grow, as in ``load_into``. Limits that are not given are detected: the control
             group, free memory, ``ulimit -v``, free memory of each accelerator.
@@ -88,7 +90,7 @@ def plan(
         >>> print(report.fits)
         True
         >>> print(report)
-        model.pth (torch-zip): ... tensors, ... finished on cpu, ... to read
+        would load ... of ... tensors of the model from model.pth (torch-zip), ... finished on cpu, ... to read
         ...
     """
     check_model(model, source, "plan(model, source)", optional=True)
@@ -104,10 +106,11 @@ def plan(
             rename=rename,
             rules=rules,
             strict=strict,
+            allow_empty=allow_empty,
             options=options,
         )
     else:
-        check_plan_without_model(rename=rename, strict=strict, place=place, device=device)
+        check_plan_without_model(rename=rename, strict=strict, allow_empty=allow_empty, place=place, device=device)
         own_dtype = dtype_argument(dtype, auto_is_none=True)
         one = "cpu" if device is None else cast("str | torch.device", device)
         request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)

@@ -100,6 +100,8 @@ def save(
         format=chosen,
         files=tuple(map(str, saved.files)),
         tensors=saved.tensors,
+        taken=saved.tensors,
+        total=saved.tensors,
         nbytes=saved.nbytes,
         seconds=time.perf_counter() - started,
         tied=saved.tied,

@@ -22,6 +22,7 @@ __all__ = ["verify"]
 def verify(
     source: CheckpointSource,
     *,
+    key: str | None = None,
     manifest: str | os.PathLike[str] | None = None,
     hashes: HashAlgorithm | None = None,
     nan: bool = False,
@@ -38,6 +39,10 @@ def verify(
 
     Args:
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
+        key: Part whose tensors ``manifest``, ``hashes`` and ``nan`` are about, by their names in it; every byte of the
+            files is read and checked in any case. None is the whole checkpoint or, if the manifest has none of its
+            names, the state dict with some of them: ``run.pt`` is verified with the manifest of a file that was
+            converted from its state dict. The report says which.
         manifest: A manifest that ``save``, ``convert`` or ``VerifyReport.write_manifest`` wrote.
         hashes: Hash every tensor with ``"sha256"`` or ``"xxh3_128"``. With ``manifest``, its algorithm is used instead.
         nan: Whether to count NaN and infinite elements of each tensor. They are not damage by themselves.
@@ -51,6 +56,7 @@ def verify(
     Raises:
         CheckpointError: The file does not exist, is unsafe, is not supported or exceeds a limit; or the manifest is not
             valid.
+        MismatchError: ``key`` does not exist.
         ReadError: The file cannot be opened.
         SourceChangedError: The file changed during verification.
         ImportError: The hash needs a library that is not installed.
@@ -60,7 +66,14 @@ def verify(
         >>> sluice.verify("model.pth", manifest="pth.manifest.json").ok
         True
     """
-    check_load(limits=limits, progress=progress)
+    check_load(key=key, limits=limits, progress=progress)
     return verify_checkpoint(
-        source, manifest=manifest, hashes=hashes, nan=nan, limits=limits, encoding=encoding, progress=progress
+        source,
+        key=key,
+        manifest=manifest,
+        hashes=hashes,
+        nan=nan,
+        limits=limits,
+        encoding=encoding,
+        progress=progress,
     )

@@ -12,11 +12,12 @@ from msgspec import Struct
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
-from sluice._messages import closest
+from sluice._near_names import nearest_names
 from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
 from sluice.checking.comparison import Comparison
+from sluice.checking.parts import parts_to_compare
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.assembly import permute
 from sluice.entries.slicing import boxes, slice_entry
@@ -33,6 +34,8 @@ def compare_checkpoints(
     a: CheckpointSource,
     b: CheckpointSource,
     *,
+    key: str | None,
+    other_key: str | None,
     rtol: float,
     atol: float,
     limits: Limits | None,
@@ -42,18 +45,27 @@ def compare_checkpoints(
     """Compare two checkpoints; ``sluice.diff`` documents arguments and errors."""
     started = time.perf_counter()
     with ExitStack() as stack:
-        left = stack.enter_context(borrow(a, limits=limits, encoding=encoding))
-        right = stack.enter_context(borrow(b, limits=limits, encoding=encoding))
-        job = _CheckpointDiff(left, right, rtol=rtol, atol=atol)
+        ours = stack.enter_context(borrow(a, limits=limits, encoding=encoding))
+        theirs = stack.enter_context(borrow(b, limits=limits, encoding=encoding))
+        left, right = parts_to_compare(ours, theirs, key, other_key)
+        job = _CheckpointDiff(left.checkpoint, right.checkpoint, rtol=rtol, atol=atol)
         nbytes = job.run(progress)
         return DiffReport(
-            a=left.path,
-            b=right.path,
-            format_a=left.format,
-            format_b=right.format,
+            a=ours.path,
+            b=theirs.path,
+            format_a=ours.format,
+            format_b=theirs.format,
+            key_a=left.key,
+            key_b=right.key,
+            tensors_a=left.tensors,
+            tensors_b=right.tensors,
+            compared_a=len(job.pairs) + len(job.tied_a),
+            compared_b=len(job.pairs) + len(job.tied_b),
+            outside_a=left.outside,
+            outside_b=right.outside,
             differences=tuple(job.differences()),
             common=len(job.pairs),
-            tied=tuple(job.tied),
+            tied=(*job.tied_a, *job.tied_b),
             nbytes=nbytes,
             seconds=time.perf_counter() - started,
         )
@@ -79,9 +91,10 @@ class _CheckpointDiff:
             ours.pop(name, None)
             theirs.pop(name, None)
         #: Names that only one has, for tensors that both have under another name.
-        self.tied = [*_tied(ours, theirs), *_tied(theirs, ours)]
-        for name in self.tied:
-            (ours if name not in theirs else theirs).pop(name)
+        self.tied_a, self.tied_b = list(_tied(ours, theirs)), list(_tied(theirs, ours))
+        for own, tied in ((ours, self.tied_a), (theirs, self.tied_b)):
+            for name in tied:
+                own.pop(name)
         self._ours = ours
         self._only_a = {name: entry for name, entry in ours.items() if name not in theirs}
         self._only_b = {name: entry for name, entry in theirs.items() if name not in ours}
@@ -147,15 +160,28 @@ class _CheckpointDiff:
 
     def differences(self) -> Iterator[TensorDifference]:
         """Yield the tensors that differ."""
+        shapes_a, shapes_b = (
+            {name: entry.shape for name, entry in only.items()} for only in (self._only_a, self._only_b)
+        )
+        nearest_b = nearest_names(shapes_a, shapes_b.items())
+        nearest_a = nearest_names(shapes_b, shapes_a.items())
         for name, entry in self._ours.items():
             if name in self._only_a:
-                yield _absent(name, entry, self._only_b, "only_a")
+                yield TensorDifference(
+                    name=name,
+                    kinds=("only_a",),
+                    dtype_a=entry.dtype,
+                    shape_a=entry.shape,
+                    similar=nearest_b.get(name),
+                )
             else:
                 difference = _difference(name, self.pairs[name])
                 if difference is not None:
                     yield difference
         for name, entry in self._only_b.items():
-            yield _absent(name, entry, self._only_a, "only_b")
+            yield TensorDifference(
+                name=name, kinds=("only_b",), dtype_b=entry.dtype, shape_b=entry.shape, similar=nearest_a.get(name)
+            )
         for name in self._unsupported:
             yield TensorDifference(name=name, kinds=("unsupported",))
 
@@ -208,13 +234,6 @@ def _storage_order(entry: Entry) -> tuple[int, ...]:
     if entry.parts:
         return tuple(range(len(entry.shape)))
     return tuple(sorted(range(len(entry.shape)), key=lambda dim: -entry.stride[dim]))
-
-
-def _absent(name: str, entry: Entry, others: Mapping[str, Entry], kind: DifferenceKind) -> TensorDifference:
-    similar = closest(name, [other for other, candidate in others.items() if candidate.shape == entry.shape])
-    if kind == "only_a":
-        return TensorDifference(name=name, kinds=(kind,), dtype_a=entry.dtype, shape_a=entry.shape, similar=similar)
-    return TensorDifference(name=name, kinds=(kind,), dtype_b=entry.dtype, shape_b=entry.shape, similar=similar)
 
 
 def _difference(name: str, pair: _TensorPair) -> TensorDifference | None:

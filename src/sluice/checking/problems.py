@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from sluice._messages import closest
+from sluice._near_names import nearest_names
 from sluice.formats.manifest import Manifest, TensorHash
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry
@@ -43,6 +43,8 @@ def compare(
         unread: Names of tensors of kinds that sluice does not read.
     """
     extra = [name for name in entries if name not in manifest.tensors]
+    missing = {name: each.shape for name, each in manifest.tensors.items() if ties.get(name, name) not in entries}
+    nearest = nearest_names(missing, ((name, entries[name].shape) for name in extra))
     for name, expected in manifest.tensors.items():
         stored = name if name in entries else ties.get(name, name)
         entry = entries.get(stored)
@@ -50,8 +52,8 @@ def compare(
             yield VerifyProblem(kind="unsupported", problem="sluice does not read this tensor", tensor=name)
             continue
         if entry is None:
-            close = closest(name, [other for other in extra if entries[other].shape == expected.shape])
-            found = f"{close!r}, which is not in the manifest" if close else None
+            close = nearest.get(name)
+            found = None if close is None else f"{close!r}, which is not in the manifest"
             yield VerifyProblem(kind="missing", problem="not in the checkpoint", tensor=name, found=found)
             continue
         mismatch = _mismatch(name, expected, entry)

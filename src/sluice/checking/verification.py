@@ -19,14 +19,16 @@ from sluice._options import Limits
 from sluice._progress import Progress, byte_progress
 from sluice._threads import Workers
 from sluice.checking.consumers import ByteStream, Consumer, TensorCheck, bytes_of, feed
+from sluice.checking.parts import named_part
 from sluice.checking.problems import compare, wrong_checksum
 from sluice.checking.read_order import FileRange
 from sluice.checking.verification_plan import IndexCheck, VerificationPlan
 from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.checkpoint.survey import list_title
 from sluice.entries.slicing import boxes, slice_entry
-from sluice.entries.tree import unsupported, walk
+from sluice.entries.tree import unsupported
 from sluice.formats.manifest import HashAlgorithm, TensorHash, new_hash, read_manifest
+from sluice.matching.candidates import likely_state_dicts
 from sluice.reading.reader import CheckpointReader, PendingTensors
 from sluice.reading.scan import (
     Batch,
@@ -54,6 +56,7 @@ _DAMAGE = (FormatError, TruncatedError, IntegrityError, IncompleteCheckpointErro
 def verify_checkpoint(
     source: CheckpointSource,
     *,
+    key: str | None,
     manifest: str | os.PathLike[str] | None,
     hashes: HashAlgorithm | None,
     nan: bool,
@@ -73,18 +76,24 @@ def verify_checkpoint(
         except _DAMAGE as error:
             seconds = time.perf_counter() - started
             return VerifyReport(source=_path(source), problems=(VerifyProblem.of(error),), seconds=seconds)
-        run = Verification(checkpoint, algorithm, nan=nan)
+        part = named_part(checkpoint, key, expected.tensors if expected else None)
+        named = part.checkpoint
+        run = Verification(checkpoint, algorithm, nan=nan, named=named)
         run.run(progress)
-        tree, computed, problems = checkpoint.index.tree, run.hashes, run.problems
-        unread = unsupported(tree)
+        computed, problems, unread = run.hashes, run.problems, unsupported(checkpoint.index.tree)
         if expected:
-            problems += compare(expected, computed, checkpoint.entries, ties=checkpoint.stored_names, unread=unread)
+            unnamed = unsupported(named.index.tree)
+            problems += compare(expected, computed, named.entries, ties=named.stored_names, unread=unnamed)
         contradictions = checkpoint.index.contradictions
         return VerifyReport(
             source=checkpoint.path,
             format=checkpoint.format,
+            key=part.key,
+            state_dicts=tuple(likely_state_dicts(checkpoint.index.tree)),
             problems=tuple(problems),
-            tensors=sum(1 for _ in walk(tree)),
+            tensors=part.tensors + part.outside - len(unread),
+            total=part.tensors + part.outside,
+            named=part.tensors,
             nbytes=run.read_bytes,
             seconds=time.perf_counter() - started,
             checksums=len(run.plan.records),
@@ -113,15 +122,24 @@ class Verification:
         read_bytes: Bytes read so far.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, algorithm: HashAlgorithm | None, *, nan: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: OpenCheckpoint,
+        algorithm: HashAlgorithm | None,
+        *,
+        nan: bool,
+        named: OpenCheckpoint | None = None,
+    ) -> None:
         """Plan the verification; only headers of records are read.
 
         Args:
             checkpoint: The checkpoint to verify.
             algorithm: Hash algorithm for every tensor; None for no hashes.
             nan: Whether to count non-finite elements.
+            named: The part whose tensors are hashed and counted; None for the whole checkpoint.
         """
-        self.plan = VerificationPlan(checkpoint, algorithm, nan=nan)
+        self._named = checkpoint if named is None else named
+        self.plan = VerificationPlan(checkpoint, algorithm, nan=nan, named=self._named)
         self.read_bytes = 0
         self._checkpoint = checkpoint
         self._reader = CheckpointReader(checkpoint)
@@ -148,7 +166,7 @@ class Verification:
                 digest = hasher.hexdigest()
                 value = TensorHash(dtype=entry.dtype, shape=entry.shape, layout=entry.layout, hash=digest)
                 hashes.update(dict.fromkeys(check.names, value))
-        return {name: hashes[name] for name in self._checkpoint.entries if name in hashes} if hashes else {}
+        return {name: hashes[name] for name in self._named.entries if name in hashes} if hashes else {}
 
     @property
     def non_finite(self) -> dict[str, NonFinite]:

@@ -77,13 +77,16 @@ class VerificationPlan:
         problems: Problems of headers.
     """
 
-    def __init__(self, checkpoint: OpenCheckpoint, algorithm: HashAlgorithm | None, *, nan: bool) -> None:
+    def __init__(
+        self, checkpoint: OpenCheckpoint, algorithm: HashAlgorithm | None, *, nan: bool, named: OpenCheckpoint
+    ) -> None:
         """Make the plan.
 
         Args:
             checkpoint: The checkpoint to verify.
             algorithm: Hash algorithm for every tensor; None for no hashes.
             nan: Whether to count non-finite elements.
+            named: The part of it whose tensors are hashed and counted.
 
         Raises:
             FormatError: Tensors have the same name.
@@ -95,7 +98,7 @@ class VerificationPlan:
         self.problems: list[VerifyProblem] = []
         self.unrecorded: list[str] = []
         self.records = list(self._checksums())
-        self.tensors = self._tensor_checks() if algorithm or nan else []
+        self.tensors = self._tensor_checks(named) if algorithm or nan else []
         self.index_checks = self._sparse_indices()
         self._offsets = self._locate(self._storages())
         for check in self.index_checks:
@@ -115,10 +118,10 @@ class VerificationPlan:
                 elif checksum.nbytes:
                     self.unrecorded.append(checksum.name)
 
-    def _tensor_checks(self) -> list[TensorCheck]:
-        """Return each tensor once, with its names."""
+    def _tensor_checks(self, named: OpenCheckpoint) -> list[TensorCheck]:
+        """Return each tensor of a part once, with its names."""
         checks: dict[object, TensorCheck] = {}
-        for name, entry in self._checkpoint.entries.items():
+        for name, entry in named.entries.items():
             check_repeats(self._checkpoint, name, entry)
             check = checks.setdefault(identity(entry), TensorCheck(entry))
             if not check.names:

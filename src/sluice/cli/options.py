@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DTypeName",
     "Size",
+    "allow_empty_option",
     "build_model",
     "changes_of",
     "check_device",
@@ -255,6 +256,10 @@ encoding_option = click.option(
 )
 
 no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing and unexpected names.")
+
+allow_empty_option = click.option(
+    "--allow-empty", is_flag=True, help="With --no-strict, allow that no tensor of the model is in the checkpoint."
+)
 
 place_option = click.option(
     "--place",

@@ -29,6 +29,10 @@ class ConvertedContents(Struct, frozen=True, kw_only=True):
     key: str
     #: Sentences about omitted content.
     notes: tuple[str, ...]
+    #: Number of tensor names of the checkpoint that it comes from.
+    taken: int
+    #: Number of tensor names of the checkpoint.
+    total: int
 
 
 def whole_contents(
@@ -45,9 +49,16 @@ def whole_contents(
     if rename is None and not rules:
         chosen = subtree(tree, key or "")
         trees.refuse_opaques(chosen, checkpoint.path)
-        return ConvertedContents(tree=chosen, key=key or "", notes=tuple(_left_out(tree, chosen, key or "")))
+        return ConvertedContents(
+            tree=chosen,
+            key=key or "",
+            notes=tuple(_left_out(tree, chosen, key or "")),
+            taken=_count(chosen),
+            total=_count(tree),
+        )
     chosen, path = _state_dict(checkpoint, tree, key)
-    renamed: dict[str, object] = {**_entries(checkpoint, chosen, rename, rules)}
+    entries, taken = _entries(checkpoint, chosen, rename, rules)
+    renamed: dict[str, object] = {**entries}
     values = {name: value for name, value in trees.leaves(chosen) if not isinstance(value, Entry)}
     for name, value in rename_entries(values, rename).items():
         if name in renamed:
@@ -57,7 +68,8 @@ def whole_contents(
         renamed[name] = value
     state_dict = OrderedDict(renamed)
     state_dict.__dict__.update(getattr(chosen, "__dict__", {}))
-    return ConvertedContents(tree=state_dict, key=path, notes=tuple(_left_out(tree, chosen, path)))
+    notes = tuple(_left_out(tree, chosen, path))
+    return ConvertedContents(tree=state_dict, key=path, notes=notes, taken=taken, total=_count(tree))
 
 
 def flat_contents(
@@ -80,8 +92,10 @@ def flat_contents(
     flags = sum(entry.parameter for entry in trees.every_entry(chosen))
     if flags:
         notes.append(f"{flags} parameters became plain tensors: the format has no requires_grad")
-    entries = {name: entry for name, entry in _entries(checkpoint, chosen, rename, rules).items() if not entry.bare}
-    return ConvertedContents(tree=entries, key=path, notes=tuple(notes))
+    entries, taken = _entries(checkpoint, chosen, rename, rules)
+    tensors = {name: entry for name, entry in entries.items() if not entry.bare}
+    taken -= len(entries) - len(tensors)
+    return ConvertedContents(tree=tensors, key=path, notes=tuple(notes), taken=taken, total=_count(tree))
 
 
 def refuse_repeats(entries: Mapping[str, Entry], checkpoint: OpenCheckpoint) -> None:
@@ -121,11 +135,34 @@ def _state_dict(checkpoint: OpenCheckpoint, tree: object, key: str | None) -> tu
 
 def _entries(
     checkpoint: OpenCheckpoint, chosen: Mapping[str, object], rename: Rename | None, rules: Sequence[Rule]
-) -> dict[str, Entry]:
+) -> tuple[dict[str, Entry], int]:
+    """Return the tensors by their new names, and the number of names of the checkpoint that they come from.
+
+    Raises:
+        MismatchError: None is left, a name is not a string, or the rules do not apply.
+    """
     for key in trees.odd_keys(chosen):
         problem = f"tensor names must be strings, not {type(key).__name__}"
         raise MismatchError(problem, file=checkpoint.path, tensor=repr(key)[:80])
-    return apply_rules(rename_entries(trees.flatten(chosen, checkpoint.limits), rename), rules)
+    flat = trees.flatten(chosen, checkpoint.limits)
+    renamed = rename_entries(flat, rename)
+    entries = apply_rules(renamed, rules)
+    if not entries and checkpoint.entries:
+        problem = f"none of its {len(checkpoint.entries):,} tensors would be converted"
+        raise MismatchError(problem, file=checkpoint.path, found=f"{len(flat):,} tensors before rename and rules")
+    return entries, _used(renamed, entries) if rules else len(renamed)
+
+
+def _used(before: Mapping[str, Entry], after: Mapping[str, Entry]) -> int:
+    """Return the number of entries that rules kept, or made new entries of."""
+    own = {id(entry) for entry in before.values()}
+    kept = {id(entry) for entry in after.values()}
+    made_of = {number for entry in after.values() if id(entry) not in own for number in entry.storages}
+    return sum(id(entry) in kept or not made_of.isdisjoint(entry.storages) for entry in before.values())
+
+
+def _count(tree: object) -> int:
+    return sum(1 for _ in trees.walk(tree))
 
 
 def _left_out(tree: object, chosen: object, key: str) -> Iterable[str]:

@@ -17,9 +17,10 @@ __all__ = ["subtree"]
 #: Most keys that a message lists.
 _SHOWN = 10
 
-#: Most names that are compared with a key that does not exist, and the most characters of each.
+#: Most names that are compared with a key that does not exist, and the most characters and components of each.
 _COMPARED = 2000
 _LONGEST = 1000
+_COMPONENTS = 16
 
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
 
@@ -88,7 +89,7 @@ def _missing_key(tree: object, key: str) -> MismatchError:
         name[:end]
         for name, _ in islice(walk(tree), _COMPARED)
         if len(name) <= _LONGEST
-        for end in (match.start() for match in re.finditer(r"\.|$", name))
+        for end in (match.start() for match in islice(re.finditer(r"\.|$", name), _COMPONENTS))
     )
     close = get_close_matches(key, parts, n=3)
     return MismatchError(

@@ -60,6 +60,7 @@ def from_pretrained(
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
     strict: bool = True,
+    allow_empty: bool = False,
     place: Place = "copy",
     memory: Memory = None,
     limits: Limits | None = None,
@@ -81,6 +82,7 @@ def from_pretrained(
         experts_implementation: Passed to the library.
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
+        allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
         place: As in ``sluice.load_into``.
         memory: How much memory may grow, as in ``sluice.load_into``.
         limits: Bounds for hostile files.
@@ -122,7 +124,7 @@ def from_pretrained(
         names = MatchedWeights.of(library, model, checkpoint.entries, path)
         apply_dtype_plan(model, chosen, names.entries)
         notes = tie(model, names, checkpoint)
-        check(model, names, strict=strict)
+        check(model, names, strict=strict, allow_empty=allow_empty)
         make_real(model, names.missing)
         options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
         request = EntriesRequest(model=model, entries=names.entries, device=device, options=options)

@@ -126,18 +126,21 @@ def _request(entry: Entry, name: str, like: torch.Tensor) -> Request:
     return Request(name=name, entry=entry, dtype=dtype_name(like.dtype), device="cpu")
 
 
-def check(model: Any, names: MatchedWeights, *, strict: bool) -> None:
+def check(model: Any, names: MatchedWeights, *, strict: bool, allow_empty: bool) -> None:
     """Update missing and unexpected names by the library's exceptions, and check them.
 
     Raises:
-        MismatchError: ``strict``, and there are any.
+        MismatchError: ``strict``, and there are any; or not ``allow_empty``, and every weight of the model is missing.
     """
     info = SimpleNamespace(missing_keys=set(names.missing), unexpected_keys=set(names.unexpected))
     model._adjust_missing_and_unexpected_keys(info)
     names.unexpected = [name for name in names.unexpected if name in info.unexpected_keys]
-    if strict:
+    empty = bool(info.missing_keys) and not names.entries and not allow_empty
+    if strict or empty:
         Findings(
             missing=[((name,), tuple(tensor_of(model, name).shape)) for name in sorted(info.missing_keys)],
+            report_names=strict,
+            none_of=len(names.missing) if empty else 0,
             others=[f"{name!r} is unexpected: {type(model).__name__} has no such tensor" for name in names.unexpected],
         ).raise_if_any()
 

@@ -33,6 +33,7 @@ from sluice.planning.alternatives import Change, check_budget
 from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, Request
+from sluice.reports.document import Subject
 from sluice.reports.load import LoadReport
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
@@ -101,10 +102,28 @@ class LoadJob(ABC):
     #: Notes for the report, one sentence each.
     notes: tuple[str, ...] = ()
 
+    #: Whose tensors ``total`` counts.
+    subject: ClassVar[Subject] = "model"
+
+    @property
+    def loaded(self) -> int:
+        """Number of tensors that the checkpoint fills; tied names count once."""
+        return len(self.requests)
+
+    @property
+    def total(self) -> int:
+        """Number of tensors that it could fill."""
+        return len(self.requests)
+
     @property
     def plan(self) -> LoadPlan:
         """Plan for the engine."""
         return self.prepared.plan
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of the finished tensors that the checkpoint fills."""
+        return self.plan.final_bytes - sum(self.plan.targets[view.target].nbytes for view in self.prepared.computed)
 
     @abstractmethod
     def fill(self, progress: Progress) -> Loaded:
@@ -211,6 +230,10 @@ def load_report(job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks
         prefix=job.prefix,
         devices=tuple(sorted({target.device for target in plan.targets})),
         placement=job.placement,
+        subject=job.subject,
+        loaded=job.loaded,
+        total=job.total,
+        loaded_bytes=job.loaded_bytes,
         tensors=len(plan.targets),
         final_bytes=plan.final_bytes,
         read_bytes=plan.read_bytes,

@@ -65,6 +65,8 @@ class ModuleRequest(LoadRequest):
     rules: Sequence[Rule] = ()
     #: Whether missing and unexpected names are errors.
     strict: bool = True
+    #: Whether it is accepted that no tensor of the module is in the checkpoint.
+    allow_empty: bool = False
 
     can_map: ClassVar[bool] = True
 
@@ -96,6 +98,8 @@ class ModuleRequest(LoadRequest):
             extra_state=followed.extra_state,
             optional_names=followed.optional_names,
             problems=followed.problems,
+            allow_empty=self.allow_empty,
+            candidates=selection.candidates,
         )
         own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
         skipped = [name for name, value in own.items() if trees.opaques(value)]
@@ -151,7 +155,7 @@ class EntriesRequest(LoadRequest):
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``."""
         state = collect(self.model)
-        match_on = partial(match, state.outline, self.entries, strict=False)
+        match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
         return _module_job(checkpoint, state, match_on, self.device, self.options, strict=False)
 
     def changed(self, change: Change) -> EntriesRequest:
@@ -179,6 +183,11 @@ class ModuleJob(LoadJob):
     attributes: Mapping[str, Entry] = field(default_factory=dict)
     #: Paths of the modules whose load_state_dict post-hooks run.
     receivers: tuple[str, ...] = ("",)
+
+    @property
+    def total(self) -> int:
+        """See ``LoadJob.total``; parameters and persistent buffers."""
+        return len(self.state.outline.slots)
 
     def fill(self, progress: Progress) -> Loaded:
         """See ``LoadJob.fill``."""

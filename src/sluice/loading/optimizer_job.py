@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -30,6 +31,7 @@ from sluice.planning.alternatives import Change
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
+from sluice.reports.document import Subject
 
 __all__ = ["OptimizerJob", "OptimizerRequest"]
 
@@ -75,6 +77,7 @@ class OptimizerRequest(LoadRequest):
             state_dict=state_dict,
             entries=entries,
             deferred=decisions.deferred,
+            state_tensors=(matched.used, matched.saved),
         )
 
     def changed(self, change: Change) -> OptimizerRequest:
@@ -106,6 +109,20 @@ class OptimizerJob(LoadJob):
     entries: tuple[Entry, ...]
     #: ids of leaves kept on another device until the first step.
     deferred: frozenset[int]
+    #: Tensors of the state that belong to a parameter of the optimizer, and all of them.
+    state_tensors: tuple[int, int]
+
+    subject: ClassVar[Subject] = "optimizer state"
+
+    @property
+    def loaded(self) -> int:
+        """See ``LoadJob.loaded``; a tensor of several parameters counts for each."""
+        return self.state_tensors[0]
+
+    @property
+    def total(self) -> int:
+        """See ``LoadJob.total``: the tensors of the state in the checkpoint."""
+        return self.state_tensors[1]
 
     def fill(self, progress: Progress) -> Loaded:
         """See ``LoadJob.fill``.

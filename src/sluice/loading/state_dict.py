@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,6 +25,7 @@ from sluice.planning.alternatives import Change
 from sluice.reading.composites import component_requests, with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
+from sluice.reports.document import Subject
 
 __all__ = ["StateDictJob", "StateDictRequest"]
 
@@ -45,7 +46,7 @@ class StateDictRequest(LoadRequest):
     def job(self, checkpoint: OpenCheckpoint) -> StateDictJob:
         """See ``LoadRequest.job``."""
         device = device_name(self.device)
-        tree = _find_state_dict(checkpoint, self.key)
+        tree, key = _find_state_dict(checkpoint, self.key)
         if self.rules:
             tree = _apply_rules(tree, self.rules, checkpoint)
         names = {id(entry): name for name, entry in trees.walk(tree)}
@@ -63,7 +64,12 @@ class StateDictRequest(LoadRequest):
         )
         prepared = plan_transfer(checkpoint, requests, share_storages=True, options=self.options)
         return StateDictJob(
-            checkpoint=checkpoint, requests=requests, prepared=prepared, key=self.key, tree=tree, entries=entries
+            checkpoint=checkpoint,
+            requests=requests,
+            prepared=prepared,
+            key=key or None,
+            tree=tree,
+            entries=entries,
         )
 
     def changed(self, change: Change) -> StateDictRequest:
@@ -90,6 +96,18 @@ class StateDictJob(LoadJob):
     #: Every entry of it, once; ``requests`` are for their components.
     entries: tuple[Entry, ...]
 
+    subject: ClassVar[Subject] = "checkpoint"
+
+    @property
+    def loaded(self) -> int:
+        """See ``LoadJob.loaded``; each name counts."""
+        return sum(1 for _ in trees.walk(self.tree))
+
+    @property
+    def total(self) -> int:
+        """See ``LoadJob.total``: the tensors of the checkpoint, by name."""
+        return sum(1 for _ in trees.walk(self.checkpoint.index.tree))
+
     def fill(self, progress: Progress) -> Loaded:
         """See ``LoadJob.fill``; the value is the state dict."""
         tensors, result = self.read(progress)
@@ -97,18 +115,20 @@ class StateDictJob(LoadJob):
         return Loaded(result=result, value=_ordered(values, like=values))
 
 
-def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> Mapping[str, object]:
+def _find_state_dict(checkpoint: OpenCheckpoint, key: str | None) -> tuple[Mapping[str, object], str]:
+    """Return the state dict and its key."""
     tree = checkpoint.index.tree
-    part = subtree(tree, only_state_dict(tree, checkpoint.path) if key is None else key)
+    key = only_state_dict(tree, checkpoint.path) if key is None else key
+    part = subtree(tree, key)
     if not isinstance(part, Mapping):
         raise MismatchError(
             "this part of the checkpoint is not a state dict",
             file=checkpoint.path,
-            tensor=key or "",
+            tensor=key,
             found=type(part).__name__,
         )
     trees.refuse_opaques(part, checkpoint.path)
-    return part
+    return part, key
 
 
 def _apply_rules(tree: Mapping[str, object], rules: Sequence[Rule], checkpoint: OpenCheckpoint) -> Mapping[str, object]:

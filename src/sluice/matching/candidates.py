@@ -121,7 +121,7 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
                 if isinstance(path, str) and type(version) is int:
                     versions[path] = version
         flat = flatten(part, self.limits)
-        entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name.split(".")}
+        entries = {name: entry for name, entry in flat.items() if _EXTRA_STATE not in name or not _is_extra_state(name)}
         return Candidate(
             key=key or None,
             entries=apply_rules(rename_entries(entries, self.rename), self.rules),
@@ -142,6 +142,10 @@ class CandidateReader(Struct, frozen=True, kw_only=True):
         if errors and not candidates:
             raise errors[0]
         return candidates
+
+
+def _is_extra_state(name: str) -> bool:
+    return _EXTRA_STATE in name.split(".")
 
 
 def _extra_state(part: object) -> Iterator[tuple[str, object]]:

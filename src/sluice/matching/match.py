@@ -10,6 +10,8 @@
 - **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
   module's layout.
 - **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar.
+- **Nothing in common.** Not one tensor of the module in the checkpoint is an error, also without ``strict``; a module
+  without tensors, or with optional ones only, needs nothing.
 - **Missing names.** A buffer that older versions of its module did not save keeps its value or starts at zero. Without
   ``strict``, live tensors keep their values and those on meta are initialised by their module's ``reset_parameters``.
 """
@@ -103,7 +105,7 @@ class Match(Struct, frozen=True, kw_only=True):
     tied: tuple[tuple[str, ...], ...] = ()
 
 
-def match(
+def match(  # noqa: PLR0913 - each comes from a different step of the load, and all but two are keyword-only
     outline: Outline,
     entries: Mapping[str, Entry],
     *,
@@ -114,6 +116,8 @@ def match(
     extra_state: Collection[str] = (),
     optional_names: Collection[str] = (),
     problems: Sequence[str] = (),
+    allow_empty: bool = False,
+    candidates: Sequence[str] = (),
 ) -> Match:
     """Match entries with the tensors of a module.
 
@@ -127,6 +131,8 @@ def match(
         extra_state: Names of the extra state in the state dict.
         optional_names: Names that are not required, because a loader of their module accepts that they are missing.
         problems: Problems found before, to report together with these.
+        allow_empty: Whether the state dict may have no tensor of a module that needs some.
+        candidates: Parts of the checkpoint to choose from, one line each, for that error.
 
     Raises:
         MismatchError: They do not fit; the error lists every problem.
@@ -134,6 +140,8 @@ def match(
     matcher = _Matcher(entries, placement=placement or {}, dtype=dtype, strict=strict, versions=versions or {})
     for position, slot in enumerate(outline.slots):
         matcher.add(position, slot, optional=any(name in optional_names for name in slot.names))
+    if not allow_empty and matcher.is_empty:
+        matcher.findings.none_of, matcher.findings.candidates = len(outline.slots), candidates
     matcher.add_extra_state(outline.extra_state, extra_state)
     matcher.add_unexpected(outline)
     matcher.findings.others.extend((*outline.problems, *problems))
@@ -173,6 +181,7 @@ class _Matcher:
         self._comparisons: list[tuple[int, Request]] = []
         self._absent: dict[str, list[int]] = {"zeroed": [], "initialised": [], "kept": []}
         self._initial_dtypes: dict[int, str] = {}
+        self._present = 0  # slots with an entry
         self._missing: list[str] = []
         self._unexpected: list[str] = []
 
@@ -185,6 +194,7 @@ class _Matcher:
         if slot.lazy:
             shape = self._entries[present[0]].shape
             slot = replace(slot, shape=shape, stride=contiguous_stride(shape))
+        self._present += 1
         first = self._request(present[0], slot)
         for name in present[1:]:
             if _viewed_bytes(self._entries[name]) != _viewed_bytes(self._entries[present[0]]):
@@ -235,8 +245,8 @@ class _Matcher:
         added_later = slot.added_in is not None and self._version_of(slot) < slot.added_in
         if not added_later and not optional:
             self._missing.extend(slot.names)
+            self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
             if self._strict:
-                self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
                 return
         if not slot.on_meta or slot.lazy:
             fate = "kept"
@@ -257,12 +267,16 @@ class _Matcher:
     def _version_of(self, slot: Slot) -> int:
         return self._versions.get(slot.names[0].rpartition(".")[0], 0)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the module needs tensors and the state dict has none of them."""
+        return bool(self._missing) and self._present == 0
+
     def add_extra_state(self, own: Sequence[str], saved: Collection[str]) -> None:
         """Note extra state that only the module or only the state dict has."""
         missing = [name for name in own if name not in saved]
         self._missing += missing
-        if self._strict:
-            self.findings.missing += [((name,), None) for name in missing]
+        self.findings.missing += [((name,), None) for name in missing]
         unexpected = [name for name in saved if name not in own]
         self._unexpected += unexpected
         self.findings.unexpected += [(name, None) for name in unexpected]
@@ -274,7 +288,7 @@ class _Matcher:
             if name not in known:
                 self._unexpected.append(name)
                 self.findings.unexpected.append((name, entry.shape))
-        self.findings.report_unexpected = self._strict
+        self.findings.report_names = self._strict
 
     def result(self, outline: Outline) -> Match:
         """Return the match."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from msgspec import Struct
 
@@ -100,6 +101,8 @@ def _spellings(candidate: Candidate, outline: Outline) -> Iterator[Spelling]:
     }
     entries = candidate.entries
     yield Spelling(candidate=candidate, unwrapped=False, in_candidate={name: name for name in entries}, in_module=own)
+    if not any(map(_may_be_wrapped, chain(entries, own))):
+        return
     bare_entries, bare_own = ({unwrap(name): name for name in names} for names in (entries, own))
     changed = bare_entries.keys() != entries.keys() or bare_own.keys() != own.keys()
     if changed and len(bare_entries) == len(entries) and len(bare_own) == len(own):
@@ -108,7 +111,14 @@ def _spellings(candidate: Candidate, outline: Outline) -> Iterator[Spelling]:
 
 def unwrap(name: str) -> str:
     """Return a name without the components that torch's wrappers put into it."""
+    if not _may_be_wrapped(name):
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _may_be_wrapped(name: str) -> bool:
+    """Return whether the component of a wrapper can be in a name: cheap, because few names have one."""
+    return "module" in name or "_orig_mod" in name
 
 
 def _full_names(spelling: Spelling) -> dict[str, dict[str, str]]:
@@ -117,16 +127,25 @@ def _full_names(spelling: Spelling) -> dict[str, dict[str, str]]:
 
 
 def _names_by_prefix(spelling: Spelling) -> dict[str, dict[str, str]]:
-    """Return the name in the module for each name of the candidate, by the prefix that separates them."""
+    """Return the name in the module for each name of the candidate, by the prefix that separates them.
+
+    Only ends with as many components as a name of the module are looked up: a name of a file can have thousands.
+    """
     names: defaultdict[str, dict[str, str]] = defaultdict(dict)
     own = spelling.in_module
+    last = {name.rpartition(".")[2] for name in own}
     longest = max(map(len, own), default=0)  # a name may consist of a million dots
+    most = max((name.count(".") + 1 for name in own), default=0)
     for name, original in spelling.in_candidate.items():
-        start = name.find(".", max(0, len(name) - longest - 1)) + 1
-        while start:
-            if (rest := name[start:]) in own:
-                names[name[:start]][original] = own[rest]
-            start = name.find(".", start) + 1
+        dot = name.rfind(".")
+        if name[dot + 1 :] not in last:
+            continue
+        for _ in range(most):
+            if dot < 0 or len(name) - dot - 1 > longest:
+                break
+            if (rest := name[dot + 1 :]) in own:
+                names[name[: dot + 1]][original] = own[rest]
+            dot = name.rfind(".", 0, dot)
     return names
 
 

@@ -9,13 +9,15 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from sluice._errors import MismatchError, UnsupportedError
 from sluice._messages import SHOWN, section
 from sluice.entries.lookup import subtree
+from sluice.entries.tree import walk
 from sluice.formats.divided import divided_state
 from sluice.matching.name_fit import unwrap
 from sluice.matching.optimizer_forms import ParameterNames, SavedState, as_list, saved_state, saved_states
@@ -38,6 +40,9 @@ _PARAMETER_SHAPED = frozenset(
         "sum",
     }
 )
+
+#: Most parameters that a message names.
+_NAMES_SHOWN = 3
 
 _NO_GROUPS = "the checkpoint has no parameter groups: the optimizer keeps its options"
 
@@ -78,6 +83,10 @@ class MatchedState(Struct, frozen=True, kw_only=True):
     ids: tuple[tuple[object, ...], ...]
     #: Options of each group, without its parameters; None if the checkpoint has none.
     options: tuple[Mapping[str, object] | None, ...]
+    #: Number of tensors of the state in the checkpoint.
+    saved: int = 0
+    #: Number of these that belong to a parameter of the optimizer, or to none in particular.
+    used: int = 0
     #: Values next to state and groups.
     rest: Mapping[object, object] = field(default_factory=dict)
     #: Parameters without state in the checkpoint, if that is allowed.
@@ -171,10 +180,25 @@ def _matched(saved: SavedState, outline: OptimizerOutline, names: ParameterNames
     Raises:
         _ProblemsError: It does not fit.
     """
-    matched = (_by_name if saved.named else _by_number)(saved, outline, names)
+    matched = _counted((_by_name if saved.named else _by_number)(saved, outline, names), saved)
+    if matched.saved and not matched.used and not outline.adapts:
+        parameters = ", ".join(repr(owner) for owner in islice(saved.state, _NAMES_SHOWN))
+        problem = f"none of its {matched.saved} tensors belongs to a parameter: it has state for {parameters}"
+        raise _ProblemsError(problem)
     if outline.known_shapes and not outline.adapts:
         _check_shapes(matched, outline)
     return matched
+
+
+def _counted(matched: MatchedState, saved: SavedState) -> MatchedState:
+    """Return a match with the numbers of tensors of its state; torch keeps state of unknown numbers, but unused."""
+    known = set(chain.from_iterable(matched.ids))
+    used = (value for owner, value in matched.state.items() if owner in known or not str(owner).isdecimal())
+    return replace(matched, saved=_tensors(saved.state.values()), used=_tensors(used))
+
+
+def _tensors(values: Iterable[object]) -> int:
+    return sum(1 for value in values for _ in walk(value))
 
 
 def _by_number(saved: SavedState, outline: OptimizerOutline, names: ParameterNames) -> MatchedState:

@@ -10,7 +10,7 @@ name.
 2. If there is none: parts of mappings, under one prefix, that fit strictly; again exactly one. Parts of a mapping that
    has every name of the module verbatim do not count.
 3. If there is none: the nearest mapping, against which missing and unexpected names are reported. If a second one has
-   at least half as many matching names, the error lists both.
+   at least half as many matching names, the error lists both. If none has a matching name, it is the largest mapping.
 
 ``key`` selects one mapping, which fits as a whole or is the nearest one.
 """
@@ -52,6 +52,8 @@ class Selection(Struct, frozen=True, kw_only=True):
     extra_state: Mapping[str, object] = field(default_factory=dict)
     #: Notes for the report, one sentence each.
     notes: tuple[str, ...] = ()
+    #: The parts of the checkpoint that were compared, one line each, if there are several and no name matches.
+    candidates: tuple[str, ...] = ()
 
 
 def select(
@@ -87,15 +89,22 @@ def select(
         raise MismatchError("the checkpoint holds no named tensors to load into a module")
     fits.sort(key=lambda fit: (fit.spelling.unwrapped, len(fit.prefix)))
     strict = _strict_fit(fits, parts=key is None)
-    return _selection(strict or _nearest(fits), keep_unexpected=strict is None)
+    chosen = strict or _nearest(fits)
+    rivals = _distinct(fits) if not chosen.names else []
+    return _selection(
+        chosen,
+        keep_unexpected=strict is None,
+        candidates=tuple(fit.describe() for fit in rivals[:SHOWN]) if len(rivals) > 1 else (),
+    )
 
 
-def only_state_dict(tree: object, file: str) -> str:
+def only_state_dict(tree: object, file: str, *, argument: str = "key") -> str:
     """Return the key of the only state dict in a checkpoint; ``""`` is the whole checkpoint.
 
     Args:
         tree: ``Index.tree``.
         file: The checkpoint, for messages.
+        argument: Name of the caller's argument that chooses one, for messages.
 
     Raises:
         MismatchError: There is none, or there are several; the message lists them.
@@ -111,7 +120,7 @@ def only_state_dict(tree: object, file: str) -> str:
             raise refusal(leaf, name, file)
         raise MismatchError("the checkpoint holds no state dict: none of its dicts maps names to tensors", file=file)
     lines = [
-        f"key={key!r}: {len(entries)} tensors, {format_bytes(sum(entry.nbytes for entry in entries))}"
+        f"{argument}={key!r}: {len(entries)} tensors, {format_bytes(sum(entry.nbytes for entry in entries))}"
         for key, entries in islice(candidates.items(), SHOWN)
     ]
     choices = section("choose one", lines, list(candidates))
@@ -146,6 +155,8 @@ def _strict_fit(fits: Sequence[NameFit], *, parts: bool) -> NameFit | None:
 def _nearest(fits: Sequence[NameFit]) -> NameFit:
     """Return the fit to report against if there is no strict fit."""
     best = max(fits, key=lambda fit: len(fit.names))
+    if not best.names:
+        return best
     rivals = _distinct([best, *(fit for fit in fits if _is_rival(fit, best))])
     if len(rivals) > 1:
         raise _ambiguous("no part of the checkpoint fits the module exactly, and more than one is close", rivals)
@@ -174,7 +185,7 @@ def _ambiguous(problem: str, fits: Sequence[NameFit]) -> MismatchError:
     return MismatchError(f"{problem}\n{section('choose one', lines, fits)}\nNothing was read")
 
 
-def _selection(fit: NameFit, *, keep_unexpected: bool) -> Selection:
+def _selection(fit: NameFit, *, keep_unexpected: bool, candidates: tuple[str, ...]) -> Selection:
     """Return the entries of a fit, with ``keep_unexpected`` also those whose names the module does not have."""
     candidate, own = fit.spelling.candidate, fit.spelling.in_module
     entries = {name: candidate.entries[original] for original, name in fit.names.items()}
@@ -207,6 +218,7 @@ def _selection(fit: NameFit, *, keep_unexpected: bool) -> Selection:
         versions=versions,
         extra_state=extra_state,
         notes=tuple(notes),
+        candidates=candidates,
     )
 
 

@@ -48,7 +48,8 @@ class TensorDifference:
     shape_a: tuple[int, ...] | None = None
     #: Size of each dimension in the second, in elements.
     shape_b: tuple[int, ...] | None = None
-    #: For a name that only one has: the closest name of the same shape that only the other has; None if there is none.
+    #: For the first 100 names that only one has: the most similar name of the same shape that only the other has, or
+    #: None.
     similar: str | None = None
     #: Number of elements compared.
     elements: int = 0
@@ -102,6 +103,22 @@ class DiffReport(Report):
     format_a: str
     #: Name of the format of the second.
     format_b: str
+    #: Dotted path of the compared part of the first; None for the whole checkpoint.
+    key_a: str | None = None
+    #: Dotted path of the compared part of the second; None for the whole checkpoint.
+    key_b: str | None = None
+    #: Number of tensor names in the compared part of the first.
+    tensors_a: int
+    #: Number of tensor names in the compared part of the second.
+    tensors_b: int
+    #: Number of these names of the first that were compared: they are common, or tied to a common one.
+    compared_a: int
+    #: Number of these names of the second that were compared.
+    compared_b: int
+    #: Number of tensors of the first outside the compared part.
+    outside_a: int = 0
+    #: Number of tensors of the second outside the compared part.
+    outside_b: int = 0
     #: Tensors that differ: those of the first checkpoint in its order, then those that only the second has.
     differences: tuple[TensorDifference, ...]
     #: Number of names that both have.
@@ -123,11 +140,17 @@ class DiffReport(Report):
         return {"same": self.same, **plain_fields(self)}
 
     def sections(self) -> Iterator[Section]:
-        """Yield both checkpoints, a table of differences, and the verdict."""
-        yield Strong(f"a: {checkpoint_title(self.a, self.format_a)}")
-        yield Strong(f"b: {checkpoint_title(self.b, self.format_b)}")
+        """Yield how many tensors were compared, both checkpoints, a table of differences, and the verdict."""
+        yield Strong(
+            f"compared {self.compared_a:,} of {counted(self.tensors_a + self.outside_a, 'tensor')} of a with "
+            f"{self.compared_b:,} of {counted(self.tensors_b + self.outside_b, 'tensor')} of b"
+        )
+        yield _side("a", checkpoint_title(self.a, self.format_a, self.key_a), self.tensors_a, self.outside_a)
+        yield _side("b", checkpoint_title(self.b, self.format_b, self.key_b), self.tensors_b, self.outside_b)
         rate = format_rate(self.nbytes, self.seconds)
         yield f"{counted(self.common, 'common name')}; compared {format_bytes(self.nbytes)} in {rate}"
+        if self.tensors_a and self.tensors_b and not self.common:
+            yield "no name is in both: key= and other_key= (--key-a, --key-b) choose the parts to compare"
         if self.tied:
             yield listed("tied to a common name", self.tied)
         if self.differences:
@@ -135,6 +158,12 @@ class DiffReport(Report):
             yield Grid.first(headers, map(_cells, self.differences), len(self.differences))
         count = len(self.differences)
         yield Strong("the same" if self.same else counted(count, "tensor differs", "tensors differ"))
+
+
+def _side(label: str, title: str, tensors: int, outside: int) -> str:
+    """Return a line for one checkpoint, with the number of tensors in the compared part and outside it."""
+    text = f"{label}: {title}: {counted(tensors, 'tensor')}"
+    return f"{text}; {outside:,} outside this part were not compared" if outside else text
 
 
 def _cells(difference: TensorDifference) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -25,10 +25,12 @@ __all__ = [
     "Report",
     "Section",
     "Strong",
+    "Subject",
     "aligned",
     "as_text",
     "cast_lines",
     "checkpoint_title",
+    "loaded_title",
     "plain",
     "plain_fields",
     "renderable",
@@ -39,6 +41,10 @@ ROWS_SHOWN = 40
 
 #: Widest column that is padded: one name of 4,096 characters must not push every other row to the right.
 _PADDED_COLUMNS = 100
+
+
+#: Whose tensors a load counts.
+Subject: TypeAlias = Literal["model", "optimizer state", "checkpoint"]
 
 
 class Strong(str):
@@ -125,6 +131,12 @@ class Report:
 def checkpoint_title(path: str, format_name: str, key: str | None = None) -> str:
     """Return a path with its format, and the part of the checkpoint that is concerned."""
     return f"{path} ({format_name}, key {key!r})" if key else f"{path} ({format_name})"
+
+
+def loaded_title(loaded: int, total: int, subject: Subject, source: str) -> str:
+    """Return how many of how many tensors came from a checkpoint: the start of the first line of a report."""
+    count = f"{loaded:,} of {counted(total, 'tensor')}"
+    return f"{count} of {source}" if subject == "checkpoint" else f"{count} of the {subject} from {source}"
 
 
 def cast_lines(casts: Mapping[str, int]) -> Iterator[str]:

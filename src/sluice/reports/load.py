@@ -9,7 +9,17 @@ from sluice._messages import listed
 from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate, gb_per_second
 from sluice.records import DeviceMemory, Peaks
-from sluice.reports.document import Grid, Report, Section, Strong, cast_lines, checkpoint_title, plain_fields
+from sluice.reports.document import (
+    Grid,
+    Report,
+    Section,
+    Strong,
+    Subject,
+    cast_lines,
+    checkpoint_title,
+    loaded_title,
+    plain_fields,
+)
 from sluice.reports.table import TensorRow, TensorTable
 
 __all__ = ["LoadReport"]
@@ -33,8 +43,8 @@ class LoadReport(Report):
 
     Example:
         >>> report = LoadReport(
-        ...     source="model.pth", format="torch-zip", files=("model.pth",), devices=("cpu",), tensors=1,
-        ...     final_bytes=4096, read_bytes=4096, seconds=0.5,
+        ...     source="model.pth", format="torch-zip", files=("model.pth",), devices=("cpu",), loaded=1,
+        ...     total=1, loaded_bytes=4096, tensors=1, final_bytes=4096, read_bytes=4096, seconds=0.5,
         ...     predicted=Peaks(anon_bytes=4096, file_bytes=0, shmem_bytes=0, total_bytes=4096))
         >>> report.gb_per_second
         8.192e-06
@@ -54,7 +64,16 @@ class LoadReport(Report):
     devices: tuple[str, ...]
     #: Device for each name prefix, as requested or as ``device="auto"`` chose; the longest prefix wins.
     placement: Mapping[str, str] = field(default_factory=dict)
-    #: Number of finished tensors; tied names count once.
+    #: Whose tensors ``total`` counts: ``"model"``, ``"optimizer state"``, or ``"checkpoint"`` without a model.
+    subject: Subject = "model"
+    #: Number of tensors that the checkpoint fills; tied names count once.
+    loaded: int
+    #: Number of tensors that it could fill: parameters and persistent buffers of the model, tensors of the state of the
+    #: optimizer in the checkpoint, or names of the checkpoint.
+    total: int
+    #: Bytes of the finished tensors that the checkpoint fills.
+    loaded_bytes: int
+    #: Number of finished tensors, including those that are initialised; tied names count once.
     tensors: int
     #: Bytes of the finished tensors.
     final_bytes: int
@@ -108,9 +127,11 @@ class LoadReport(Report):
 
     def sections(self) -> Iterator[Section]:
         """Yield what was loaded, read and cast, the growth of memory, and the names that need attention."""
+        title = checkpoint_title(self.source, self.format, self.key)
+        where = f" on {', '.join(self.devices)}" if self.loaded else ""
         yield Strong(
-            f"{checkpoint_title(self.source, self.format, self.key)}: {counted(self.tensors, 'tensor')}, "
-            f"{format_bytes(self.final_bytes)} on {', '.join(self.devices)}"
+            f"loaded {loaded_title(self.loaded, self.total, self.subject, title)}, "
+            f"{format_bytes(self.loaded_bytes)}{where}"
         )
         yield self._reads()
         yield self._memory()

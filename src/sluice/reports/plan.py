@@ -9,12 +9,22 @@ from typing import TYPE_CHECKING
 from sluice._errors import Alternative
 from sluice._messages import listed
 from sluice._public import public
-from sluice._units import counted, format_bytes
+from sluice._units import format_bytes
 from sluice.planning.budget import MemoryLimit
 from sluice.planning.other_methods import Rates
 from sluice.planning.recommendation import MethodVerdict
 from sluice.records import Peaks
-from sluice.reports.document import Grid, Report, Section, Strong, cast_lines, checkpoint_title, plain_fields
+from sluice.reports.document import (
+    Grid,
+    Report,
+    Section,
+    Strong,
+    Subject,
+    cast_lines,
+    checkpoint_title,
+    loaded_title,
+    plain_fields,
+)
 from sluice.reports.explanation import Explanation
 
 if TYPE_CHECKING:
@@ -52,7 +62,16 @@ class PlanReport(Report):
     devices: tuple[str, ...]
     #: Device for each name prefix, as requested or as ``device="auto"`` chose.
     placement: Mapping[str, str] = field(default_factory=dict)
-    #: Number of finished tensors; tied names count once.
+    #: Whose tensors ``total`` counts: ``"model"``, ``"optimizer state"``, or ``"checkpoint"`` without a model.
+    subject: Subject = "model"
+    #: Number of tensors that the checkpoint would fill; tied names count once.
+    loaded: int
+    #: Number of tensors that it could fill: parameters and persistent buffers of the model, tensors of the state of the
+    #: optimizer in the checkpoint, or names of the checkpoint.
+    total: int
+    #: Bytes of the finished tensors that the checkpoint would fill.
+    loaded_bytes: int
+    #: Number of finished tensors, including those that are initialised; tied names count once.
     tensors: int
     #: F: bytes of the finished tensors.
     final_bytes: int
@@ -152,10 +171,11 @@ class PlanReport(Report):
 
     def lines(self) -> Iterator[str]:
         """Yield the summary without the comparison, line by line."""
+        title = checkpoint_title(self.source, self.format, self.key)
+        where = f" finished on {', '.join(self.devices)}" if self.loaded else ""
         yield (
-            f"{checkpoint_title(self.source, self.format, self.key)}: {counted(self.tensors, 'tensor')}, "
-            f"{format_bytes(self.final_bytes)} finished on {', '.join(self.devices)}, "
-            f"{format_bytes(self.read_bytes)} to read"
+            f"would load {loaded_title(self.loaded, self.total, self.subject, title)}, "
+            f"{format_bytes(self.loaded_bytes)}{where}, {format_bytes(self.read_bytes)} to read"
             + (f", {format_bytes(self.mapped_bytes)} to map" if self.mapped_bytes else "")
         )
         yield from cast_lines(self.cast)

@@ -26,12 +26,22 @@ class SaveReport(Report):
     files: tuple[str, ...]
     #: Number of tensors that were given; tied names count each, although their tensor is stored once.
     tensors: int
+    #: Number of tensor names of the source, or of the saved object, that are in the files.
+    taken: int
+    #: Number of tensor names of the source, or of the saved object.
+    total: int
     #: Bytes of tensor data.
     nbytes: int
     #: Seconds from the call until everything was on the disk.
     seconds: float
     #: Names that are not stored because another name has the same tensor: ``{name: stored name}``.
     tied: Mapping[str, str]
+    #: Path of the checkpoint that was converted; None for a save.
+    source: str | None = None
+    #: Name of its format.
+    source_format: str = ""
+    #: Dotted path of the part that was converted; None for the whole checkpoint.
+    key: str | None = None
     #: Bytes of each of ``files``.
     file_bytes: tuple[int, ...]
     #: Existing files that were replaced or removed.
@@ -50,14 +60,17 @@ class SaveReport(Report):
 
     def sections(self) -> Iterator[Section]:
         """Yield what was written, the files with their sizes, and what happened to names and dtypes."""
-        size = f"{counted(self.tensors, 'tensor')}, {format_bytes(self.nbytes)}"
+        count = f"{self.taken:,} of {counted(self.total, 'tensor')}"
+        if self.source is not None:
+            count += f" of {checkpoint_title(self.source, self.source_format, self.key)}"
+        written = f"{count} to {checkpoint_title(self.destination, self.format)}, {format_bytes(self.nbytes)}"
         if self.dry_run:
-            size += f" would be written to {counted(len(self.files), 'file')}; a dry run: nothing was written"
+            files = counted(len(self.files), "file")
+            yield Strong(f"would write {written} in {files}; a dry run: nothing was written")
         else:
-            size += f" in {format_rate(self.nbytes, self.seconds)}"
-        yield Strong(f"{checkpoint_title(self.destination, self.format)}: {size}")
-        files = zip(self.files, self.file_bytes, strict=True)
-        yield Grid.first(("file", ">bytes"), ((file, f"{nbytes:,}") for file, nbytes in files), len(self.files))
+            yield Strong(f"wrote {written} in {format_rate(self.nbytes, self.seconds)}")
+        sizes = zip(self.files, self.file_bytes, strict=True)
+        yield Grid.first(("file", ">bytes"), ((file, f"{nbytes:,}") for file, nbytes in sizes), len(self.files))
         yield from cast_lines(self.casts)
         if self.tied:
             yield listed("stored once", [f"{name} = {stored}" for name, stored in self.tied.items()])

@@ -46,6 +46,9 @@ ProblemKind = Literal[
     "unsupported",
 ]
 
+#: Kinds of problems that leave tensors unchecked.
+_HIDING: frozenset[ProblemKind] = frozenset({"structure", "truncated", "incomplete", "unreadable"})
+
 _KINDS: tuple[tuple[type[SluiceError], ProblemKind], ...] = (
     (TruncatedError, "truncated"),
     (IncompleteCheckpointError, "incomplete"),
@@ -128,10 +131,18 @@ class VerifyReport(Report):
     source: str
     #: Name of its format; empty if it could not be indexed.
     format: str = ""
+    #: Dotted path of the part whose tensors were named for hashes and the manifest; None for the whole checkpoint.
+    key: str | None = None
+    #: Keys of the state dicts in it, the largest first; ``""`` is the whole checkpoint.
+    state_dicts: tuple[str, ...] = ()
     #: Every problem found.
     problems: tuple[VerifyProblem, ...] = ()
-    #: Number of tensor names.
+    #: Number of tensor names, without those of ``unsupported``.
     tensors: int = 0
+    #: Number of tensor names in the checkpoint.
+    total: int = 0
+    #: Number of tensor names in the part at ``key``.
+    named: int = 0
     #: Bytes read from the files.
     nbytes: int = 0
     #: Seconds from the call to the report.
@@ -187,13 +198,19 @@ class VerifyReport(Report):
 
     def sections(self) -> Iterator[Section]:
         """Yield what was read, tables of problems and of non-finite elements, remarks, and the verdict."""
-        yield Strong(checkpoint_title(self.source, self.format) if self.format else self.source)
-        if self.format:
+        if not self.format:
+            yield Strong(f"checked no tensor of {self.source}: it cannot be opened")
+        else:
+            title = checkpoint_title(self.source, self.format)
+            # Bytes that were not read, or are hidden by a damaged header, belong to an unknown number of tensors.
+            at_most = "at most " if any(each.kind in _HIDING for each in self.problems) else ""
+            yield Strong(f"checked {at_most}{self.tensors:,} of {counted(self.total, 'tensor')} of {title}")
             hashes = f", {counted(len(self.hashes), 'hash', 'hashes')}" if self.algorithm else ""
             yield (
-                f"{counted(self.tensors, 'tensor')}, {counted(self.checksums, 'checksum')}{hashes}; read "
+                f"{counted(self.checksums, 'checksum')}{hashes}; read "
                 f"{format_bytes(self.nbytes)} in {format_rate(self.nbytes, self.seconds)}"
             )
+            yield from self._names()
         if self.problems:
             yield self._problems()
         if self.non_finite:
@@ -206,6 +223,15 @@ class VerifyReport(Report):
         yield from (f"warning: {warning}" for warning in self.warnings)
         yield from (f"note: {note}" for note in self.notes)
         yield Strong("ok" if self.ok else f"damaged: {counted(len(self.problems), 'problem')}")
+
+    def _names(self) -> Iterator[str]:
+        """Yield the part that hashes and the manifest name, or else the state dict that a load takes."""
+        if self.key is not None:
+            yield f"tensors of {self.key!r} by name: {self.named:,} of {counted(self.total, 'tensor')}"
+        elif len(self.state_dicts) > 1:
+            yield listed("state dicts to choose from with key=", [key or repr("") for key in self.state_dicts])
+        elif self.state_dicts and self.state_dicts[0]:
+            yield f"state dict: {self.state_dicts[0]}"
 
     def _problems(self) -> Grid:
         """Return the problems as a table, with a column of files if one is not the source itself."""

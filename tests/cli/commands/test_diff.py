@@ -28,6 +28,7 @@ def paths(tmp_path: Path) -> tuple[Path, Path]:
 def test_0_when_they_are_the_same(paths: tuple[Path, Path]) -> None:
     done = run(*paths)
     assert done.exit_code == 0
+    assert done.stdout.startswith("compared 2 of 2 tensors of a with 2 of 2 tensors of b\n")
     assert "2 common names" in done.stdout
     assert done.stdout.rstrip().endswith("the same")
     assert run(*paths, "--quiet").stdout == ""
@@ -80,7 +81,8 @@ def test_parts(paths: tuple[Path, Path], tmp_path: Path) -> None:
     torch.save({"model": torch.load(paths[0], weights_only=True), "epoch": 1}, tmp_path / "run.pt")
     assert run(tmp_path / "run.pt", paths[1], "--key-a", "model").exit_code == 0
     assert run(paths[1], tmp_path / "run.pt", "--key-b", "model").exit_code == 0
-    assert run(paths[1], tmp_path / "run.pt").exit_code == 1
+    assert run(tmp_path / "run.pt", paths[1], "--key", "model").exit_code == 0
+    assert run(paths[1], tmp_path / "run.pt", "--key-b", "").exit_code == 1
 
 
 def test_the_help_lists_the_exit_codes() -> None:

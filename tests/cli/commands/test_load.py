@@ -19,7 +19,8 @@ def test_load_fills_a_model_and_reports(directory: Path) -> None:
     torch.save(state_dict(), "net.pth")
     result = run_command("load", "net.pth", "--model", "cli_model:Net")
     assert result.exit_code == 0, result.stderr
-    for part in ("3 tensors, 96 B on cpu", "GB/s", "growth of memory", "predicted", "measured", "total"):
+    assert result.stdout.startswith("loaded 3 of 3 tensors of the model from net.pth (torch-zip), 96 B on cpu\n")
+    for part in ("GB/s", "growth of memory", "predicted", "measured", "total"):
         assert part in result.stdout
 
 
@@ -57,6 +58,19 @@ def test_load_may_leave_names_out(directory: Path) -> None:
     allowed = run_command("load", "net.pth", "--model", "cli_model:Net", "--no-strict")
     assert allowed.exit_code == 0
     assert "unexpected (1): extra" in allowed.stdout
+
+
+def test_load_and_plan_refuse_to_load_nothing(directory: Path) -> None:
+    torch.save({"x": torch.ones(3)}, "else.pth")
+    for command in ("load", "plan"):
+        options = (command, "else.pth", "--model", "cli_model:Net", "--no-strict")
+        refused = run_command(*options)
+        assert refused.exit_code == 1
+        assert "it has 0 of 3 tensors" in refused.stderr
+        assert "--allow-empty" in refused.stderr
+        allowed = run_command(*options, "--allow-empty")
+        assert allowed.exit_code == 0, allowed.stderr
+        assert "0 of 3 tensors of the model from else.pth" in allowed.stdout
 
 
 def test_load_can_map_the_file(directory: Path) -> None:

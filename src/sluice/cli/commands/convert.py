@@ -114,6 +114,9 @@ def convert_command(
     \b
     The JSON object:
       destination, format, files, file_bytes, tensors, nbytes, seconds, notes, dry_run
+      source, source_format, key
+                   what was converted; a key of null is the whole checkpoint
+      taken, total number of tensors of the source that are in the files, and of all
       tied         {name: the name that its tensor is stored under}
       casts        {"float32 -> bfloat16": number of tensors}
       replaced     files that existed

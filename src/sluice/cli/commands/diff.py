@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import click
 
 import sluice
@@ -18,7 +16,7 @@ __all__ = ["diff_command"]
 @click.command("diff")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--key-a", metavar="KEY", help="Compare only this part of A, such as model_state_dict.")
+@click.option("--key-a", "--key", metavar="KEY", help="Compare only this part of A, such as model_state_dict.")
 @click.option("--key-b", metavar="KEY", help="Compare only this part of B.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative tolerance.")
 @click.option("--atol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Absolute tolerance.")
@@ -44,9 +42,12 @@ def diff_command(
     that only one of them has is not a difference if it is tied to a name that both have. Memory stays below 100 MiB
     for files of any size.
 
+    Without --key-a and --key-b, two checkpoints with their state dicts under the same keys are compared as a whole.
+    If the keys differ, the state dict of each is compared, as `sluice convert` chooses it; the first lines say which.
+
     \b
     Examples:
-      sluice diff model.pth model.safetensors
+      sluice diff train.pt converted.safetensors
       sluice diff before.pt after.pt --json | jq -r '.differences[].name'
       sluice diff run.pt exported --key-a model_state_dict --rtol 1e-3 --quiet
 
@@ -61,20 +62,32 @@ def diff_command(
     The JSON object:
       same         whether nothing differs
       a, b, format_a, format_b
+      key_a, key_b             the compared parts; null is the whole checkpoint
+      tensors_a, tensors_b     number of names in these parts
+      compared_a, compared_b   number of these names that were compared
+      outside_a, outside_b     number of tensors outside the parts
       differences  [{name, kinds, dtype_a, dtype_b, shape_a, shape_b, similar, elements,
                    different, nan, max_abs, max_rel}]; kinds are only_a, only_b, layout,
                    shape, dtype, values, unsupported (not compared, because sluice does
-                   not read it); similar is the closest name of the other side;
+                   not read it); similar is the most similar name of the other side,
+                   for the first 100 names that only one side has;
                    nan counts elements that are NaN on one side only; an infinite
                    maximum is the text "inf"
       common       number of names that both have
       tied         names that only one has, for tensors with a common name
       nbytes, seconds
     """
-    with unreadable(), ExitStack() as stack:
-        left = stack.enter_context(sluice.open(a, key=key_a, encoding=encoding))
-        right = stack.enter_context(sluice.open(b, key=key_b, encoding=encoding))
-        report = sluice.diff(left, right, rtol=rtol, atol=atol, progress=progress_wanted(quiet=quiet))
+    with unreadable():
+        report = sluice.diff(
+            a,
+            b,
+            key=key_a,
+            other_key=key_b,
+            rtol=rtol,
+            atol=atol,
+            encoding=encoding,
+            progress=progress_wanted(quiet=quiet),
+        )
     show_report(report, as_json=as_json, quiet=quiet)
     if not report.same:
         raise click.exceptions.Exit(1)

@@ -10,6 +10,7 @@ import sluice
 from sluice._options import MemoryLimits, PageCache, Place
 from sluice.cli.options import (
     Size,
+    allow_empty_option,
     build_model,
     changes_of,
     check_device,
@@ -52,6 +53,7 @@ __all__ = ["load_command"]
 @click.option("--memory", type=Size(), help="Limit on the growth of host memory, such as 4GiB.")
 @staging_option
 @no_strict_option
+@allow_empty_option
 @click.option(
     "--page-cache",
     type=click.Choice(get_args(PageCache)),
@@ -78,6 +80,7 @@ def load_command(
     memory: int | None,
     staging: int,
     no_strict: bool,
+    allow_empty: bool,
     page_cache: PageCache,
     place: Place,
     encoding: str,
@@ -113,6 +116,7 @@ def load_command(
         key=key,
         rules=rules,
         strict=not no_strict,
+        allow_empty=allow_empty,
         memory=MemoryLimits(host=memory, staging=staging),
         page_cache=page_cache,
         place=place,

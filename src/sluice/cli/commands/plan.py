@@ -10,6 +10,7 @@ import sluice
 from sluice._options import MemoryLimits, Place
 from sluice.cli.options import (
     Size,
+    allow_empty_option,
     build_model,
     changes_of,
     check_device,
@@ -64,6 +65,7 @@ _DOES_NOT_FIT = 3
 @click.option("--device-limit", type=Size(), help="Limit on the growth of each accelerator's memory. Default: free.")
 @staging_option
 @no_strict_option
+@allow_empty_option
 @place_option
 @encoding_option
 @click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
@@ -86,6 +88,7 @@ def plan_command(
     device_limit: int | None,
     staging: int,
     no_strict: bool,
+    allow_empty: bool,
     place: Place,
     encoding: str,
     probe: bool,
@@ -105,8 +108,8 @@ def plan_command(
       sluice plan model.pth --model net:Net --device cuda:0 --host-limit 2GiB --device-limit 8GiB --probe
       sluice plan model.pth --json | jq .recommended
     """
-    if factory is None and (model_args is not None or no_strict or place != "copy" or device == "auto"):
-        raise click.UsageError("--model-args, --no-strict, --place and --device auto need --model")
+    if factory is None and (model_args is not None or no_strict or allow_empty or place != "copy" or device == "auto"):
+        raise click.UsageError("--model-args, --no-strict, --allow-empty, --place and --device auto need --model")
     rules = changes_of(renames, regexes, rule_lists)
     check_device(device)
     report = sluice.plan(
@@ -117,6 +120,7 @@ def plan_command(
         key=key,
         rules=rules,
         strict=not no_strict,
+        allow_empty=allow_empty,
         place=place,
         memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),
         encoding=encoding,

@@ -37,6 +37,7 @@ def unreadable() -> Iterator[None]:
 
 @click.command("verify")
 @paths_argument
+@click.option("--key", metavar="KEY", help="Part of which tensors are named, hashed and counted. Every byte is read.")
 @click.option("--manifest", metavar="FILE", help="Compare dtype, shape and hash of every tensor with FILE.")
 @click.option("--write-manifest", metavar="FILE", help="Hash every tensor, and write FILE if there is no problem.")
 @click.option(
@@ -54,6 +55,7 @@ def unreadable() -> Iterator[None]:
 def verify_command(
     paths: tuple[str, ...],
     *,
+    key: str | None,
     manifest: str | None,
     write_manifest: str | None,
     algorithm: HashAlgorithm | None,
@@ -96,7 +98,11 @@ def verify_command(
       problems          [{kind, problem, file, tensor, offset, expected, found}]; kind is
                         structure, truncated, incomplete, checksum, unreadable, or against
                         a manifest missing, extra, dtype, shape, layout, hash, unsupported
-      tensors, nbytes, seconds
+      key               part of which tensors are named; null for the whole checkpoint
+      state_dicts       keys of the state dicts in it; "" is the whole checkpoint
+      tensors, total    number of tensors that were checked, and of all
+      named             number of tensors in the part
+      nbytes, seconds
       checksums         number of CRC-32s compared
       without_checksum  names of records without one
       algorithm         name of the hash, or null
@@ -116,6 +122,7 @@ def verify_command(
     with unreadable():
         report = sluice.verify(
             source_of(paths),
+            key=key,
             manifest=manifest,
             hashes=(algorithm or "sha256") if write_manifest else None,
             nan=nan,

@@ -1,0 +1,92 @@
+"""Choose the parts of checkpoints that are compared or verified by name. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from msgspec import Struct
+
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.entries.tree import unsupported, walk
+from sluice.matching.candidates import likely_state_dicts
+from sluice.matching.selection import only_state_dict
+
+__all__ = ["Part", "named_part", "part_of", "parts_to_compare"]
+
+
+class Part(Struct, frozen=True, kw_only=True):
+    """A part of a checkpoint whose tensors have names."""
+
+    #: The part, as a checkpoint that shares the files of the whole.
+    checkpoint: OpenCheckpoint
+    #: Its dotted path; None for the whole checkpoint.
+    key: str | None
+    #: Number of its tensors by name, including those that sluice does not read.
+    tensors: int
+    #: Number of tensors of the checkpoint outside it.
+    outside: int
+
+
+def part_of(checkpoint: OpenCheckpoint, key: str) -> Part:
+    """Return the part at a key; an empty key is the whole checkpoint.
+
+    Raises:
+        MismatchError: The key does not exist.
+    """
+    part = OpenCheckpoint.open(checkpoint, key=key) if key else checkpoint
+    tensors, total = (_count(each.index.tree) for each in (part, checkpoint))
+    return Part(checkpoint=part, key=key or None, tensors=tensors, outside=total - tensors)
+
+
+def parts_to_compare(a: OpenCheckpoint, b: OpenCheckpoint, key: str | None, other_key: str | None) -> tuple[Part, Part]:
+    """Return the parts of two checkpoints to compare.
+
+    Two checkpoints with their state dicts under the same keys are compared as a whole, so that no difference between
+    two training checkpoints is left out. Otherwise each side is the part at its key or, without one, the state dict
+    that a load takes: the checkpoint itself if it is flat, else the only candidate. A checkpoint without a candidate,
+    such as the state of an optimizer, is compared as a whole.
+
+    Raises:
+        MismatchError: A key does not exist, or one checkpoint has several state dicts and the other has different ones.
+    """
+    found = [likely_state_dicts(checkpoint.index.tree) for checkpoint in (a, b)]
+    if key is None and other_key is None and found[0].keys() == found[1].keys():
+        return part_of(a, ""), part_of(b, "")
+    keys = [
+        (only_state_dict(checkpoint.index.tree, checkpoint.path, argument=argument) if candidates else "")
+        if given is None
+        else given
+        for checkpoint, given, candidates, argument in zip(
+            (a, b), (key, other_key), found, ("key", "other_key"), strict=True
+        )
+    ]
+    return part_of(a, keys[0]), part_of(b, keys[1])
+
+
+def named_part(checkpoint: OpenCheckpoint, key: str | None, expected: Collection[str] | None) -> Part:
+    """Return the part of a checkpoint whose tensors are named in a verification.
+
+    Args:
+        checkpoint: The checkpoint.
+        key: The part; None for the whole checkpoint or, if a manifest has none of its names, for the only state dict
+            with some of them: a manifest is often that of a conversion, which wrote only the state dict.
+        expected: Names in the manifest; None without one.
+
+    Raises:
+        MismatchError: The key does not exist.
+    """
+    if key is not None:
+        return part_of(checkpoint, key)
+    if expected and not any(name in expected for name, _ in walk(checkpoint.index.tree)):
+        named = [
+            part
+            for part in (part_of(checkpoint, each) for each in likely_state_dicts(checkpoint.index.tree))
+            if any(name in expected for name, _ in walk(part.checkpoint.index.tree))
+        ]
+        if len(named) == 1:
+            return named[0]
+    return part_of(checkpoint, "")
+
+
+def _count(tree: object) -> int:
+    return sum(1 for _ in walk(tree)) + len(unsupported(tree))
