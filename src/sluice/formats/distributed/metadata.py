@@ -37,7 +37,7 @@ from sluice.formats.distributed.metadata_allowlist import BYTES, MEMORY_FORMAT, 
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.shard_index import is_plain_path
-from sluice.formats.torch_save.plain_values import DTYPE_PREFIX
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, why_unsupported
 from sluice.records import TorchSize, TorchText, UnsupportedValue
 from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
@@ -266,7 +266,7 @@ class _MetadataReader:
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise self._error("the dtype of a tensor is not a torch.dtype", name)
         if dtype[len(DTYPE_PREFIX) :] not in ITEM_BYTES:
-            problem = "a tensor with a dtype that plain tensors cannot have"
+            problem = why_unsupported(dtype[len(DTYPE_PREFIX) :])
             return UnsupportedValue(qualified_name=dtype, reason=problem, file=self._file)
         if layout != "torch.strided":
             kind = str(layout) if isinstance(layout, str) else short_repr(layout)
