@@ -72,7 +72,7 @@ def parse_dtype(name: str | None) -> torch.dtype | Literal["auto"] | None:
         return "auto"
     try:
         dtype: torch.dtype = torch_dtype(name)
-    except AttributeError as error:
+    except sluice.UnsupportedError as error:
         raise click.BadParameter(f"the installed torch has no {name}", param_hint="--dtype") from error
     return dtype
 

@@ -44,8 +44,9 @@ from sluice.sources.protocol import Source
 
 __all__ = ["DistributedMetadata", "ItemPlace", "SavedChunk", "TensorItem", "read_metadata"]
 
-#: ``dtype, layout, requires_grad, memory format, pin_memory``
-_PROPERTIES = 5
+#: Numbers of properties: ``dtype, layout, requires_grad, memory format, pin_memory``, and ``strides`` from torch 2.15
+#: on. A chunk is stored with its own strides, so these do not matter here.
+_PROPERTIES = (5, 6)
 
 #: Bytes of the file in which a download placeholder is recognized.
 _HEAD_BYTES = 4096
@@ -260,8 +261,11 @@ class _MetadataReader:
         state = (
             properties.state if type(properties) is MetadataRecord and properties.kind == "TensorProperties" else None
         )
-        if type(state) is not tuple or len(state) != _PROPERTIES or state[3] is not MEMORY_FORMAT:
+        if type(state) is not tuple or len(state) < _PROPERTIES[0] or state[3] is not MEMORY_FORMAT:
             raise self._error("the properties of a tensor are malformed", name)
+        if len(state) not in _PROPERTIES:
+            problem = f"a tensor with {len(state)} properties, of which sluice knows {_PROPERTIES[-1]}"
+            return UnsupportedValue(qualified_name="TensorProperties", reason=problem, file=self._file)
         dtype, layout = state[:2]
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise self._error("the dtype of a tensor is not a torch.dtype", name)
