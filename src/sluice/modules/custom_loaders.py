@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from msgspec import Struct
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.overrides import TorchFunctionMode
 
+from sluice._private_torch import EXTRA_STATE_KEY, KNOWN_LOADERS
 from sluice.modules.swap import is_plain, with_data
 
 __all__ = ["FollowedLoader", "NotFollowedError", "follow_custom_loader", "has_custom_loader"]
@@ -27,9 +25,6 @@ __all__ = ["FollowedLoader", "NotFollowedError", "follow_custom_loader", "has_cu
 # ruff: noqa: SLF001
 
 _LOADER = "_load_from_state_dict"
-
-#: torch's own loaders, whose only effect is described by ``Slot.added_in``.
-_KNOWN_LOADERS = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
 
 #: Functions that write to a tensor and do not end in an underscore: setters of properties, and operators without a
 #: method.
@@ -56,7 +51,7 @@ class FollowedLoader(Struct, frozen=True, kw_only=True):
 
 def has_custom_loader(module: nn.Module) -> bool:
     """Return whether this module, without its children, has a loader other than torch's own."""
-    return getattr(module._load_from_state_dict, "__func__", None) not in _KNOWN_LOADERS
+    return getattr(module._load_from_state_dict, "__func__", None) not in KNOWN_LOADERS
 
 
 def follow_custom_loader(
@@ -89,7 +84,7 @@ def follow_custom_loader(
     for problem in (*recorder.problems, *copy.changes()):
         raise NotFollowedError(problem)
     optional_names = _apply(module, prefix, loaded, recorder.loaded, copy.tensors, {*missing}, {*unexpected})
-    own = {name for name, _ in copy.tensors.values()} | {prefix + _EXTRA_STATE_KEY_SUFFIX}
+    own = {name for name, _ in copy.tensors.values()} | {prefix + EXTRA_STATE_KEY}
     reported = [error for error in errors if not error.startswith("size mismatch for")]  # matching reports shapes
     reported += [f"it requires {name!r}" for name in missing if name not in own]
     return FollowedLoader(state=loaded, optional_names=optional_names, errors=tuple(reported))
@@ -108,7 +103,7 @@ def _apply(
     held = {name for kind in (module._parameters, module._buffers) for name, t in kind.items() if t is not None}
     for name in list(state):
         first, _, rest = name.removeprefix(prefix).partition(".")
-        expected = first in module._modules if rest else first in held or first == _EXTRA_STATE_KEY_SUFFIX
+        expected = first in module._modules if rest else first in held or first == EXTRA_STATE_KEY
         if not expected and name not in unexpected:
             del state[name]
     optional_names = set()

@@ -20,9 +20,9 @@ import torch
 from msgspec import Struct, field
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from sluice._dtypes import torch_dtype
+from sluice._private_torch import EXTRA_STATE_KEY, IncompatibleKeys
 from sluice.modules.custom_loaders import NotFollowedError, follow_custom_loader, has_custom_loader
 from sluice.records import Entry
 
@@ -48,7 +48,7 @@ class Followed(Struct, frozen=True, kw_only=True):
 def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
     """Yield the name of this module's extra state in a state dict, if it has any."""
     if type(module).set_extra_state is not nn.Module.set_extra_state:
-        yield prefix + _EXTRA_STATE_KEY_SUFFIX
+        yield prefix + EXTRA_STATE_KEY
 
 
 def follow_loading(
@@ -155,7 +155,7 @@ class _Follower:
         extra_state: dict[str, object] = {}
         for name, value in self._state.items():
             entry = self._entry_of.get(id(value))
-            if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
+            if name.rpartition(".")[2] == EXTRA_STATE_KEY:
                 extra_state[name] = value if entry is None else entry
             elif entry is not None:
                 entries[name] = entry
@@ -198,4 +198,4 @@ def run_post_hooks(module: nn.Module, missing: list[str], unexpected: list[str])
         if child is not None:
             run_post_hooks(child, missing, unexpected)
     for hook in module._load_state_dict_post_hooks.values():
-        hook(module, _IncompatibleKeys(missing, unexpected))
+        hook(module, IncompatibleKeys(missing, unexpected))
