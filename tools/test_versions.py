@@ -118,7 +118,7 @@ def table(outcomes: Sequence[Outcome], date: dt.date) -> str:
         each = outcome.environment
         counts = f"{outcome.passed:,} | {outcome.failed:,} | {outcome.skipped:,} | {date.isoformat()}"
         if outcome.problem:
-            counts = f"not tried: {outcome.problem} | | |"
+            counts = f"not tried: {outcome.problem} | | | "
         rows.append(f"| {each.python} | {each.torch} | {each.numpy} | {each.transformers} | {counts} |")
     return "\n".join(rows)
 
