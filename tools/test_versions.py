@@ -2,7 +2,7 @@
 
 ``python -m tools.test_versions [NAME ...]`` builds each environment below, or the named ones, runs the core profile in
 it and prints a table in Markdown. An environment that cannot be built here, because there is no such interpreter or a
-registry is slow, is a row that says so. The exit status is 1 if a test fails.
+registry is slow, is a row with the reason. The exit status is 1 if a test fails.
 
 ``--all`` runs all tests instead of the core profile, ``--select ...`` passes arguments to pytest, such as files.
 
@@ -36,7 +36,10 @@ ENVIRONMENTS = (
 )
 
 #: Folders of tests that are not in the core profile.
-NOT_CORE = ("tests/bench", "tests/benchmark", "tests/cli", "tests/contracts", "tests/gpu")
+NOT_CORE = (
+    *("tests/bench", "tests/benchmark", "tests/cli", "tests/contracts", "tests/gpu", "tests/machine"),
+    *("tests/measuring", "tests/planning", "tests/reports", "tests/writing/durable"),
+)
 
 #: Seconds after which a run counts as hung.
 RUN_SECONDS = 1800.0

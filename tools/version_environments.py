@@ -4,7 +4,7 @@ An environment has three parts, each a folder of the cache, ``${XDG_CACHE_HOME:-
 
 - ``packages-...``: everything but torch, in the versions of ``constraints.txt`` except for those that are tested;
 - ``cuda-...``: the CUDA libraries that ``import torch`` links to, shared by the environments of one torch;
-- ``torch-...``: torch itself, with links to the CUDA libraries beside it, where its own search paths expect them.
+- ``torch-...``: torch itself, with links to the CUDA libraries where its own search paths expect them.
 
 PyPI has only CUDA builds of torch for Linux on x86-64. They run on the CPU, and link to most CUDA libraries when they
 are imported, so these are installed. Left out are Triton and what is loaded on first use: cuSOLVER, the engines of
@@ -41,7 +41,7 @@ PIP_SECONDS = 600.0
 #: Free space below which nothing is built: one torch with its wheels while they are unpacked.
 FREE_BYTES = 8 << 30
 
-#: Of the extra "dev", what the tests of the core profile do not use. "sluice" are its own extras.
+#: Packages of the extra "dev" that the core profile does not use, and names that are not installed from here.
 _NOT_INSTALLED = frozenset({"ruff", "mypy", "import-linter", "types-psutil", "ipykernel", "nbclient", "playwright"})
 _NOT_INSTALLED |= {"sluice", "torch"}
 #: CUDA packages and extras that torch loads on first use, and that it does not use at all on the CPU.
@@ -120,7 +120,7 @@ def find_interpreter(version: str) -> Path:
 
 
 def package_requirements(environment: Environment) -> list[str]:
-    """Return what to install beside torch: the project's dependencies and what its tests import, all pinned."""
+    """Return what to install in addition to torch: the project's dependencies and what its tests import, all pinned."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     named = [Requirement(text) for text in (*project["dependencies"], *extras["dev"], *extras["hf"], *extras["hash"])]
@@ -167,7 +167,7 @@ def _build_torch(environment: Environment, python: Path, final: Path) -> None:
 
 @contextmanager
 def _part(final: Path) -> Iterator[Path]:
-    """Give a folder beside ``final`` that takes its name at the end; if another build was faster, its result stays."""
+    """Give a folder next to ``final`` that takes its name at the end; if another build was faster, its result stays."""
     final.parent.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(final.parent).free < FREE_BYTES:
         raise BuildError(f"less than {FREE_BYTES >> 30} GiB are free in {final.parent}")
