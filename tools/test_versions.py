@@ -26,7 +26,7 @@ from xml.etree import ElementTree as ET
 
 from tools.version_environments import ROOT, BuildError, Environment, build
 
-#: Each supported Python, both ends of each range, and torch versions between them. The first two are run by CI.
+#: Each supported Python and torch versions between the ends of the range. The first two are the ends of each range.
 ENVIRONMENTS = (
     Environment(name="oldest", python="3.11", torch="2.6.0", numpy="1.26.4", transformers="5.20.0"),
     Environment(name="newest", python="3.11", torch="2.15.0", numpy="2.4.6", transformers="5.23.0"),
