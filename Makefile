@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-long fuzz check docs notebook
+.PHONY: help install demo test test-long test-versions fuzz check docs notebook
 
 help:
 	@echo "make install          create .venv with everything the project needs"
 	@echo "make demo [SIZE=xl]   compare sluice with every other way to load, on this machine"
 	@echo "make test             the tests that CI runs"
 	@echo "make test-long        all tests, with full counts"
+	@echo "make test-versions [ENVIRONMENTS='oldest newest'] the core profile with other versions of Python, torch, ..."
 	@echo "make fuzz [SECONDS=60] fuzz every parser, SECONDS for each"
 	@echo "make check            lint, format, types, layers, phrases and the documentation's links"
 	@echo "make docs             build the documentation site into site/"
@@ -39,6 +40,10 @@ test: install
 
 test-long: install
 	$(TEST) --hypothesis-profile=long --timeout=1800 -o faulthandler_timeout=1700
+
+# Environments are kept outside the checkout; see tools/version_environments.py.
+test-versions: install
+	$(BIN)/python -m tools.test_versions $(ENVIRONMENTS)
 
 SECONDS ?= 60
 fuzz: install

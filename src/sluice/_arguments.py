@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from sluice._dtypes import DType, parse_dtype, torch_dtype
+from sluice._errors import UnsupportedError
 from sluice._messages import type_of
 from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place
 from sluice._units import parse_bytes
@@ -50,7 +51,7 @@ def dtype_argument(dtype: DType | None, *, auto_is_none: bool = False) -> str | 
     if isinstance(dtype, str):
         try:
             torch_dtype(name)
-        except AttributeError:
+        except UnsupportedError:
             raise ValueError(f"dtype={dtype!r}: the installed torch has no {name}") from None
     return name
 

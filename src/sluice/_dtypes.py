@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from sluice._errors import UnsupportedError
+
 if TYPE_CHECKING:
     import torch
 
@@ -107,11 +109,14 @@ def torch_dtype(name: str) -> Any:
     """Return the ``torch.dtype`` with this name; imports torch on first use.
 
     Raises:
-        AttributeError: The installed torch does not have this dtype.
+        UnsupportedError: The installed torch does not have this dtype.
     """
     import torch
 
-    return getattr(torch, name)
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"torch {torch.__version__} has no dtype {name}; a later version of torch may have it")
+    return dtype
 
 
 def parse_dtype(dtype: object, *, auto: bool = True, floats_only: bool = False) -> str:

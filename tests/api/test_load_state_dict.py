@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sluice
-from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._dtypes import torch_dtype
+from support.dtypes import TORCH_DTYPES
 from support.oracles import same, save_and_compare, state_dict_of_views
 
 pytestmark = [
@@ -25,7 +26,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", [name for name in ITEM_BYTES if name != "float4_e2m1fn_x2"])
+@pytest.mark.parametrize("name", [name for name in TORCH_DTYPES if name != "float4_e2m1fn_x2"])
 def test_every_dtype(tmp_path: Path, name: str, protocol: int) -> None:
     raw = torch.randint(0, 256, (480,), dtype=torch.uint8)
     state_dict = {"t": raw.view(torch_dtype(name)), "empty": torch.empty((0, 3), dtype=torch_dtype(name))}

@@ -24,6 +24,7 @@ from sluice.writing.save_formats import SaveFormat
 from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import Described, Geometry
 from sluice.writing.torch_zip import TorchZipWriter
+from support.dtypes import needs_float4
 from support.oracles import bits, same
 
 
@@ -88,6 +89,7 @@ def test_every_dtype(tmp_path: Path, form: Form) -> None:
         assert bits(found[name]) == bits(tensor), name
 
 
+@needs_float4
 def test_a_packed_dtype_needs_a_dimension(tmp_path: Path) -> None:
     with pytest.raises(sluice.SaveError, match="packed values of a 0-d tensor"):
         FORMS[1].save({"a": torch.zeros((), dtype=torch.float4_e2m1fn_x2)}, tmp_path / "f.safetensors")

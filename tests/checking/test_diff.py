@@ -18,6 +18,7 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
 from sluice.checking.comparison import Comparison
 from support import distributed, fresh_process
+from support.dtypes import TORCH_DTYPES, needs_float4
 from support.whole_checkpoints import MAKERS, Tensors, composites, plain_tensors, views
 
 pytestmark = [
@@ -174,7 +175,7 @@ def test_views_whose_storages_are_laid_out_otherwise(tmp_path: Path) -> None:
     assert sluice.diff(tmp_path / "a.pt", tmp_path / "b.pt").same
 
 
-DTYPES = [name for name in ITEM_BYTES if name not in {"complex32", "float4_e2m1fn_x2"}]
+DTYPES = [name for name in TORCH_DTYPES if name not in {"complex32", "float4_e2m1fn_x2"}]
 
 
 def naive(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, float, float]:
@@ -292,6 +293,7 @@ def test_tolerances(a: list[float], b: list[float], rtol: float, atol: float, di
     assert different == int((~close).sum())
 
 
+@needs_float4
 def test_integers_without_and_with_a_sign(tmp_path: Path) -> None:
     found = Comparison(rtol=0, atol=0)
     found.update(torch.tensor([-1, 5, 2**62]), torch.tensor([2**64 - 1, 5, 2**62 + 1], dtype=torch.uint64))

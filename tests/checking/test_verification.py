@@ -27,6 +27,7 @@ from sluice._threads import Workers
 from sluice.checking.non_finite import NonFiniteCounter, has_non_finite
 from sluice.formats.manifest import read_manifest
 from support import fresh_process
+from support.dtypes import TORCH_DTYPES
 from support.fault_injection import Injection, failing
 from support.sparse_files import compressed, coo
 from support.whole_checkpoints import MAKERS, Tensors, files_of, hashed, plain_tensors, views
@@ -432,7 +433,7 @@ def test_non_finite_elements_are_those_of_torch(dtype: str, raw: bytes, cuts: li
     assert (counter.nan, counter.inf) == (int(wide.isnan().sum()), int(wide.isinf().sum()))
 
 
-@pytest.mark.parametrize("dtype", ["float8_e5m2fnuz", "float8_e4m3fnuz", "float8_e4m3fn", "float8_e8m0fnu", "bfloat16"])
+@pytest.mark.parametrize("dtype", [name for name in TORCH_DTYPES if name.startswith(("float8", "bfloat16"))])
 def test_every_value_of_small_dtypes(dtype: str) -> None:
     item = ITEM_BYTES[dtype]
     raw = bytearray(b"".join(number.to_bytes(item, "little") for number in range(256**item)))

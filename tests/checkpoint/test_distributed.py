@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 import sluice
 from sluice.api.checkpoint import Checkpoint
@@ -375,3 +376,20 @@ def test_conjugates_and_negatives(tmp_path: Path) -> None:
         assert same(dict(ours), torch_loaded(tmp_path / "d"))
         assert not ours["whole"].is_conj()
         assert torch.equal(checkpoint["whole"][1:3].read(), numbers.conj()[1:3])
+
+
+@pytest.mark.parametrize("later", [((3, 1),), (None,), (None, "unknown")], ids=["strides", "no strides", "unknown"])
+def test_properties_that_later_versions_of_torch_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: tuple[object, ...]
+) -> None:
+    def state(self: TensorProperties) -> tuple[object, ...]:
+        return (*earlier(self)[:5], *later)
+
+    earlier: Any = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", state)
+    save(tmp_path / "d", {"w": torch.arange(6.0).view(2, 3)})
+    with sluice.open(tmp_path / "d") as checkpoint:
+        if len(later) == 1:  # as from torch 2.15 on
+            assert torch.equal(checkpoint["w"].read(), torch.arange(6.0).view(2, 3))
+        else:
+            assert "a tensor with 7 properties, of which sluice knows 6" in repr(checkpoint.tree["w"])

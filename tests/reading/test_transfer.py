@@ -10,16 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sluice
-from sluice._dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from sluice._dtypes import dtype_name, torch_dtype
 from sluice.engine.targets import Targets
 from sluice.planning.memory_layout import shared_targets, single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import FileRecord, Request
 from sluice.sources.local import LocalFile
+from support.dtypes import TORCH_DTYPES
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
 from support.running import execute
 
-DTYPES = [torch_dtype(name) for name in ITEM_BYTES]
+DTYPES = [torch_dtype(name) for name in TORCH_DTYPES]
 
 
 def random_storage(nbytes: int, seed: int = 0) -> torch.Tensor:

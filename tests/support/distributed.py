@@ -62,7 +62,7 @@ def save(directory: Path, state_dict: dict[str, Any], *, planner: SavePlanner | 
     writer = FileSystemWriter(directory, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state_dict_saver.save(state_dict, storage_writer=writer, planner=planner, no_dist=True)
+        state_dict_saver.save(state_dict, storage_writer=writer, planner=planner)  # without a process group
     return directory
 
 

@@ -65,6 +65,8 @@ def test_plain_values(tmp_path: Path) -> None:
 
 def test_values_of_torch(tmp_path: Path) -> None:
     dtypes = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    if torch.__version__.startswith("2.6."):  # its torch.load refuses some of its own dtypes
+        dtypes &= set(torch._weights_only_unpickler._get_allowed_globals().values())
     layouts = {one for one in vars(torch).values() if isinstance(one, torch.layout)}
     value: dict[Any, Any] = {
         "dtypes": sorted(dtypes, key=str),

@@ -91,7 +91,7 @@ def check_dtype(name: str | None) -> str | None:
     if name not in {None, "auto"}:
         try:
             torch_dtype(str(name))
-        except AttributeError as error:
+        except sluice.UnsupportedError as error:
             raise click.BadParameter(f"the installed torch has no {name}", param_hint="--dtype") from error
     return name
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
 from sluice._geometry import CopyPiece, collapse, cut, span_elements
+from sluice._private_torch import copy_each, neg_view
 from sluice.engine.row_kernels import RowFunction, cast, row_function
 from sluice.engine.staging import StagingBuffer
 from sluice.records import Constant, Copy, Elements
@@ -77,7 +78,7 @@ class StridedBytes(Struct, frozen=True):
         if "conj" in math_bits:
             seen = seen.conj()
         if "neg" in math_bits:
-            seen = torch._neg_view(seen)  # noqa: SLF001 - there is no public name, and neg() would make a copy
+            seen = neg_view(seen)
         return seen
 
     def part(self, shape: tuple[int, ...], stride: tuple[int, ...], begin: int) -> StridedBytes:
@@ -205,7 +206,7 @@ def copy_in_thread(target: torch.Tensor, source: torch.Tensor, function: RowFunc
     pieces = _cut(target, tile), _cut(source, tile)
     if function is cast:
         # One call for all pieces: the interpreter lock is released for the whole of it.
-        torch._foreach_copy_(*pieces)
+        copy_each(*pieces)
         return
     for into, piece in zip(*pieces, strict=True):
         function(into, piece, 0)

@@ -15,9 +15,9 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
-from torch._utils import set_tensor_metadata
 
 from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._private_torch import set_math_bits
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
 from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
 from sluice.engine.host_memory import HostMemory
@@ -268,7 +268,7 @@ def _box(flat: torch.Tensor, box: Copy | Constant) -> torch.Tensor:
 def _with_math_bits(tensor: torch.Tensor, view: View) -> torch.Tensor:
     if view.math_bits:
         # As torch.load does: conj() would make a view that keeps a base.
-        set_tensor_metadata(tensor, dict.fromkeys(view.math_bits, True))  # type: ignore[no-untyped-call]
+        return set_math_bits(tensor, view.math_bits)
     return tensor
 
 

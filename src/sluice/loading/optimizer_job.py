@@ -14,11 +14,11 @@ from typing import ClassVar
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sluice._arguments import device_name
 from sluice._errors import MismatchError
 from sluice._messages import SHOWN, section
+from sluice._private_torch import is_traceable_wrapper_subclass
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import every_entry, refuse_opaques

@@ -16,11 +16,11 @@ from itertools import pairwise
 import torch
 from msgspec import Struct, field
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
 from sluice._geometry import is_dense
+from sluice._private_torch import NORM_BASE
 from sluice.matching.match import Outline, Slot
 from sluice.modules.load_hooks import extra_state_names
 from sluice.modules.moves import home_of
@@ -177,7 +177,7 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
             held.owners[id(module), name] = Owner(module=module, name=name)
             if name not in module._non_persistent_buffers_set:
                 held.names.append(prefix + name)
-            if name == "num_batches_tracked" and isinstance(module, _NormBase):
+            if name == "num_batches_tracked" and isinstance(module, NORM_BASE):
                 held.added_in = _NUM_BATCHES_TRACKED_VERSION
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from msgspec import Struct
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from sluice._private_torch import EXTRA_STATE_KEY
 from sluice.modules.meta_copy import CopyRecorder, MetaCopy, NotFollowedError, reason_of, untouched
 from sluice.modules.symbolic_tensors import SymbolicTensor
 from sluice.records import Entry
@@ -74,7 +74,7 @@ def follow_custom_loader(
         raise NotFollowedError(problem)
     attributes = copy.attributes()
     optional_names = _apply(module, prefix, given, copied, copy.tensors, {*missing}, {*unexpected})
-    own = {name for name, _ in copy.tensors.values()} | {prefix + _EXTRA_STATE_KEY_SUFFIX}
+    own = {name for name, _ in copy.tensors.values()} | {prefix + EXTRA_STATE_KEY}
     reported = [error for error in errors if not error.startswith("size mismatch for")]  # matching reports shapes
     reported += [f"it requires {name!r}" for name in missing if name not in own]
     return FollowedLoader(state=given, optional_names=optional_names, errors=tuple(reported), attributes=attributes)
@@ -93,7 +93,7 @@ def _apply(
     held = {name for kind in (module._parameters, module._buffers) for name, t in kind.items() if t is not None}
     for name in list(state):
         first, _, rest = name.removeprefix(prefix).partition(".")
-        expected = first in module._modules if rest else first in held or first == _EXTRA_STATE_KEY_SUFFIX
+        expected = first in module._modules if rest else first in held or first == EXTRA_STATE_KEY
         if not expected and name not in unexpected:
             del state[name]
     optional_names = set()

@@ -23,11 +23,9 @@ import torch
 from msgspec import Struct, field
 from msgspec.structs import replace
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
+from sluice._private_torch import EXTRA_STATE_KEY, KNOWN_LOADERS, IncompatibleKeys
 from sluice.records import Entry
 
 if TYPE_CHECKING:
@@ -37,10 +35,6 @@ __all__ = ["Followed", "extra_state_names", "follow_loading", "follow_parts", "r
 
 # nn.Module documents these names for subclasses only; they have no public accessor.
 # ruff: noqa: SLF001
-
-
-#: torch's own loaders, whose only effect is described by ``Slot.added_in``.
-_KNOWN_LOADERS = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, _InstanceNorm._load_from_state_dict)
 
 
 class Followed(Struct, frozen=True, kw_only=True):
@@ -69,7 +63,7 @@ class Followed(Struct, frozen=True, kw_only=True):
 def extra_state_names(prefix: str, module: nn.Module) -> Iterator[str]:
     """Yield the name of this module's extra state in a state dict, if it has any."""
     if type(module).set_extra_state is not nn.Module.set_extra_state:
-        yield prefix + _EXTRA_STATE_KEY_SUFFIX
+        yield prefix + EXTRA_STATE_KEY
 
 
 def follow_loading(
@@ -138,7 +132,7 @@ def follow_parts(
 
 def _has_custom_loader(module: nn.Module) -> bool:
     """Return whether this module, without its children, has a loader other than torch's own."""
-    return getattr(module._load_from_state_dict, "__func__", None) not in _KNOWN_LOADERS
+    return getattr(module._load_from_state_dict, "__func__", None) not in KNOWN_LOADERS
 
 
 def _pre_hooks(module: nn.Module) -> Iterator[Any]:
@@ -221,7 +215,7 @@ class _Follower:
         extra_state: dict[str, object] = {}
         for name, value in self._state.items():
             entry = value.entry if isinstance(value, self._symbolic) else None
-            if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
+            if name.rpartition(".")[2] == EXTRA_STATE_KEY:
                 extra_state[name] = value if entry is None else entry
             elif entry is not None:
                 entries[name] = entry
@@ -258,4 +252,4 @@ def run_post_hooks(module: nn.Module, missing: list[str], unexpected: list[str])
         if child is not None:
             run_post_hooks(child, missing, unexpected)
     for hook in module._load_state_dict_post_hooks.values():
-        hook(module, _IncompatibleKeys(missing, unexpected))
+        hook(module, IncompatibleKeys(missing, unexpected))

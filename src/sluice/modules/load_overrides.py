@@ -23,10 +23,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import nn
 from torch.nn.modules import module as torch_module
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from sluice._errors import MismatchError
 from sluice._messages import Findings
+from sluice._private_torch import EXTRA_STATE_KEY
 from sluice.matching.match import Match, Outline, match
 from sluice.modules.collect import collect
 from sluice.modules.load_hooks import Followed, follow_parts
@@ -234,7 +234,7 @@ class _Follower:
                 self._stop(f"loads the module's own {own!r} as {prefix + name!r}")
             elif own is not None:
                 kept.add(own)
-            elif name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:
+            elif name.rpartition(".")[2] == EXTRA_STATE_KEY:
                 extra_state[name] = value.entry if isinstance(value, SymbolicTensor) else value
             elif isinstance(value, torch.Tensor):
                 entries[name] = self._entry(name, value)

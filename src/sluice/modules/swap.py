@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch.nn.parameter import is_lazy
 
+from sluice._private_torch import make_subclass
+
 __all__ = ["is_plain", "swap_data", "with_data"]
 
 
@@ -33,7 +35,7 @@ def swap_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return a new object with the memory of ``data`` and everything else of ``tensor``: class, attributes, hooks."""
-    other = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)  # noqa: SLF001  as nn.Parameter does
+    other = make_subclass(type(tensor), data, tensor.requires_grad)
     other.__dict__.update(tensor.__dict__)
     other._backward_hooks = tensor._backward_hooks  # noqa: SLF001  hooks of a tensor have no public reader
     other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # noqa: SLF001  as above

@@ -13,7 +13,7 @@ from sluice._errors import (
 )
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
-from sluice.records import Entry, Opaque, UnsupportedValue, elements_of
+from sluice.records import Entry, Opaque, TorchText, UnsupportedValue, elements_of
 from sluice.testing._archives import Call, Global, Persistent, Raw, encode, pickled, storage, tensor_call
 from support.pickles import LIMITS, MISSING, load
 
@@ -251,6 +251,24 @@ def test_classes_as_values_are_inert_leaves() -> None:
     for name in ("FloatStorage", "QInt8Storage"):
         assert isinstance(load([Global("torch", name)])[0], Opaque)
     assert isinstance(load([Global("collections", "OrderedDict")])[0], Opaque)
+
+
+@pytest.mark.parametrize("name", ["bcomplex32", "float6_e3m2fn", "uint128", "bits3x5"])
+def test_a_dtype_of_a_later_torch_is_unsupported_and_not_unsafe(name: str) -> None:
+    dtype = Global("torch", name)
+    tensor = tensor_call(FLOATS, shape=(2,), extra=(dtype,), function="_rebuild_tensor_v3")
+    tree = load({"w": tensor, "known": tensor_call(FLOATS, shape=(3,)), "dtype": dtype})
+    assert tree["dtype"] == TorchText(f"torch.{name}")
+    assert type(tree["dtype"]) is TorchText
+    assert tree["known"].shape == (3,)
+    assert type(tree["w"]) is UnsupportedValue
+    assert "a dtype that sluice does not know; torch.load may read it" in tree["w"].reason
+    assert tree["w"].qualified_name == f"torch.{name}"
+
+
+@pytest.mark.parametrize(("module", "name"), [("torch", "interpolate"), ("torch", "print3"), ("numpy", "float32")])
+def test_other_names_are_not_dtypes(module: str, name: str) -> None:
+    assert load([Global(module, name)]) == [Opaque(qualified_name=f"{module}.{name}")]
 
 
 def test_rebuilding_inside_rebuilding_does_not_recurse() -> None:

@@ -83,7 +83,8 @@ def test_names_of_dtypes_and_quantization_schemes() -> None:
     assert is_torch_name("torch.quint4x2")
     assert is_torch_name("per_tensor_affine")
     assert not is_torch_name("torch.device")
-    assert not is_torch_name("torch.float33")
+    assert is_torch_name("torch.float33")  # as a later torch may name a dtype
+    assert not is_torch_name("torch.floats")
 
 
 def test_an_encoding_error_keeps_its_cause() -> None:

@@ -37,15 +37,16 @@ from sluice.formats.distributed.metadata_allowlist import BYTES, MEMORY_FORMAT, 
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.shard_index import is_plain_path
-from sluice.formats.torch_save.plain_values import DTYPE_PREFIX
+from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, why_unsupported
 from sluice.records import Opaque, TorchSize, TorchText, UnsupportedValue
 from sluice.records.bulk import collector_paused
 from sluice.sources.protocol import Source
 
 __all__ = ["DistributedMetadata", "ItemPlace", "SavedChunk", "TensorItem", "read_metadata"]
 
-#: ``dtype, layout, requires_grad, memory format, pin_memory``
-_PROPERTIES = 5
+#: Numbers of properties: ``dtype, layout, requires_grad, memory format, pin_memory``, and ``strides`` from torch 2.15
+#: on. A chunk is stored with its own strides, so these do not matter here.
+_PROPERTIES = (5, 6)
 
 #: Bytes of the file in which a download placeholder is recognized.
 _HEAD_BYTES = 4096
@@ -260,8 +261,11 @@ class _MetadataReader:
         state = (
             properties.state if type(properties) is MetadataRecord and properties.kind == "TensorProperties" else None
         )
-        if type(state) is not tuple or len(state) != _PROPERTIES or state[3] is not MEMORY_FORMAT:
+        if type(state) is not tuple or len(state) < _PROPERTIES[0] or state[3] is not MEMORY_FORMAT:
             raise self._error("the properties of a tensor are malformed", name)
+        if len(state) not in _PROPERTIES:
+            problem = f"a tensor with {len(state)} properties, of which sluice knows {_PROPERTIES[-1]}"
+            return UnsupportedValue(qualified_name="TensorProperties", reason=problem, file=self._file)
         dtype, layout = state[:2]
         if type(dtype) is Opaque:
             problem = "a tensor of a dtype that sluice does not know"
@@ -269,7 +273,7 @@ class _MetadataReader:
         if type(dtype) is not TorchText or not dtype.startswith(DTYPE_PREFIX):
             raise self._error("the dtype of a tensor is not a torch.dtype", name)
         if dtype[len(DTYPE_PREFIX) :] not in ITEM_BYTES:
-            problem = "a tensor with a dtype that plain tensors cannot have"
+            problem = why_unsupported(dtype[len(DTYPE_PREFIX) :])
             return UnsupportedValue(qualified_name=dtype, reason=problem, file=self._file)
         if layout != "torch.strided":
             kind = str(layout) if isinstance(layout, str) else short_repr(layout)

@@ -19,7 +19,7 @@ from msgspec import Struct
 from sluice._errors import FormatError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard, PendingObject
-from sluice.formats.torch_save.plain_values import PlainValues
+from sluice.formats.torch_save.plain_values import PlainValues, unknown_dtype
 from sluice.records import Opaque
 
 __all__ = ["BYTES", "MEMORY_FORMAT", "MetadataAllowlist", "MetadataRecord"]
@@ -92,6 +92,9 @@ class MetadataAllowlist:
             self.names[module, name] = Constructor(
                 qualified_name=leaf.qualified_name, build=partial(_leaf, leaf), creates=True
             )
+
+    def find_unlisted(self, module: str, name: str) -> object | None:
+        return unknown_dtype(module, name)
 
     def load_persistent(self, identity: object) -> Never:  # noqa: ARG002 - every id is refused
         raise FormatError("the metadata refers to a storage")

@@ -91,6 +91,10 @@ class Allowlist(Protocol):
         """The object that replaces each permitted global, by module and name."""
         ...
 
+    def find_unlisted(self, module: str, name: str) -> object | None:
+        """Return the replacement of a global that is permitted by its form; None if it is not."""
+        ...
+
     @property
     def keys(self) -> KeyGuard:
         """Checks of dict keys and set elements."""
@@ -249,7 +253,7 @@ class Machine:
         """Return the replacement of a global: the one in the allowlist, otherwise an inert leaf with its name."""
         known = self.allowlist.names.get((module, name))
         if known is None:
-            known = self.opaque.get((module, name))
+            known = self.opaque.get((module, name)) or self.allowlist.find_unlisted(module, name)
         if known is None:
             known = self.opaque[module, name] = Opaque(qualified_name=f"{module}.{name}")
             self._outside.add(id(known))

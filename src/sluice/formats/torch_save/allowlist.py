@@ -35,7 +35,14 @@ from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.formats.torch_save.composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
-from sluice.formats.torch_save.plain_values import DTYPE_PREFIX, PlainValues, constructor, from_bytes
+from sluice.formats.torch_save.plain_values import (
+    DTYPE_PREFIX,
+    PlainValues,
+    constructor,
+    from_bytes,
+    unknown_dtype,
+    why_unsupported,
+)
 from sluice.records import Entry, MathBit, Opaque, TorchText, elements_of
 
 __all__ = ["StorageKind", "StorageReference", "TorchAllowlist"]
@@ -157,6 +164,9 @@ class TorchAllowlist:
             name = "_rebuild_from_type_v2"
             names[module, name] = constructor(module, name, self._rebuild_from_type)
 
+    def find_unlisted(self, module: str, name: str) -> object | None:
+        return unknown_dtype(module, name)
+
     def load_persistent(self, identity: object) -> StorageReference:
         """Return the storage that a persistent id declares.
 
@@ -252,7 +262,7 @@ class TorchAllowlist:
         dtype = dtype or storage.dtype
         item_bytes = ITEM_BYTES.get(dtype)
         if item_bytes is None:
-            raise UnsupportedError("a tensor with a dtype that plain tensors cannot have", found=f"torch.{dtype}")
+            raise UnsupportedError(why_unsupported(dtype), found=f"torch.{dtype}")
         _check_requires_grad(dtype, requires_grad)
         self._check_view(storage, item_bytes, offset, size, stride)
         if self._big_endian and storage.nbytes and number_bytes(dtype) != number_bytes(storage.element_dtype):

@@ -3,7 +3,8 @@
 The list is that of ``torch.load(weights_only=True)`` plus ``frozenset``, ``bytes`` and ``defaultdict``, which are
 equally harmless:
 
-- dtypes, layouts, quantization schemes: a ``TorchText``, equal to ``"torch.float32"``, ``"torch.strided"``
+- dtypes, layouts, quantization schemes: a ``TorchText``, equal to ``"torch.float32"``, ``"torch.strided"``; also names
+  in ``torch`` with the form of a dtype, because new versions of torch add dtypes
 - ``torch.device``: a ``TorchText``, equal to ``"cuda:0"``
 - ``torch.Size``: a ``TorchSize``, equal to a tuple
 - ``OrderedDict``, ``Counter``: the same types; ``defaultdict``: a dict without the factory
@@ -14,6 +15,7 @@ Limits: the calls of one pickle copy at most twice its size.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -25,7 +27,15 @@ from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.records import TorchSize, TorchText
 
-__all__ = ["DTYPE_PREFIX", "PlainValues", "constructor", "from_bytes", "is_torch_name"]
+__all__ = [
+    "DTYPE_PREFIX",
+    "PlainValues",
+    "constructor",
+    "from_bytes",
+    "is_torch_name",
+    "unknown_dtype",
+    "why_unsupported",
+]
 
 #: Prefix of the name of a dtype in ``str(torch.float32)``.
 DTYPE_PREFIX = "torch."
@@ -36,6 +46,9 @@ _OTHER_DTYPES = (
     *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
     *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
 )
+
+#: Form of the names of dtypes: ``bcomplex32``, ``float8_e4m3fn``, ``bits1x8``, ``uint3``.
+_DTYPE = re.compile(r"(b|q|u|qu)?(float|complex|int|bits)[1-9][0-9]{0,3}[a-z0-9_]{0,16}", re.ASCII)
 
 _QUANTIZATION_SCHEMES = (
     "per_tensor_affine",
@@ -82,7 +95,20 @@ def _names() -> Mapping[tuple[str, str], object]:
 
 def is_torch_name(text: str) -> bool:
     """Return whether ``text`` names a dtype or quantization scheme that is an attribute of ``torch``."""
-    return type(_names().get(("torch", text.removeprefix(DTYPE_PREFIX)))) is TorchText
+    name = text.removeprefix(DTYPE_PREFIX)
+    return type(_names().get(("torch", name))) is TorchText or unknown_dtype("torch", name) is not None
+
+
+def why_unsupported(dtype: str) -> str:
+    """Return why a tensor cannot have this dtype, which is not in ``ITEM_BYTES``."""
+    if dtype in _OTHER_DTYPES:
+        return "a tensor with a dtype that plain tensors cannot have"
+    return "a tensor of a dtype that sluice does not know; torch.load may read it if this version of torch has it"
+
+
+def unknown_dtype(module: str, name: str) -> TorchText | None:
+    """Return the replacement of a global that has the form of a dtype of torch; None for any other."""
+    return TorchText(DTYPE_PREFIX + name) if module == "torch" and _DTYPE.fullmatch(name) else None
 
 
 class PlainValues:
