@@ -100,7 +100,7 @@ def device_name(device: object) -> str:
         shown = str(device) if isinstance(device, torch.device) else device
         raise ValueError(f"device {shown!r} cannot be used: {reason}; this machine has {_devices_here()}") from error
     if resolved.type == "meta":
-        raise ValueError("device='meta' holds no weights")
+        raise ValueError("device='meta' cannot hold weights")
     return str(resolved)
 
 

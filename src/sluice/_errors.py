@@ -14,7 +14,7 @@
     │   ├── PathEscapeError        it points outside its own directory
     │   └── IncompleteCheckpointError  parts of it were never written
     ├── MismatchError              checkpoint and model disagree (also a RuntimeError)
-    ├── EmptyInitError             a constructor needs values that do not exist under empty_init
+    ├── EmptyInitError             a constructor needs values that empty_init lacks (also a RuntimeError)
     ├── BudgetError                the load cannot keep the memory limits
     ├── ReadError                  the operating system failed a read (also an OSError)
     │   └── ReadPermissionError    it refused access to the file (also a PermissionError)

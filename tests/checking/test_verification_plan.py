@@ -89,7 +89,8 @@ def test_everything_is_read_once(tmp_path: Path, form: object, window: int, monk
     assert report.hashes == {name: hashed(tensor) for name, tensor in tensors.items()}
     whole = sum(path.stat().st_size for path in files_of(tmp_path / "c"))
     assert report.nbytes == whole
-    assert whole <= sum(one.read_bytes for one in recordings) <= whole + headers
+    # The end of the last record of an archive is checked with up to 24 bytes after its data.
+    assert whole <= sum(one.read_bytes for one in recordings) <= whole + headers + 24
 
 
 def test_what_is_too_large_to_be_held_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,30 +12,50 @@ from functools import cache
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 
 # Storages have no public identity.
 # ruff: noqa: SLF001
 
 __all__ = ["describe_moves", "home_of", "moved_to", "remember_move"]
 
-#: Weak reference and device by address of the storage.
-_moves: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+
+class _Moves:
+    """Device of each moved storage, by the address of the storage."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[StorageWeakRef, torch.device]] = {}
+        self._most = 256
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        """Add a storage. Expired ones are removed each time their number may have doubled."""
+        if len(self._found) >= self._most:
+            self._found = {at: move for at, move in self._found.items() if not move[0].expired()}  # type: ignore[no-untyped-call]
+            self._most = 256 + 2 * len(self._found)
+        self._found[storage._cdata] = (StorageWeakRef(storage), device)  # type: ignore[no-untyped-call]
+
+    def get(self, storage: torch.UntypedStorage) -> torch.device | None:
+        """Return the device of a storage, or None."""
+        reference, device = self._found.get(storage._cdata, (None, None))
+        return None if reference is None or reference.expired() else device  # type: ignore[no-untyped-call]
+
+
+_moves = _Moves()
 
 
 def remember_move(storage: torch.UntypedStorage, device: torch.device) -> None:
     """Remember the device of a storage on meta."""
-    expired = [address for address, (reference, _) in _moves.items() if reference.expired()]  # type: ignore[no-untyped-call]
-    for address in expired:
-        del _moves[address]
-    _moves[storage._cdata] = (StorageWeakRef(storage), device)  # type: ignore[no-untyped-call]
+    _moves.add(storage, device)
 
 
 def moved_to(tensor: torch.Tensor) -> torch.device | None:
     """Return the device to which the constructor of a module moved a tensor on meta, or None."""
-    if not _moves or not tensor.is_meta:
+    if not _moves or not tensor.is_meta or is_lazy(tensor):  # a lazy parameter has no storage
         return None
-    reference, device = _moves.get(tensor.untyped_storage()._cdata, (None, None))
-    return None if reference is None or reference.expired() else device  # type: ignore[no-untyped-call]
+    return _moves.get(tensor.untyped_storage())
 
 
 def home_of(tensor: torch.Tensor) -> str:

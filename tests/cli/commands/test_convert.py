@@ -37,7 +37,7 @@ def test_names_dtype_and_report(source: Path, tmp_path: Path) -> None:
     )
     assert done.exit_code == 0, done.output
     assert set(safetensors.torch.load_file(out)) == {"a.head", *(f"blocks.{i}.weight" for i in range(1, 4))}
-    assert "5 tensors" in done.stdout
+    assert "wrote 5 of 6 tensors" in done.stdout
     assert f"{out.stat().st_size:,}" in done.stdout
     assert "cast float32 -> bfloat16: 4 tensors" in done.stdout
     assert "stored once (1): blocks.0.weight = a.head" in done.stdout
