@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sluice._errors import FormatError, LimitError, MismatchError
 from sluice._options import Limits
 from sluice.entries.lookup import subtree
-from sluice.entries.tree import flatten, map_leaves, opaques, walk
+from sluice.entries.tree import component, flatten, map_leaves, opaques, walk
 from sluice.matching.candidates import state_dict_candidates
 from sluice.records import Entry, Opaque, elements_of
 from support.work import at_most
@@ -303,3 +303,8 @@ def test_a_wrong_key_takes_bounded_work_with_names_of_thousands_of_components() 
     tree = {f"{'.' * 900}{number}": A for number in range(50)}
     with at_most(400 * len(tree)), pytest.raises(MismatchError, match="nothing at key"):
         subtree(tree, "model")
+
+
+def test_names_of_bytes_keys_are_not_shortened() -> None:
+    names = [b"features.denseblock1.denselayer%d.norm1.weight" % i for i in (1, 2)]
+    assert [component(name) for name in names] == [str(name) for name in names]

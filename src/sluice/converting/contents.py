@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from reprlib import repr as short_repr
 
 from msgspec import Struct
 
@@ -143,7 +144,7 @@ def _entries(
     """
     for key in trees.odd_keys(chosen):
         problem = f"tensor names must be strings, not {type(key).__name__}"
-        raise MismatchError(problem, file=checkpoint.path, tensor=repr(key)[:80])
+        raise MismatchError(problem, file=checkpoint.path, tensor=short_repr(key))
     flat = trees.flatten(chosen, checkpoint.limits)
     renamed = rename_entries(flat, rename)
     entries = apply_rules(renamed, rules)

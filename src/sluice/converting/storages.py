@@ -91,11 +91,15 @@ class Storages:
                 entry=self._dense[position],
                 dtype=self._dtype(position),
                 device="cpu",
-                alone=id(self._dense[position]) in self._quantized,
+                alone=id(self._dense[position]) in self._quantized or self._is_shorter(self._dense[position]),
             )
             for position in positions
         ]
         return shared_targets(requests, self._conversion.checkpoint.index, self._offsets)
+
+    def _is_shorter(self, entry: Entry) -> bool:
+        """Return whether an entry is a storage object that is a part of the storage in the file."""
+        return entry.bare and entry.nbytes < self._conversion.checkpoint.index.storages[entry.storage].nbytes
 
     def _batches(self) -> Iterator[list[int]]:
         """Yield groups of positions; tensors that may share bytes of the source are in the same group."""

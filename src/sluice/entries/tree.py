@@ -255,8 +255,8 @@ def metadata(container: object) -> object:
 
 
 def component(key: object) -> str:
-    """Return a key as a component of a dotted name; keys of other types are shortened."""
-    return str(key) if isinstance(key, (str, int)) else short_repr(key)
+    """Return a key as a component of a dotted name; keys of other types than text, bytes and integers are shortened."""
+    return str(key) if isinstance(key, (str, bytes, int)) else short_repr(key)
 
 
 def _spell(keys: list[object]) -> str:

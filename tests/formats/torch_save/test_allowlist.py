@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import sluice
 from sluice._errors import (
     FormatError,
     LimitError,
@@ -15,6 +17,7 @@ from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.torch_save.allowlist import TorchAllowlist
 from sluice.records import Entry, Opaque, TorchText, UnsupportedValue, elements_of
 from sluice.testing._archives import Call, Global, Persistent, Raw, encode, pickled, storage, tensor_call
+from sluice.testing._legacy_file import legacy_file, legacy_storage
 from support.pickles import LIMITS, MISSING, load
 
 
@@ -284,3 +287,28 @@ def test_a_refused_tensor_that_the_tree_does_not_hold() -> None:
     bad = tensor_call(FLOATS, shape=(99,))
     with pytest.raises(FormatError, match="past the end"):
         load([Call(MISSING, (bad,))])
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # torch warns for len
+@pytest.mark.parametrize("order", [("part", "whole"), ("whole", "part")])
+def test_bare_storages_that_view_one_storage_keep_their_lengths(tmp_path: Path, order: tuple[str, str]) -> None:
+    whole = legacy_storage("7", 4)
+    part = legacy_storage("7", 4, view=("view", 0, 2))
+    stored = {"part": part, "whole": whole}
+    (tmp_path / "f").write_bytes(legacy_file({name: stored[name] for name in order}, {"7": (4, bytes(range(16)))}))
+    sluice.convert(tmp_path / "f", tmp_path / "c.pt")
+    for name in ("f", "c.pt"):
+        lengths = {key: len(each) for key, each in sluice.load_state_dict(tmp_path / name).items()}
+        assert lengths == {"part": 2, "whole": 4}
+
+
+@pytest.mark.parametrize("value", ["doubled", "deep"])
+def test_an_unknown_value_is_shown_in_bounded_time(value: str) -> None:
+    """Its text would have 2**60 characters, or be deeper than Python's stack."""
+    body = b"](K\1K\1e"
+    for index in range(60):
+        body = b"](" + body + b"q%ch%ce" % (index, index)
+    unknown = Raw(body) if value == "doubled" else Raw(b"]" * 20_000 + b"a" * 19_999)
+    made = tensor_call(FLOATS, shape=(10,))
+    tree = load({"w": Call(made.function, (*made.arguments, unknown))})
+    assert isinstance(tree["w"], UnsupportedValue)

@@ -21,6 +21,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from sluice._errors import CheckpointError, FormatError, IntegrityError, LimitError
 from sluice._options import Limits
 from sluice.formats.archives.zip64 import zip64_fields
@@ -50,6 +52,9 @@ _HEADERS = (b"PK\3\4", b"PK\1\2")
 
 #: Maximum size of a data descriptor, in bytes: signature, CRC-32 and two sizes of 64 bits.
 _DESCRIPTOR_BYTES = 24
+
+#: No limits, for a directory that was read before, within limits.
+_ANY = Limits(entries=sys.maxsize, header_bytes=sys.maxsize, name_bytes=sys.maxsize)
 
 #: Bytes of one read for a CRC-32.
 _CHECKED_BYTES = 1 << 20
@@ -167,9 +172,14 @@ def _check_ends(
     size = source.identity.nbytes
     ends = [data[position].end for position in unread]
     bytes_after = read_ranges(source, ends, [min(_DESCRIPTOR_BYTES, size - end) for end in ends])
+    directory = None
     for position, after in zip(unread, bytes_after, strict=True):
         if not _is_end(after, records[position], described=data[position].described):
-            _check_by_checksum(source, records[position], data[position], after)
+            record = records[position]
+            if not record.crc:  # records of an index do not have it
+                directory = directory or read_directory(source, _ANY)
+                record = replace(record, crc=directory.crcs[bisect_right(directory.headers, record.header) - 1])
+            _check_by_checksum(source, record, data[position], after)
 
 
 def _is_end(after: bytes, record: ZipRecord, *, described: bool) -> bool:
@@ -184,21 +194,18 @@ def _is_end(after: bytes, record: ZipRecord, *, described: bool) -> bool:
 
 def _check_by_checksum(source: Source, record: ZipRecord, located: _LocatedData, after: bytes) -> None:
     """Raise unless the data has the CRC-32 that the central directory has for the record."""
-    any_limits = Limits(entries=sys.maxsize, header_bytes=sys.maxsize, name_bytes=sys.maxsize)  # it was read before
-    directory = read_directory(source, any_limits)
-    expected = directory.crcs[bisect_right(directory.headers, record.header) - 1]
     crc, at = 0, located.offset
     while at < located.end:
         piece = source.read_at(at, min(_CHECKED_BYTES, located.end - at))
         crc = zlib.crc32(piece, crc)
         at += len(piece)
-    if crc != expected:
+    if crc != record.crc:
         raise FormatError(
             f"the data of record {record.name!r} is not at the offset that its local header declares",
             file=source.path,
             offset=located.offset,
             expected=f"{'its data descriptor' if located.described else 'the next header'} at byte {located.end}, or a "
-            f"CRC-32 of {expected:#010x}",
+            f"CRC-32 of {record.crc:#010x}",
             found=f"{after[:16]!r} and {crc:#010x}",
         )
 

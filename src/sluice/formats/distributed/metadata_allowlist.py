@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from functools import partial
+from reprlib import repr as short_repr
 from typing import Any, Never
 
 from msgspec import Struct
@@ -108,7 +109,7 @@ def _begin(kind: str, arguments: tuple[Any, ...]) -> PendingObject:
 
 def _memory_format(arguments: tuple[Any, ...]) -> Opaque:
     if len(arguments) != 1 or type(arguments[0]) is not int or arguments[0] not in _MEMORY_FORMAT_VALUES:
-        raise UnsupportedError("a memory format that sluice does not know", found=repr(arguments)[:80])
+        raise UnsupportedError("a memory format that sluice does not know", found=short_repr(arguments))
     return MEMORY_FORMAT
 
 

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from reprlib import repr as short_repr
 from types import MappingProxyType
 from typing import Any, NamedTuple, Never, cast
 
@@ -214,7 +215,7 @@ class TorchAllowlist:
             raise FormatError("the device of a storage is not text")
         if not _LOCATION.fullmatch(location):
             problem = "a storage on an unknown device, which torch reads with map_location='cpu'"
-            raise UnsupportedError(problem, found=repr(location)[:80])
+            raise UnsupportedError(problem, found=short_repr(location))
         self._locations.add(location)
 
     def _rebuild_tensor(self, arguments: tuple[Any, ...]) -> Entry:
@@ -385,7 +386,7 @@ def _with_math_bits(entry: Entry, metadata: tuple[Any, ...]) -> Entry:
     if flags is None:
         return entry
     if type(flags) is not dict or not flags.keys() <= {"conj", "neg"}:
-        raise UnsupportedError("a tensor with metadata that sluice does not know", found=repr(flags)[:80])
+        raise UnsupportedError("a tensor with metadata that sluice does not know", found=short_repr(flags))
     if any(flag is not True for flag in flags.values()):  # torch writes only True, and would treat False as True
         raise FormatError("a flag in the metadata of a tensor is not True")
     bits: tuple[MathBit, ...] = tuple(bit for bit in ("conj", "neg") if bit in flags)

@@ -19,6 +19,7 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
+from reprlib import repr as short_repr
 from types import MappingProxyType
 from typing import Any
 
@@ -49,6 +50,9 @@ _OTHER_DTYPES = (
 
 #: Form of the names of dtypes: ``bcomplex32``, ``float8_e4m3fn``, ``bits1x8``, ``uint3``.
 _DTYPE = re.compile(r"(b|q|u|qu)?(float|complex|int|bits)[1-9][0-9]{0,3}[a-z0-9_]{0,16}", re.ASCII)
+
+#: Encoding of bytes that were pickled as text: by Python 3, and by Python 2.
+_ENCODINGS = frozenset({"latin1", "latin-1"})
 
 _QUANTIZATION_SCHEMES = (
     "per_tensor_affine",
@@ -176,11 +180,8 @@ class PlainValues:
     def _encode(self, arguments: tuple[Any, ...]) -> bytes:
         # Protocol 2 writes bytes as text with the same code points.
         encoding = from_bytes(arguments[1]) if len(arguments) == 2 else None
-        if type(encoding) is not str or encoding not in {
-            "latin1",
-            "latin-1",
-        }:  # Python 3's pickles, and those of Python 2
-            raise UnsupportedError("bytes in an encoding that picklers do not use", found=repr(encoding)[:80])
+        if type(encoding) is not str or encoding not in _ENCODINGS:
+            raise UnsupportedError("bytes in an encoding that picklers do not use", found=short_repr(encoding))
         text: str = self._sole_argument(arguments[:1], str)
         try:
             return text.encode("latin1")
@@ -219,7 +220,7 @@ def _complex(arguments: tuple[Any, ...]) -> complex:
 
 
 def _device(arguments: tuple[Any, ...]) -> TorchText:
-    kind, *index = arguments or (None,)
+    kind, *index = map(from_bytes, arguments or (None,))
     if (
         type(kind) is not str
         or len(index) > 1

@@ -100,7 +100,7 @@ class _TreeCheck:
         #: The original tuples.
         self._kept: list[object] = []
         #: Entries of bare storages, by position.
-        self._storages: dict[int, Entry] = {}
+        self._storages: dict[StorageReference, Entry] = {}
         #: Number of repeated values so far.
         self._repeats = 0
 
@@ -204,7 +204,7 @@ class _TreeCheck:
             entry = Entry(
                 elements=elements_of(leaf.dtype), shape=(leaf.numel,), stride=(1,), storage=leaf.position, bare=True
             )
-            return self._storages.setdefault(leaf.position, entry)
+            return self._storages.setdefault(leaf, entry)
         if len(self._path) == 1:  # the file holds nothing else
             raise UnsupportedError(_BARE_STORAGE, file=self._file)
         return UnsupportedValue(qualified_name=f"torch.storage of {leaf.dtype}", reason=_BARE_STORAGE, file=self._file)
@@ -224,7 +224,7 @@ _METADATA = _Metadata("_metadata")
 
 def _characters(key: object) -> int:
     """Return the approximate length that a key adds to a dotted name; ``component`` bounds keys of other types."""
-    if isinstance(key, str):
+    if isinstance(key, (str, bytes)):
         return 1 + len(key)
     return _POSITION_CHARACTERS if type(key) is int else _NAME_CHARACTERS
 
@@ -238,7 +238,7 @@ def _own_size(container: Any) -> tuple[int, int]:
 
 
 def _is_text(key: object) -> bool:
-    return type(key) is str
+    return type(key) in {str, bytes}
 
 
 def _children(container: object) -> Iterator[tuple[object, object]]:
