@@ -45,22 +45,31 @@ def test_a_dtype_has_one_meaning_everywhere(file: str, dtype: Any) -> None:
     assert cast["weight"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda dtype: sluice.load_into(Net(), "m.pth", dtype=dtype),
-        lambda dtype: sluice.plan(Net(), "m.pth", dtype=dtype),
-        lambda dtype: sluice.load_state_dict("m.pth", dtype=dtype),
-        lambda dtype: sluice.save(Net(), "new.pth", dtype=dtype),
-        lambda dtype: sluice.convert("m.pth", "new.pth", dtype=dtype),
-        lambda dtype: sluice.open("m.pth")["weight"].read(dtype=dtype),
-        lambda dtype: sluice.rules.cast("*", dtype),
-        lambda dtype: sluice.hf.from_pretrained(".", dtype=dtype),
-    ],
-)
+#: Every function whose ``dtype=`` applies to floating-point tensors.
+CASTS: list[Callable[[Any], object]] = [
+    lambda dtype: sluice.load_into(Net(), "m.pth", dtype=dtype),
+    lambda dtype: sluice.plan(Net(), "m.pth", dtype=dtype),
+    lambda dtype: sluice.plan(None, "m.pth", dtype=dtype),
+    lambda dtype: sluice.load_state_dict("m.pth", dtype=dtype),
+    lambda dtype: sluice.save(Net(), "new.pth", dtype=dtype),
+    lambda dtype: sluice.convert("m.pth", "new.pth", dtype=dtype),
+    lambda dtype: sluice.open("m.pth")["weight"].read(dtype=dtype),
+    lambda dtype: sluice.hf.from_pretrained(".", dtype=dtype),
+]
+
+
+@pytest.mark.parametrize("call", [*CASTS, lambda dtype: sluice.rules.cast("*", dtype)])
 def test_every_function_refuses_a_wrong_dtype_with_the_list(file: str, call: Callable[[Any], object]) -> None:
     with pytest.raises(ValueError, match=r"dtype 'bf61' is not one of .*bfloat16 \(bf16, BF16\)"):
         call("bf61")
+    assert os.listdir() == ["m.pth"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "complex64", torch.int8])
+@pytest.mark.parametrize("call", CASTS)
+def test_weights_are_cast_to_floating_point_only(file: str, call: Callable[[Any], object], dtype: Any) -> None:
+    with pytest.raises(ValueError, match=rf"dtype {dtype!r} is not one of the floating-point dtypes auto .*bfloat16"):
+        call(dtype)
     assert os.listdir() == ["m.pth"]
 
 
@@ -122,7 +131,7 @@ def test_limits_are_checked_when_they_are_written() -> None:
         ("page_cache", "no", ValueError, "page_cache='no' is not one of 'auto', 'keep', 'bypass'"),
         ("device", "gpu", ValueError, "'gpu' cannot be used: torch has no such kind of device; this machine has cpu"),
         ("device", 1.5, TypeError, "device= is a float; write 'cpu', 'cuda:0'"),
-        ("device", "meta", ValueError, "holds no weights"),
+        ("device", "meta", ValueError, "cannot hold weights"),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_refused_with_the_accepted_forms(

@@ -41,11 +41,11 @@ def dtype_argument(dtype: DType | None, *, auto_is_none: bool = False) -> str | 
         auto_is_none: Whether None is returned for ``"auto"``, because both mean the dtypes of the checkpoint.
 
     Raises:
-        ValueError: It is not a dtype.
+        ValueError: It is not a floating-point dtype. A cast of weights to integers would make most of them zero.
     """
     if dtype is None:
         return None
-    name = parse_dtype(dtype)
+    name = parse_dtype(dtype, floats_only=True)
     if name == "auto":
         return None if auto_is_none else name
     if isinstance(dtype, str):
