@@ -15,6 +15,13 @@ from sluice.sources.remote_names import download_advice, missing_advice
     [
         ("https://huggingface.co/org/name", "huggingface_hub.snapshot_download('org/name')"),
         ("https://huggingface.co/org/name/tree/main", "huggingface_hub.snapshot_download('org/name')"),
+        ("https://huggingface.co/gpt2", "huggingface_hub.snapshot_download('gpt2')"),
+        ("https://huggingface.co/gpt2/tree/main", "huggingface_hub.snapshot_download('gpt2')"),
+        (
+            "https://huggingface.co/gpt2/resolve/main/model.safetensors",
+            "huggingface_hub.hf_hub_download('gpt2', 'model.safetensors')",
+        ),
+        ("hf://gpt2", "huggingface_hub.snapshot_download('gpt2')"),
         ("hf://org/name", "huggingface_hub.snapshot_download('org/name')"),
         (
             "https://huggingface.co/org/name/resolve/main/sub/m.bin?download=true",

@@ -19,7 +19,7 @@ _DOWNLOAD = "Download the checkpoint first and pass its local path."
 #: Page or file of a model on the hub, and the scheme of its file system.
 _HUB_URL = re.compile(
     r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/|api/)|hf://(?:models/)?)"
-    r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?:resolve|blob|tree|raw)/[^/]+)?/?(?P<file>[^?#]*)"
+    r"(?P<repository>[\w.-]+(?:/(?!(?:resolve|blob|tree|raw)/)[\w.-]+)?)(?:/(?:resolve|blob|tree|raw)/[^/]+)?/?(?P<file>[^?#]*)"
 )
 
 #: Identifier of a repository: a name, or an organization and a name. Paths of files have a suffix.
