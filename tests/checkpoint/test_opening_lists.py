@@ -52,9 +52,21 @@ def test_common_names_are_an_error(shards: list[Path], tmp_path: Path) -> None:
     assert caught.value.advice.startswith("These are not the parts of one checkpoint")
 
 
-def test_missing_files_are_listed(shards: list[Path]) -> None:
-    with pytest.raises(sluice.IncompleteCheckpointError, match=r"missing files \(2\):\n.*'x'\n.*'y'"):
+def test_missing_files_are_missing_files(shards: list[Path]) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^x: 2 files of the list do not exist: x, y\."):
         sluice.open(["x", *shards, "y"])
+    with pytest.raises(
+        sluice.MissingFileError, match=r"^.*on\.safetensors: the file does not exist\. Did you mean"
+    ) as one:
+        sluice.load_state_dict([shards[1], shards[0].with_name("on.safetensors")])
+    assert one.value.file == str(shards[0].with_name("on.safetensors"))
+
+
+def test_a_list_of_files_has_neither_directories_nor_urls(shards: list[Path]) -> None:
+    with pytest.raises(sluice.UnsupportedError, match=r"Name files, or pass the directory alone\."):
+        sluice.open([shards[0].parent, shards[1]])
+    with pytest.raises(sluice.UnsupportedError, match="remote sources are not supported yet"):
+        sluice.open([shards[0], "https://huggingface.co/gpt2/resolve/main/model.safetensors"])
 
 
 @pytest.mark.parametrize(

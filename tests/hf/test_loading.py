@@ -302,7 +302,7 @@ def test_the_configuration_is_bounded(transformers: Any, tmp_path: Path) -> None
         ("config.json", '{"model_type": 7}', sluice.UnsupportedError),
         ("config.json", '{"model_type": "no-such-model"}', sluice.UnsupportedError),
         ("adapter_config.json", "{}", sluice.UnsupportedError),
-        ("other.json", "{}", sluice.ReadError),
+        ("other.json", "{}", sluice.MissingFileError),
     ],
 )
 def test_directories_that_hold_no_model(
@@ -311,6 +311,19 @@ def test_directories_that_hold_no_model(
     (tmp_path / name).write_text(text, encoding="utf-8")
     with pytest.raises(kind):
         sluice.hf.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("directory", "kind", "message"),
+    [
+        ("no-such-organization/model", FileNotFoundError, r"the directory does not exist\. .*snapshot_download"),
+        ("https://huggingface.co/gpt2", sluice.UnsupportedError, r"remote sources are .*snapshot_download\('gpt2'\)"),
+        (__file__, sluice.ReadError, r"not a local directory with a config\.json\. .*load_into loads"),
+    ],
+)
+def test_what_is_no_directory(transformers: Any, directory: str, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        sluice.hf.from_pretrained(directory)
 
 
 def test_a_conversion_that_computes_is_refused_by_name(

@@ -21,7 +21,7 @@ from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, index_layo
 from sluice.formats.detection import detect
 from sluice.records import Index
 from sluice.records.bulk import collector_paused
-from sluice.sources.opening import open_directory, open_source, parent_directory
+from sluice.sources.opening import check_listed, open_directory, open_source, parent_directory
 from sluice.sources.protocol import Source
 from sluice.sources.read_ahead import ReadAhead
 from sluice.sources.section import Section
@@ -65,10 +65,15 @@ def open_list(
     """Open files that are one checkpoint together; returns and raises as ``open_path`` does.
 
     The files hold state dicts without common names. A list of one path is the same as the path.
+
+    Raises:
+        MissingFileError: There is nothing at some of the paths.
     """
     if len(paths) == 1:
         return open_path(paths[0], limits, encoding)
-    return open_layout(listed_layout(paths, limits), limits, encoding)
+    layout = listed_layout(paths, limits)
+    check_listed(paths)
+    return open_layout(layout, limits, encoding)
 
 
 def _open_file(source: Source, limits: Limits, encoding: str) -> OpenFile:

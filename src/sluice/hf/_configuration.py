@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from sluice._dtypes import torch_dtype
-from sluice._errors import FormatError, LimitError, ReadError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, LimitError, MissingFileError, ReadError, UnsupportedError
 from sluice._options import Limits
 from sluice.records import Entry
-from sluice.sources.remote_names import download_advice, is_url, missing_advice, without_credentials
+from sluice.sources.opening import refuse_url
+from sluice.sources.remote_names import missing_advice
 
 __all__ = ["class_and_config", "settle_dtype"]
 
@@ -76,20 +77,18 @@ def _check_directory(path: str, limits: Limits) -> None:
     """Check that the path is a model directory.
 
     Raises:
-        ReadError: It is not a directory with a configuration.
+        MissingFileError: There is no such directory, or it has no configuration.
+        ReadError: It is not a directory, or the configuration cannot be read.
         FormatError: The configuration is not a JSON object.
         LimitError: The configuration exceeds ``limits.header_bytes``.
-        UnsupportedError: The directory holds an adapter.
+        UnsupportedError: The directory holds an adapter, or the path is a URL.
     """
+    refuse_url(path)
     name = os.path.join(path, "config.json")
     if not os.path.isfile(name):  # excludes FIFOs, whose read would block
         if os.path.exists(os.path.join(path, "adapter_config.json")):
             raise UnsupportedError("the directory holds an adapter, not a model", file=path)
-        if os.path.isdir(path):
-            advice = "A directory that save_pretrained wrote has one; sluice.load_into loads weights without it."
-        else:
-            advice = download_advice(path) if is_url(path) else missing_advice(path)
-        raise ReadError("not a local directory with a config.json", file=without_credentials(path), advice=advice)
+        raise _no_configuration(path, name)
     try:
         if (nbytes := os.stat(name).st_size) > limits.header_bytes:
             raise LimitError("config.json is too large", file=path, expected=limits.header_bytes, found=nbytes)
@@ -103,6 +102,17 @@ def _check_directory(path: str, limits: Limits) -> None:
         raise FormatError(f"config.json is not JSON: {error}", file=path) from error
     if not isinstance(values, dict):
         raise FormatError("config.json is not a JSON object", file=path, found=type(values).__name__)
+
+
+def _no_configuration(path: str, name: str) -> CheckpointError | ReadError:
+    """Return the error for a path that is not a model directory; ``name`` is that of its configuration."""
+    if not os.path.lexists(path):
+        return MissingFileError("the directory does not exist", file=path, advice=missing_advice(path))
+    if os.path.isdir(path) and not os.path.lexists(name):
+        advice = "A directory that save_pretrained wrote has one; sluice.load_into loads weights without it."
+        return MissingFileError("the directory has no config.json", file=name, advice=advice)
+    advice = "Pass a directory that save_pretrained wrote; sluice.load_into loads weights from a file."
+    return ReadError("not a local directory with a config.json", file=path, advice=advice)
 
 
 def _named_class(library: Any, config: Any, path: str) -> type:

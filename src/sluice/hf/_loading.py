@@ -97,6 +97,7 @@ def from_pretrained(
         ImportError: transformers is not installed, or its version is not supported.
         UnsupportedError: The architecture or a required feature is not supported; the message names it.
         MismatchError: Checkpoint and model disagree; every reason is listed.
+        MissingFileError: The directory does not exist, or has no ``config.json``.
         CheckpointError: A file is damaged or unsafe.
         BudgetError: The memory limits cannot be kept; nothing was read.
         ReadError: The directory or a file cannot be read.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO, TypeAlias
 
 from sluice._errors import MissingFileError, UnsupportedError
-from sluice._messages import type_of
+from sluice._messages import first_names, type_of
 from sluice.sources.directory import Directory, LocalDirectory
 from sluice.sources.file_objects import local_path
 from sluice.sources.local import LocalFile
@@ -18,10 +18,12 @@ from sluice.sources.remote_names import download_advice, is_url, missing_advice,
 
 __all__ = [
     "SourceLocation",
+    "check_listed",
     "open_directory",
     "open_source",
     "parent_directory",
     "path_list",
+    "refuse_url",
     "source_path",
     "stream_source",
 ]
@@ -55,6 +57,33 @@ def path_list(where: Sequence[object]) -> list[str]:
     return paths
 
 
+def check_listed(paths: Sequence[str]) -> None:
+    """Check that the paths of a list can be files. What else is wrong with a file, its opening says.
+
+    Raises:
+        MissingFileError: There is nothing at some of them.
+        UnsupportedError: One is a directory, or a URL.
+    """
+    missing = []
+    for path in paths:
+        refuse_url(path)
+        if os.path.isdir(path):
+            problem = "the list names a directory among files"
+            raise UnsupportedError(problem, file=path, advice="Name files, or pass the directory alone.")
+        try:
+            os.stat(path)
+        except FileNotFoundError:
+            missing.append(path)
+        except (OSError, ValueError):  # the error of opening it says more
+            pass
+    if missing:
+        advice = missing_advice(missing[0])
+        if len(missing) == 1:
+            raise MissingFileError("the file does not exist", file=missing[0], advice=advice)
+        problem = f"{len(missing)} files of the list do not exist: {first_names(missing)}"
+        raise MissingFileError(problem, file=missing[0], advice=advice)
+
+
 def open_source(where: SourceLocation) -> Source:
     """Return the source at a path, or the file of a file object; no data is read.
 
@@ -71,7 +100,7 @@ def open_source(where: SourceLocation) -> Source:
     path = source_path(where)
     if not path:
         raise MissingFileError("the path is empty", advice="Pass the path of a file or a directory.")
-    _refuse_url(path)
+    refuse_url(path)
     try:
         return LocalFile(path)
     except MissingFileError as error:
@@ -105,7 +134,7 @@ def open_directory(where: str | os.PathLike[str]) -> Directory | None:
     path = source_path(where)
     if os.path.isdir(path):
         return LocalDirectory(path)
-    _refuse_url(path)
+    refuse_url(path)
     return None
 
 
@@ -115,8 +144,12 @@ def parent_directory(path: str) -> tuple[Directory, str]:
     return LocalDirectory(directory), name
 
 
-def _refuse_url(path: str) -> None:
-    """Refuse a URL, unless a local file or directory has that name."""
+def refuse_url(path: str) -> None:
+    """Refuse a URL, unless a local file or directory has that name.
+
+    Raises:
+        UnsupportedError: It is a URL: remote sources are not supported yet.
+    """
     if is_url(path) and not os.path.lexists(path):
         raise UnsupportedError(
             "remote sources are not supported yet", file=without_credentials(path), advice=download_advice(path)
