@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,12 @@ def test_limits_are_checked_when_they_are_written() -> None:
         ("rename", "a=b", TypeError, "rename= is a str in a wrong form; write {'old': 'new'}"),
         ("rename", ["a", "b"], TypeError, "rename= is a list in a wrong form"),
         ("rename", {1: 2}, TypeError, "rename= is a dict in a wrong form"),
+        ("rename", [(3, "up")], TypeError, "rename= is a list in a wrong form"),
+        ("rename", [(re.compile(b"a"), "up")], TypeError, "rename= is a list in a wrong form"),
+        ("rename", [("(", "up")], ValueError, "rename=: '(' is not a regular expression: missing ), unterminated"),
+        ("rename", [("a{99999999999}", "up")], ValueError, "rename=: 'a{99999999999}' is not a regular expression"),
+        ("rename", [("w(.*)", r"v\2")], ValueError, r"rename=: the replacement 'v\\2' does not fit 'w(.*)': inv"),
+        ("rename", [("w(.*)", r"\g<n>")], ValueError, r"rename=: the replacement '\\g<n>' does not fit 'w(.*)'"),
         ("rules", sluice.rules.drop("bias"), TypeError, "rules= is a DropRule; write a list"),
         ("rules", {"a": "b"}, TypeError, "rename= for a mapping"),
         ("rules", "a", TypeError, "rules= is a str"),

@@ -8,8 +8,9 @@ objects of torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._errors import UnsupportedError
@@ -142,7 +143,7 @@ def check_load(
 
     Raises:
         TypeError: One has a wrong type.
-        ValueError: ``place`` or ``page_cache`` is not one of its choices.
+        ValueError: ``place`` or ``page_cache`` is not one of its choices, or a pattern is not a regular expression.
     """
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key= is {type_of(key)}; write a text such as 'model_state_dict' or 'ema.model'")
@@ -179,10 +180,22 @@ def _check_rename(rename: object) -> None:
             f"rename= is {type_of(rename)} in a wrong form; write {{'old': 'new'}}, "
             "[('regular expression', 'replacement')], or a function of a name"
         )
+    if not isinstance(rename, Mapping):
+        for pattern, _ in cast("Sequence[tuple[str | re.Pattern[str], str]]", rename):
+            _check_regex(pattern)
 
 
 def _is_pair(pair: object) -> bool:
-    return isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], str)
+    if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], str)):
+        return False
+    return isinstance(pair[0].pattern if isinstance(pair[0], re.Pattern) else pair[0], str)
+
+
+def _check_regex(pattern: str | re.Pattern[str]) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"rename=: {pattern!r} is not a regular expression: {error}") from None
 
 
 def check_plan_without_model(

@@ -44,6 +44,7 @@ def renamed(name: str, rename: Rename) -> str | None:
 
     Raises:
         TypeError: A function returns neither a name nor None.
+        ValueError: A replacement names a group that its regular expression does not have.
     """
     if isinstance(rename, Mapping):
         return rename.get(name, name)
@@ -53,5 +54,9 @@ def renamed(name: str, rename: Rename) -> str | None:
             raise TypeError(f"rename must return a name or None, not {type(new).__name__}")
         return new
     for pattern, replacement in rename:
-        name = re.sub(pattern, replacement, name)
+        try:
+            name = re.sub(pattern, replacement, name)
+        except (re.error, IndexError) as error:
+            text = pattern.pattern if isinstance(pattern, re.Pattern) else pattern
+            raise ValueError(f"rename=: the replacement {replacement!r} does not fit {text!r}: {error}") from None
     return name
