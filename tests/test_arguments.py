@@ -156,8 +156,10 @@ def test_several_devices_need_a_model(file: str) -> None:
         sluice.load_state_dict(file, device="auto")
     with pytest.raises(TypeError, match="several devices need a model"):
         sluice.load_state_dict(file, device={"": "cpu"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"need a model: rename=, strict=, place=, device=$"):
-        sluice.plan(None, file, rename={}, strict=False, place="map", device="auto")
+    with pytest.raises(ValueError, match=r"need a model: strict=, place=, device=$"):
+        sluice.plan(None, file, strict=False, place="map", device="auto")
+    with pytest.raises(ValueError, match=r"need a model: rename=; without one, write rules=\[sluice\.rules\.rename\("):
+        sluice.plan(None, file, rename={})
     assert sluice.load_state_dict(file, device=None)["weight"].device.type == "cpu"
 
 

@@ -44,6 +44,10 @@ def test_signatures_are_explicit(verb: Callable[..., Any]) -> None:
         (sluice.load_into, "max_memory", r"MemoryLimits\(host"),
         (sluice.load_state_dict, "strict", "only load_into and plan"),
         (sluice.load_state_dict, "mmap", "its arguments are source"),  # it has no place=
+        (sluice.load_state_dict, "rename", r"rules=\[sluice\.rules\.rename\('old\.\*\*', 'new\.\*\*'\)\]$"),
+        (sluice.open, "rename", "its arguments are source"),  # it has no rules=
+        (sluice.diff, "key_a", "use key=$"),
+        (sluice.diff, "key_b", "use other_key=$"),
         (sluice.open, "mode", "opened for reading"),
         (sluice.convert, "exist_ok", "use overwrite="),
         (sluice.hf.from_pretrained, "revision", "snapshot_download"),

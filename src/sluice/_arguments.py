@@ -34,6 +34,9 @@ __all__ = [
 ]
 
 
+_RENAMING_RULE = "rules=[sluice.rules.rename('old.**', 'new.**')]"
+
+
 def dtype_argument(dtype: DType | None, *, auto_is_none: bool = False) -> str | None:
     """Return the name of a ``dtype`` argument, ``"auto"`` or None.
 
@@ -156,8 +159,7 @@ def check_load(
     _check_rename(rename)
     if not isinstance(rules, Sequence) or isinstance(rules, (str, bytes)):
         raise TypeError(
-            f"rules= is {type_of(rules)}; write a list, rules=[sluice.rules.rename('old.**', 'new.**')], "
-            "or rename= for a mapping of names"
+            f"rules= is {type_of(rules)}; write a list, {_RENAMING_RULE}, or rename= for a mapping of names"
         )
     _check_choice("place", place, get_args(Place))
     _check_choice("page_cache", page_cache, get_args(PageCache))
@@ -215,7 +217,8 @@ def check_plan_without_model(
         "device": several,
     }
     if wrong := [f"{name}=" for name, is_given in given.items() if is_given]:
-        raise ValueError(f"plan(None, source): these arguments need a model: {', '.join(wrong)}")
+        instead = f"; without one, write {_RENAMING_RULE}" if rename is not None else ""
+        raise ValueError(f"plan(None, source): these arguments need a model: {', '.join(wrong)}{instead}")
 
 
 def check_save(metadata: object, chosen: str) -> None:

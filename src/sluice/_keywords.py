@@ -79,6 +79,10 @@ _HINTS: dict[str, tuple[tuple[str, ...], str]] = {
     "variant": ((), f"{_NOT_NEEDED}pass the path of the file to choose it"),
     "subfolder": ((), f"{_NOT_NEEDED}pass the path of the subfolder"),
     **dict.fromkeys(("revision", "token", "cache_dir", "local_files_only", "force_download"), ((), _LOCAL)),
+    # arguments of other functions of sluice, and options of its command line
+    "rename": (("rules",), "rules=[sluice.rules.rename('old.**', 'new.**')]"),
+    "key_a": (("key",), ""),
+    "key_b": (("other_key",), ""),
     # usual words
     "path": (("source", "directory"), ""),
     "file": (("source", "path"), ""),
