@@ -121,6 +121,8 @@ def test_limits_are_checked_when_they_are_written() -> None:
         ("limits", "2GiB", TypeError, "limits= is a str, not sluice.Limits"),
         ("key", ["model"], TypeError, "key= is a list; write a text"),
         ("strict", "false", TypeError, "strict= is a str, not True or False"),
+        ("allow_empty", "no", TypeError, "allow_empty= is a str, not True or False"),
+        ("allow_empty", True, ValueError, "allow_empty=True needs strict=False"),
         ("progress", "yes", TypeError, "progress= is a str, not True, False"),
         ("rename", "a=b", TypeError, "rename= is a str in a wrong form; write {'old': 'new'}"),
         ("rename", ["a", "b"], TypeError, "rename= is a list in a wrong form"),
@@ -156,6 +158,8 @@ def test_several_devices_need_a_model(file: str) -> None:
         sluice.load_state_dict(file, device="auto")
     with pytest.raises(TypeError, match="several devices need a model"):
         sluice.load_state_dict(file, device={"": "cpu"})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"need a model: allow_empty=$"):
+        sluice.plan(None, file, allow_empty=True)
     with pytest.raises(ValueError, match=r"need a model: strict=, place=, device=$"):
         sluice.plan(None, file, strict=False, place="map", device="auto")
     with pytest.raises(ValueError, match=r"need a model: rename=; without one, write rules=\[sluice\.rules\.rename\("):
@@ -198,6 +202,7 @@ def optimizer() -> torch.optim.Optimizer:
         (lambda: untyped.save(Net(), io.BytesIO()), "path is a BytesIO; pass the path of a file"),
         (lambda: untyped.convert("m.pth", 3), "destination is an int; write a path"),
         (lambda: untyped.save(Net(), "new.safetensors", metadata="x"), "metadata= is a str; write a dict"),
+        (lambda: untyped.verify("m.pth", manifest=b"x"), "manifest is bytes; pass os.fsdecode"),
         (lambda: untyped.diff("m.pth", "m.pth", rtol="x"), "rtol= is a str, not a number"),
     ],
 )  # fmt: skip
@@ -220,6 +225,12 @@ def test_a_scheduler_is_not_an_optimizer(file: str) -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer())
     with pytest.raises(TypeError, match="optimizer is a scheduler; pass"):
         sluice.load_optimizer(scheduler, file)  # type: ignore[arg-type]
+
+
+def test_a_manifest_is_not_on_the_hub(file: str) -> None:
+    with pytest.raises(sluice.MissingFileError) as caught:
+        sluice.verify(file, manifest="hashes/manifest")
+    assert caught.value.advice == "There is no directory 'hashes'."
 
 
 def test_a_tilde_is_the_home_directory(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,6 +138,7 @@ def check_load(
     rename: object = None,
     rules: object = (),
     strict: object = True,
+    allow_empty: object = False,
     place: object = "copy",
     page_cache: object = "auto",
     progress: object = False,
@@ -146,14 +147,18 @@ def check_load(
 
     Raises:
         TypeError: One has a wrong type.
-        ValueError: ``place`` or ``page_cache`` is not one of its choices, or a pattern is not a regular expression.
+        ValueError: ``allow_empty`` is given without ``strict=False``, ``place`` or ``page_cache`` is not one of its
+            choices, or a pattern is not a regular expression.
     """
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key= is {type_of(key)}; write a text such as 'model_state_dict' or 'ema.model'")
     if limits is not None and not isinstance(limits, Limits):
         raise TypeError(f"limits= is {type_of(limits)}, not sluice.Limits; it bounds files, and memory= memory")
-    if not isinstance(strict, bool):
-        raise TypeError(f"strict= is {type_of(strict)}, not True or False")
+    for name, value in (("strict", strict), ("allow_empty", allow_empty)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}= is {type_of(value)}, not True or False")
+    if allow_empty and strict:
+        raise ValueError("allow_empty=True needs strict=False: with strict=True every missing name is an error")
     if not (isinstance(progress, bool) or callable(progress)):
         raise TypeError(f"progress= is {type_of(progress)}, not True, False or a function of a ProgressEvent")
     _check_rename(rename)

@@ -81,8 +81,6 @@ def test_nothing_can_be_allowed_by_name(other: Path) -> None:
     report = sluice.load_into(built, other, strict=False, allow_empty=True)
     assert (report.loaded, report.loaded_bytes, report.tensors) == (0, 0, 4)
     assert not any(tensor.is_meta for tensor in built.state_dict().values())
-    with pytest.raises(sluice.MismatchError):  # strict still counts
-        sluice.load_into(Net(), other, allow_empty=True)
 
 
 def test_a_part_of_a_model_counts(tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ def test_what_to_check_about_a_missing_path(tmp_path: Path, monkeypatch: pytest.
     assert hub.format("openai-community/gpt2") in missing_advice("openai-community/gpt2")
     assert hub.format("Qwen/Qwen2.5-0.5B") in missing_advice("Qwen/Qwen2.5-0.5B")
     assert hub.format("gpt2") in missing_advice("gpt2")
+    assert missing_advice("runs/manifest", checkpoint=False) == "There is no directory 'runs'."
+    assert missing_advice("manifest", checkpoint=False).startswith("Check the path;")
     assert missing_advice("runs/model.pt") == "There is no directory 'runs'."
     assert missing_advice("model-1.pht") == "Did you mean 'model-1.pth'?"
     assert missing_advice("model-*.pth").startswith("It is a pattern, which 2 names match: pass a list, sorted(glob")

@@ -114,6 +114,7 @@ def load_into(
         rename=rename,
         rules=rules,
         strict=strict,
+        allow_empty=allow_empty,
         place=place,
         page_cache=page_cache,
         progress=progress,

@@ -94,7 +94,18 @@ def plan(
         ...
     """
     check_model(model, source, "plan(model, source)", optional=True)
-    check_load(key=key, limits=limits, rename=rename, rules=rules, strict=strict, place=place, page_cache=page_cache)
+    if model is None:
+        check_plan_without_model(rename=rename, strict=strict, allow_empty=allow_empty, place=place, device=device)
+    check_load(
+        key=key,
+        limits=limits,
+        rename=rename,
+        rules=rules,
+        strict=strict,
+        allow_empty=allow_empty,
+        place=place,
+        page_cache=page_cache,
+    )
     options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
     request: LoadRequest
     if model is not None:
@@ -110,7 +121,6 @@ def plan(
             options=options,
         )
     else:
-        check_plan_without_model(rename=rename, strict=strict, allow_empty=allow_empty, place=place, device=device)
         own_dtype = dtype_argument(dtype, auto_is_none=True)
         one = "cpu" if device is None else cast("str | torch.device", device)
         request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)

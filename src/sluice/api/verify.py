@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from sluice._arguments import check_load
+from sluice._arguments import check_load, path_argument
 from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits
 from sluice._progress import Progress
@@ -70,7 +70,7 @@ def verify(
     return verify_checkpoint(
         source,
         key=key,
-        manifest=manifest,
+        manifest=None if manifest is None else path_argument(manifest, "manifest"),
         hashes=hashes,
         nan=nan,
         limits=limits,

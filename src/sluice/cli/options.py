@@ -28,6 +28,7 @@ __all__ = [
     "allow_empty_option",
     "build_model",
     "changes_of",
+    "check_allow_empty",
     "check_device",
     "check_dtype",
     "dtype_option",
@@ -260,6 +261,17 @@ no_strict_option = click.option("--no-strict", is_flag=True, help="Allow missing
 allow_empty_option = click.option(
     "--allow-empty", is_flag=True, help="With --no-strict, allow that no tensor of the model is in the checkpoint."
 )
+
+
+def check_allow_empty(*, allow_empty: bool, no_strict: bool) -> None:
+    """Refuse ``--allow-empty`` where it has no effect.
+
+    Raises:
+        click.UsageError: ``--no-strict`` is missing.
+    """
+    if allow_empty and not no_strict:
+        raise click.UsageError("--allow-empty needs --no-strict: without it every missing name is an error")
+
 
 place_option = click.option(
     "--place",

@@ -24,11 +24,12 @@ from typing import Literal, Protocol, cast, get_args
 
 from msgspec import Struct, structs
 
-from sluice._errors import CheckpointError, FormatError, LimitError, UnsupportedError
+from sluice._errors import CheckpointError, FormatError, LimitError, MissingFileError, UnsupportedError
 from sluice._options import Limits
 from sluice._strict_json import kind_of, parse_strict_json
 from sluice.records.bulk import collector_paused
 from sluice.sources.opening import open_source
+from sluice.sources.remote_names import missing_advice
 
 __all__ = ["HashAlgorithm", "Hasher", "Manifest", "TensorHash", "new_hash", "read_manifest"]
 
@@ -115,7 +116,12 @@ def read_manifest(path: str, limits: Limits) -> Manifest:
         CheckpointError: It does not exist, or is not a manifest.
         ReadError: The operating system failed a read.
     """
-    with closing(open_source(path)) as source:
+    try:
+        opened = open_source(path)
+    except MissingFileError as error:
+        error.advice = missing_advice(path, checkpoint=False)
+        raise
+    with closing(opened) as source:
         nbytes = source.identity.nbytes
         if nbytes > limits.header_bytes:
             expected = f"at most {limits.header_bytes} bytes (header_bytes)"

@@ -107,7 +107,14 @@ def from_pretrained(
     """
     started = time.perf_counter()
     library = find_library()
-    check_load(limits=limits, strict=strict, place=place, page_cache=page_cache, progress=progress)
+    check_load(
+        limits=limits,
+        strict=strict,
+        allow_empty=allow_empty,
+        place=place,
+        page_cache=page_cache,
+        progress=progress,
+    )
     path = path_argument(directory, "directory")
     if (named := parse_dtype(dtype, floats_only=True)) != "auto":
         dtype = torch_dtype(named)

@@ -74,18 +74,24 @@ def download_advice(url: str) -> str:
     return f"{_DOWNLOAD} {command} does that." if command else _DOWNLOAD
 
 
-def missing_advice(path: str) -> str:
-    """Return what to check about a path at which there is nothing."""
+def missing_advice(path: str, *, checkpoint: bool = True) -> str:
+    """Return what to check about a path at which there is nothing.
+
+    Args:
+        path: The path.
+        checkpoint: Whether it should be that of a checkpoint, which the hub may have.
+    """
+    may_be_on_hub = checkpoint and _HUB_ID.fullmatch(path) is not None
     parent, name = os.path.split(path)
     if any(letter in name for letter in "*?[") and (found := _matches(path)):
         return f"It is a pattern, which {found} match: pass a list, sorted(glob.glob({path!r}))."
     if parent and not os.path.isdir(parent):
-        if _HUB_ID.fullmatch(path) and not name.endswith(_FILE_SUFFIXES):
+        if may_be_on_hub and not name.endswith(_FILE_SUFFIXES):
             return f"If it names a model of the Hugging Face Hub: {_snapshot(path)}"
         return f"There is no directory {parent!r}."
     if (close := _closest(parent or ".", name)) is not None:
         return f"Did you mean {os.path.join(parent, close)!r}?"
-    if not parent and _HUB_ID.fullmatch(path):
+    if not parent and may_be_on_hub:
         return f"If it names a model of the Hugging Face Hub: {_snapshot(path)}"
     return "Check the path." if os.path.isabs(path) else f"Check the path; the current directory is {os.getcwd()!r}."
 

@@ -71,6 +71,9 @@ def test_load_and_plan_refuse_to_load_nothing(directory: Path) -> None:
         allowed = run_command(*options, "--allow-empty")
         assert allowed.exit_code == 0, allowed.stderr
         assert "0 of 3 tensors of the model from else.pth" in allowed.stdout
+        strict = run_command(command, "else.pth", "--model", "cli_model:Net", "--allow-empty")
+        assert strict.exit_code == 2
+        assert "--allow-empty needs --no-strict" in strict.stderr
 
 
 def test_load_can_map_the_file(directory: Path) -> None:

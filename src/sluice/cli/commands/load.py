@@ -13,6 +13,7 @@ from sluice.cli.options import (
     allow_empty_option,
     build_model,
     changes_of,
+    check_allow_empty,
     check_device,
     check_dtype,
     dtype_option,
@@ -104,6 +105,7 @@ def load_command(
     """
     arguments, named = parse_arguments(model_args)
     build = find_factory(factory)
+    check_allow_empty(allow_empty=allow_empty, no_strict=no_strict)
     rules = changes_of(renames, regexes, rule_lists)
     check_device(device)
     finished = check_dtype(dtype)

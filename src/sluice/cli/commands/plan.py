@@ -13,6 +13,7 @@ from sluice.cli.options import (
     allow_empty_option,
     build_model,
     changes_of,
+    check_allow_empty,
     check_device,
     check_dtype,
     dtype_option,
@@ -110,6 +111,7 @@ def plan_command(
     """
     if factory is None and (model_args is not None or no_strict or allow_empty or place != "copy" or device == "auto"):
         raise click.UsageError("--model-args, --no-strict, --allow-empty, --place and --device auto need --model")
+    check_allow_empty(allow_empty=allow_empty, no_strict=no_strict)
     rules = changes_of(renames, regexes, rule_lists)
     check_device(device)
     report = sluice.plan(
