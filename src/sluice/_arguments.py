@@ -318,6 +318,8 @@ def _what_instead(argument: str, value: object, other: object, wanted: type) -> 
         return f"{argument} is {type_of(value)}, not an instance; {build}{_UNDER_EMPTY_INIT[argument]}"
     if isinstance(value, Mapping):
         return f"{argument} is {type_of(value)}, not a {wanted.__name__}; {_FROM_MAPPING[argument]}"
+    if value is None and argument == "model":
+        return "model is None, not a torch.nn.Module; load_state_dict(source) loads without a model"
     if callable(value):
         return f"{argument} is a function; call it and pass what it returns{_UNDER_EMPTY_INIT[argument]}"
     return f"{argument} is {type_of(value)}, not a torch.{wanted.__module__.split('.')[1]}.{wanted.__name__}"

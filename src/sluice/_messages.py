@@ -17,8 +17,8 @@ SHOWN = 20
 _NAMES_SHOWN = 8
 
 _ALLOW_EMPTY = (
-    "strict=False accepts some missing names, not all of them: pass key= or rename=, or allow_empty=True "
-    "(--allow-empty) if the model may stay unchanged"
+    "strict=False accepts some missing names, not all of them: pass key= (--key) or rename= (--rename), or "
+    "allow_empty=True (--allow-empty) if the model may stay unchanged"
 )
 
 Shape = tuple[int, ...]
@@ -75,7 +75,7 @@ class Findings(Struct, kw_only=True):
                 [f"{_with_shape(repr(name), shape)}{self._origin(name)}" for name, shape in unexpected[:SHOWN]],
                 unexpected,
             ),
-            section("choose one with key=", self.candidates, self.candidates) if self.none_of else "",
+            section("choose one with key= (--key)", self.candidates, self.candidates) if self.none_of else "",
             section(
                 "of a different shape",
                 [f"{_describe_shapes(*each)}{self._origin(each[0])}" for each in self.shapes[:SHOWN]],
