@@ -16,6 +16,7 @@ from typing import BinaryIO, Self, TypeAlias, cast
 from msgspec.structs import replace
 
 from sluice._errors import CheckpointError
+from sluice._messages import type_of
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.merging import OpenFile
 from sluice.checkpoint.opening import open_list, open_path, open_section
@@ -211,11 +212,18 @@ def _part(tree: object, key: str, path: str) -> object:
 
 
 def check_encoding(encoding: str) -> str:
-    """Return an encoding of text; raise ``ValueError`` if Python does not know it."""
+    """Return the name of an encoding.
+
+    Raises:
+        ValueError: Python has no encoding of text with this name.
+        TypeError: It is not a text.
+    """
+    if not isinstance(encoding, str):
+        raise TypeError(f"encoding= is {type_of(encoding)}; write a text such as 'latin1', or 'bytes'")
     if encoding != BYTES:
         try:
             " ".encode(encoding)
-        except LookupError:
+        except (LookupError, ValueError):  # a null character, and the encoding 'undefined', which encodes nothing
             expected = "'utf-8', 'latin1', 'ascii', another encoding that Python knows, or 'bytes'"
             raise ValueError(f"encoding: {encoding!r} is not an encoding of text; expected {expected}") from None
     return encoding
