@@ -17,8 +17,8 @@ SHOWN = 20
 _NAMES_SHOWN = 8
 
 _ALLOW_EMPTY = (
-    "strict=False accepts some missing names, not all of them: pass key= (--key) or rename= (--rename), or "
-    "allow_empty=True (--allow-empty) if the model may stay unchanged"
+    "some names may be missing, not all of them: pass key= (--key) or rename= (--rename), or allow_empty=True "
+    "(--allow-empty) if the model may stay without them"
 )
 
 Shape = tuple[int, ...]
@@ -54,7 +54,7 @@ class Findings(Struct, kw_only=True):
         """
         names = self.report_names or self.none_of > 0
         sections = [text for text in self._sections(names=names) if text]
-        if not sections:
+        if not sections and not self.none_of:
             return
         title, advice = "the checkpoint does not fit the module", []
         if self.none_of:

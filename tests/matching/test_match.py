@@ -170,10 +170,26 @@ def test_extra_state_is_missing_or_unexpected_like_any_other_name() -> None:
     assert (found.missing, found.unexpected) == (("a._extra_state",), ("b._extra_state",))
 
 
-def test_optional_names_of_a_module_are_not_missing() -> None:
-    outline = Outline(slots=(slot("live", device="cpu", in_place=True), slot("meta", resettable=True)))
-    found = match(outline, {}, optional_names={"live", "meta"})
-    assert (found.missing, found.kept, found.initialised) == ((), (0,), (1,))
+def test_optional_names_are_missing_only_on_meta() -> None:
+    slots = (slot("live", device="cpu", in_place=True), slot("meta", resettable=True), slot("w"))
+    outline, optional = Outline(slots=slots), {"live", "meta"}
+    found = match(outline, {"w": entry()}, optional_names=optional, strict=False)
+    assert (found.missing, found.kept, found.initialised) == (("meta",), (0,), (1,))
+    for strict in (True, False):
+        text = message(outline, {"w": entry()}, optional_names=optional, strict=strict, needs_values=True)
+        assert "not in the checkpoint (1):\n    'meta'" in text
+
+
+def test_optional_names_alone_are_not_a_load() -> None:
+    live = slot("live", device="cpu", in_place=True)
+    outline = Outline(slots=(live,))
+    for strict in (True, False):
+        assert "it has 0 of 1 tensors" in message(outline, {}, optional_names={"live"}, strict=strict)
+        assert match(outline, {}, optional_names={"live"}, strict=strict, has_attributes=True).kept == (0,)
+        assert match(outline, {}, optional_names={"live"}, strict=strict, allow_empty=True).kept == (0,)
+    with_state = replace(outline, extra_state=("_extra_state",))
+    assert match(with_state, {}, optional_names={"live"}, extra_state=["_extra_state"]).kept == (0,)
+    assert "0 of 1" in message(outline, {}, strict=False, has_attributes=True)  # it requires a tensor
 
 
 def test_every_problem_is_in_one_error() -> None:

@@ -154,12 +154,44 @@ def test_what_a_loader_does_not_miss_keeps_its_value_or_is_initialised(tmp_path:
     assert torch.equal(live.bias, kept)
     with sluice.empty_init():
         model = MissesNoBias(2, 3)
-    report = sluice.load_into(model, tmp_path / "f.pth")
-    assert report.initialised == ("bias",)
+    with pytest.raises(sluice.MismatchError) as caught:
+        sluice.load_into(model, tmp_path / "f.pth")  # there is no value to keep
+    assert caught.value.missing == ("bias",)
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert (report.initialised, report.missing) == (("bias",), ("bias",))
     assert 0 < model.bias.abs().max() < 1
     torch.save({"bias": torch.ones(3)}, tmp_path / "f.pth")
     with pytest.raises(sluice.MismatchError, match="'weight'"):
         sluice.load_into(live, tmp_path / "f.pth")
+
+
+def test_a_loader_that_requires_no_tensor_cannot_take_nothing(tmp_path: Path) -> None:
+    class TakesNothing(nn.Linear):
+        def _load_from_state_dict(self, state_dict: State, prefix: str, *rest: Any) -> None:
+            if prefix + "weight" in state_dict:
+                super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    class Total(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("unused", torch.ones(2))
+            self.total = torch.zeros(())
+
+        def _load_from_state_dict(self, state_dict: State, prefix: str, *_: Any) -> None:
+            self.total = state_dict.pop(prefix + "total")
+
+    torch.save({"other": torch.ones(3)}, tmp_path / "f.pth")
+    model = TakesNothing(2, 3)
+    before = model.weight.clone()
+    for strict in (True, False):
+        with pytest.raises(sluice.MismatchError, match="it has 0 of 2 tensors"):
+            sluice.load_into(model, tmp_path / "f.pth", strict=strict)
+    sluice.load_into(model, tmp_path / "f.pth", strict=False, allow_empty=True)
+    assert torch.equal(model.weight, before)
+    torch.save({"total": torch.tensor(4.0)}, tmp_path / "f.pth")
+    metric = Total()
+    sluice.load_into(metric, tmp_path / "f.pth")  # an attribute is something
+    assert metric.total == 4
 
 
 def computes(self: nn.Linear, state: State, prefix: str, *_: Any) -> None:

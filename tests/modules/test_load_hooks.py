@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -92,6 +96,83 @@ def test_pre_hooks_that_compute_fail_or_reject_are_named() -> None:
         module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
         assert text in str(follow_loading(module, hold(nn.Linear(2, 2).state_dict()).entries).problems)
         assert text in problem(module, nn.Linear(2, 2).state_dict())
+
+
+def test_pre_hooks_leave_no_trace_in_the_module() -> None:
+    def flag(module: Any, *_: object) -> None:
+        module.flag = True
+
+    def zero(module: Any, *_: object) -> None:
+        with torch.no_grad():
+            module.bias.zero_()
+
+    def hide(module: Any, *_: object) -> None:
+        with suppress(Exception):  # as foreign code does
+            zero(module)
+
+    def copy(module: Any, state_dict: dict[str, torch.Tensor], *_: object) -> None:
+        with torch.no_grad():
+            module.bias.copy_(state_dict["bias"])
+
+    def register(module: nn.Module, hook: Callable[..., None], kind: str) -> None:
+        if kind == "module":
+            module.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+            return
+        taken: Any = MethodType(hook, module) if kind == "method" else partial(hook, module)
+        module._register_load_state_dict_pre_hook(taken)  # type: ignore[no-untyped-call]
+
+    hooks = ((flag, "flag|changes the module"), (zero, "zero_"), (hide, "zero_"), (copy, "copies into 'bias'|copy_"))
+    for hook, text in hooks:
+        for kind in ("module", "method", "partial"):
+            module = nn.Linear(2, 2)
+            register(module, hook, kind)
+            attributes, bias = dict(vars(module)), module.bias.clone()
+            assert re.search(text, problem(module, nn.Linear(2, 2).state_dict())), (hook, kind)
+            assert vars(module) == attributes
+            assert torch.equal(module.bias, bias)
+
+
+def test_pre_hooks_that_take_the_module_rename_and_set_attributes_to_tensors() -> None:
+    class Renames(nn.Linear):
+        scale: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            self._register_load_state_dict_pre_hook(self.rename)  # type: ignore[no-untyped-call]
+            self.register_load_state_dict_pre_hook(take)  # type: ignore[no-untyped-call]
+
+        def rename(self, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+            if self.weight.shape == (2, 2) and self.weight.device.type == "cpu":
+                state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel")
+
+    def take(module: Any, state_dict: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+        module.scale = state_dict.pop(f"{prefix}scale")
+
+    state_dict = {"0.kernel": torch.rand(2, 2), "0.bias": torch.rand(2), "0.scale": torch.rand(1)}
+    for build in (lambda: nn.Sequential(Renames()), lambda: empty(lambda: nn.Sequential(Renames()))):
+        module = build()
+        followed = follow_loading(module, hold(state_dict).entries)
+        assert followed.problems == ()
+        assert [*followed.entries] == ["0.bias", "0.weight"]
+        assert [*followed.attributes] == ["0.scale"]
+        assert not hasattr(module[0], "scale")
+
+
+def test_pre_hooks_that_take_a_lazy_module_rename_and_do_not_write() -> None:
+    def rename(module: Any, state_dict: dict[str, torch.Tensor], *_: object) -> None:
+        state_dict["0.weight"] = state_dict.pop("0.kernel")
+        if module[1].bias is not None:
+            with torch.no_grad():
+                module[1].bias.zero_()
+
+    for bias in (False, True):
+        module = nn.Sequential(nn.LazyLinear(2, bias=False), nn.Linear(2, 2, bias=bias))
+        module.register_load_state_dict_pre_hook(rename)  # type: ignore[no-untyped-call]
+        before = [tensor.clone() for tensor in module[1].parameters()]
+        followed = follow_loading(module, hold({"0.kernel": torch.rand(2, 3)}).entries)
+        assert [*followed.entries] == ["0.weight"]
+        assert len(followed.problems) == bias
+        assert all(map(torch.equal, module[1].parameters(), before))
 
 
 def test_post_hooks_run_children_first_with_what_was_missing() -> None:

@@ -109,6 +109,12 @@ class Assigns(Net):
         return super().load_state_dict(state, assign=True)
 
 
+#: Names of the encoder of ``Net``, except the counter, which state dicts without versions do not have to have.
+ENCODER = tuple(
+    name for name in Net().state_dict() if name.startswith("encoder.") and not name.endswith("num_batches_tracked")
+)
+
+
 def old_state() -> State:
     """Return what an older version of the models saved."""
     net = Net()
@@ -140,14 +146,38 @@ def test_the_module_is_as_after_its_own_load_state_dict(kind: type[nn.Module], e
     expected = build(kind, empty=False)
     expected.load_state_dict(torch.load(tmp_path / "f.pth"))
     model = build(kind, empty=empty)
-    report = sluice.load_into(model, tmp_path / "f.pth")
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=not (empty and kind in {Delegates, Merges}))
     left = {LoadsParts: ("head.bias",), Delegates: ("own.",), Merges: ("encoder.",)}.get(kind, ())
     for name, tensor in model.state_dict().items():
         assert not tensor.is_meta
         initialised = empty and name.startswith(left or "-")
         assert initialised or same({name: tensor}, {name: expected.state_dict()[name]}), name
-    assert report.missing == (("head.bias",) if kind is LoadsParts else ())
+    missing: tuple[str, ...] = ("head.bias",) if kind is LoadsParts else ()
+    if empty:
+        missing = {Delegates: ("own.weight", "own.bias"), Merges: ENCODER}.get(kind, missing)
+    assert report.missing == missing
     assert report.unexpected == ()
+
+
+@pytest.mark.parametrize("kind", [Delegates, Merges])
+def test_a_tensor_without_a_value_cannot_be_kept(kind: type[nn.Module], tmp_path: Path) -> None:
+    torch.save(old_state(), tmp_path / "f.pth")
+    model = build(kind, empty=True)
+    with pytest.raises(sluice.MismatchError) as caught:
+        sluice.load_into(model, tmp_path / "f.pth")
+    assert caught.value.missing == (("own.weight", "own.bias") if kind is Delegates else ENCODER)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_method_that_keeps_all_of_its_own_tensors_loads_nothing(empty: bool, strict: bool, tmp_path: Path) -> None:
+    torch.save({"module.weight": torch.ones(2, 2), "other": torch.ones(3)}, tmp_path / "f.pth")
+    model = build(Merges, empty=empty)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(sluice.MismatchError, match="it has 0 of 9 tensors"):
+        sluice.load_into(model, tmp_path / "f.pth", strict=strict)
+    assert all(tensor.is_meta for tensor in model.state_dict().values()) if empty else same(model.state_dict(), before)
 
 
 def test_a_prefix_that_the_method_adds(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ class ModuleRequest(LoadRequest):
             problems=followed.problems,
             allow_empty=self.allow_empty,
             candidates=selection.candidates,
+            needs_values=self.strict,
+            has_attributes=bool(followed.attributes),
         )
         own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
         skipped = [name for name, value in own.items() if trees.opaques(value)]

@@ -10,10 +10,11 @@
 - **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
   module's layout.
 - **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar.
-- **Nothing in common.** Not one tensor of the module in the checkpoint is an error, also without ``strict``; a module
-  without tensors, or with optional ones only, needs nothing.
+- **Nothing in common.** Not one tensor of the module in the checkpoint is an error, also without ``strict``. Optional
+  tensors may all be absent if the module takes attributes or extra state instead.
 - **Missing names.** A buffer that older versions of its module did not save keeps its value or starts at zero. Without
   ``strict``, live tensors keep their values and those on meta are initialised by their module's ``reset_parameters``.
+  An optional tensor that is live keeps its value; one on meta has none, and is missing like any other.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
     problems: Sequence[str] = (),
     allow_empty: bool = False,
     candidates: Sequence[str] = (),
+    needs_values: bool = False,
+    has_attributes: bool = False,
 ) -> Match:
     """Match entries with the tensors of a module.
 
@@ -133,14 +136,24 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
         problems: Problems found before, to report together with these.
         allow_empty: Whether the state dict may have no tensor of a module that needs some.
         candidates: Parts of the checkpoint to choose from, one line each, for that error.
+        needs_values: Whether optional tensors on meta that are missing are problems, also without ``strict``.
+        has_attributes: Whether the load sets attributes of modules, which are not in ``entries``.
 
     Raises:
         MismatchError: They do not fit; the error lists every problem.
     """
-    matcher = _Matcher(entries, placement=placement or {}, dtype=dtype, strict=strict, versions=versions or {})
+    matcher = _Matcher(
+        entries,
+        placement=placement or {},
+        dtype=dtype,
+        strict=strict,
+        versions=versions or {},
+        needs_values=needs_values or strict,
+    )
     for position, slot in enumerate(outline.slots):
         matcher.add(position, slot, optional=any(name in optional_names for name in slot.names))
-    if not allow_empty and matcher.is_empty:
+    takes_others = has_attributes or any(name in extra_state for name in outline.extra_state)
+    if not allow_empty and matcher.is_empty(takes_others=takes_others):
         matcher.findings.none_of, matcher.findings.candidates = len(outline.slots), candidates
     matcher.add_extra_state(outline.extra_state, extra_state)
     matcher.add_unexpected(outline)
@@ -169,19 +182,23 @@ class _Matcher:
         dtype: str | None,
         strict: bool,
         versions: Mapping[str, int],
+        needs_values: bool,
     ) -> None:
-        self.findings = Findings(origins={name: entry.origin for name, entry in entries.items() if entry.origin})
+        origins = {name: entry.origin for name, entry in entries.items() if entry.origin}
+        self.findings = Findings(origins=origins, report_names=strict)
         self._entries = entries
         self._placement = placement
         self._dtype = dtype
         self._strict = strict
         self._versions = versions
+        self._needs_values = needs_values
         self._requests: list[Request] = []
         self._slots: list[int] = []
         self._comparisons: list[tuple[int, Request]] = []
         self._absent: dict[str, list[int]] = {"zeroed": [], "initialised": [], "kept": []}
         self._initial_dtypes: dict[int, str] = {}
         self._present = 0  # slots with an entry
+        self._required = self._optional = 0  # slots without one that the state dict's version should have
         self._missing: list[str] = []
         self._unexpected: list[str] = []
 
@@ -243,11 +260,16 @@ class _Matcher:
 
     def _add_absent(self, position: int, slot: Slot, *, optional: bool) -> None:
         added_later = slot.added_in is not None and self._version_of(slot) < slot.added_in
-        if not added_later and not optional:
-            self._missing.extend(slot.names)
-            self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
-            if self._strict:
-                return
+        if not added_later:
+            self._required += not optional
+            self._optional += optional
+            has_value = not slot.on_meta or slot.lazy
+            if not (optional and has_value):
+                self._missing.extend(slot.names)
+                self.findings.missing.append((slot.names, None if slot.lazy else slot.shape))
+                if self._strict or (optional and self._needs_values):
+                    self.findings.report_names = True
+                    return
         if not slot.on_meta or slot.lazy:
             fate = "kept"
         elif added_later:
@@ -267,10 +289,13 @@ class _Matcher:
     def _version_of(self, slot: Slot) -> int:
         return self._versions.get(slot.names[0].rpartition(".")[0], 0)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the module needs tensors and the state dict has none of them."""
-        return bool(self._missing) and self._present == 0
+    def is_empty(self, *, takes_others: bool) -> bool:
+        """Return whether the module has tensors and the state dict has none of them.
+
+        Args:
+            takes_others: Whether the state dict has other values for the module: attributes or extra state.
+        """
+        return self._present == 0 and (self._required > 0 or (self._optional > 0 and not takes_others))
 
     def add_extra_state(self, own: Sequence[str], saved: Collection[str]) -> None:
         """Note extra state that only the module or only the state dict has."""
@@ -288,7 +313,6 @@ class _Matcher:
             if name not in known:
                 self._unexpected.append(name)
                 self.findings.unexpected.append((name, entry.shape))
-        self.findings.report_names = self._strict
 
     def result(self, outline: Outline) -> Match:
         """Return the match."""

@@ -16,8 +16,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from msgspec import Struct, field
@@ -30,6 +32,7 @@ from sluice.records import Entry
 
 if TYPE_CHECKING:
     from sluice.modules.load_overrides import Loader
+    from sluice.modules.meta_copy import MetaCopy
 
 __all__ = ["Followed", "extra_state_names", "follow_loading", "follow_parts", "restore_extra_state", "run_post_hooks"]
 
@@ -143,6 +146,38 @@ def _pre_hooks(module: nn.Module) -> Iterator[Any]:
             yield hook
 
 
+def _hooks_of_copy(part: nn.Module, prefix: str) -> tuple[list[Callable[..., object]], MetaCopy | None]:
+    """Return the pre-hooks of a module for a copy of it, and the copy.
+
+    There is no copy if no hook takes the module, or if it holds tensors without a stand-in, such as lazy ones. Then a
+    hook gets the module itself, and only stops at the first write.
+    """
+    from sluice.modules.meta_copy import MetaCopy, NotFollowedError
+
+    hooks: list[Callable[..., object]] = []
+    copy: MetaCopy | None = None
+    for wrapped in _pre_hooks(part):
+        hook = getattr(wrapped, "hook", wrapped)
+        is_method = getattr(hook, "__self__", None) is part
+        with_module = getattr(wrapped, "with_module", False)
+        if with_module or is_method:
+            try:
+                copy = copy or MetaCopy(part, prefix)
+            except NotFollowedError:
+                return list(_pre_hooks(part)), None
+            hook = MethodType(hook.__func__, copy.module) if is_method else hook
+            hook = partial(hook, copy.module) if with_module else hook
+        hooks.append(hook)
+    return hooks, copy
+
+
+def _refuse_copy(name: str, _: Entry) -> NoReturn:
+    """Refuse a copy into a tensor of the module: what a hook loads by itself is not followed."""
+    from sluice.modules.symbolic_tensors import CannotFollow
+
+    raise CannotFollow(f"copies into {name!r}")
+
+
 class _Follower:
     """Passes one state dict through hooks and loaders, parents first."""
 
@@ -187,16 +222,26 @@ class _Follower:
         return followed.state
 
     def _follow_hooks(self, path: str, part: nn.Module, below: dict[str, Any], metadata: dict[str, Any]) -> None:
-        from sluice.modules.meta_copy import reason_of
+        from sluice.modules.meta_copy import CopyRecorder, NotFollowedError, reason_of, untouched
 
         described = f"the load_state_dict pre-hook of {path or 'the module'} ({type(part).__name__})"
+        prefix = f"{path}." if path else ""
         missing: list[str] = []
         unexpected: list[str] = []
         errors: list[str] = []
         try:
-            for hook in _pre_hooks(part):
-                # torch always passes strict=True and applies its own strict to the lists at the end.
-                hook(below, f"{path}." if path else "", metadata, True, missing, unexpected, errors)
+            hooks, copy = _hooks_of_copy(part, prefix)
+            recorder = CopyRecorder(copy.tensors if copy else {}, _refuse_copy)
+            with untouched(part), recorder:
+                for hook in hooks:
+                    # torch always passes strict=True and applies its own strict to the lists at the end.
+                    hook(below, prefix, metadata, True, missing, unexpected, errors)
+            for problem in recorder.problems:  # the hook may have caught the exception
+                raise NotFollowedError(problem)
+            if copy:
+                self._attributes |= copy.attributes()
+        except NotFollowedError as error:
+            self._problems.append(f"{described} {error}")
         except Exception as error:  # noqa: BLE001  foreign code may raise anything
             self._problems.append(f"{described} {reason_of(error)}")
         errors += [f"it requires {name!r}" for name in missing] + [

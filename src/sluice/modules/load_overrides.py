@@ -93,6 +93,7 @@ class _Call(Struct, frozen=True, kw_only=True):
             versions=self.versions,
             extra_state=self.extra_state,
             optional_names=self.optional_names,
+            allow_empty=not strict,  # a part may take nothing; whether the whole module does is decided at the end
         )
 
 
