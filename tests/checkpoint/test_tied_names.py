@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -49,10 +51,8 @@ def test_a_name_that_another_shard_stores_is_the_stored_tensor(tmp_path: Path, f
 def test_a_declared_name_is_tied_across_shards(
     tmp_path: Path, indexed: dict[str, int] | None, declared: tuple[bool, bool]
 ) -> None:
-    shards: list[Shard] = [
-        ({"i": STORED}, {"tie": "i"} if declared[0] else {}),
-        ({"u": U}, {"tie": "i"} if declared[1] else {}),
-    ]
+    ties = [{"tie": "i"} if each else {} for each in declared]
+    shards: list[Shard] = [({"i": STORED}, ties[0]), ({"u": U}, ties[1])]
     write(tmp_path, shards, indexed=indexed)
     with sluice.open(tmp_path) as checkpoint:
         assert set(checkpoint) == {"i", "tie", "u"}
@@ -90,3 +90,55 @@ def test_names_of_all_files_count_against_the_limit(tmp_path: Path) -> None:
     sluice.open(tmp_path, limits=Limits(entries=6)).close()
     with pytest.raises(LimitError, match="tied names exceed"):
         sluice.open(tmp_path, limits=Limits(entries=5))
+
+
+def link(directory: Path, name: str, other: str, *, symbolic: bool) -> None:
+    if symbolic:
+        (directory / f"{other}.pt").symlink_to(f"{name}.pt")
+    else:
+        os.link(directory / f"{name}.pt", directory / f"{other}.pt")
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_links_between_equal_files_are_no_ties(tmp_path: Path, symbolic: bool) -> None:
+    """Tools that remove duplicates link files of equal content, such as biases of zeros."""
+    torch.save(torch.zeros(3), tmp_path / "a.pt")
+    link(tmp_path, "a", "b", symbolic=symbolic)
+    found = sluice.load_state_dict(tmp_path)
+    found["a"] += 1
+    assert torch.equal(found["b"], torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("declared", "tied"),
+    [
+        ('{"a":"b"}', True),
+        ('{"b":"a","x":"a","c":"a"}', True),
+        ('{"a":"b","b":"a"}', False),
+        ('{"a":"a"}', False),
+        ('{"a":"c"}', False),
+        ("", False),
+        ("[]", False),
+        ("\xff", False),
+        ('{"a":"b"', False),
+    ],
+)
+def test_names_of_one_file_are_tied_if_the_writer_declared_them(tmp_path: Path, declared: str, tied: bool) -> None:
+    torch.save(torch.zeros(3), tmp_path / "a.pt")
+    link(tmp_path, "a", "b", symbolic=False)
+    torch.save(torch.ones(3), tmp_path / "c.pt")
+    (tmp_path / "sluice.tied_names.json").write_text(declared, encoding="latin1")
+    with sluice.open(tmp_path) as checkpoint:
+        assert list(checkpoint) == ["a", "b", "c"]
+        assert (checkpoint["a"].entry is checkpoint["b"].entry) == tied
+        assert torch.equal(checkpoint["c"].read(), torch.ones(3))
+
+
+def test_a_replaced_file_of_a_tie_is_a_tensor_of_its_own(tmp_path: Path) -> None:
+    sluice.save({"a": STORED, "b": STORED}, tmp_path, format="per-parameter")
+    assert json.loads((tmp_path / "sluice.tied_names.json").read_text()) == {"b": "a"}
+    (tmp_path / "b.pt").unlink()
+    torch.save(TIE, tmp_path / "b.pt")
+    assert torch.equal(sluice.load_state_dict(tmp_path)["b"], TIE)
+    sluice.save({"a": STORED, "b": TIE}, tmp_path, format="per-parameter", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]

@@ -8,8 +8,8 @@ The place of every tensor must agree with the index file. Tensors that the index
 notes: writers produce both, and no data is lost. Further names of an indexed tensor are not omissions: the index names
 what is stored.
 
-Several names of one file, as hard or symbolic links, are names of one tensor: that is how a directory of parameters
-keeps ties.
+Several names of one file in a directory of parameters are names of one tensor if the writer declared them
+(``tied_names``).
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def merge(
         elif layout.kind == "parts" and not isinstance(error, IncompleteCheckpointError):
             error.advice = "These are not the parts of one checkpoint: pass the path of one, or only its files."
         raise error
-    one_tensor_each = layout.kind == "parameters"
-    files, tree = _join(list(found.values()), list(parts.values()), one_tensor_each=one_tensor_each)
+    linked = _linked(layout, found, limits) if layout.kind == "parameters" else {}
+    files, tree = _join(list(found.values()), list(parts.values()), linked)
     index = Index(
         format=_format_name(layout, files),
         files=tuple(chain.from_iterable(file.index.files for file in files)),
@@ -176,7 +176,7 @@ def _merge_chunks(
 
     parts = [_part(layout, file.index.files[0].path, file.index.tree) or {} for file in files]
     unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
-    joined, values = _join(files, unique, one_tensor_each=False)
+    joined, values = _join(files, unique, {})
     chunk_files = [
         ChunkFile(file.index.files[0].path, file.index.metadata, {name: values[f"{number} {name}"] for name in part})
         for number, (file, part) in enumerate(zip(files, parts, strict=True))
@@ -285,30 +285,48 @@ def _omitted(weight_map: Mapping[str, str], parts: Mapping[str, dict[str, object
     return omitted
 
 
+def _linked(layout: CheckpointLayout, files: Mapping[str, OpenFile], limits: Limits) -> dict[str, str]:
+    """Return the stored name of each parameter that is declared as tied and whose file is that of the stored one."""
+    of: dict[str, FileIdentity] = {
+        name.removesuffix(PARAMETER_SUFFIX): file.index.files[0].identity for name, file in files.items()
+    }
+    if len(set(of.values())) == len(of):
+        return {}
+    # Imported here: few directories have ties.
+    from sluice.checkpoint.tied_names import read_ties_file
+
+    tied = read_ties_file(layout.directory, limits)
+    return {
+        name: stored
+        for name, stored in tied.items()
+        if stored not in tied and name in of and stored in of and of[name].inode and of[name] == of[stored]
+    }
+
+
 def _join(
-    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None], *, one_tensor_each: bool
+    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None], linked: Mapping[str, str]
 ) -> tuple[list[OpenFile], dict[str, object]]:
-    """Return the distinct files and the merged tree, with storages numbered across files."""
+    """Return the distinct files and the merged tree, with storages numbered across files; close the other files.
+
+    ``linked`` has the stored name of each tensor that shares the file of a different one.
+    """
     joined: list[OpenFile] = []
     tree: dict[str, object] = {}
     versions: dict[object, object] = OrderedDict()
     first = 0
-    known: dict[FileIdentity, object] = {}
     for file, part in zip(files, parts, strict=True):
         position, own = len(joined), file.index.storages
-        identity = file.index.files[0].identity
-        if one_tensor_each and part and identity in known:
-            tree.update(dict.fromkeys(part, known[identity]))
+        if part and linked.keys() & part.keys():
+            tree.update(part)  # keeps the order; replaced below
             file.source.close()
             continue
         storages = tuple(replace(storage, file=position) for storage in own)
         index = replace(file.index, storages=storages, tree=None, tied={})
         joined.append(replace(file, index=index, first_storage=first))
         tree.update(_shifted(part or {}, by=first))
-        if one_tensor_each and part and identity.inode:
-            known[identity] = tree[next(iter(part))]
         versions.update(trees.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
         first += len(own)
+    tree.update((name, tree[stored]) for name, stored in linked.items())
     if versions:
         tree = OrderedDict(tree)
         tree._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001  (torch's own name for it)

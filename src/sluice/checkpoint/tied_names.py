@@ -9,22 +9,33 @@ that declaration to files with other tensors, so all files of a checkpoint are c
   decide, the files contradict each other.
 - A name whose tensor no file stores is left out, with a note.
 
+In a directory of parameters, each name has a file. Hard or symbolic links alone do not tie, because tools that remove
+duplicates link files of equal content. Names are tied if their files are one and the writer declared them, in a file
+``sluice.tied_names.json``: ``{"head": "embedding"}``. A declaration that cannot be read ties nothing.
+
 Limits: ``Limits.entries`` for the stored and tied names together, and ``Limits.name_bytes`` for each tied name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sluice._errors import LimitError
+from sluice._errors import LimitError, SluiceError
 from sluice._messages import listed
 from sluice._options import Limits
+from sluice.checkpoint.survey import open_member
+from sluice.formats.safetensors.header import parse_texts
 from sluice.records import Index
+from sluice.sources.directory import Directory
 
-__all__ = ["Declaration", "Ties", "find_ties", "with_ties"]
+__all__ = ["TIES_FILE", "Declaration", "Ties", "find_ties", "read_ties_file", "with_ties"]
+
+#: File that declares the tied names of a directory of parameters.
+TIES_FILE = "sluice.tied_names.json"
 
 
 class Declaration(NamedTuple):
@@ -94,6 +105,20 @@ def find_ties(declarations: Sequence[Declaration], weight_map: Mapping[str, str]
     why = "Left out, because the tensors that they are tied to are not in the checkpoint"
     notes = (f"{listed(why, left_out)}.",) if left_out else ()
     return Ties(found, [name for name in candidates if name not in found], notes)
+
+
+def read_ties_file(directory: Directory, limits: Limits) -> Mapping[str, str]:
+    """Return the stored name of each tied name that a directory of parameters declares; none if it is unreadable."""
+    try:
+        source = open_member(directory, TIES_FILE, limits)
+        if source is None:
+            return {}
+        with closing(source):
+            nbytes = source.identity.nbytes
+            data = source.read_at(0, nbytes) if nbytes <= limits.header_bytes else b""
+        return parse_texts(data, source.path, limits)
+    except SluiceError:
+        return {}
 
 
 def _check_limits(names: Mapping[str, object], count: int, path: str, limits: Limits) -> None:
