@@ -8,8 +8,8 @@ The place of every tensor must agree with the index file. Tensors that the index
 notes: writers produce both, and no data is lost. Further names of an indexed tensor are not omissions: the index names
 what is stored.
 
-Several names of one file, as hard or symbolic links, are names of one tensor: that is how a directory of parameters
-keeps ties.
+Several names of one file in a directory of parameters are names of one tensor if the writer declared them
+(``tied_names``).
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from sluice.records import NO_STORAGE, Entry, FileIdentity, Index, Opaque, Spars
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
-__all__ = ["OpenFile", "incomplete", "merge", "moved"]
+__all__ = ["OpenFile", "incomplete", "merge", "moved", "one_file"]
 
 # Section titles of the error that lists all problems.
 _MISSING = "missing files"
 _DAMAGED = "damaged"
 _MISPLACED = "not in the shard that the index names"
 _REPEATED = "in two files"
+_TIED = "tied to different tensors"
 _UNUSABLE = "of a different kind"
 
 
@@ -118,10 +119,12 @@ def merge(
     problems = _Problems()
     _add_missing(problems, layout, [name for name in layout.files if name not in found])
     if layout.kind == "whole" and found:
-        return _whole(layout, *found.values())
+        return _whole(layout, *found.values(), limits=limits)
     if layout.kind == "parts" and not problems and any(PLACES in file.index.metadata for file in found.values()):
         return _merge_chunks(layout, list(found.values()), limits)
     parts = {name: _part(layout, name, file.index.tree) for name, file in found.items()}
+    tied, tied_notes = _find_ties(layout, found, parts.values(), problems, limits)
+    _add_ties(tied, parts)
     notes = _compare(layout, parts, problems)
     if problems:
         error = problems.error(layout.path)
@@ -130,24 +133,38 @@ def merge(
         elif layout.kind == "parts" and not isinstance(error, IncompleteCheckpointError):
             error.advice = "These are not the parts of one checkpoint: pass the path of one, or only its files."
         raise error
-    one_tensor_each = layout.kind == "parameters"
-    files, tree = _join(list(found.values()), list(parts.values()), one_tensor_each=one_tensor_each)
+    linked = _linked(layout, found, limits) if layout.kind == "parameters" else {}
+    files, tree = _join(list(found.values()), list(parts.values()), linked)
     index = Index(
         format=_format_name(layout, files),
         files=tuple(chain.from_iterable(file.index.files for file in files)),
         storages=tuple(chain.from_iterable(file.index.storages for file in files)),
         tree=tree,
         metadata=_agreed([file.index.metadata for file in files]),
-        notes=(*layout.notes, *notes, *_file_notes(found)),
+        notes=(*layout.notes, *notes, *tied_notes, *_file_notes(found)),
     )
     size_note = _size_note(layout.shard_index, index)
     return replace(index, notes=(*index.notes, *size_note), contradictions=(*notes, *size_note)), tuple(files)
 
 
-def _whole(layout: CheckpointLayout, file: OpenFile) -> tuple[Index, tuple[OpenFile, ...]]:
-    """Return the index of the only file unchanged: its tree may be nested."""
-    notes = (*layout.notes, *file.index.notes)
-    return replace(file.index, format=_format_name(layout, [file]), notes=notes), (file,)
+def one_file(index: Index, limits: Limits) -> Index:
+    """Return the index of a checkpoint of one file.
+
+    Raises:
+        LimitError: It has too many names.
+    """
+    if not index.tied:
+        return index
+    # Imported here: few files declare tied names.
+    from sluice.checkpoint.tied_names import with_ties
+
+    return with_ties(index, index.files[0].path, limits)
+
+
+def _whole(layout: CheckpointLayout, file: OpenFile, *, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index of the only file; its tree may be nested."""
+    index = one_file(file.index, limits)
+    return replace(index, format=_format_name(layout, [file]), notes=(*layout.notes, *index.notes)), (file,)
 
 
 def _merge_chunks(
@@ -159,21 +176,60 @@ def _merge_chunks(
 
     parts = [_part(layout, file.index.files[0].path, file.index.tree) or {} for file in files]
     unique = [{f"{number} {name}": value for name, value in part.items()} for number, part in enumerate(parts)]
-    joined, values = _join(files, unique, one_tensor_each=False)
+    joined, values = _join(files, unique, {})
     chunk_files = [
         ChunkFile(file.index.files[0].path, file.index.metadata, {name: values[f"{number} {name}"] for name in part})
         for number, (file, part) in enumerate(zip(files, parts, strict=True))
     ]
     tree, notes = assemble_chunks(chunk_files, limits)
+    problems = _Problems()
+    tied, tied_notes = _find_ties(layout, dict(zip(layout.files, files, strict=True)), parts, problems, limits)
+    if problems:
+        raise problems.error(layout.path)
+    tree.update((name, tree[stored]) for name, stored in tied.items())
     index = Index(
         format="safetensors-chunks",
         files=tuple(chain.from_iterable(file.index.files for file in joined)),
         storages=tuple(chain.from_iterable(file.index.storages for file in joined)),
         tree=tree,
         metadata=plain_metadata(_agreed([file.index.metadata for file in joined])),
-        notes=(*layout.notes, *notes),
+        notes=(*layout.notes, *notes, *tied_notes),
     )
     return index, tuple(joined)
+
+
+def _find_ties(
+    layout: CheckpointLayout,
+    files: Mapping[str, OpenFile],
+    parts: Iterable[Mapping[str, object] | None],
+    problems: _Problems,
+    limits: Limits,
+) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """Return the stored name of each tied name, and a note on those left out; ``parts`` are the state dicts."""
+    if not any(file.index.tied for file in files.values()):
+        return {}, ()
+    # Imported here: few files declare tied names.
+    from sluice.checkpoint.tied_names import Declaration, find_ties
+
+    weight_map = layout.shard_index.weight_map if layout.shard_index else {}
+    declarations = [
+        Declaration(name, part or {}, file.index.tied) for (name, file), part in zip(files.items(), parts, strict=True)
+    ]
+    ties = find_ties(declarations, weight_map, layout.path, limits)
+    if ties.contradictory:
+        problems[_TIED].extend(map(repr, ties.contradictory))
+    return ties.stored, ties.notes
+
+
+def _add_ties(tied: Mapping[str, str], parts: dict[str, dict[str, object] | None]) -> None:
+    """Add the tied names to the state dicts of the files that store their tensors."""
+    others: defaultdict[str, list[str]] = defaultdict(list)
+    for name, stored in tied.items():
+        others[stored].append(name)
+    for file, part in parts.items() if others else ():
+        if part:
+            own = {name: value for stored, value in part.items() for name in others.get(stored, ())}
+            parts[file] = {**part, **own} if own else part
 
 
 def _add_missing(problems: _Problems, layout: CheckpointLayout, missing: Sequence[str]) -> None:
@@ -229,30 +285,48 @@ def _omitted(weight_map: Mapping[str, str], parts: Mapping[str, dict[str, object
     return omitted
 
 
+def _linked(layout: CheckpointLayout, files: Mapping[str, OpenFile], limits: Limits) -> dict[str, str]:
+    """Return the stored name of each parameter that is declared as tied and whose file is that of the stored one."""
+    of: dict[str, FileIdentity] = {
+        name.removesuffix(PARAMETER_SUFFIX): file.index.files[0].identity for name, file in files.items()
+    }
+    if len(set(of.values())) == len(of):
+        return {}
+    # Imported here: few directories have ties.
+    from sluice.checkpoint.tied_names import read_ties_file
+
+    tied = read_ties_file(layout.directory, limits)
+    return {
+        name: stored
+        for name, stored in tied.items()
+        if stored not in tied and name in of and stored in of and of[name].inode and of[name] == of[stored]
+    }
+
+
 def _join(
-    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None], *, one_tensor_each: bool
+    files: Sequence[OpenFile], parts: Sequence[dict[str, object] | None], linked: Mapping[str, str]
 ) -> tuple[list[OpenFile], dict[str, object]]:
-    """Return the distinct files and the merged tree, with storages numbered across files."""
+    """Return the distinct files and the merged tree, with storages numbered across files; close the other files.
+
+    ``linked`` has the stored name of each tensor that shares the file of a different one.
+    """
     joined: list[OpenFile] = []
     tree: dict[str, object] = {}
     versions: dict[object, object] = OrderedDict()
     first = 0
-    known: dict[FileIdentity, object] = {}
     for file, part in zip(files, parts, strict=True):
         position, own = len(joined), file.index.storages
-        identity = file.index.files[0].identity
-        if one_tensor_each and part and identity in known:
-            tree.update(dict.fromkeys(part, known[identity]))
+        if part and linked.keys() & part.keys():
+            tree.update(part)  # keeps the order; replaced below
             file.source.close()
             continue
         storages = tuple(replace(storage, file=position) for storage in own)
-        index = replace(file.index, storages=storages, tree=None)
+        index = replace(file.index, storages=storages, tree=None, tied={})
         joined.append(replace(file, index=index, first_storage=first))
         tree.update(_shifted(part or {}, by=first))
-        if one_tensor_each and part and identity.inode:
-            known[identity] = tree[next(iter(part))]
         versions.update(trees.map_leaves(_versions(file.index.tree), partial(moved, by=first)))
         first += len(own)
+    tree.update((name, tree[stored]) for name, stored in linked.items())
     if versions:
         tree = OrderedDict(tree)
         tree._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001  (torch's own name for it)

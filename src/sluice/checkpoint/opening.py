@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import INDEXING_THREADS, TEXT_ENCODING, Limits
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
-from sluice.checkpoint.merging import OpenFile, incomplete, merge
+from sluice.checkpoint.merging import OpenFile, incomplete, merge, one_file
 from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, index_layout, listed_layout, open_member, survey
 from sluice.formats.detection import detect
 from sluice.records import Index
@@ -56,7 +56,11 @@ def open_path(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple
         layout = CheckpointLayout(path=path, directory=parent, kind="distributed", files=(METADATA_FILE,))
         return open_layout(layout, limits, encoding)
     file = _open_file(open_source(path), limits, encoding)
-    return file.index, (file,)
+    try:
+        return one_file(file.index, limits), (file,)
+    except BaseException:
+        file.source.close()
+        raise
 
 
 def open_list(
@@ -119,6 +123,7 @@ def open_section(
         try:
             file_format = detect(section, encoding=encoding)
             own = file_format.read_index(section, limits)
+            index = one_file(own, limits)
         except CheckpointError as error:
             if error.offset is not None:
                 error.offset += start
@@ -126,9 +131,10 @@ def open_section(
     except BaseException:
         source.close()
         raise
-    storages = tuple(replace(storage, offset=storage.offset + start) for storage in own.storages)
+    storages = tuple(replace(storage, offset=storage.offset + start) for storage in index.storages)
     end = start + (left if own.end is None else own.end)
-    index = replace(own, storages=storages, files=tuple(replace(f, identity=source.identity) for f in own.files))
+    files = tuple(replace(file, identity=source.identity) for file in index.files)
+    index = replace(index, storages=storages, files=files)
     return index, (OpenFile(source=source, locator=file_format, index=own, start=start),), end
 
 

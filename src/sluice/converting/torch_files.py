@@ -14,6 +14,7 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride
 from sluice.checkpoint.open_checkpoint import borrow
+from sluice.checkpoint.tied_names import TIES_FILE
 from sluice.converting.contents import refuse_repeats
 from sluice.converting.conversion import Conversion, Written, existing
 from sluice.converting.storages import Storages, descriptions, stored_bytes
@@ -27,7 +28,7 @@ from sluice.writing.batches import batched
 from sluice.writing.chunks import Staging, row_major_bytes
 from sluice.writing.durable.replacement import NewFile, Replacement
 from sluice.writing.manifest import ManifestWriter
-from sluice.writing.parameters import check_file_names, link_ties, parameter_directory, parameter_file
+from sluice.writing.parameters import check_file_names, link_ties, parameter_directory, parameter_file, ties_file
 from sluice.writing.pickle_walk import walk_object
 from sluice.writing.safetensors import TensorOutline
 from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
@@ -224,8 +225,11 @@ def convert_to_parameters(conversion: Conversion, tree: object) -> Written:
     sizes |= {name: sizes[same] for name, same in ties.items()}
     if conversion.manifest:
         conversion.manifest.repeat(ties)
+    files = {conversion.destination / parameter_file(name): size for name, size in sizes.items()}
+    if ties:
+        files[conversion.destination / TIES_FILE] = len(ties_file(ties))
     return Written(
-        files={conversion.destination / parameter_file(name): size for name, size in sizes.items()},
+        files=files,
         replaced=replaced,
         tensors=len(tree),
         nbytes=nbytes,

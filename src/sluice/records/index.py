@@ -294,5 +294,8 @@ class Index(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     #: Those notes that report contradictions between files although every tensor exists.
     contradictions: tuple[str, ...] = ()
+    #: Further names that one file declares for tensors, which it or another file stores: ``{name: stored name}``. Empty
+    #: for a checkpoint: its tree has them.
+    tied: Mapping[str, str] = field(default_factory=dict)
     #: First byte after the checkpoint in its only file if other data may follow; None if the file must end there.
     end: int | None = None

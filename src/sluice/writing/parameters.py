@@ -6,6 +6,8 @@ the two are exchanged in one step.
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +17,20 @@ from sluice._errors import SaveError, SluiceError
 from sluice._options import Limits
 from sluice.checkpoint.opening import open_path
 from sluice.checkpoint.survey import PARAMETER_SUFFIX, survey
+from sluice.checkpoint.tied_names import TIES_FILE
 from sluice.records import Entry
 from sluice.sources.directory import LocalDirectory
 from sluice.writing.durable.directories import replaced_directory
 from sluice.writing.durable.partial_files import saving
+from sluice.writing.durable.replacement import NewFile
 
-__all__ = ["check_file_names", "link_ties", "parameter_directory", "parameter_file"]
+__all__ = ["check_file_names", "link_ties", "parameter_directory", "parameter_file", "ties_file"]
+
+#: Error numbers of a system that cannot make a hard link.
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+
+#: Bytes of a file that are copied at once.
+_COPIED_AT_ONCE = 1 << 20
 
 
 @contextmanager
@@ -38,7 +48,7 @@ def parameter_directory(directory: Path, names: Iterable[str], *, overwrite: boo
     files = {parameter_file(name) for name in names}
     _check_old(directory, files, overwrite=overwrite)
     check = _check_new if files else _no_check
-    with replaced_directory(str(directory), belongs=_is_parameter, check=check) as hidden:
+    with replaced_directory(str(directory), belongs=_is_written, check=check) as hidden:
         yield Path(hidden)
 
 
@@ -48,18 +58,48 @@ def parameter_file(name: str) -> str:
 
 
 def link_ties(directory: Path, ties: Mapping[str, str]) -> None:
-    """Give the file of a tensor its further names, as hard links, by which readers recognize tied tensors.
+    """Give the file of a tensor its further names, and declare them: readers tie only names that are declared.
+
+    Names are hard links. A file system that has none gets copies, which readers do not tie.
 
     Args:
         directory: The hidden directory, with the files of the stored names.
         ties: Further names: ``{name: stored name}``.
 
     Raises:
-        SaveError: The file system has no hard links.
+        SaveError: The operating system failed.
     """
-    with saving(str(directory)):
-        for name, stored in ties.items():
-            os.link(directory / parameter_file(stored), directory / parameter_file(name))
+    if not ties:
+        return
+    for name, stored in ties.items():
+        _link(directory / parameter_file(stored), directory / parameter_file(name))
+    content = ties_file(ties)
+    with NewFile(directory / TIES_FILE) as out:
+        out.write_at(0, content)
+        out.seal(nbytes=len(content))
+
+
+def ties_file(ties: Mapping[str, str]) -> bytes:
+    """Return the content of the file that declares tied names; ``ties`` is as for ``link_ties``."""
+    return json.dumps(dict(ties), ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _link(old: Path, new: Path) -> None:
+    """Make a hard link, or a copy if the file system has no hard links or no further one for this file."""
+    with saving(str(new)):
+        try:
+            os.link(old, new)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+        else:
+            return
+        with open(old, "rb") as source, NewFile(new) as out:
+            written = 0
+            while piece := source.read(_COPIED_AT_ONCE):
+                out.write_at(written, piece)
+                written += len(piece)
+            out.seal(nbytes=written)
 
 
 def check_file_names(names: Iterable[str]) -> None:
@@ -78,6 +118,10 @@ def _is_usable(name: str) -> bool:
 
 def _is_parameter(name: str) -> bool:
     return name.endswith(PARAMETER_SUFFIX)
+
+
+def _is_written(name: str) -> bool:
+    return _is_parameter(name) or name == TIES_FILE
 
 
 def _check_old(directory: Path, files: set[str], *, overwrite: bool) -> None:

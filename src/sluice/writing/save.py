@@ -13,6 +13,7 @@ from msgspec import Struct
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import SaveError
 from sluice._progress import Progress, byte_progress
+from sluice.checkpoint.tied_names import TIES_FILE
 from sluice.formats.safetensors.ties import declare_ties
 from sluice.writing.aliases import stored_once
 from sluice.writing.chunks import Staging
@@ -141,6 +142,7 @@ def _save_parameters(job: SaveJob, state: object) -> SavedFiles:
                 out.seal(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, named))
         link_ties(hidden, aliases)
     files = [job.destination / parameter_file(name) for name in tensors]
+    files += [job.destination / TIES_FILE] * bool(aliases)
     return SavedFiles(files=files, tensors=len(tensors), nbytes=nbytes, tied=aliases)
 
 

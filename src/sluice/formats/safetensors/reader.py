@@ -20,8 +20,7 @@ Dtypes: torch packs two F4 values into one element, so the last dimension is hal
 safetensors library. torch has no F6 dtypes: such tensors become ``UnsupportedValue`` leaves. A dtype outside the format
 refuses the file, as in the safetensors library: its element size is unknown, so the file may be damaged.
 
-The tree is a flat dict in data order, regardless of the order in the header. Tied names follow (``ties``): each has the
-entry of the tensor that is stored for it.
+The tree is a flat dict in data order, regardless of the order in the header. Tied names (``ties``) are not in it.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class SafetensorsFormat(LocatedByIndex):
             columns = _in_file_order(columns)
             tree = _tree(columns, source.path)
             _check_cover(columns, source, data_start)
-            ties = read_ties(metadata, tree, len(tree), source.path, limits)
-            tree.update((name, tree[stored]) for name, stored in ties.stored.items())
+            ties = read_ties(metadata, source.path, limits)
             return Index(
                 format=self.name,
                 files=(FileRecord(path=source.path, identity=source.identity),),
@@ -69,6 +67,7 @@ class SafetensorsFormat(LocatedByIndex):
                 tree=tree,
                 metadata=ties.metadata,
                 notes=ties.notes,
+                tied=ties.stored,
             )
 
 

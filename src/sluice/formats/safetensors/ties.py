@@ -9,21 +9,20 @@ Files of sluice have those items, and declare them in one more item, whose text 
 
     {"__metadata__": {"sluice.tied_names": "{\"head\":\"embedding\"}", "head": "embedding", ...}, ...}
 
-Names that are declared in this way are names of the file. ``__metadata__`` may have been copied to a file with other
-tensors. A declared name that is stored itself is the stored tensor. One whose tensor is not stored is left out, with a
-note.
+Names that are declared in this way are names of the checkpoint. Tools that split or join files copy ``__metadata__`` to
+files with other tensors, so a declaration holds for all files of a checkpoint together: ``checkpoint.tied_names``
+decides which of the names count.
 
-Limits: ``Limits.entries`` for all names together, and ``Limits.name_bytes`` for each.
+Limits: ``Limits.entries`` for the declared names.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from sluice._errors import FormatError, LimitError
-from sluice._messages import listed
+from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.formats.safetensors.header import parse_texts
 
@@ -34,13 +33,13 @@ _KEY = "sluice.tied_names"
 
 
 class TiedNames(NamedTuple):
-    """The tied names that a file declares."""
+    """The tied names that the metadata of a file declares."""
 
-    #: Stored name of each further name.
+    #: Name of the stored tensor, by further name; the file may have neither.
     stored: Mapping[str, str]
     #: The metadata without the declaration and the items that it covers.
     metadata: Mapping[str, str]
-    #: Sentences on what the declaration contradicts.
+    #: A sentence on a declaration that cannot be read.
     notes: tuple[str, ...]
 
 
@@ -52,18 +51,16 @@ def declare_ties(ties: Mapping[str, str], metadata: Mapping[str, str]) -> dict[s
     return {**ties, **own, _KEY: json.dumps(dict(ties), ensure_ascii=False, separators=(",", ":"))}
 
 
-def read_ties(metadata: Mapping[str, str], tensors: Container[str], count: int, path: str, limits: Limits) -> TiedNames:
+def read_ties(metadata: Mapping[str, str], path: str, limits: Limits) -> TiedNames:
     """Return the tied names that the metadata of a file declares.
 
     Args:
         metadata: ``__metadata__``.
-        tensors: The names of the stored tensors.
-        count: Their number.
         path: Path of the file, for error messages.
         limits: Bounds on names.
 
     Raises:
-        LimitError: The file has more names, or a longer name, than the limits allow.
+        LimitError: The declaration has more names than the limits allow.
     """
     if _KEY not in metadata:
         return TiedNames({}, metadata, ())
@@ -73,23 +70,4 @@ def read_ties(metadata: Mapping[str, str], tensors: Container[str], count: int, 
         rest = {key: text for key, text in metadata.items() if key != _KEY}
         return TiedNames({}, rest, (f"The metadata {_KEY!r} is not a JSON object of names and was ignored.",))
     rest = {key: text for key, text in metadata.items() if key != _KEY and declared.get(key) != text}
-    ties = {name: stored for name, stored in declared.items() if stored in tensors and name not in tensors}
-    if count + len(ties) > limits.entries:
-        raise LimitError(
-            "the stored and tied names exceed the limit 'entries'",
-            file=path,
-            expected=f"at most {limits.entries}",
-            found=count + len(ties),
-        )
-    for name in ties:
-        if len(name.encode()) > limits.name_bytes:
-            raise LimitError(
-                "a tied name exceeds the limit 'name_bytes'",
-                file=path,
-                tensor=name[:80],
-                expected=f"at most {limits.name_bytes}",
-                found=len(name.encode()),
-            )
-    lost = [repr(name) for name, stored in declared.items() if stored not in tensors and name not in tensors]
-    why = "Left out, because the tensors that they are tied to are not in the file"
-    return TiedNames(ties, rest, (f"{listed(why, lost)}.",) if lost else ())
+    return TiedNames(declared, rest, ())

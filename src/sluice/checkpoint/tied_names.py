@@ -1,0 +1,141 @@
+"""The tied names of a checkpoint, from what its files declare.
+
+A tensor with several names is stored under one of them, and the file declares the others (``Index.tied``). Tools copy
+that declaration to files with other tensors, so all files of a checkpoint are considered together:
+
+- A declared name that any file stores is the stored tensor, as is one that the index file assigns to a different file
+  than the tensor that it is tied to.
+- A name that files declare for two tensors is tied to the one that is stored next to its declaration. If that does not
+  decide, the files contradict each other.
+- A name whose tensor no file stores is left out, with a note.
+
+In a directory of parameters, each name has a file. Hard or symbolic links alone do not tie, because tools that remove
+duplicates link files of equal content. Names are tied if their files are one and the writer declared them, in a file
+``sluice.tied_names.json``: ``{"head": "embedding"}``. A declaration that cannot be read ties nothing.
+
+Limits: ``Limits.entries`` for the stored and tied names together, and ``Limits.name_bytes`` for each tied name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from sluice._errors import LimitError, SluiceError
+from sluice._messages import listed
+from sluice._options import Limits
+from sluice.checkpoint.survey import open_member
+from sluice.formats.safetensors.header import parse_texts
+from sluice.records import Index
+from sluice.sources.directory import Directory
+
+__all__ = ["TIES_FILE", "Declaration", "Ties", "find_ties", "read_ties_file", "with_ties"]
+
+#: File that declares the tied names of a directory of parameters.
+TIES_FILE = "sluice.tied_names.json"
+
+
+class Declaration(NamedTuple):
+    """The tensors and tied names of one file."""
+
+    #: Relative name of the file.
+    file: str
+    #: Its stored tensors.
+    tensors: Mapping[str, object]
+    #: Stored name of each further name.
+    tied: Mapping[str, str]
+
+
+class Ties(NamedTuple):
+    """The tied names of a checkpoint."""
+
+    #: Stored name of each further name.
+    stored: dict[str, str]
+    #: Names that files declare for different tensors.
+    contradictory: list[str]
+    #: At most one note for the report.
+    notes: tuple[str, ...]
+
+
+def with_ties(index: Index, path: str, limits: Limits) -> Index:
+    """Return the index of a checkpoint of one file, with its tied names in the tree.
+
+    Raises:
+        LimitError: There are more names, or a longer name, than the limits allow.
+    """
+    if not index.tied or not isinstance(index.tree, dict):
+        return index
+    tree = index.tree
+    ties = find_ties([Declaration(path, tree, index.tied)], {}, path, limits)
+    tied = {name: tree[stored] for name, stored in ties.stored.items()}
+    return replace(index, tree={**tree, **tied}, tied={}, notes=(*index.notes, *ties.notes))
+
+
+def find_ties(declarations: Sequence[Declaration], weight_map: Mapping[str, str], path: str, limits: Limits) -> Ties:
+    """Return the tied names of a checkpoint.
+
+    Args:
+        declarations: What each file stores and declares.
+        weight_map: The file of each name, as the index file has it; empty without an index file.
+        path: Path of the checkpoint, for error messages.
+        limits: Bounds on names.
+
+    Raises:
+        LimitError: There are more names, or a longer name, than the limits allow.
+    """
+    places = {name: each.file for each in reversed(declarations) for name in each.tensors}
+    near: dict[str, set[str]] = {}
+    far: dict[str, set[str]] = {}
+    lost: dict[str, None] = {}
+    for _, tensors, tied in declarations:
+        for name, stored in tied.items():
+            if name in places or (name in weight_map and weight_map[name] != places.get(stored)):
+                continue
+            if stored in places:
+                (near if stored in tensors else far).setdefault(name, set()).add(stored)
+            else:
+                lost[name] = None
+    candidates = {**far, **near}
+    _check_limits(candidates, len(places), path, limits)
+    found = {name: next(iter(stored)) for name, stored in candidates.items() if len(stored) == 1}
+    left_out = [repr(name) for name in lost if name not in candidates]
+    why = "Left out, because the tensors that they are tied to are not in the checkpoint"
+    notes = (f"{listed(why, left_out)}.",) if left_out else ()
+    return Ties(found, [name for name in candidates if name not in found], notes)
+
+
+def read_ties_file(directory: Directory, limits: Limits) -> Mapping[str, str]:
+    """Return the stored name of each tied name that a directory of parameters declares; none if it is unreadable."""
+    try:
+        source = open_member(directory, TIES_FILE, limits)
+        if source is None:
+            return {}
+        with closing(source):
+            nbytes = source.identity.nbytes
+            data = source.read_at(0, nbytes) if nbytes <= limits.header_bytes else b""
+        return parse_texts(data, source.path, limits)
+    except SluiceError:
+        return {}
+
+
+def _check_limits(names: Mapping[str, object], count: int, path: str, limits: Limits) -> None:
+    if count + len(names) > limits.entries:
+        raise LimitError(
+            "the stored and tied names exceed the limit 'entries'",
+            file=path,
+            expected=f"at most {limits.entries}",
+            found=count + len(names),
+        )
+    for name in names:
+        nbytes = len(name.encode())
+        if nbytes > limits.name_bytes:
+            raise LimitError(
+                "a tied name exceeds the limit 'name_bytes'",
+                file=path,
+                tensor=name[:80],
+                expected=f"at most {limits.name_bytes}",
+                found=nbytes,
+            )
