@@ -16,6 +16,9 @@ __all__ = ["Part", "named_part", "part_of", "parts_to_compare"]
 #: Names of the tensors in each state dict of a checkpoint, by its key.
 _Names = dict[str, set[str]]
 
+#: The argument of ``sluice.diff`` and the option of the command that choose the part of each side.
+_ARGUMENTS = (("key", "--key-a"), ("other_key", "--key-b"))
+
 
 class Part(Struct, frozen=True, kw_only=True):
     """A part of a checkpoint whose tensors have names."""
@@ -59,12 +62,10 @@ def parts_to_compare(a: OpenCheckpoint, b: OpenCheckpoint, key: str | None, othe
         if matching is not None:
             return part_of(a, matching[0]), part_of(b, matching[1])
     keys = [
-        (only_state_dict(checkpoint.index.tree, checkpoint.path, argument=argument) if candidates else "")
+        (only_state_dict(each.index.tree, each.path, argument=argument, option=option) if candidates else "")
         if given is None
         else given
-        for checkpoint, given, candidates, argument in zip(
-            (a, b), (key, other_key), found, ("key", "other_key"), strict=True
-        )
+        for each, given, candidates, (argument, option) in zip((a, b), (key, other_key), found, _ARGUMENTS, strict=True)
     ]
     return part_of(a, keys[0]), part_of(b, keys[1])
 
