@@ -134,3 +134,43 @@ def test_a_file_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     report = sluice.verify(tmp_path / "x.safetensors")
     assert not report.ok
     assert str(report).startswith("checked no tensor of ")
+
+
+def test_a_conversion_of_the_whole_is_compared_as_a_whole(run: Path, tmp_path: Path) -> None:
+    state = training()["model_state_dict"]
+    torch.save({"model": state, "ema": state | {}}, tmp_path / "two.pt")
+    for source, tensors in ((run, 3), (tmp_path / "two.pt", 4)):
+        sluice.convert(source, tmp_path / "whole.safetensors", key="", overwrite=True)
+        for pair in ((source, tmp_path / "whole.safetensors"), (tmp_path / "whole.safetensors", source)):
+            report = sluice.diff(*pair)
+            assert report.same, report
+            assert (report.key_a, report.key_b, report.common, report.outside_a) == (None, None, tensors, 0)
+
+
+def test_a_state_dict_that_only_one_has_is_a_difference(tmp_path: Path) -> None:
+    state = training()["model_state_dict"]
+    torch.save({"model": state}, tmp_path / "only.pt")
+    torch.save({"model": state, "ema": {"weight": torch.zeros(4, 4)}}, tmp_path / "both.pt")
+    report = sluice.diff(tmp_path / "only.pt", tmp_path / "both.pt")
+    assert (report.common, report.compared_a) == (2, 2)
+    assert [(each.name, each.kinds) for each in report.differences] == [("ema.weight", ("only_b",))]
+    torch.save({"model": state, "ema": state | {}}, tmp_path / "tied.pt")
+    assert sluice.diff(tmp_path / "only.pt", tmp_path / "tied.pt").same
+
+
+def test_the_parts_with_the_most_names_in_common_are_compared(tmp_path: Path) -> None:
+    state, metric = {"a": torch.ones(4), "model.a": torch.ones(4)}, torch.ones(1)
+    torch.save({"model": state, "step": metric}, tmp_path / "run.pt")
+    sluice.convert(tmp_path / "run.pt", tmp_path / "x.safetensors")  # 'model.a' is a name of the whole source as well
+    assert sluice.diff(tmp_path / "run.pt", tmp_path / "x.safetensors").same
+    torch.save({"net": state, "step": metric}, tmp_path / "net.pt")
+    report = sluice.diff(tmp_path / "run.pt", tmp_path / "net.pt")  # 'step' alone does not relate the wholes
+    assert (report.same, report.key_a, report.key_b) == (True, "model", "net")
+
+
+def test_the_state_dict_with_the_key_of_the_only_other_one_is_compared(tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(4)}}, tmp_path / "only.pt")
+    torch.save({"model": {"b": torch.ones(4)}, "ema": {"b": torch.ones(4)}}, tmp_path / "both.pt")
+    for pair in (("only.pt", "both.pt"), ("both.pt", "only.pt")):
+        report = sluice.diff(*(tmp_path / name for name in pair))
+        assert (report.key_a, report.key_b, report.common) == ("model", "model", 0)

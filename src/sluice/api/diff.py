@@ -31,9 +31,10 @@ def diff(
     """Compare presence, dtype, shape and values of the tensors of two checkpoints, with a fixed amount of memory.
 
     Tensors are compared by dotted name, in any formats, storage layouts, shards or chunks. Without keys, two
-    checkpoints with their state dicts under the same keys are compared as a whole, optimizers included. If the keys
-    differ, the state dict of each is compared, as ``load_state_dict`` chooses it: a training checkpoint equals the
-    safetensors file that was converted from it. The report says what was compared and what was left out.
+    checkpoints with their state dicts under the same keys are compared as a whole, optimizers included, and so
+    are two with full names of state dicts in common. Otherwise the state dict of each is compared, as
+    ``load_state_dict`` chooses it: a training checkpoint equals the safetensors file that was converted from it. The
+    report says what was compared and what was left out.
 
     Ties are not compared: a name that only one side has is not a difference if that side also has the tensor under a
     common name. Tensors that sluice does not read count as different, because they cannot be compared.

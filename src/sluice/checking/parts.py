@@ -8,10 +8,16 @@ from msgspec import Struct
 
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import unsupported, walk
-from sluice.matching.candidates import likely_state_dicts
+from sluice.matching.candidates import likely_state_dicts, names_by_state_dict
 from sluice.matching.selection import only_state_dict
 
 __all__ = ["Part", "named_part", "part_of", "parts_to_compare"]
+
+#: Names of the tensors in each state dict of a checkpoint, by its key.
+_Names = dict[str, set[str]]
+
+#: The argument of ``sluice.diff`` and the option of the command that choose the part of each side.
+_ARGUMENTS = (("key", "--key-a"), ("other_key", "--key-b"))
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -41,26 +47,52 @@ def part_of(checkpoint: OpenCheckpoint, key: str) -> Part:
 def parts_to_compare(a: OpenCheckpoint, b: OpenCheckpoint, key: str | None, other_key: str | None) -> tuple[Part, Part]:
     """Return the parts of two checkpoints to compare.
 
-    Two checkpoints with their state dicts under the same keys are compared as a whole, so that no difference between
-    two training checkpoints is left out. Otherwise each side is the part at its key or, without one, the state dict
-    that a load takes: the checkpoint itself if it is flat, else the only candidate. A checkpoint without a candidate,
-    such as the state of an optimizer, is compared as a whole.
+    Without keys, two checkpoints with their state dicts under the same keys are compared as a whole, so that no
+    difference between two training checkpoints is left out. For others, see ``_matching_keys``. If these do not decide,
+    each side is the part at its key or, without one, the state dict that a load takes: the checkpoint itself if it is
+    flat, else the only candidate. A checkpoint without a candidate, such as the state of an optimizer, is compared as a
+    whole.
 
     Raises:
         MismatchError: A key does not exist, or one checkpoint has several state dicts and the other has different ones.
     """
-    found = [likely_state_dicts(checkpoint.index.tree) for checkpoint in (a, b)]
-    if key is None and other_key is None and found[0].keys() == found[1].keys():
-        return part_of(a, ""), part_of(b, "")
+    found = [names_by_state_dict(checkpoint.index.tree) for checkpoint in (a, b)]
+    if key is None and other_key is None:
+        matching = ("", "") if found[0].keys() == found[1].keys() else _matching_keys(*found)
+        if matching is not None:
+            return part_of(a, matching[0]), part_of(b, matching[1])
     keys = [
-        (only_state_dict(checkpoint.index.tree, checkpoint.path, argument=argument) if candidates else "")
+        (only_state_dict(each.index.tree, each.path, argument=argument, option=option) if candidates else "")
         if given is None
         else given
-        for checkpoint, given, candidates, argument in zip(
-            (a, b), (key, other_key), found, ("key", "other_key"), strict=True
-        )
+        for each, given, candidates, (argument, option) in zip((a, b), (key, other_key), found, _ARGUMENTS, strict=True)
     ]
     return part_of(a, keys[0]), part_of(b, keys[1])
+
+
+def _matching_keys(ours: _Names, theirs: _Names) -> tuple[str, str] | None:
+    """Return the keys of the parts with the most names in common, or None if the names do not decide.
+
+    The wholes come first: one may be a conversion of the other with all of its state dicts. The parts are the only
+    state dict of each side or, if one side has several, the one under the key of the other side's only one. Only names
+    in state dicts count: a metric under the same name does not relate two checkpoints.
+
+    Args:
+        ours: Names in each state dict of the first checkpoint, without its key.
+        theirs: The same of the second.
+    """
+    pair: tuple[str, str] | None = None
+    if len(ours) == len(theirs) == 1:
+        pair = next(iter(ours)), next(iter(theirs))
+    elif 1 in (len(ours), len(theirs)):
+        pair = next(((key, key) for key in ours if key in theirs), None)
+    in_parts = len(ours[pair[0]] & theirs[pair[1]]) if pair else 0
+    in_wholes = len(_full_names(ours) & _full_names(theirs))
+    return ("", "") if in_wholes and in_wholes >= in_parts else pair
+
+
+def _full_names(names: _Names) -> set[str]:
+    return {f"{key}.{name}" if key else name for key, part in names.items() for name in part}
 
 
 def named_part(checkpoint: OpenCheckpoint, key: str | None, expected: Collection[str] | None) -> Part:

@@ -10,11 +10,18 @@ from sluice._errors import MismatchError
 from sluice._options import Limits
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
-from sluice.entries.tree import CONTAINERS, children, component, every_entry, flatten, sizes
+from sluice.entries.tree import CONTAINERS, children, component, every_entry, flatten, sizes, walk
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.records import Entry
 
-__all__ = ["Candidate", "CandidateReader", "holds_tensors", "likely_state_dicts", "state_dict_candidates"]
+__all__ = [
+    "Candidate",
+    "CandidateReader",
+    "holds_tensors",
+    "likely_state_dicts",
+    "names_by_state_dict",
+    "state_dict_candidates",
+]
 
 #: Last component of the names of extra state, which ``get_extra_state`` of a module returns.
 _EXTRA_STATE = "_extra_state"
@@ -35,8 +42,17 @@ def likely_state_dicts(tree: object) -> dict[str, list[Entry]]:
 
     Metrics are tensors by name as well: a dict of scalars counts only if every candidate is one.
     """
-    tensors = {key: list(every_entry(part)) for key, part in _candidates(tree).items()}
-    return {key: entries for key, entries in tensors.items() if any(entry.shape for entry in entries)} or tensors
+    return {key: list(every_entry(part)) for key, part in _likely(tree).items()}
+
+
+def names_by_state_dict(tree: object) -> dict[str, set[str]]:
+    """Return the names of the tensors in each part of ``likely_state_dicts``, without its key."""
+    return {key: {name for name, _ in walk(part)} for key, part in _likely(tree).items()}
+
+
+def _likely(tree: object) -> dict[str, object]:
+    parts = _candidates(tree)
+    return {key: part for key, part in parts.items() if any(entry.shape for entry in every_entry(part))} or parts
 
 
 def _candidates(tree: object) -> dict[str, object]:

@@ -98,13 +98,14 @@ def select(
     )
 
 
-def only_state_dict(tree: object, file: str, *, argument: str = "key") -> str:
+def only_state_dict(tree: object, file: str, *, argument: str = "key", option: str = "") -> str:
     """Return the key of the only state dict in a checkpoint; ``""`` is the whole checkpoint.
 
     Args:
         tree: ``Index.tree``.
         file: The checkpoint, for messages.
         argument: Name of the caller's argument that chooses one, for messages.
+        option: Option of the command that chooses one, for messages; empty to leave it out.
 
     Raises:
         MismatchError: There is none, or there are several; the message lists them.
@@ -119,8 +120,11 @@ def only_state_dict(tree: object, file: str, *, argument: str = "key") -> str:
         for name, leaf in unsupported(tree).items():
             raise refusal(leaf, name, file)
         raise MismatchError("the checkpoint holds no state dict: none of its dicts maps names to tensors", file=file)
+    from shlex import quote  # here, not above: only this error needs it
+
     lines = [
-        f"{argument}={key!r}: {len(entries)} tensors, {format_bytes(sum(entry.nbytes for entry in entries))}"
+        f"{argument}={key!r}{f' ({option} {quote(key)})' if option else ''}: {len(entries)} tensors, "
+        f"{format_bytes(sum(entry.nbytes for entry in entries))}"
         for key, entries in islice(candidates.items(), SHOWN)
     ]
     choices = section("choose one", lines, list(candidates))

@@ -85,5 +85,15 @@ def test_parts(paths: tuple[Path, Path], tmp_path: Path) -> None:
     assert run(paths[1], tmp_path / "run.pt", "--key-b", "").exit_code == 1
 
 
+def test_the_option_that_chooses_a_part_is_named(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    state = torch.load(paths[0], weights_only=True)
+    torch.save({"model": state, "my ema": dict(state)}, tmp_path / "two.pt")
+    done = run(paths[1], tmp_path / "two.pt")
+    assert done.exit_code == 2
+    assert "other_key='model' (--key-b model): 2 tensors" in done.stderr
+    assert "other_key='my ema' (--key-b 'my ema'): 2 tensors" in done.stderr
+    assert "key='model' (--key-a model): 2 tensors" in run(tmp_path / "two.pt", paths[1]).stderr
+
+
 def test_the_help_lists_the_exit_codes() -> None:
     assert "Exit codes" in run("--help").stdout

@@ -42,8 +42,9 @@ def diff_command(
     that only one of them has is not a difference if it is tied to a name that both have. Memory stays below 100 MiB
     for files of any size.
 
-    Without --key-a and --key-b, two checkpoints with their state dicts under the same keys are compared as a whole.
-    If the keys differ, the state dict of each is compared, as `sluice convert` chooses it; the first lines say which.
+    Without --key-a and --key-b, two checkpoints with their state dicts under the same keys are compared as a whole,
+    and so are two with full names of state dicts in common. Otherwise the state dict of each is compared, as
+    `sluice convert` chooses it; the first lines say which.
 
     \b
     Examples:
