@@ -12,7 +12,10 @@ import torch
 from torch import nn
 
 import sluice
+from sluice.loading import module_job
+from sluice.modules import moves
 from sluice.modules.moves import moved_to
+from sluice.planning.memory_layout import Computed
 
 
 class Moved(nn.Module):
@@ -236,3 +239,26 @@ def test_moves_are_remembered_and_followed_by_a_load(tmp_path: Path) -> None:
     assert all(t.device.type == "cpu" for t in model.state_dict().values())
     for notes in (plan.notes, report.notes):
         assert any("moved 2 tensors to cuda:0" in note and "not available" in note for note in notes)
+
+
+class _PlannedError(Exception):
+    """The transfer is planned; this machine may not have the device."""
+
+
+def test_initialised_tensors_are_planned_where_the_constructor_moved_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sluice.empty_init():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).cuda()
+    torch.save({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}, tmp_path / "f.pth")
+    devices: list[str] = []
+
+    def plan_transfer(*_: object, computed: list[Computed], **__: object) -> None:
+        devices.extend(str(torch.device(each.device).type) for each in computed)
+        raise _PlannedError
+
+    monkeypatch.setattr(moves, "_is_available", lambda _: True)
+    monkeypatch.setattr(module_job, "plan_transfer", plan_transfer)
+    with pytest.raises(_PlannedError):
+        sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert devices == ["cuda", "cuda"]

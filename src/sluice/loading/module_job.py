@@ -292,7 +292,7 @@ def _computed(state: ModuleState, matched: Match, placement: Placement) -> list[
             shape=slots[slot].shape,
             stride=slots[slot].stride,
             dtype=matched.initial_dtypes[slot],
-            device=device_of(slots[slot].names[0], placement) or "cpu",
+            device=device_of(slots[slot].names[0], placement) or slots[slot].home,
         )
         for slot in (*matched.zeroed, *matched.initialised)
     ]
