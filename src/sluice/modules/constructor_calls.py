@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 
 from sluice.modules import function_kinds as kinds
 from sluice.modules.destinations import destination
+from sluice.modules.factories import can_defer, uninitialised
 from sluice.modules.histories import Call, Histories, History, Replay, UnknownValuesError, empty_on_meta, tensors_in
 from sluice.modules.meta_initialisers import SET_DATA
 from sluice.modules.refusals import refusal
@@ -86,6 +86,22 @@ class ConstructorCalls(TorchFunctionMode):
             swapped = [swap_data(tensor, value) for tensor, value in zip(live, values, strict=True)]
         return all(swapped)
 
+    def give_arguments_memory(self, *values: object) -> History | None:
+        """Give memory to the deferred tensors among arguments; return the history of one that still has none."""
+        with torch._C.DisableTorchFunction():
+            for _, history in self._managed(values):
+                if not history.empty:
+                    self.give_memory(history)
+            return next((history for _, history in self._managed(values)), None)
+
+    def run_with_values(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run a call that torch does not show to function modes; it never sees a tensor without memory."""
+        rest = self.give_arguments_memory(args, options)
+        with torch._C.DisableTorchFunction():
+            if rest is None:
+                return func(*args, **options)
+            return self._read(func, args, options, self.histories.freeze_call(func, args, options))
+
     def _call(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         managed = self._managed(args, options)
         if not managed:
@@ -115,7 +131,8 @@ class ConstructorCalls(TorchFunctionMode):
     ) -> Any:
         """Run a call on meta and record what it changes and returns."""
         call = self.histories.freeze_call(func, args, options)
-        if func in kinds.READERS or (func == _T.__format__ and not args[0].dim()):
+        reads = func in kinds.READERS or (func == _T.__format__ and not args[0].dim())
+        if reads or any(not tensor.is_meta for tensor in tensors_in(kinds.changed_by(func, args, options))):
             return self._read(func, args, options, call)
         if func in kinds.CONTIGUOUS and not options.get("out") and args:
             return self._noted(torch.empty(args[0].shape, dtype=args[0].dtype, device=_META), call, managed)
@@ -216,11 +233,11 @@ class ConstructorCalls(TorchFunctionMode):
         return result
 
     def _defer(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if not _can_defer(func, args, options):
+        if not can_defer(func, args, options):
             return self._call(func, args, options)
         if self._managed(args, options):
             return self._call(func, args, options)
-        tensor = _uninitialised(func, args, options)
+        tensor = uninitialised(func, args, options)
         if not tensor.numel():
             return func(*args, **options)  # it has no values, and lazy parameters start as one
         call = Call(func, args, {**options, "dtype": tensor.dtype, "device": _CPU}, 0, tensor.detach())
@@ -235,6 +252,8 @@ class ConstructorCalls(TorchFunctionMode):
         tensor = args[0] if args else options.get("tensor")
         history = self.histories.of(tensor) if isinstance(tensor, torch.Tensor) else None
         if history is None or tensor is None:
+            if self._managed(args, options):
+                return self._call(wrapper or func, args, options)
             skipped = isinstance(tensor, torch.Tensor) and tensor.is_meta
             return tensor if skipped else (wrapper or func)(*args, **options)
         if not history.empty and not history.has_parameter and func not in kinds.LAZY:
@@ -351,27 +370,6 @@ _SPECIAL: dict[Any, _Function] = {
     _T.data_ptr: ConstructorCalls._data_ptr,
     _T.__deepcopy__: ConstructorCalls._deepcopy,
 }
-
-
-def _can_defer(func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether a call of a factory makes an ordinary tensor on the CPU."""
-    device = options.get("device") or _device.CURRENT_DEVICE
-    if (device is not None and device not in {"cpu", _CPU}) or not kinds.NOT_DEFERRED.isdisjoint(options):
-        return False
-    return func != torch.full or {type(value) for value in (*args[1:], options.get("fill_value", 0))} <= kinds.NUMBERS
-
-
-def _uninitialised(func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
-    """Return a tensor on meta as a factory makes it. All but ``torch.empty`` import torch's compiler there."""
-    options = {**options, "device": _META}
-    if func != torch.full:
-        return torch.empty(*args, **options)
-    size = args[0] if args else options.pop("size")
-    value = args[1] if len(args) > 1 else options.pop("fill_value")
-    if options.get("dtype") is None:
-        kinds = {bool: torch.bool, int: torch.int64}
-        options["dtype"] = kinds.get(type(value)) or torch.result_type(torch.empty(0, device=_META), value)
-    return torch.empty(size, **options)
 
 
 def _on_meta(value: Any, stand_ins: list[torch.Tensor]) -> Any:

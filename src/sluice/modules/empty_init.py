@@ -2,8 +2,8 @@
 
 **How.** Inside the context ``torch.empty``, ``zeros``, ``ones`` and ``full`` return tensors on the meta device, which
 get memory and values, in place, when something else than a parameter or persistent buffer is made of them
-(``constructor_calls``). And three methods of torch are wrapped while any thread is inside; the wrappers act only in
-threads that are inside:
+(``constructor_calls``). And methods of torch are wrapped while any thread is inside; the wrappers act only in threads
+that are inside. Those of ``unseen_calls`` see what function modes do not. The others see registration:
 
 - ``nn.Parameter.__new__`` notes which parameters were created inside;
 - ``nn.Module.register_parameter`` moves such a parameter to the meta device *in place* as it is registered, if it is
@@ -38,11 +38,13 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from msgspec import Struct
 from torch import nn
+from torch._functorch import eager_transforms, vmap
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -52,6 +54,7 @@ from sluice.modules.constructor_calls import ConstructorCalls
 from sluice.modules.histories import Histories, History, empty_on_meta
 from sluice.modules.moves import remember_move
 from sluice.modules.swap import is_plain, swap_data
+from sluice.modules.unseen_calls import script_function, script_method, transform_entry
 
 # Storages have no public identity, and torch's context without function modes is private.
 # ruff: noqa: SLF001
@@ -77,6 +80,8 @@ class _Scope(threading.local):
 
     #: Tensors without memory; None outside.
     histories: Histories | None = None
+    #: The calls of the constructor; None outside.
+    calls: ConstructorCalls | None = None
     #: Parameters with memory that were created inside and are not registered yet, by id.
     created: dict[int, weakref.ref[nn.Parameter]]
     #: Meta tensor for each buffer with memory registered inside, or None if the real one is kept. Keys are weak and
@@ -120,12 +125,12 @@ def empty_init() -> Iterator[None]:
     _install()
     _scope.histories = Histories()
     _scope.created, _scope.buffers, _scope.emptied = {}, WeakTensorKeyDictionary(), {}
-    calls = ConstructorCalls(_scope.histories)
+    calls = _scope.calls = ConstructorCalls(_scope.histories)
     try:
         with calls:
             yield
     finally:
-        histories, _scope.histories = _scope.histories, None
+        histories, _scope.histories, _scope.calls = _scope.histories, None, None
         _scope.created, _scope.buffers, _scope.emptied = {}, WeakTensorKeyDictionary(), {}
         _uninstall()
         _finish(calls, histories)
@@ -180,7 +185,8 @@ def _empty_parameter(histories: Histories, parameter: nn.Parameter, module: nn.M
             return
     history = histories.of(parameter)
     if history is not None and not is_lazy(parameter):
-        history.release(parameter)
+        # Other tensors over the storage stay without memory too; alone, they would keep initial values after a load.
+        history.held = []
         history.empty = True
         history.owner = history.owner or f"{type(module).__name__}.{name}"
 
@@ -211,22 +217,30 @@ def _replace_persistent(original: Callable[..., Any]) -> Any:
             if history is None:
                 buffer = _empty_buffer(_scope.histories, registered, persistent=persistent)
             elif not persistent:
-                _compute_buffer(_scope.histories, history)
-                buffer = registered
+                before = _registered_before(history, registered)
+                buffer = registered if before is None else before
+                if before is None:
+                    _compute_buffer(_scope.histories, history)
             else:
                 buffer = registered if history.empty else _deferred_buffer(_scope.histories, history, registered)
-                empty = _scope.histories.of(buffer)
-                if empty is not None:
-                    empty.release(buffer)
-                    empty.owner = empty.owner or f"{type(self).__name__}.{name}"
+            empty = _scope.histories.of(buffer) if persistent else None
+            if empty is not None:
+                empty.release(buffer)
+                empty.owner = empty.owner or f"{type(self).__name__}.{name}"
             self._buffers[name] = buffer
 
     return register_buffer
 
 
 def _compute_buffer(histories: Histories, history: History) -> None:
-    """Give a non-persistent buffer memory and values, unless they are computed from random parameters."""
-    ConstructorCalls(histories).give_memory(history, seeded=history.empty, determined=history.empty)
+    """Give a non-persistent buffer memory and values, unless they are computed from random parameters.
+
+    All tensors over its storage are real from then on, as persistent buffers too.
+    """
+    live = history.live()
+    if ConstructorCalls(histories).give_memory(history, seeded=history.empty, determined=history.empty):
+        for tensor in live:
+            _scope.buffers[tensor] = None
 
 
 def _empty_buffer(histories: Histories, buffer: torch.Tensor, *, persistent: bool) -> torch.Tensor:
@@ -243,13 +257,21 @@ def _empty_buffer(histories: Histories, buffer: torch.Tensor, *, persistent: boo
 
 def _deferred_buffer(histories: Histories, history: History, buffer: torch.Tensor) -> torch.Tensor:
     """Return the tensor to register for a deferred ``buffer``, which stays deferred."""
-    for known in history.buffers:
-        if known.shape == buffer.shape and known.stride() == buffer.stride() and known.dtype == buffer.dtype:
-            return known
+    known = _registered_before(history, buffer)
+    if known is not None:
+        return known
     empty = _like_buffer(empty_on_meta(buffer), buffer)
     histories.derive(empty, histories.freeze_call(torch.clone, (buffer,), {}), history.device, empty=True)
     history.buffers.append(empty)
     return empty
+
+
+def _registered_before(history: History, buffer: torch.Tensor) -> torch.Tensor | None:
+    """Return the empty tensor that is registered in place of a deferred ``buffer``, if one is."""
+    for known in history.buffers:
+        if known.shape == buffer.shape and known.stride() == buffer.stride() and known.dtype == buffer.dtype:
+            return known
+    return None
 
 
 def _like_buffer(empty: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
@@ -273,9 +295,10 @@ def _return_free_memory() -> None:
 
 
 class _Patch(Struct):
-    """One wrapped method of torch."""
+    """One wrapped method or function of torch."""
 
-    owner: type
+    #: A class or module.
+    owner: Any
     name: str
     wrap: Callable[[Callable[..., Any]], Any]
     original: Any = None
@@ -292,10 +315,18 @@ class _Patch(Struct):
             setattr(self.owner, self.name, self.original)
 
 
+def _calls() -> ConstructorCalls | None:
+    return _scope.calls
+
+
 _PATCHES = (
     _Patch(nn.Parameter, "__new__", _note_created),
     _Patch(nn.Module, "register_parameter", _empty_registered),
     _Patch(nn.Module, "register_buffer", _replace_persistent),
+    _Patch(torch._C.ScriptFunction, "__call__", partial(script_function, current=_calls)),
+    _Patch(torch._C.ScriptMethod, "__call__", partial(script_method, current=_calls)),
+    _Patch(vmap, "_add_batch_dim", partial(transform_entry, current=_calls)),
+    _Patch(eager_transforms, "_wrap_for_grad", partial(transform_entry, current=_calls)),
 )
 _lock = threading.Lock()
 _contexts = 0

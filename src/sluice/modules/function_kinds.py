@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "PRESERVING",
     "READERS",
     "UNCHANGED",
+    "changed_by",
 ]
 
 _T: Any = torch.Tensor
@@ -98,3 +100,17 @@ OVERWRITING = INITIALISERS - {_T.clamp_, _T.erfinv_}
 
 #: Initialisers by name: libraries wrap those of ``torch.nn.init``, and torch then passes the wrapper.
 INITIALISER_NAMES = {function.__name__: function for function in INITIALISERS if isinstance(function, FunctionType)}
+
+#: Names of the operators that change their first argument. The names of other functions that do end in ``_``.
+_IN_PLACE_OPERATORS = frozenset({
+    "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+    "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+})  # fmt: skip
+
+
+def changed_by(func: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the arguments that a call changes, by the name of its function; None in place of those it has not."""
+    name = getattr(func, "__name__", "")
+    in_place = name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+    target = args[0] if args else options.get("tensor")
+    return target if in_place else None, options.get("out")

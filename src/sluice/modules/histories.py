@@ -127,7 +127,12 @@ class Histories:
 
     def of(self, tensor: torch.Tensor) -> History | None:
         """Return the history of a tensor; None if it has memory or was created on meta by the constructor itself."""
-        return self._of.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+        if not tensor.is_meta:
+            return None
+        try:
+            return self._of.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # tensors inside torch.func have no storage
+            return None
 
     def start(
         self, tensor: torch.Tensor, origin: Call | torch.Tensor | None, device: torch.device, *, empty: bool
