@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -178,6 +179,52 @@ def test_a_method_that_keeps_all_of_its_own_tensors_loads_nothing(empty: bool, s
     with pytest.raises(sluice.MismatchError, match="it has 0 of 9 tensors"):
         sluice.load_into(model, tmp_path / "f.pth", strict=strict)
     assert all(tensor.is_meta for tensor in model.state_dict().values()) if empty else same(model.state_dict(), before)
+
+
+def reports_missing(self: Net, state: State, strict: bool = True) -> Any:
+    own = self.state_dict()
+    try:
+        return nn.Module.load_state_dict(self, state)
+    except RuntimeError as error:
+        assert "size mismatch for head.bias: copying a param with shape torch.Size([7])" in str(error)
+    state = {k: v for k, v in state.items() if k in own and v.shape == own[k].shape}
+    return nn.Module.load_state_dict(self, state, strict=False)
+
+
+def retries_with_a_part(self: Net, state: State, strict: bool = True) -> Any:
+    try:
+        return nn.Module.load_state_dict(self, state)
+    except RuntimeError:
+        bias = state["head.bias"][:2]
+    return self.head.load_state_dict({"weight": state["head.weight"], "bias": bias})
+
+
+def gives_up(self: Net, state: State, strict: bool = True) -> Any:
+    with suppress(RuntimeError):
+        nn.Module.load_state_dict(self, state)
+
+
+@pytest.mark.parametrize("method", [reports_missing, retries_with_a_part, gives_up])
+def test_shapes_whose_error_the_method_catches(method: Callable[..., Any], tmp_path: Path) -> None:
+    kind = type("Own", (Net,), {"load_state_dict": method})
+    state = {**Net().state_dict(), "head.bias": torch.rand(7)}
+    torch.save(state, tmp_path / "f.pth")
+    expected, model = build(kind, empty=False), build(kind, empty=False)
+    expected.load_state_dict(torch.load(tmp_path / "f.pth"))
+    report = sluice.load_into(model, tmp_path / "f.pth")
+    assert same(dict(model.state_dict()), dict(expected.state_dict()))
+    assert report.missing == (() if method is retries_with_a_part else ("head.bias",))
+    if method is gives_up:
+        with pytest.raises(sluice.MismatchError) as caught:
+            sluice.load_into(build(kind, empty=True), tmp_path / "f.pth")
+        assert caught.value.missing == ("head.bias",)
+
+
+def test_a_method_without_strict_is_called_without_it(tmp_path: Path) -> None:
+    torch.save(old_state(), tmp_path / "f.pth")
+    model = build(LoadsParts, empty=False)
+    report = sluice.load_into(model, tmp_path / "f.pth", strict=False)
+    assert report.missing == ("head.bias",)
 
 
 def test_a_prefix_that_the_method_adds(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ tensors by the method itself count as well. A method that needs values is refuse
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -69,6 +70,29 @@ class _Call(Struct, frozen=True, kw_only=True):
         """The path with its dot."""
         return f"{self.path}." if self.path else ""
 
+    def misfits(self, outline: Outline) -> dict[str, str]:
+        """Return the names whose shape is not the module's, which torch does not copy, and torch's error for each."""
+        errors = {}
+        for slot in outline.slots:
+            for name in slot.names:
+                entry = self.entries.get(name)
+                if entry is None or slot.lazy or entry.shape == slot.shape:
+                    continue
+                if slot.shape != () or entry.shape != (1,):
+                    errors[name] = (
+                        f"size mismatch for {name.removeprefix(self.prefix)}: copying a param with shape "
+                        f"{torch.Size(entry.shape)} from checkpoint, the shape in current model is "
+                        f"{torch.Size(slot.shape)}."
+                    )
+        return errors
+
+    def without(self, names: Collection[str]) -> _Call:
+        """Return it without these tensors, which are not missing either."""
+        if not names:
+            return self
+        entries = {name: entry for name, entry in self.entries.items() if name not in names}
+        return replace(self, entries=entries, optional_names=self.optional_names.union(names))
+
     def match(self, outline: Outline, *, strict: bool, problems: Iterable[str] = ()) -> Match:
         """Match it with the tensors of the module that was called, as if all of them were live.
 
@@ -99,7 +123,7 @@ class _Call(Struct, frozen=True, kw_only=True):
 
 def own_load_state_dict(module: nn.Module, *, strict: bool) -> Loader:
     """Return the ``load_state_dict`` of a module that overrides it."""
-    options = {} if strict else {"strict": False}  # some take no such argument
+    options = {"strict": False} if not strict and _takes_strict(type(module).load_state_dict) else {}
 
     def load(copy: nn.Module, state: Mapping[str, Any]) -> None:
         if "load_state_dict" in vars(copy):
@@ -107,6 +131,16 @@ def own_load_state_dict(module: nn.Module, *, strict: bool) -> Loader:
         copy.load_state_dict(state, **options)
 
     return Loader(name=f"the load_state_dict of {type(module).__name__}", load=load)
+
+
+def _takes_strict(method: Callable[..., object]) -> bool:
+    """Return whether a ``load_state_dict`` takes the argument ``strict``; some take the state dict alone."""
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return True
+    takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_all or "strict" in parameters
 
 
 def follow_override(
@@ -208,18 +242,20 @@ class _Follower:
         call = self._call(path, state, assign=bool(metadata.get("assign_to_params_buffers")))
         self._calls.append(call)
         start = len(call.prefix)
+        misfits = call.misfits(self._outline)
+        errors += misfits.values()
         self._differs = True
         try:
-            matched = call.match(self._outline, strict=False)
+            matched = call.without(misfits).match(self._outline, strict=False)
         except MismatchError as error:
             errors.append(str(error))
         else:
             missing += [name[start:] for name in matched.missing]
             unexpected += [name[start:] for name in matched.unexpected]
-            self._differs = bool(matched.missing or matched.unexpected)
+            self._differs = bool(misfits or matched.missing or matched.unexpected)
         own = {name for slot in self._outline.slots for name in slot.names}
         for name, entry in call.entries.items():
-            if name in own:
+            if name in own and name not in misfits:
                 self._load(name, entry)
                 (self._assigned.add if call.assign else self._assigned.discard)(name)
         self._extra_state.update(call.extra_state)
@@ -271,8 +307,12 @@ class _Follower:
     def result(self, given: Mapping[str, Entry]) -> Followed:
         """Return what the method loads."""
         last = {call.path: call for call in self._calls}.values()
-        matches = [call.match(self._outline, strict=False) for call in last]
-        missing = {name for matched in matches for name in matched.missing} - self._loaded.keys()
+        misfits = {name for call in last for name in call.misfits(self._outline)}  # the method caught the error
+        matches = [call.without(misfits).match(self._outline, strict=False) for call in last]
+        missing = {name for matched in matches for name in matched.missing}
+        # Optional on meta is stricter than missing, which the method accepts: there is no value to keep.
+        missing.update(name for slot in self._outline.slots if not slot.on_meta for name in misfits & {*slot.names})
+        missing -= self._loaded.keys()
         unexpected = {name for matched in matches for name in matched.unexpected}
         not_loaded = {name: call.entries[name] for call in last for name in call.entries if name in unexpected}
         return Followed(
