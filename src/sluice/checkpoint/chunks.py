@@ -8,30 +8,45 @@ tensors. ``__metadata__`` has the place of each chunk::
 The shape of a tensor is stored nowhere. As in torch's reader, it is the smallest shape that holds all chunks, so the
 file of a last rank is not missed. There is no file that lists the others, and a rank without data writes none.
 
-Limits: ``Limits.entries`` for the objects and lists of the metadata, and for the corners of all chunks together.
+A shard that is opened alone must not have chunks from the middle of tensors, which would get the names of the whole
+ones.
+
+Limits: ``Limits.entries`` for the objects and lists of the metadata, and for the corners of all chunks together;
+``Limits.entries`` times ``Limits.dimensions`` for its values.
 Refused: chunks of one tensor that overlap, leave a gap, or differ in dtype or in the number of dimensions.
 """
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from sluice._errors import FormatError, LimitError
+from sluice._errors import FormatError, IncompleteCheckpointError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._options import Limits
 from sluice._strict_json import parse_strict_json
 from sluice.checkpoint.survey import PLACES
 from sluice.formats.distributed.exact_cover import cut_dimensions, first_miscount
-from sluice.records import NO_STORAGE, Entry, Part, UnsupportedValue
+from sluice.records import NO_STORAGE, Entry, Index, Part, UnsupportedValue
 
-__all__ = ["ChunkFile", "assemble_chunks", "plain_metadata"]
+__all__ = ["ChunkFile", "alone", "assemble_chunks", "plain_metadata"]
 
 #: Further key of the metadata that describes chunks.
 _VERSION = "DCP_VERSION"
+
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+
+#: Note for the report.
+_SHAPES = "The shapes of the tensors follow from their chunks; the files do not state them."
+
+_ALL_SHARDS = (
+    "The other chunks are in the shards of other ranks: pass the directory, or all shards as a list. If the file holds "
+    f"whole tensors, its metadata was copied: remove {PLACES!r}."
+)
 
 _MAX_SIGNED = 2**63 - 1
 
@@ -58,10 +73,35 @@ def plain_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in metadata.items() if key not in {PLACES, _VERSION}}
 
 
+def alone(index: Index, limits: Limits) -> Index:
+    """Return the index of a shard that is not merged with others.
+
+    Raises:
+        IncompleteCheckpointError: It holds chunks from the middle of tensors.
+        FormatError: The metadata is malformed.
+        LimitError: The metadata has more values than the limits allow.
+    """
+    path, tree = index.files[0].path, index.tree
+    places = _read_places(index.metadata, path, limits)
+    for name, entry in tree.items() if isinstance(tree, dict) else ():
+        start = _start(places, name, entry, path) if isinstance(entry, Entry) else ()
+        if any(start):
+            raise IncompleteCheckpointError(
+                "the file holds a chunk of a tensor, without the chunks before it",
+                file=path,
+                tensor=name,
+                expected="a chunk that starts at the first element",
+                found=f"one that starts at {list(start)}",
+                advice=_ALL_SHARDS,
+            )
+    return replace(index, metadata=plain_metadata(index.metadata), notes=(*index.notes, _SHAPES))
+
+
 def assemble_chunks(files: Sequence[ChunkFile], limits: Limits) -> tuple[dict[str, object], tuple[str, ...]]:
     """Return the whole tensors by name, and notes for the report.
 
     Raises:
+        IncompleteCheckpointError: The chunks of a tensor leave a gap.
         FormatError: The metadata is malformed, or the chunks of a tensor contradict each other.
         LimitError: There are more chunks, or more corners of chunks, than the limits allow.
     """
@@ -89,7 +129,7 @@ def assemble_chunks(files: Sequence[ChunkFile], limits: Limits) -> tuple[dict[st
         tree[name] = _assemble(name, shape, some)
         cut += len(some) > 1
     notes = [f"Tensors that are assembled from chunks: {cut}, of {sum(map(len, chunks.values()))} chunks."] * bool(cut)
-    return tree, (*notes, "The shapes of the tensors follow from their chunks; the files do not state them.")
+    return tree, (*notes, _SHAPES)
 
 
 def _read_places(metadata: Mapping[str, str], path: str, limits: Limits) -> Mapping[str, object] | None:
@@ -97,9 +137,10 @@ def _read_places(metadata: Mapping[str, str], path: str, limits: Limits) -> Mapp
     text = metadata.get(PLACES)
     if text is None:
         return None
-    for opening in "[{":
-        if text.count(opening) > limits.entries + 1:
-            expected = f"at most {limits.entries}"
+    structure = _STRING.sub("", text)
+    for mark, most in (("[", limits.entries), ("{", limits.entries + 1), (",", limits.entries * limits.dimensions)):
+        if structure.count(mark) > most:
+            expected = f"at most {most} of {mark!r}"
             raise LimitError("the places of chunks exceed the limit 'entries'", file=path, expected=expected)
     try:
         places = parse_strict_json(text.encode())
@@ -155,12 +196,14 @@ def _assemble(name: str, shape: tuple[int, ...], chunks: Sequence[_Chunk]) -> En
         return replace(first.entry, shape=shape, stride=contiguous_stride(shape))
     miscount = first_miscount(shape, [(chunk.start, chunk.entry.shape) for chunk in chunks])
     if miscount is not None:
-        raise FormatError(
-            "the chunks of a tensor overlap" if miscount.boxes else "the chunks of a tensor leave a gap",
-            file=first.path,
-            tensor=name,
-            expected="every element in one chunk",
-            found=f"element {list(miscount.element)} in {miscount.boxes} of {len(chunks)} chunks",
+        expected = "every element in one chunk"
+        found = f"element {list(miscount.element)} in {miscount.boxes} of {len(chunks)} chunks"
+        if miscount.boxes:
+            problem = "the chunks of a tensor overlap"
+            raise FormatError(problem, file=first.path, tensor=name, expected=expected, found=found)
+        problem = "the chunks of a tensor leave a gap"
+        raise IncompleteCheckpointError(
+            problem, file=first.path, tensor=name, expected=expected, found=found, advice=_ALL_SHARDS
         )
     parts = tuple(Part(entry=chunk.entry, start=chunk.start) for chunk in chunks)
     return replace(first.entry, shape=shape, stride=contiguous_stride(shape), storage=NO_STORAGE, parts=parts)

@@ -25,15 +25,16 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
+from sluice.checkpoint.one_file import one_file, without_places
 from sluice.checkpoint.survey import PARAMETER_SUFFIX, PLACES, CheckpointLayout
 from sluice.entries import tree as trees
 from sluice.formats.protocol import Checksum, Locator
 from sluice.formats.shard_index import ShardIndex
-from sluice.records import NO_STORAGE, Entry, FileIdentity, Index, Opaque, Sparse, UnsupportedValue
+from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
-__all__ = ["OpenFile", "incomplete", "merge", "moved", "one_file"]
+__all__ = ["OpenFile", "incomplete", "merge", "moved"]
 
 # Section titles of the error that lists all problems.
 _MISSING = "missing files"
@@ -122,9 +123,12 @@ def merge(
         return _whole(layout, *found.values(), limits=limits)
     if layout.kind == "parts" and not problems and any(PLACES in file.index.metadata for file in found.values()):
         return _merge_chunks(layout, list(found.values()), limits)
+    for name, file in found.items():
+        if PLACES in file.index.metadata:  # of an index file, or next to missing files
+            found[name] = replace(file, index=without_places(file.index, limits))
     parts = {name: _part(layout, name, file.index.tree) for name, file in found.items()}
     tied, tied_notes = _find_ties(layout, found, parts.values(), problems, limits)
-    _add_ties(tied, parts)
+    parts = _with_tied(parts, tied) if tied else parts
     notes = _compare(layout, parts, problems)
     if problems:
         error = problems.error(layout.path)
@@ -145,20 +149,6 @@ def merge(
     )
     size_note = _size_note(layout.shard_index, index)
     return replace(index, notes=(*index.notes, *size_note), contradictions=(*notes, *size_note)), tuple(files)
-
-
-def one_file(index: Index, limits: Limits) -> Index:
-    """Return the index of a checkpoint of one file.
-
-    Raises:
-        LimitError: It has too many names.
-    """
-    if not index.tied:
-        return index
-    # Imported here: few files declare tied names.
-    from sluice.checkpoint.tied_names import with_ties
-
-    return with_ties(index, index.files[0].path, limits)
 
 
 def _whole(layout: CheckpointLayout, file: OpenFile, *, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
@@ -221,15 +211,28 @@ def _find_ties(
     return ties.stored, ties.notes
 
 
-def _add_ties(tied: Mapping[str, str], parts: dict[str, dict[str, object] | None]) -> None:
-    """Add the tied names to the state dicts of the files that store their tensors."""
+def _with_tied(
+    parts: Mapping[str, dict[str, object] | None], tied: Mapping[str, str]
+) -> dict[str, dict[str, object] | None]:
+    """Return the state dicts with the tied names in those of the files that store their tensors."""
     others: defaultdict[str, list[str]] = defaultdict(list)
     for name, stored in tied.items():
         others[stored].append(name)
-    for file, part in parts.items() if others else ():
-        if part:
-            own = {name: value for stored, value in part.items() for name in others.get(stored, ())}
-            parts[file] = {**part, **own} if own else part
+    return {
+        file: part and {**part, **{name: value for key, value in part.items() for name in others.get(key, ())}}
+        for file, part in parts.items()
+    }
+
+
+def _linked(layout: CheckpointLayout, files: Mapping[str, OpenFile], limits: Limits) -> Mapping[str, str]:
+    """Return the stored name of each parameter that is tied to another one."""
+    identities = {name.removesuffix(PARAMETER_SUFFIX): file.index.files[0].identity for name, file in files.items()}
+    if len(set(identities.values())) == len(identities):
+        return {}
+    # Imported here: few directories have ties.
+    from sluice.checkpoint.tied_names import linked_names
+
+    return linked_names(layout.directory, identities, limits)
 
 
 def _add_missing(problems: _Problems, layout: CheckpointLayout, missing: Sequence[str]) -> None:
@@ -283,24 +286,6 @@ def _omitted(weight_map: Mapping[str, str], parts: Mapping[str, dict[str, object
             indexed = {id(value) for name, value in part.items() if name in weight_map}
             omitted += [name for name in outside if id(part[name]) not in indexed]
     return omitted
-
-
-def _linked(layout: CheckpointLayout, files: Mapping[str, OpenFile], limits: Limits) -> dict[str, str]:
-    """Return the stored name of each parameter that is declared as tied and whose file is that of the stored one."""
-    of: dict[str, FileIdentity] = {
-        name.removesuffix(PARAMETER_SUFFIX): file.index.files[0].identity for name, file in files.items()
-    }
-    if len(set(of.values())) == len(of):
-        return {}
-    # Imported here: few directories have ties.
-    from sluice.checkpoint.tied_names import read_ties_file
-
-    tied = read_ties_file(layout.directory, limits)
-    return {
-        name: stored
-        for name, stored in tied.items()
-        if stored not in tied and name in of and stored in of and of[name].inode and of[name] == of[stored]
-    }
 
 
 def _join(

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import INDEXING_THREADS, TEXT_ENCODING, Limits
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
-from sluice.checkpoint.merging import OpenFile, incomplete, merge, one_file
+from sluice.checkpoint.merging import OpenFile, incomplete, merge
+from sluice.checkpoint.one_file import one_file
 from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, index_layout, listed_layout, open_member, survey
 from sluice.formats.detection import detect
 from sluice.records import Index

@@ -29,10 +29,10 @@ from sluice._messages import listed
 from sluice._options import Limits
 from sluice.checkpoint.survey import open_member
 from sluice.formats.safetensors.header import parse_texts
-from sluice.records import Index
+from sluice.records import FileIdentity, Index
 from sluice.sources.directory import Directory
 
-__all__ = ["TIES_FILE", "Declaration", "Ties", "find_ties", "read_ties_file", "with_ties"]
+__all__ = ["TIES_FILE", "Declaration", "Ties", "find_ties", "linked_names", "with_ties"]
 
 #: File that declares the tied names of a directory of parameters.
 TIES_FILE = "sluice.tied_names.json"
@@ -107,7 +107,26 @@ def find_ties(declarations: Sequence[Declaration], weight_map: Mapping[str, str]
     return Ties(found, [name for name in candidates if name not in found], notes)
 
 
-def read_ties_file(directory: Directory, limits: Limits) -> Mapping[str, str]:
+def linked_names(directory: Directory, identities: Mapping[str, FileIdentity], limits: Limits) -> Mapping[str, str]:
+    """Return the stored name of each tied name of a directory of parameters: declared, and the same file.
+
+    Args:
+        directory: The directory.
+        identities: The identity of the file of each name.
+        limits: Bounds on the declaration.
+    """
+    tied = _read_ties_file(directory, limits)
+    return {
+        name: stored
+        for name, stored in tied.items()
+        if stored not in tied
+        and {name, stored} <= identities.keys()
+        and identities[name].inode
+        and identities[name] == identities[stored]
+    }
+
+
+def _read_ties_file(directory: Directory, limits: Limits) -> Mapping[str, str]:
     """Return the stored name of each tied name that a directory of parameters declares; none if it is unreadable."""
     try:
         source = open_member(directory, TIES_FILE, limits)
