@@ -138,8 +138,13 @@ def _rebuild(cls: type[SluiceError], problem: str, state: dict[str, object]) -> 
 
 
 class CheckpointError(SluiceError):
-    """The file is at fault."""
+    """The file is at fault.
 
+    Attributes:
+        foreign: Whether the file is something else than a checkpoint, such as text or a git-lfs pointer.
+    """
+
+    foreign: bool = False
     advice = "Check that the path is the intended checkpoint and that the checkpoint was saved completely."
 
 

@@ -18,6 +18,7 @@ from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Se
 from difflib import SequenceMatcher
 from heapq import nlargest
 from itertools import chain, islice, pairwise
+from operator import itemgetter
 
 __all__ = ["MOST_NAMES", "nearest_names"]
 
@@ -42,12 +43,17 @@ _EDGE_CHARACTERS = 128
 #: Most characters of each name that are compared after the common start and end were removed.
 _COMPARED_CHARACTERS = 48
 
+#: Least similarity of a name without a word in common. Names below it share letters by chance.
+_LEAST_SIMILARITY = 0.5
+
 #: A word ends at any of these.
 _SEPARATORS = str.maketrans("_/-", "...")
 
 
 def nearest_names(missing: Mapping[str, Hashable], existing: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
     """Return the most similar existing name of the same kind for each of the first missing names that has one.
+
+    It has at least ``_LEAST_SIMILARITY`` or a word in common with the missing name.
 
     Args:
         missing: The kind of each missing name, such as the shape of its tensor.
@@ -65,7 +71,9 @@ def nearest_names(missing: Mapping[str, Hashable], existing: Iterable[tuple[str,
         index = _NameIndex(candidates, by_kind[kind]) if len(candidates) > _SHORTLIST else None
         for name in by_kind[kind]:
             shortlist = candidates if index is None else index.shortlist(name)
-            nearest[name] = max(shortlist, key=lambda other, name=name: _similarity(name, other))  # type: ignore[misc]
+            similarity, other = max(((_similarity(name, each), each) for each in shortlist), key=itemgetter(0))
+            if similarity >= _LEAST_SIMILARITY or _words(name) & _words(other):
+                nearest[name] = other
     return nearest
 
 
@@ -121,6 +129,11 @@ def _parts(name: str, known: Container[Hashable] | None = None) -> list[Hashable
     if known is None:
         return list(dict.fromkeys((*words, *pairwise(words))))
     return list(dict.fromkeys(part for part in (*words, *pairwise(words)) if part in known))
+
+
+def _words(name: str) -> set[Hashable]:
+    """Return the words of a name without numbers, which unrelated names share."""
+    return {part for part in _parts(name) if isinstance(part, str) and part and not part.isdecimal()}
 
 
 def _start(name: str) -> str:

@@ -314,7 +314,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_still_verified(
     assert [one.kind for one in report.problems] == ["unreadable"]
     assert report.problems[0].offset == bad // 4096 * 4096
     assert set(report.hashes) == set(state) - {"t3"}
-    with pytest.raises(sluice.SaveError, match="a manifest cannot be written for a damaged checkpoint"):
+    with pytest.raises(sluice.SaveError, match="a manifest cannot be written for a checkpoint with problems"):
         report.write_manifest(tmp_path / "n.json")
 
 

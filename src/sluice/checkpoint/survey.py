@@ -389,7 +389,7 @@ def _complete(parts: set[str], limits: Limits) -> set[str]:
 def _nothing_usable(directory: str, listing: _Listing) -> CheckpointError:
     more = f" and {listing.total - len(listing.first)} more" if listing.total > len(listing.first) else ""
     hint = directory_hint(listing.hints)
-    return (hint.error if hint else FormatError)(
+    error = (hint.error if hint else FormatError)(
         "the directory holds no recognized checkpoint (subdirectories are not searched)",
         file=directory,
         expected=f"{', '.join(_PREFERENCE[:4])}, another *.index.json, *{_PARTS_SUFFIX}, or one *{PARAMETER_SUFFIX} "
@@ -397,3 +397,5 @@ def _nothing_usable(directory: str, listing: _Listing) -> CheckpointError:
         found="; ".join([", ".join(map(repr, sorted(listing.first))) + more or "nothing", *listing.notes]),
         advice=hint.advice if hint else None,
     )
+    error.foreign = not isinstance(error, IncompleteCheckpointError)
+    return error

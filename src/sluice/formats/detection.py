@@ -62,4 +62,6 @@ def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
         raise foreign
     problem = "not a recognized checkpoint format"
     expected, advice = "a torch.save or safetensors file", CheckpointError.advice
-    raise FormatError(problem, file=source.path, offset=0, expected=expected, found=head[:16], advice=advice)
+    error = FormatError(problem, file=source.path, offset=0, expected=expected, found=head[:16], advice=advice)
+    error.foreign = True
+    raise error

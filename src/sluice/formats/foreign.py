@@ -37,10 +37,14 @@ class _Kind(Struct, frozen=True, kw_only=True):
     problem: str
     #: Advice; empty for the advice of the error class.
     advice: str
+    #: Whether it was a checkpoint and was damaged or not completed.
+    damaged: bool
 
 
-def _kind(start: bytes, error: type[CheckpointError], problem: str, advice: str = "") -> _Kind:
-    return _Kind(start=re.compile(start, re.DOTALL), error=error, problem=problem, advice=advice)
+def _kind(
+    start: bytes, error: type[CheckpointError], problem: str, advice: str = "", *, damaged: bool = False
+) -> _Kind:
+    return _Kind(start=re.compile(start, re.DOTALL), error=error, problem=problem, advice=advice, damaged=damaged)
 
 
 def _unread(start: bytes, what: str, advice: str = "") -> _Kind:
@@ -110,6 +114,7 @@ _KINDS = (
         FormatError,
         "this is a legacy torch.save file with converted line breaks: it was transferred as text",
         "Transfer it again, in binary mode.",
+        damaged=True,
     ),
     _unread(
         rb"\x80[\x02-\x05]|\(dp\d+\n|\(lp\d+\n|[}\]]q\x00",
@@ -128,6 +133,7 @@ _KINDS = (
         IncompleteCheckpointError,
         "the file starts with zeros: its download or copy was never completed",
         _AGAIN,
+        damaged=True,
     ),
     # Field 1 of ModelProto is the version, then comes a producer, a domain, a graph or an operator set.
     _unread(
@@ -148,6 +154,7 @@ _KINDS = (
         _ODD_HEADER,
         FormatError,
         "this looks like safetensors, but its header is not a JSON object in UTF-8 that starts at byte 8",
+        damaged=True,
     ),
 )
 
@@ -179,11 +186,19 @@ def recognise(head: bytes, file: str) -> CheckpointError | None:
     if text is None:
         return None
     line = text.strip()[:_SHOWN_CHARACTERS]
-    return FormatError("this is text, not a checkpoint", file=file, found=repr(line), advice=CheckpointError.advice)
+    return _foreign("this is text, not a checkpoint", file, repr(line), CheckpointError.advice)
 
 
 def _error(kind: _Kind, file: str) -> CheckpointError:
-    return kind.error(kind.problem, file=file, advice=kind.advice or None)
+    error = kind.error(kind.problem, file=file, advice=kind.advice or None)
+    error.foreign = not kind.damaged
+    return error
+
+
+def _foreign(problem: str, file: str, found: str, advice: str) -> FormatError:
+    error = FormatError(problem, file=file, found=found, advice=advice)
+    error.foreign = True
+    return error
 
 
 def _text(head: bytes) -> str | None:
@@ -223,12 +238,8 @@ def recognise_archive(names: Sequence[str], file: str) -> CheckpointError | None
         return FormatError(problem, file=file, advice="Repack it below one directory: zip -0 -r.")
     problem = "this zip archive was not written by torch.save: it has no data.pkl"
     inside = any(name.endswith((".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".distcp")) for name in last)
-    return FormatError(
-        problem,
-        file=file,
-        found=first_names(list(map(repr, names))) if names else "nothing",
-        advice=_UNPACK if inside else CheckpointError.advice,
-    )
+    found = first_names(list(map(repr, names)))
+    return _foreign(problem, file, found, _UNPACK if inside else CheckpointError.advice)
 
 
 def _unread_archive(what: str, file: str, advice: str) -> UnsupportedError:

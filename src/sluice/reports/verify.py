@@ -15,6 +15,7 @@ from sluice._errors import (
     SaveError,
     SluiceError,
     TruncatedError,
+    UnsupportedError,
 )
 from sluice._messages import listed
 from sluice._public import public
@@ -29,8 +30,9 @@ __all__ = ["NonFinite", "ProblemKind", "VerifyProblem", "VerifyReport"]
 _VALUE_CHARACTERS = 80
 
 #: ``structure``, ``truncated``, ``incomplete``: refused when opening, or a damaged record header. ``checksum``: the
-#: CRC-32 of a record differs. ``unreadable``: the operating system failed a read. The others compare with a manifest;
-#: ``unsupported``: it lists a tensor of a kind that sluice does not read.
+#: CRC-32 of a record differs. ``unreadable``: the operating system failed a read. ``foreign``: it is not a checkpoint,
+#: but for example text or a git-lfs pointer. ``unsupported``: sluice does not read a record, or a tensor that a
+#: manifest lists. The others compare with a manifest.
 ProblemKind = Literal[
     "structure",
     "truncated",
@@ -44,16 +46,27 @@ ProblemKind = Literal[
     "layout",
     "hash",
     "unsupported",
+    "foreign",
 ]
 
 #: Kinds of problems that leave tensors unchecked.
 _HIDING: frozenset[ProblemKind] = frozenset({"structure", "truncated", "incomplete", "unreadable"})
+
+#: Verdicts with the kinds of problems that lead to them; the first with a problem is given.
+_VERDICTS: tuple[tuple[str, frozenset[ProblemKind]], ...] = (
+    ("damaged", frozenset({"structure", "truncated", "checksum", "hash", "unreadable"})),
+    ("not a checkpoint that sluice reads", frozenset({"foreign"})),
+    ("incomplete", frozenset({"incomplete"})),
+    ("differs from the manifest", frozenset({"missing", "extra", "dtype", "shape", "layout"})),
+    ("not checked completely", frozenset({"unsupported"})),
+)
 
 _KINDS: tuple[tuple[type[SluiceError], ProblemKind], ...] = (
     (TruncatedError, "truncated"),
     (IncompleteCheckpointError, "incomplete"),
     (IntegrityError, "checksum"),
     (ReadError, "unreadable"),
+    (UnsupportedError, "unsupported"),
     (CheckpointError, "structure"),
 )
 
@@ -82,7 +95,7 @@ class VerifyProblem:
     def of(cls, error: SluiceError) -> VerifyProblem:
         """Return an error as a problem."""
         return cls(
-            kind=next(kind for type_, kind in _KINDS if isinstance(error, type_)),
+            kind=_kind(error),
             problem=error.problem,
             file=error.file,
             tensor=error.tensor,
@@ -101,6 +114,12 @@ class VerifyProblem:
             found=self.found,
         )
         return str(error)
+
+
+def _kind(error: SluiceError) -> ProblemKind:
+    if isinstance(error, CheckpointError) and error.foreign:
+        return "foreign"
+    return next(kind for type_, kind in _KINDS if isinstance(error, type_))
 
 
 @public()
@@ -187,7 +206,7 @@ class VerifyReport(Report):
         if self.algorithm is None:
             raise ValueError("the report has no hashes: verify with hashes='sha256'")
         if not self.ok:
-            problem = "a manifest cannot be written for a damaged checkpoint"
+            problem = "a manifest cannot be written for a checkpoint with problems"
             raise SaveError(problem, file=os.fsdecode(path), found=f"{len(self.problems)} problems")
         file = Replacement(path, overwrite=overwrite)
         write_manifest(Manifest(algorithm=self.algorithm, tensors=self.hashes), file)
@@ -222,7 +241,13 @@ class VerifyReport(Report):
             yield listed("not hashed or counted", self.unsupported)
         yield from (f"warning: {warning}" for warning in self.warnings)
         yield from (f"note: {note}" for note in self.notes)
-        yield Strong("ok" if self.ok else f"damaged: {counted(len(self.problems), 'problem')}")
+        yield Strong("ok" if self.ok else self._verdict())
+
+    def _verdict(self) -> str:
+        """Return the gravest verdict on the problems, and their number."""
+        found = {each.kind for each in self.problems}
+        verdict = next(verdict for verdict, kinds in _VERDICTS if not kinds.isdisjoint(found))
+        return f"{verdict}: {counted(len(self.problems), 'problem')}"
 
     def _names(self) -> Iterator[str]:
         """Yield the part that hashes and the manifest name, or else the state dict that a load takes."""

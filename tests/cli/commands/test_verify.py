@@ -59,6 +59,35 @@ def test_1_when_something_is_damaged(checkpoint: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "n.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "verdict"),
+    [
+        (b"a text about weights\n" * 9, "not a checkpoint that sluice reads: 1 problem"),
+        (b"\xff" * 100, "not a checkpoint that sluice reads: 1 problem"),
+        (b"version https://git-lfs.github.com/spec/v1\noid", "not a checkpoint that sluice reads: 1 problem"),
+        (b"<!DOCTYPE html><html></html>", "not a checkpoint that sluice reads: 1 problem"),
+        (bytes(5000), "incomplete: 1 problem"),
+        (b"", "damaged: 1 problem"),
+    ],
+)
+def test_only_what_was_a_checkpoint_is_damaged(tmp_path: Path, content: bytes, verdict: str) -> None:
+    (tmp_path / "x.bin").write_bytes(content)
+    done = run(tmp_path / "x.bin")
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (1, verdict)
+
+
+def test_other_tensors_than_in_the_manifest_are_not_damage(checkpoint: Path, tmp_path: Path) -> None:
+    run(checkpoint, "--write-manifest", tmp_path / "m.json")
+    sluice.save({"w": torch.arange(6.0), "n": torch.tensor([2.0])}, tmp_path / "g.safetensors")
+    done = run(tmp_path / "g.safetensors", "--manifest", tmp_path / "m.json")
+    assert done.stdout.splitlines()[-1] == "damaged: 2 problems"  # the hash of n differs
+    sluice.save({"w": torch.arange(6.0), "n": torch.tensor([float("nan")])}, tmp_path / "h.safetensors")
+    done = run(tmp_path / "h.safetensors", "--manifest", tmp_path / "m.json")
+    assert done.stdout.splitlines()[-1] == "differs from the manifest: 1 problem"
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty").stdout.splitlines()[-1] == "not a checkpoint that sluice reads: 1 problem"
+
+
 def test_strict_counts_warnings(tmp_path: Path) -> None:
     sluice.save({"a": torch.ones(300), "b": torch.ones(300)}, tmp_path / "c", max_shard_size=1500)
     index = tmp_path / "c" / "model.safetensors.index.json"

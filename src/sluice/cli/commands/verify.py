@@ -84,8 +84,8 @@ def verify_command(
     \b
     Exit codes:
       0    no problem
-      1    something is damaged, missing, unexpected or differs from the manifest; with
-           --strict also a warning: the shard index omits tensors of its shards, or has
+      1    something is damaged, missing, unexpected or differs from the manifest, or PATH
+           is not a checkpoint; with --strict also a warning: the shard index omits tensors of its shards, or has
            a wrong total_size, which no reader uses
       2    PATH or the manifest cannot be read or written, the manifest to write exists
            and --force was not given, or the command line is wrong
@@ -96,8 +96,9 @@ def verify_command(
       ok                whether there is no problem
       source, format, warnings, notes
       problems          [{kind, problem, file, tensor, offset, expected, found}]; kind is
-                        structure, truncated, incomplete, checksum, unreadable, or against
-                        a manifest missing, extra, dtype, shape, layout, hash, unsupported
+                        structure, truncated, incomplete, checksum, unreadable, foreign
+                        (not a checkpoint), unsupported, or against a manifest missing,
+                        extra, dtype, shape, layout, hash, unsupported
       key               part of which tensors are named; null for the whole checkpoint
       state_dicts       keys of the state dicts in it; "" is the whole checkpoint
       tensors, total    number of tensors that were checked, and of all
