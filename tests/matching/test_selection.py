@@ -126,7 +126,9 @@ def test_one_part_of_a_larger_state_dict() -> None:
 
 
 def test_several_parts_that_fit_are_an_error_with_their_keys() -> None:
-    with pytest.raises(MismatchError, match=r"key='blocks\.0'.*\n.*key='blocks\.1'"):
+    with pytest.raises(
+        MismatchError, match=r"choose one with key= \(--key\).*\n.*key='blocks\.0'.*\n.*key='blocks\.1'"
+    ):
         select(PLAIN, outline("weight", "bias"))
     assert set(select(PLAIN, outline("weight", "bias"), key="blocks.1").entries) == {"weight", "bias"}
 

@@ -264,10 +264,10 @@ allow_empty_option = click.option(
 
 
 def check_allow_empty(*, allow_empty: bool, no_strict: bool) -> None:
-    """Refuse ``--allow-empty`` where it has no effect.
+    """Refuse ``--allow-empty`` if ``--no-strict`` is missing: it would have no effect.
 
     Raises:
-        click.UsageError: ``--no-strict`` is missing.
+        click.UsageError: The options are wrong.
     """
     if allow_empty and not no_strict:
         raise click.UsageError("--allow-empty needs --no-strict: without it every missing name is an error")

@@ -197,7 +197,8 @@ def _same_name(tree: object, name: str, first: Entry, keys: list[object]) -> For
         "two tensors have the same dotted name",
         tensor=name,
         found=f"{other} and {_spell(keys)}",
-        advice="Choose a part with one of them by key= (--key), or take the tensors from sluice.open(...).tree.",
+        advice="Choose the part that holds one of them with key= (--key), or take the tensors from "
+        "sluice.open(...).tree.",
     )
 
 

@@ -186,7 +186,7 @@ def _distinct(fits: Sequence[NameFit]) -> list[NameFit]:
 
 def _ambiguous(problem: str, fits: Sequence[NameFit]) -> MismatchError:
     lines = [fit.describe() for fit in fits[:SHOWN]]
-    return MismatchError(f"{problem}\n{section('choose one', lines, fits)}\nNothing was read")
+    return MismatchError(f"{problem}\n{section('choose one with key= (--key)', lines, fits)}\nNothing was read")
 
 
 def _selection(fit: NameFit, *, keep_unexpected: bool, candidates: tuple[str, ...]) -> Selection:
