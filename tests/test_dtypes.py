@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sluice._dtypes import ITEM_BYTES, parse_dtype
+from sluice._dtypes import parse_dtype
+from support.dtypes import TORCH_DTYPES
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ def test_usual_names(written: object, name: str) -> None:
     assert parse_dtype(written) == name
 
 
-@pytest.mark.parametrize("name", ITEM_BYTES)
+@pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_every_dtype_has_its_own_name(name: str) -> None:
     assert parse_dtype(name) == parse_dtype(getattr(torch, name)) == name
 

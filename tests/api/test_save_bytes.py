@@ -17,14 +17,14 @@ import safetensors.torch
 import torch
 
 import sluice
-from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._dtypes import torch_dtype
 from sluice.writing.durable.replacement import NewFile
 from sluice.writing.pickle_walk import elements, walk_object
 from sluice.writing.save_formats import SaveFormat
 from sluice.writing.torch_pickle import pickle_object
 from sluice.writing.torch_tensors import Described, Geometry
 from sluice.writing.torch_zip import TorchZipWriter
-from support.dtypes import needs_float4
+from support.dtypes import TORCH_DTYPES, needs_float4
 from support.oracles import bits, same
 
 
@@ -74,7 +74,7 @@ def state() -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @EVERY_FORM
 def test_every_dtype(tmp_path: Path, form: Form) -> None:
-    value = {name: any_bits(torch_dtype(name), 12) for name in ITEM_BYTES}
+    value = {name: any_bits(torch_dtype(name), 12) for name in TORCH_DTYPES}
     if form.format in {"safetensors", "huggingface"}:
         for name in ABSENT:
             with pytest.raises(sluice.SaveError, match=f"does not support this dtype; found {name}"):

@@ -412,7 +412,7 @@ def test_counts_of_non_finite_values(tmp_path: Path) -> None:
     assert "both 2 2 tied 2 2 bf16 1 1" in " ".join(str(report).split())
 
 
-FLOATS = [name for name in ITEM_BYTES if has_non_finite(name)]
+FLOATS = [name for name in TORCH_DTYPES if has_non_finite(name)]
 
 
 @given(

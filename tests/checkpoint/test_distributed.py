@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 import sluice
 from sluice.api.checkpoint import Checkpoint
@@ -105,7 +105,10 @@ def test_the_tree_has_the_nesting_of_what_was_saved(tmp_path: Path) -> None:
         assert tree["optim"]["param_groups"][0]["betas"] == (0.9, 0.999)
         assert tree["pair"][1] == "text"
         assert torch.equal(tree["pair"][0].read(), torch.arange(4.0))
-        assert checkpoint.metadata == {"version": "1.0.0"}
+        # torch 2.6 writes no version
+        assert checkpoint.metadata == (
+            {"version": "1.0.0"} if hasattr(Metadata(state_dict_metadata={}), "version") else {}
+        )
         assert "nested.1.a.0" in checkpoint
 
 

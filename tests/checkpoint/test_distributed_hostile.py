@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 import sluice
@@ -455,9 +456,10 @@ def test_damage_after_the_first_bytes_is_found_before_data_is_read(tmp_path: Pat
 
 
 def test_items_written_as_safetensors(tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import SerializationFormat
-
-    save(tmp_path / "d", {"w": torch.ones(3)}, serialization_format=SerializationFormat.SAFETENSORS)
+    formats = getattr(filesystem, "SerializationFormat", None)
+    if formats is None:
+        pytest.skip("this torch writes no items as safetensors")
+    save(tmp_path / "d", {"w": torch.ones(3)}, serialization_format=formats.SAFETENSORS)
     error = refusal(tmp_path / "d")
     assert isinstance(error, UnsupportedError)
     assert "safetensors" in error.problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable
@@ -135,7 +136,8 @@ compiled(x).sum().backward()
 
 @pytest.mark.usefixtures("fresh_processes")
 def test_it_compiles(tmp_path: Path) -> None:
-    done = fresh_process.run(_COMPILED, tmp_path / "f.pth")
+    # torch 2.6 makes a temporary directory and removes it at the interpreter's exit, which forked processes skip
+    done = fresh_process.run(_COMPILED, tmp_path / "f.pth", env={**os.environ, "TMPDIR": str(tmp_path)})
     assert done.returncode == 0, done.stderr
 
 

@@ -17,6 +17,7 @@ from sluice._errors import MismatchError
 from sluice._geometry import contiguous_stride
 from sluice.matching.match import Outline, Slot, finished_dtype, match
 from sluice.records import Entry, elements_of
+from support.dtypes import TORCH_DTYPES
 
 CASTABLE = sorted(filter(is_castable, ITEM_BYTES))
 
@@ -108,7 +109,7 @@ def test_dtype_applies_to_real_floating_point_only(source: str, own: str, wanted
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@given(st.sampled_from(sorted(ITEM_BYTES)), st.sampled_from(sorted(ITEM_BYTES)))
+@given(st.sampled_from(sorted(TORCH_DTYPES)), st.sampled_from(sorted(TORCH_DTYPES)))
 def test_casts_that_torch_has_are_accepted_and_others_named(source: str, own: str) -> None:
     outline = Outline(slots=(slot("w", dtype=own, requires_grad=False),))
     loses = source.startswith("complex") and not own.startswith("complex")

@@ -88,6 +88,7 @@ def two_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators may not")  # from torch 2.6
 def test_parameters_that_are_dtensors(two_ranks: None, tmp_path: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -66,11 +67,22 @@ def save(directory: Path, state_dict: dict[str, Any], *, planner: SavePlanner | 
     return directory
 
 
+class _LoadPlanner(_EmptyStateDictLoadPlanner):
+    """torch's planner; torch 2.6 fails on metadata without paths, which later versions read."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        if metadata is not None and metadata.planner_data is None:
+            metadata.planner_data = {}
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
 def torch_loaded(directory: Path) -> dict[str, Any]:
     """Return everything in a directory as torch rebuilds it."""
     state_dict: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]
+        planner = _LoadPlanner()  # type: ignore[no-untyped-call]
         _load_state_dict(state_dict, FileSystemReader(directory), planner=planner, no_dist=True)
     return state_dict

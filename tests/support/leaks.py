@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -30,7 +31,7 @@ class Holdings:
             descriptors=open_files(),
             # A thread without an identity was interrupted before its start; it never runs, but stays in Python's list.
             threads=frozenset(thread for thread in threading.enumerate() if thread.ident is not None),
-            temporary=frozenset(os.listdir(tempfile.gettempdir())),
+            temporary=frozenset(os.listdir(tempfile.gettempdir())) - _directory_of_torch(),
         )
 
     def left_behind(self) -> list[str]:
@@ -55,6 +56,12 @@ def open_files() -> Counter[str]:
         if not target.endswith(".ttf"):  # matplotlib keeps its fonts open
             targets[target] += 1
     return targets
+
+
+def _directory_of_torch() -> set[str]:
+    """Return the directory that torch 2.6 makes when ``torch.distributed.nn`` is imported, and removes at exit."""
+    directory = getattr(sys.modules.get("torch.distributed.nn.jit.instantiator"), "_TEMP_DIR", None)
+    return {os.path.basename(directory.name)} if isinstance(directory, tempfile.TemporaryDirectory) else set()
 
 
 def _wait_for_threads(known: frozenset[threading.Thread]) -> None:

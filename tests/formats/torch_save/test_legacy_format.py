@@ -22,6 +22,7 @@ from sluice.records import Index, UnsupportedValue
 from sluice.testing import MemorySource, RecordingSource
 from sluice.testing._archives import Call, Global, Raw, encode, tensor_call
 from sluice.testing._legacy_file import legacy_file, legacy_storage
+from support.dtypes import TORCH_DTYPES
 from support.oracles import loaded, same, save_and_compare, state_dict_of_views
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's own loader reads its own files
@@ -66,7 +67,7 @@ def test_every_dtype(name: str, protocol: int) -> None:
     check(saved(value, protocol), protocol)
 
 
-@pytest.mark.parametrize("name", sorted(ITEM_BYTES.keys() - set(DTYPES)))
+@pytest.mark.parametrize("name", sorted(set(TORCH_DTYPES) - set(DTYPES)))
 def test_dtypes_that_torch_itself_does_not_read(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # for dtypes that torch calls experimental

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sluice
-from sluice._dtypes import ITEM_BYTES, torch_dtype
+from sluice._dtypes import torch_dtype
 from sluice._errors import (
     FormatError,
 )
@@ -29,11 +29,12 @@ from sluice.testing._archives import (
     tensor_call,
     torch_archive,
 )
+from support.dtypes import TORCH_DTYPES
 from support.torch_files import PROTOCOLS, Comparison, check, filled, index_of, saved
 
 
 @PROTOCOLS
-@pytest.mark.parametrize("name", ITEM_BYTES)
+@pytest.mark.parametrize("name", TORCH_DTYPES)
 def test_every_dtype(name: str, protocol: int) -> None:
     dtype = torch_dtype(name)
     index = check(
@@ -159,7 +160,7 @@ def views(draw: st.DrawFn) -> tuple[str, int, list[tuple[tuple[int, ...], tuple[
             last += max(0, shape[-1] - 1) * step
         if last < count or 0 in shape:
             found.append((tuple(shape), tuple(stride), offset))
-    return draw(st.sampled_from(list(ITEM_BYTES))), count, found
+    return draw(st.sampled_from(TORCH_DTYPES)), count, found
 
 
 @given(drawn=views(), protocol=st.integers(2, 5))
