@@ -1,4 +1,4 @@
-"""Any PyTorch checkpoint into any ``nn.Module``, with peak memory = the finished model + a small fixed gate.
+"""Any PyTorch checkpoint into any ``nn.Module``, with peak memory = the finished model + a fixed pool of buffers.
 
 Example:
     >>> import sluice
