@@ -97,12 +97,10 @@ def test_a_packed_dtype_needs_a_dimension(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format", ["torch", "per-parameter"])
-def test_a_parameter_with_gradients_is_not_cast_to_a_dtype_without(tmp_path: Path, format: SaveFormat) -> None:  # noqa: A002
-    with pytest.raises(sluice.SaveError, match="int8"):
-        sluice.save({"a": torch.nn.Parameter(torch.ones(2))}, tmp_path / "f", format=format, dtype=torch.int8)
+def test_floats_are_not_cast_to_integers(tmp_path: Path, format: SaveFormat) -> None:  # noqa: A002
+    with pytest.raises(ValueError, match="int8"):
+        sluice.save({"a": torch.ones(2)}, tmp_path / "f", format=format, dtype=torch.int8)
     assert not list(tmp_path.iterdir())
-    sluice.save({"a": torch.ones(2)}, tmp_path / "f", format=format, dtype=torch.int8)
-    assert sluice.load_state_dict(tmp_path / "f")["a"].dtype == torch.int8
 
 
 @EVERY_FORM

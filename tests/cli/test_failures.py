@@ -64,7 +64,7 @@ def test_a_bad_file_is_one_paragraph(directory: Path, make: Callable[[], None]) 
         ("--model-args", "{", "not JSON"),
         ("--model-args", "7", "object or array"),
         ("--device", "nonsense", "cannot be used"),
-        ("--device", "meta", "holds no weights"),
+        ("--device", "meta", "cannot hold weights"),
         ("--dtype", "int8", "is not one of"),
         ("--memory", "lots", "not a size"),
         ("--page-cache", "never", "is not one of"),

@@ -49,7 +49,7 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="sluice", message="%(prog)s %(version)s")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context by _Commands
-    """Put the weights of a PyTorch checkpoint into a model, with peak memory = the finished model + a fixed pool of buffers.
+    """Put the weights of a PyTorch checkpoint into a model; peak memory = the finished model + a fixed pool of buffers.
 
     \b
     Examples:
