@@ -65,9 +65,9 @@ def measure(
     Example:
         >>> import sluice
         >>> with sluice.measure() as memory:
-        ...     data = bytearray(64 << 20)
+        ...     data = bytearray(256 << 20)
         ...     memory.mark("allocated")
-        >>> memory.report.peaks.total_bytes > 60 << 20
+        >>> memory.report.peaks.total_bytes > 128 << 20
         True
     """
     if not interval_seconds > 0:
