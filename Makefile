@@ -43,7 +43,7 @@ test-long: install
 
 # Environments are kept outside the checkout; see tools/version_environments.py.
 test-versions: install
-	$(BIN)/python -m tools.test_versions $(ENVIRONMENTS)
+	$(BIN)/python -m tools.test_versions $(ENVIRONMENTS) $(if $(WITHIN),--within $(WITHIN))
 
 SECONDS ?= 60
 fuzz: install

@@ -18,12 +18,14 @@ looks complete, and two builds at once do no harm.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,8 +78,12 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sluice-versions"
 
 
-def build(environment: Environment) -> tuple[Path, list[Path]]:
+def build(environment: Environment, deadline: float = math.inf) -> tuple[Path, list[Path]]:
     """Build what is not in the cache yet; return the interpreter and the folders of packages, first found first.
+
+    Args:
+        environment: What to build.
+        deadline: Moment of ``time.monotonic`` at which a build is given up.
 
     Raises:
         BuildError: There is no such interpreter, or a package cannot be installed in time.
@@ -85,13 +91,13 @@ def build(environment: Environment) -> tuple[Path, list[Path]]:
     python = find_interpreter(environment.python)
     torch = cache_directory() / f"torch-{environment.torch}-{environment.tag}"
     if not torch.exists():
-        _build_torch(environment, python, torch)
+        _build_torch(environment, python, torch, deadline)
     requirements = [*package_requirements(environment), *torch_requirements(torch, cuda=False)]
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     packages = cache_directory() / f"packages-{environment.tag}-{_hash([*requirements, pins])}"
     if not packages.exists():
         with _part(packages) as folder:
-            _pip(python, folder, requirements)
+            _pip(python, folder, requirements, deadline)
     return python, [torch, packages]
 
 
@@ -150,15 +156,15 @@ def _is_linked(name: str) -> bool:
     return re.sub(r"-cu\d+$", "", name) not in _NOT_LINKED
 
 
-def _build_torch(environment: Environment, python: Path, final: Path) -> None:
+def _build_torch(environment: Environment, python: Path, final: Path, deadline: float) -> None:
     with _part(final) as folder:
-        _pip(python, folder, ["--no-deps", f"torch=={environment.torch}"])
+        _pip(python, folder, ["--no-deps", f"torch=={environment.torch}"], deadline)
         _remove(folder, "torch/include", "torch/lib/*.a", "bin")
         requirements = torch_requirements(folder, cuda=True)
         cuda = cache_directory() / f"cuda-{_hash(requirements)}"
         if requirements and not cuda.exists():
             with _part(cuda) as libraries:
-                _pip(python, libraries, requirements)
+                _pip(python, libraries, requirements, deadline)
                 _remove(libraries, "nvidia/cudnn/lib/libcudnn_*", "nvidia/**/include", "nvidia/**/*.a", "bin")
                 _remove(libraries, "nvidia/**/*.bc", "*.dist-info")
         for each in cuda.iterdir() if requirements else ():
@@ -179,22 +185,23 @@ def _part(final: Path) -> Iterator[Path]:
             folder.rename(final)
 
 
-def _pip(python: Path, target: Path, arguments: Sequence[str]) -> None:
+def _pip(python: Path, target: Path, arguments: Sequence[str], deadline: float) -> None:
     """Install into a folder, with a pip that knows new interpreters; the interpreter's own may be missing or old."""
     pip = cache_directory() / "pip-25.3"
     if not pip.exists():
         with _part(pip) as folder:
-            _install([sys.executable, "-m", "pip"], folder, ["pip==25.3"], {})
+            _install([sys.executable, "-m", "pip"], folder, ["pip==25.3"], {}, deadline)
     pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {canonicalize_name(Requirement(each).name) for each in arguments if "==" in each}
     pins = [pin for pin in pins if canonicalize_name(pin.partition("==")[0]) not in pinned]
     constraints = target.with_name("constraints.txt")
     constraints.write_text("\n".join(pins), encoding="utf-8")
     options = ["--no-compile", "--only-binary", ":all:", "--constraint", str(constraints)]
-    _install([str(python), "-m", "pip"], target, [*options, *arguments], {"PYTHONPATH": str(pip)})
+    _install([str(python), "-m", "pip"], target, [*options, *arguments], {"PYTHONPATH": str(pip)}, deadline)
 
 
-def _install(pip: list[str], target: Path, arguments: list[str], variables: dict[str, str]) -> None:
+def _install(pip: list[str], target: Path, arguments: list[str], variables: dict[str, str], deadline: float) -> None:
+    limit = max(0.0, min(PIP_SECONDS, deadline - time.monotonic()))
     command = [*pip, "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check", "--target", str(target)]
     try:
         ran = subprocess.run(
@@ -202,11 +209,11 @@ def _install(pip: list[str], target: Path, arguments: list[str], variables: dict
             check=False,
             capture_output=True,
             text=True,
-            timeout=PIP_SECONDS,
+            timeout=limit,
             env={**os.environ, "PIP_ROOT_USER_ACTION": "ignore", **variables},
         )
     except subprocess.TimeoutExpired:
-        raise BuildError(f"pip did not finish within {PIP_SECONDS:g} s") from None
+        raise BuildError(f"pip did not finish within {limit:g} s") from None
     if ran.returncode:
         errors = [line for line in ran.stderr.splitlines() if line.startswith("ERROR")]
         raise BuildError(f"pip: {(errors or ran.stderr.splitlines() or ['no message'])[-1]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import sys
 import tomllib
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def outcome_of(environment: Environment, how: str) -> Outcome:
 def test_a_failing_test_fails_and_a_missing_environment_does_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str, status: int
 ) -> None:
-    monkeypatch.setattr(test_versions, "tried", lambda environment, _: outcome_of(environment, how))
+    monkeypatch.setattr(test_versions, "tried", lambda environment, *_: outcome_of(environment, how))
     assert main(["oldest", "newest"]) == status
     printed = capsys.readouterr().out
     assert ("the end of the output" in printed) == (how == "failed")
@@ -112,6 +113,18 @@ def test_a_registry_that_does_not_answer_is_a_reason(tmp_path: Path, monkeypatch
     assert outcome.problem == ("pip did not finish within 0.5 s" if how == "slow" else "pip: ERROR: no answer")
     assert outcome.ok
     assert [each.name for each in (tmp_path / "sluice-versions").iterdir()] == ["pip-25.3"]
+
+
+def test_what_is_late_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(version_environments, "FREE_BYTES", 0)
+    unbuilt = test_versions.tried(OLDEST, [], deadline=0)
+    assert unbuilt.problem == "pip did not finish within 0 s"
+    monkeypatch.setattr(test_versions, "build", lambda *_: (Path(sys.executable), []))
+    late = test_versions.tried(OLDEST, ["--version"], deadline=0)
+    assert late.problem == "the tests did not finish within 0 s"
+    assert unbuilt.ok
+    assert late.ok
 
 
 def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
