@@ -104,7 +104,7 @@ def test_the_only_candidate_is_found_and_several_are_listed(tmp_path: Path) -> N
     torch.save({"model": weights, "epoch": 3}, tmp_path / "one.pth")
     assert same(dict(sluice.load_state_dict(tmp_path / "one.pth")), weights)
     torch.save({"model": weights, "ema": {"w": torch.randn(3)}}, tmp_path / "two.pth")
-    with pytest.raises(sluice.MismatchError, match=r"key='model': 1 tensors, 12 B\n    key='ema': 1 tensors"):
+    with pytest.raises(sluice.MismatchError, match=r"key='model' \(--key model\): 1 tensor, 12 B\n    key='ema' "):
         sluice.load_state_dict(tmp_path / "two.pth")
     assert same(dict(sluice.load_state_dict(tmp_path / "two.pth", key="model")), weights)
 

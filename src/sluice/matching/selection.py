@@ -25,7 +25,7 @@ from msgspec import Struct, field
 from sluice._errors import FormatError, MismatchError
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
-from sluice._units import format_bytes
+from sluice._units import counted, format_bytes
 from sluice.entries.rules import Rule
 from sluice.entries.tree import refusal, unsupported
 from sluice.matching.candidates import CandidateReader, holds_tensors, likely_state_dicts, state_dict_candidates
@@ -98,14 +98,14 @@ def select(
     )
 
 
-def only_state_dict(tree: object, file: str, *, argument: str = "key", option: str = "") -> str:
+def only_state_dict(tree: object, file: str, *, argument: str = "key", option: str = "--key") -> str:
     """Return the key of the only state dict in a checkpoint; ``""`` is the whole checkpoint.
 
     Args:
         tree: ``Index.tree``.
         file: The checkpoint, for messages.
         argument: Name of the caller's argument that chooses one, for messages.
-        option: Option of the command that chooses one, for messages; empty to leave it out.
+        option: Option of the command that chooses one, for messages.
 
     Raises:
         MismatchError: There is none, or there are several; the message lists them.
@@ -123,7 +123,7 @@ def only_state_dict(tree: object, file: str, *, argument: str = "key", option: s
     from shlex import quote  # here, not above: only this error needs it
 
     lines = [
-        f"{argument}={key!r}{f' ({option} {quote(key)})' if option else ''}: {len(entries)} tensors, "
+        f"{argument}={key!r} ({option} {quote(key)}): {counted(len(entries), 'tensor')}, "
         f"{format_bytes(sum(entry.nbytes for entry in entries))}"
         for key, entries in islice(candidates.items(), SHOWN)
     ]

@@ -254,7 +254,7 @@ class VerifyReport(Report):
         if self.key is not None:
             yield f"tensors of {self.key!r} by name: {self.named:,} of {counted(self.total, 'tensor')}"
         elif len(self.state_dicts) > 1:
-            yield listed("state dicts to choose from with key=", [key or repr("") for key in self.state_dicts])
+            yield listed("state dicts to choose from with key= (--key)", [key or repr("") for key in self.state_dicts])
         elif self.state_dicts and self.state_dicts[0]:
             yield f"state dict: {self.state_dicts[0]}"
 
