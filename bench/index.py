@@ -116,16 +116,6 @@ def _files(folder: Path, tensors: int, shards: int) -> Mapping[str, Path]:
     return paths
 
 
-def _started(*command: str) -> list[float]:
-    """Return the CPU seconds of a command, its start included."""
-    import resource
-
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *command], capture_output=True, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return [after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime]
-
-
 def _rows(paths: Mapping[str, Path], tensors: int, shards: int, runs: int) -> list[Row]:
     small = paths["small.pth"]
     rows = []
@@ -140,9 +130,6 @@ def _rows(paths: Mapping[str, Path], tensors: int, shards: int, runs: int) -> li
         rows.append(Row(what=what, ours=ours, theirs=theirs, reference=other, goal=goal, tensor_bytes=grown / tensors))
     _, wall, _ = _medians(lambda: _run(_OPEN, paths["shards"], small), runs)
     rows.append(Row(what=f"{shards:,} shards (wall)", ours=wall, theirs=2.0, reference="2 s", goal=1.0))
-    (ours,) = _medians(lambda: _started("-c", "from sluice.cli import main; main()", "inspect", str(small)), runs)
-    (theirs,) = _medians(lambda: _started("-c", "import torch"), runs)
-    rows.append(Row(what="sluice inspect FILE", ours=ours, theirs=theirs, reference="import torch", goal=0.25))
     return rows
 
 

@@ -23,6 +23,9 @@ Place = Literal["copy", "map"]
 #: Default encoding of the text in files from Python 2, which do not declare it; torch.load has the same.
 TEXT_ENCODING = "utf-8"
 
+#: In place of an encoding: keep that text as bytes, as ``torch.load(encoding="bytes")`` does.
+BYTES_ENCODING = "bytes"
+
 
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-import psutil
-
 from sluice import _options as options
 
 try:
@@ -81,6 +79,9 @@ def address_space_room() -> int | None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return None
+    # Here, not above: few processes have such a limit, and it takes 10 ms to import.
+    import psutil
+
     return max(0, limit - psutil.Process().memory_info().vms)
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import sluice
-from sluice.checkpoint import opening as _opening
+from sluice.checkpoint import several_files as _several_files
+from sluice.checkpoint.open_file import open_file
 from sluice.sources.protocol import Source
 from support.directories import (
     SAFETENSORS_INDEX,
@@ -133,13 +134,13 @@ def test_the_first_damaged_shard_stops_the_rest(tmp_path: Path, monkeypatch: pyt
     for name in names:
         (tmp_path / name).write_bytes(b"damaged damaged")
     opened = []
-    real = _opening._open_file
+    real = open_file
 
     def record(source: Source, *options: Any) -> object:
         opened.append(source.path)
         return real(source, *options)
 
-    monkeypatch.setattr(_opening, "_open_file", record)
+    monkeypatch.setattr(_several_files, "open_file", record)
     assert isinstance(refusal(tmp_path), sluice.FormatError)
     assert len(opened) < 40
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sluice-")]
@@ -148,7 +149,7 @@ def test_the_first_damaged_shard_stops_the_rest(tmp_path: Path, monkeypatch: pyt
 def test_an_interrupt_stops_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         save(tmp_path / f"{number}.safetensors", tensors(str(number)))
-    real = _opening._open_file
+    real = open_file
     interrupted = threading.Event()
 
     def interrupt(source: Source, *options: Any) -> object:
@@ -158,7 +159,7 @@ def test_an_interrupt_stops_all_threads(tmp_path: Path, monkeypatch: pytest.Monk
         assert interrupted.wait(10)
         return real(source, *options)
 
-    monkeypatch.setattr(_opening, "_open_file", interrupt)
+    monkeypatch.setattr(_several_files, "open_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         sluice.open(tmp_path)
 

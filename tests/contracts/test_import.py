@@ -12,9 +12,13 @@ import tomllib
 import traceback
 from pathlib import Path
 
+import click
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import sluice
+from sluice.cli import main
 
 #: Modules that take longer to import than all others together, and that `import sluice` must not import.
 _SLOW = ("torch", "numpy", "rich", "click", "psutil", "safetensors")
@@ -106,3 +110,92 @@ def test_packages_without_tensors_do_not_import_torch() -> None:
             assert "torch" not in sys.modules, f"{name} imports torch"
     """
     _run(code, *light)
+
+
+#: Modules of sluice that neither a load of one plain file nor ``sluice inspect`` needs.
+_RARE = (
+    "sluice.checkpoint.merging",
+    "sluice.checkpoint.several_files",
+    "sluice.checkpoint.survey",
+    "sluice.formats.divided",
+    "sluice.formats.foreign",
+    "sluice.formats.torch_save.legacy_format",
+    "sluice.loading.optimizer_job",
+    "sluice.measuring",
+    "sluice.planning.auto_placement",
+    "sluice.reports.plan",
+    "sluice.sources.remote_names",
+    "sluice.writing",
+    "click",
+    "rich",
+)
+
+#: The format that a file does not have.
+_OTHER_FORMAT = {".pth": "sluice.formats.safetensors", ".safetensors": "sluice.formats.pickles"}
+
+
+def _plain_file(path: Path) -> Path:
+    weights = {"weight": torch.ones(3, 2), "bias": torch.ones(3)}
+    save_file(weights, path) if path.suffix == ".safetensors" else torch.save(weights, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", _OTHER_FORMAT)
+def test_a_load_of_a_plain_file_imports_only_what_it_needs(suffix: str, tmp_path: Path) -> None:
+    code = """if True:
+        import sys, torch
+        before = set(sys.modules)
+        import sluice
+        print(sluice.load_into(torch.nn.Linear(2, 3), sys.argv[1]).loaded)
+        print([name for name in sys.argv[2:] if name in sys.modules and name not in before])
+    """
+    others = ("sluice.loading.state_dict", "sluice.modules.initial_values", "sluice.reading.composites")
+    shown = _run(code, str(_plain_file(tmp_path / f"w{suffix}")), *_RARE, *others, _OTHER_FORMAT[suffix])
+    assert shown.split("\n") == ["2", "[]", ""]
+
+
+@pytest.mark.parametrize("suffix", _OTHER_FORMAT)
+def test_inspect_imports_only_what_it_needs(suffix: str, tmp_path: Path) -> None:
+    code = """if True:
+        import sys
+        from sluice.cli import main
+        main(["inspect", sys.argv[1]], standalone_mode=False)
+        print([name for name in sys.argv[2:] if name in sys.modules])
+    """
+    unneeded = {"torch", "numpy", "psutil", *_RARE, *_commands(), _OTHER_FORMAT[suffix]} - {"click"}
+    shown = _run(code, str(_plain_file(tmp_path / f"w{suffix}")), *(unneeded - {"sluice.cli.commands.inspect"}))
+    assert "2 tensors, 36 B" in shown
+    assert shown.split("\n")[-2] == "[]"
+
+
+def _commands() -> list[str]:
+    return [f"sluice.cli.commands.{name}" for name in main.list_commands(click.Context(main))]
+
+
+def test_help_and_completion_have_every_command_without_importing_it() -> None:
+    code = """if True:
+        import sys
+        from sluice.cli import main
+        main(["--help"], standalone_mode=False)
+        import click
+        print([item.value for item in main.shell_complete(click.Context(main), "")])
+        print([name for name in sys.modules if name.startswith("sluice.cli.commands.")])
+    """
+    *shown, completed, imported, _ = _run(code).split("\n")
+    names = [name.rpartition(".")[2] for name in _commands()]
+    listed = [line.split()[0] for line in shown[shown.index("Commands:") + 1 :] if line[2:3].strip()]
+    assert (listed, imported) == (names, "[]")
+    assert completed == str(names)
+
+
+def test_the_summaries_of_commands_are_the_first_sentences_of_their_help() -> None:
+    folder = Path(inspect.getfile(importlib.import_module("sluice.cli.commands"))).parent
+    context = click.Context(main)
+    summaries = {item.value: item.help for item in main.shell_complete(context, "") if item.help}
+    assert {f"{name}.py" for name in summaries} == {path.name for path in folder.glob("[a-z]*.py")}
+    for name, summary in summaries.items():
+        command = main.get_command(context, name)
+        assert command is not None
+        assert command.help is not None
+        assert " ".join(command.help.split()).startswith(str(summary)), name
+        assert str(summary).endswith(".")

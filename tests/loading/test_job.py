@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from msgspec import structs
+from msgspec.structs import replace
 from torch import nn
 
 import sluice
@@ -57,15 +56,14 @@ def optimizer_request(options: TransferOptions) -> LoadRequest:
     return OptimizerRequest(optimizer=torch.optim.AdamW(net().parameters()), options=options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsRequest(LoadRequest):
+class RowsRequest(LoadRequest, frozen=True, kw_only=True):
     """A kind of load that the package lacks: some rows of one tensor."""
 
     name: str
     rows: int
 
     def job(self, checkpoint: OpenCheckpoint) -> RowsJob:
-        entry = structs.replace(checkpoint.entries[self.name], shape=(self.rows, SIZE))
+        entry = replace(checkpoint.entries[self.name], shape=(self.rows, SIZE))
         requests = (Request(name=self.name, entry=entry, dtype=entry.dtype, device="cpu"),)
         prepared = plan_transfer(checkpoint, requests, options=self.options)
         return RowsJob(checkpoint=checkpoint, requests=requests, prepared=prepared, key=self.name)
@@ -74,8 +72,7 @@ class RowsRequest(LoadRequest):
         return replace(self, options=changed(self.options, change))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowsJob(LoadJob):
+class RowsJob(LoadJob, frozen=True, kw_only=True):
     def fill(self, progress: Progress) -> Loaded:
         tensors, result = self.read(progress)
         return Loaded(result=result, value=tensors[0])

@@ -19,7 +19,6 @@ from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
 from sluice.loading.job import decide, load, run
 from sluice.loading.module_job import ModuleRequest
-from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
 from sluice.reports.load import LoadReport
 
@@ -179,6 +178,9 @@ def load_state_dict(
         >>> state_dict = sluice.load_state_dict("model.pth", dtype=torch.bfloat16)
     """
     check_load(key=key, limits=limits, rules=rules, page_cache=page_cache, progress=progress)
+    # Here, not above: load_into does not need it.
+    from sluice.loading.state_dict import StateDictRequest
+
     request = StateDictRequest(
         device="cpu" if device is None else device,
         dtype=dtype_argument(dtype, auto_is_none=True),

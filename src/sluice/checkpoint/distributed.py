@@ -31,8 +31,10 @@ from sluice._errors import FormatError, IncompleteCheckpointError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._messages import SHOWN, section
 from sluice._options import Limits
-from sluice.checkpoint.merging import OpenFile, moved
-from sluice.checkpoint.survey import METADATA_FILE, CheckpointLayout, open_member
+from sluice.checkpoint.merging import moved
+from sluice.checkpoint.names import METADATA_FILE
+from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.survey import CheckpointLayout, open_member
 from sluice.entries import tree as trees
 from sluice.formats.distributed.items import Item, ItemFile, ItemReader, ItemStorage, check_items
 from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, SavedChunk, TensorItem, read_metadata

@@ -19,22 +19,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._errors import CheckpointError, FormatError, IncompleteCheckpointError
 from sluice._messages import SHOWN, listed, section
 from sluice._options import Limits
+from sluice.checkpoint.names import PLACES
 from sluice.checkpoint.one_file import one_file, without_places
-from sluice.checkpoint.survey import PARAMETER_SUFFIX, PLACES, CheckpointLayout
+from sluice.checkpoint.open_file import OpenFile
+from sluice.checkpoint.survey import PARAMETER_SUFFIX, CheckpointLayout
 from sluice.entries import tree as trees
-from sluice.formats.protocol import Checksum, Locator
 from sluice.formats.shard_index import ShardIndex
 from sluice.records import NO_STORAGE, Entry, Index, Opaque, Sparse, UnsupportedValue
-from sluice.sources.protocol import Source
-from sluice.sources.section import Section
 
-__all__ = ["OpenFile", "incomplete", "merge", "moved"]
+__all__ = ["incomplete", "merge", "moved"]
 
 # Section titles of the error that lists all problems.
 _MISSING = "missing files"
@@ -43,42 +41,6 @@ _MISPLACED = "not in the shard that the index names"
 _REPEATED = "in two files"
 _TIED = "tied to different tensors"
 _UNUSABLE = "of a different kind"
-
-
-class OpenFile(Struct, frozen=True, kw_only=True):
-    """One file of an open checkpoint."""
-
-    #: The source of its bytes.
-    source: Source
-    #: Locates the data of its storages.
-    locator: Locator
-    #: Its own index; without a tree if it is one of several files, as the merged index has the tree.
-    index: Index
-    #: Position of its first storage in the index of the checkpoint.
-    first_storage: int = 0
-    #: First byte of the checkpoint in the source: the offsets of ``index`` count from there.
-    start: int = 0
-
-    def locate(self, storages: Iterable[int]) -> dict[int, int]:
-        """Return the data offset of each of ``storages`` that is not located in its index.
-
-        Args:
-            storages: Positions in the index of the checkpoint.
-        """
-        found = self.locator.locate(self._section(), self.index, [number - self.first_storage for number in storages])
-        return {number + self.first_storage: offset + self.start for number, offset in found.items()}
-
-    def checksums(self, limits: Limits) -> list[Checksum | CheckpointError]:
-        """Return the checksums that the file records, with offsets in ``source``; see ``Locator``."""
-        found = self.locator.checksums(self._section(), limits)
-        for one in found if self.start else ():
-            if isinstance(one, CheckpointError) and one.offset is not None:
-                one.offset += self.start
-        return [replace(one, offset=one.offset + self.start) if isinstance(one, Checksum) else one for one in found]
-
-    def _section(self) -> Source:
-        left = self.source.identity.nbytes - self.start
-        return Section(self.source, self.start, left) if self.start else self.source
 
 
 class _Problems(defaultdict[str, list[str]]):

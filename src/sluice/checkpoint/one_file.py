@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sluice._options import Limits
-from sluice.checkpoint.survey import PLACES
+from sluice.checkpoint.names import PLACES
 from sluice.records import Index
 
 __all__ = ["one_file", "without_places"]

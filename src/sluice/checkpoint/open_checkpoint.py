@@ -17,13 +17,11 @@ from msgspec.structs import replace
 
 from sluice._errors import CheckpointError
 from sluice._messages import type_of
-from sluice._options import TEXT_ENCODING, Limits
-from sluice.checkpoint.merging import OpenFile
+from sluice._options import BYTES_ENCODING, TEXT_ENCODING, Limits
+from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.opening import open_list, open_path, open_section
-from sluice.checkpoint.survey import list_title
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
-from sluice.formats.pickles.unpickler import BYTES
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
 from sluice.sources.opening import SourceLocation, path_list, source_path, stream_source
@@ -80,6 +78,9 @@ class OpenCheckpoint:
             path = source_path(source)
             index, files = open_path(path, limits, encoding)
         elif isinstance(source, (list, tuple)):
+            # Here, not above: most checkpoints are one file.
+            from sluice.checkpoint.survey import list_title
+
             paths = path_list(source)
             path = list_title(paths)
             index, files = open_list(paths, limits, encoding)
@@ -220,7 +221,7 @@ def check_encoding(encoding: str) -> str:
     """
     if not isinstance(encoding, str):
         raise TypeError(f"encoding= is {type_of(encoding)}; write a text such as 'latin1', or 'bytes'")
-    if encoding != BYTES:
+    if encoding != BYTES_ENCODING:
         try:
             " ".encode(encoding)
         except (LookupError, ValueError):  # a null character, and the encoding 'undefined', which encodes nothing

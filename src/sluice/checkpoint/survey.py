@@ -47,6 +47,7 @@ from sluice._errors import (
 from sluice._messages import listed
 from sluice._options import Limits
 from sluice._units import counted
+from sluice.checkpoint.names import METADATA_FILE
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
 from sluice.formats.shard_index import ShardIndex, read_shard_index
@@ -55,9 +56,7 @@ from sluice.sources.opening import open_directory
 from sluice.sources.protocol import Source
 
 __all__ = [
-    "METADATA_FILE",
     "PARAMETER_SUFFIX",
-    "PLACES",
     "CheckpointLayout",
     "index_layout",
     "open_member",
@@ -66,9 +65,6 @@ __all__ = [
 ]
 
 PARAMETER_SUFFIX = ".pt"
-
-#: File that describes a torch.distributed.checkpoint directory.
-METADATA_FILE = ".metadata"
 
 _PARTS_SUFFIX = ".safetensors"
 
@@ -104,9 +100,6 @@ _TRAINING_STATE = re.compile(r"(optimizer|scheduler|scaler)(_\d+)?\.(bin|pt)")
 #: Shard of one rank, as torch.distributed.checkpoint's writer for Hugging Face names it. A rank may have no tensors for
 #: some of the numbered files.
 _RANK_SHARD = re.compile(r"shard-\d{5}-.+\.safetensors")
-
-#: Key of the metadata of such a shard: the places of its chunks in their tensors (``chunks``).
-PLACES = "DCP_SHARDING_INFO"
 
 #: Parts of a distributed checkpoint: data, and metadata that is complete or still being written.
 _DISTRIBUTED_PARTS = (".distcp", METADATA_FILE, f"{METADATA_FILE}.tmp")

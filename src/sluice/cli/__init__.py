@@ -7,26 +7,52 @@ from __future__ import annotations
 
 import io
 import sys
-import traceback
+from importlib import import_module
 
 import click
+from click.shell_completion import CompletionItem
 
 from sluice import __version__
 from sluice._interrupts import InterruptsRaised
-from sluice.cli.commands.bench import bench_command
-from sluice.cli.commands.convert import convert_command
-from sluice.cli.commands.diff import diff_command
-from sluice.cli.commands.inspect import inspect_command
-from sluice.cli.commands.load import load_command
-from sluice.cli.commands.plan import plan_command
-from sluice.cli.commands.verify import verify_command
 from sluice.cli.failures import failure_of
 
 __all__ = ["main"]
 
 
+#: The commands with the first sentence of their help. ``commands/NAME.py`` has the command ``NAME_command``, and is
+#: imported when it runs: each needs other packages, and ``sluice inspect`` should not wait for them.
+_SUMMARIES = {
+    "bench": "Load one checkpoint in several ways and compare peak memory and time.",
+    "convert": "Write the checkpoint at SOURCE to DESTINATION in another format, with a fixed amount of memory.",
+    "diff": "Compare presence, dtype, shape and values of the tensors of the checkpoints at A and B.",
+    "inspect": "Show format, contents, dtypes, bytes, largest tensors and shared storages of the checkpoint at PATH.",
+    "load": "Build a model, fill it from the checkpoint at PATH, and report time and peak memory.",
+    "plan": "Predict the memory of loading the checkpoint at PATH, and whether it fits.",
+    "verify": "Read the checkpoint at PATH once and report what is damaged.",
+}
+
+
 class _Commands(click.Group):
-    """A group that turns exceptions of its commands into a paragraph and an exit code."""
+    """A group that imports a command when it runs, and turns exceptions into a paragraph and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  the signature is click's
+        return list(_SUMMARIES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  as above
+        if cmd_name not in _SUMMARIES:
+            return None
+        command: click.Command = getattr(import_module(f"sluice.cli.commands.{cmd_name}"), f"{cmd_name}_command")
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002  as above
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_SUMMARIES.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        commands = [
+            CompletionItem(name, help=summary) for name, summary in _SUMMARIES.items() if name.startswith(incomplete)
+        ]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def invoke(self, ctx: click.Context) -> object:
         with InterruptsRaised() as interrupts:
@@ -37,6 +63,8 @@ class _Commands(click.Group):
                 raise
             except (Exception, KeyboardInterrupt) as error:
                 if ctx.params["debug"]:
+                    import traceback  # here, not above: few commands fail
+
                     traceback.print_exc()
                 if interrupts.happened:
                     raise failure_of(KeyboardInterrupt()) from error
@@ -73,12 +101,3 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context by _Com
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # letters that the terminal cannot show become escapes
             stream.reconfigure(errors="backslashreplace")
-
-
-main.add_command(bench_command)
-main.add_command(convert_command)
-main.add_command(diff_command)
-main.add_command(inspect_command)
-main.add_command(load_command)
-main.add_command(plan_command)
-main.add_command(verify_command)

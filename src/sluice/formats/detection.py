@@ -2,29 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from msgspec import Struct
+
 from sluice._errors import CheckpointError, FormatError, TruncatedError
 from sluice._options import TEXT_ENCODING
 from sluice.formats.archives.tar import is_tar, refuse_tar
-from sluice.formats.foreign import recognise, recognise_npz
+from sluice.formats.first_bytes import is_safetensors, is_torch_legacy, is_torch_zip
 from sluice.formats.protocol import Format
-from sluice.formats.safetensors.reader import SafetensorsFormat
-from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
-from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.sources.protocol import Source
 
-__all__ = ["FORMATS", "Format", "detect"]
-
-#: The formats that sluice reads. Their first bytes exclude each other.
-FORMATS: tuple[Format, ...] = (TorchZipFormat(), TorchLegacyFormat(), SafetensorsFormat())
-
-#: Those whose files can hold text of Python 2, by their name.
-_WITH_TEXT_OF_PYTHON_2 = {kind.name: kind for kind in (TorchZipFormat, TorchLegacyFormat)}
+__all__ = ["FORMATS", "Format", "KnownFormat", "detect"]
 
 #: Bytes of the head that is examined: a tar header has 512, and JSON names its kind early.
 _HEAD_BYTES = 4096
 
 #: Smallest file of any format: a zip file has at least 22 bytes, a safetensors file 10.
 _SMALLEST_BYTES = 10
+
+
+class KnownFormat(Struct, frozen=True, kw_only=True):
+    """A format that sluice reads, and how to import it."""
+
+    #: Its name, as in ``Format``.
+    name: str
+    #: Whether the first bytes of a file, up to 4096, indicate it.
+    matches: Callable[[bytes], bool]
+    #: Returns the format for an encoding of text that Python 2 wrote. Imports it, because most files need only one.
+    load: Callable[[str], Format]
+
+
+def _torch_zip(encoding: str) -> Format:
+    from sluice.formats.torch_save.zip_format import TorchZipFormat
+
+    return TorchZipFormat(encoding=encoding)
+
+
+def _torch_legacy(encoding: str) -> Format:
+    from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
+
+    return TorchLegacyFormat(encoding=encoding)
+
+
+def _safetensors(encoding: str) -> Format:  # noqa: ARG001  all its text is UTF-8
+    from sluice.formats.safetensors.reader import SafetensorsFormat
+
+    return SafetensorsFormat()
+
+
+#: The formats that sluice reads. Their first bytes exclude each other.
+FORMATS = (
+    KnownFormat(name="torch-zip", matches=is_torch_zip, load=_torch_zip),
+    KnownFormat(name="torch-legacy", matches=is_torch_legacy, load=_torch_legacy),
+    KnownFormat(name="safetensors", matches=is_safetensors, load=_safetensors),
+)
 
 
 def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
@@ -49,19 +81,32 @@ def detect(source: Source, *, encoding: str = TEXT_ENCODING) -> Format:
     if size < _SMALLEST_BYTES:
         problem = "the file is too short to be a checkpoint"
         raise TruncatedError(problem, file=source.path, expected=f"at least {_SMALLEST_BYTES} bytes", found=head)
-    # An npz file is a zip file too; the first bytes of a pickle or gzip file can be a safetensors length.
-    foreign = recognise_npz(head, source.path)
-    if foreign is not None:
-        raise foreign
-    for candidate in FORMATS:
-        if candidate.matches(head):
-            with_text = _WITH_TEXT_OF_PYTHON_2.get(candidate.name) if encoding != TEXT_ENCODING else None
-            return with_text(encoding=encoding) if with_text else candidate
-    foreign = refuse_tar(source) if is_tar(head) else recognise(head, source.path)
-    if foreign is not None:
-        raise foreign
+    if is_torch_zip(head) and b".npy" in head:  # an npz file is a zip file too
+        _refuse_npz(head, source.path)
+    # The first bytes of a pickle or gzip file can be a safetensors length: formats are tried before other kinds.
+    for known in FORMATS:
+        if known.matches(head):
+            return known.load(encoding)
+    raise _foreign(source, head)
+
+
+def _refuse_npz(head: bytes, path: str) -> None:
+    from sluice.formats.foreign import recognise_npz
+
+    error = recognise_npz(head, path)
+    if error is not None:
+        raise error
+
+
+def _foreign(source: Source, head: bytes) -> CheckpointError:
+    """Return the error for a file that is of none of the formats."""
+    from sluice.formats.foreign import recognise
+
+    error = refuse_tar(source) if is_tar(head) else recognise(head, source.path)
+    if error is not None:
+        return error
     problem = "not a recognized checkpoint format"
     expected, advice = "a torch.save or safetensors file", CheckpointError.advice
-    error = FormatError(problem, file=source.path, offset=0, expected=expected, found=head[:16], advice=advice)
-    error.foreign = True
-    raise error
+    unknown = FormatError(problem, file=source.path, offset=0, expected=expected, found=head[:16], advice=advice)
+    unknown.foreign = True
+    return unknown

@@ -11,10 +11,8 @@ and the report are the same for all and are here.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -41,8 +39,7 @@ from sluice.reports.table import TensorRow
 __all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load", "load_report", "run"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest(ABC):
+class LoadRequest(Struct, frozen=True, kw_only=True):
     """Arguments of a load, without the checkpoint."""
 
     #: How the bytes are moved.
@@ -51,15 +48,13 @@ class LoadRequest(ABC):
     #: Whether ``place="map"`` is possible.
     can_map: ClassVar[bool] = False
 
-    @abstractmethod
     def job(self, checkpoint: OpenCheckpoint) -> LoadJob:
         """Decide the load and check everything but the memory limits. Nothing is touched."""
-        ...
+        raise NotImplementedError
 
-    @abstractmethod
     def changed(self, change: Change) -> LoadRequest:
         """Return the same request with other arguments."""
-        ...
+        raise NotImplementedError
 
     def offers(self) -> Sequence[Change]:
         """Return the changes that the caller could make if the load does not fit, other than smaller staging."""
@@ -75,8 +70,7 @@ class LoadRequest(ABC):
         return self.changed(change).job(checkpoint).plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadJob(ABC):
+class LoadJob(Struct, frozen=True, kw_only=True):
     """A load that is decided; nothing is touched yet."""
 
     #: The checkpoint to read.
@@ -90,7 +84,7 @@ class LoadJob(ABC):
     #: Prefix that is stripped from the names of the checkpoint, with its dot.
     prefix: str = ""
     #: Device by prefix of names, as requested or as chosen for ``device="auto"``.
-    placement: Placement = field(default_factory=dict)
+    placement: Placement = {}
     #: Names of the model that the checkpoint does not have.
     missing: tuple[str, ...] = ()
     #: Names of the checkpoint that the model does not have.
@@ -125,10 +119,9 @@ class LoadJob(ABC):
         """Bytes of the finished tensors that the checkpoint fills."""
         return self.plan.final_bytes - sum(self.plan.targets[view.target].nbytes for view in self.prepared.computed)
 
-    @abstractmethod
     def fill(self, progress: Progress) -> Loaded:
         """Read the data and put every tensor in its place; call it through ``run``."""
-        ...
+        raise NotImplementedError
 
     def read(
         self, progress: Progress, targets: Targets | None = None, *, completed: Callable[[int], None] | None = None

@@ -6,12 +6,11 @@ All that headers can show is settled here, before a byte of tensor data is read:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
 import torch
-from msgspec import structs
+from msgspec.structs import replace
 from torch import nn
 
 from sluice._dtypes import dtype_name
@@ -22,7 +21,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
-from sluice.loading.devices import Device, check_prefixes, choose_placement, other_devices, parse_placement
+from sluice.loading.devices import Device, check_prefixes, other_devices, parse_placement
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.module_fill import fill_module
 from sluice.matching.match import Match, Outline, match
@@ -47,8 +46,7 @@ __all__ = ["EntriesRequest", "ModuleJob", "ModuleRequest"]
 _SMALLER_DTYPE = "bfloat16"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleRequest(LoadRequest):
+class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_into``."""
 
     #: The module to load into.
@@ -137,8 +135,7 @@ class ModuleRequest(LoadRequest):
         return [*_other_places(self.device, self.options), *(Change(dtype=dtype) for dtype in dtypes)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntriesRequest(LoadRequest):
+class EntriesRequest(LoadRequest, frozen=True, kw_only=True):
     """A load of entries that have the module's names already, because a library converted them.
 
     Nothing is searched, and load hooks of modules are not followed: the library has handled both. Tensors without an
@@ -169,8 +166,7 @@ class EntriesRequest(LoadRequest):
         return list(_other_places(self.device, self.options))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleJob(LoadJob):
+class ModuleJob(LoadJob, frozen=True, kw_only=True):
     """A decided load into a module."""
 
     #: Tensors of the module.
@@ -180,9 +176,9 @@ class ModuleJob(LoadJob):
     #: Whether copies of tied tensors that differ, and names reported by post-hooks, are errors.
     strict: bool
     #: Extra state of modules by name: plain values and containers with ``Entry`` leaves.
-    extra_state: Mapping[str, object] = field(default_factory=dict)
+    extra_state: Mapping[str, object] = {}
     #: Tensors that become attributes of modules, neither parameters nor buffers, by the attributes' full names.
-    attributes: Mapping[str, Entry] = field(default_factory=dict)
+    attributes: Mapping[str, Entry] = {}
     #: Paths of the modules whose load_state_dict post-hooks run.
     receivers: tuple[str, ...] = ("",)
 
@@ -213,7 +209,7 @@ def _in_own_dtype(entries: Mapping[str, Entry], assigned: Collection[str]) -> Ma
     if not assigned:
         return entries
     return {
-        name: structs.replace(entry, cast=entry.cast or entry.dtype) if name in assigned else entry
+        name: replace(entry, cast=entry.cast or entry.dtype) if name in assigned else entry
         for name, entry in entries.items()
     }
 
@@ -277,6 +273,9 @@ def _placed(
     """Return the match on the requested devices, and these devices; choose them for ``"auto"``."""
     placement = parse_placement(device)
     if placement == "auto":
+        # Here, not above: most loads name their devices.
+        from sluice.loading.auto_devices import choose_placement
+
         placement = choose_placement(state, match_on(), memory)
     else:
         check_prefixes(placement, state)

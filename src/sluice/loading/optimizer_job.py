@@ -8,11 +8,11 @@ the finished tensors at the end and has nothing left to move or cast: it merges 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar
 
 import torch
+from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from sluice._arguments import device_name
@@ -39,8 +39,7 @@ __all__ = ["OptimizerJob", "OptimizerRequest"]
 # ruff: noqa: SLF001
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerRequest(LoadRequest):
+class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_optimizer``."""
 
     #: The optimizer to load into, or accelerate's wrapper of it.
@@ -97,8 +96,7 @@ class OptimizerRequest(LoadRequest):
         return _outline(_unwrapped(self.optimizer), self.model)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerJob(LoadJob):
+class OptimizerJob(LoadJob, frozen=True, kw_only=True):
     """A decided load into an optimizer."""
 
     #: The optimizer that holds the state.

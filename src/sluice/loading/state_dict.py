@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
 
 import torch
+from msgspec.structs import replace
 
 from sluice._arguments import device_name
 from sluice._dtypes import is_castable
@@ -30,8 +30,7 @@ from sluice.reports.document import Subject
 __all__ = ["StateDictJob", "StateDictRequest"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateDictRequest(LoadRequest):
+class StateDictRequest(LoadRequest, frozen=True, kw_only=True):
     """Arguments of ``sluice.load_state_dict``."""
 
     #: Device of the tensors.
@@ -87,8 +86,7 @@ class StateDictRequest(LoadRequest):
         return [*(Change(device=device) for device in devices), Change(dtype="bfloat16")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateDictJob(LoadJob):
+class StateDictJob(LoadJob, frozen=True, kw_only=True):
     """A decided load of a state dict."""
 
     #: The state dict, with ``Entry`` leaves.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import secrets
 import sys
 
 from sluice import _options as options
@@ -79,7 +78,7 @@ def _probe_bytes(descriptor: int, offsets: range) -> tuple[bool, ...]:
     found = []
     one = bytearray(1)
     for offset in offsets:
-        anywhere = offset + secrets.randbelow(min(offsets.step, offsets.stop - offset))
+        anywhere = offset + int.from_bytes(os.urandom(8)) % min(offsets.step, offsets.stop - offset)
         try:
             found.append(os.preadv(descriptor, [one], anywhere, nowait) == 1)
         except BlockingIOError:

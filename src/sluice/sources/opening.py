@@ -14,7 +14,6 @@ from sluice.sources.file_objects import local_path
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
-from sluice.sources.remote_names import download_advice, is_url, missing_advice, without_credentials
 
 __all__ = [
     "SourceLocation",
@@ -77,7 +76,7 @@ def check_listed(paths: Sequence[str]) -> None:
         except (OSError, ValueError):  # the error of opening it says more
             pass
     if missing:
-        advice = missing_advice(missing[0])
+        advice = _missing_advice(missing[0])
         if len(missing) == 1:
             raise MissingFileError("the file does not exist", file=missing[0], advice=advice)
         problem = f"{len(missing)} files of the list do not exist: {first_names(missing)}"
@@ -104,7 +103,7 @@ def open_source(where: SourceLocation) -> Source:
     try:
         return LocalFile(path)
     except MissingFileError as error:
-        error.advice = missing_advice(path)
+        error.advice = _missing_advice(path)
         raise
 
 
@@ -150,10 +149,22 @@ def refuse_url(path: str) -> None:
     Raises:
         UnsupportedError: It is a URL: remote sources are not supported yet.
     """
+    if "://" not in path:
+        return
+    # Here, not above: a path of a file does not need it.
+    from sluice.sources.remote_names import download_advice, is_url, without_credentials
+
     if is_url(path) and not os.path.lexists(path):
         raise UnsupportedError(
             "remote sources are not supported yet", file=without_credentials(path), advice=download_advice(path)
         )
+
+
+def _missing_advice(path: str) -> str:
+    # Here, not above: only errors need it.
+    from sluice.sources.remote_names import missing_advice
+
+    return missing_advice(path)
 
 
 def _instead(value: object) -> str:

@@ -237,6 +237,7 @@ def test_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=60, markup=False, highlight=False)
     monkeypatch.setattr(_console, "make_console", lambda: console)
+    monkeypatch.setattr(_console, "_plain_output", lambda: False)
     with sluice.open("f.pth") as checkpoint:
         index = checkpoint.index
         summary = summarise("f.pth", None, index, flatten(index.tree, sluice.Limits()))

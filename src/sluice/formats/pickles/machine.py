@@ -14,13 +14,12 @@ from typing import Any, Protocol, TypeVar
 from msgspec import Struct
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError, UnsupportedError
-from sluice._options import TEXT_ENCODING, Limits
+from sluice._options import BYTES_ENCODING, TEXT_ENCODING, Limits
 from sluice.formats.pickles.keys import KeyGuard
 from sluice.records import Entry, Opaque, UnsupportedValue
 
 __all__ = [
     "ARGUMENTS",
-    "BYTES",
     "HOOKS",
     "Allowlist",
     "Constructor",
@@ -37,9 +36,6 @@ _MARKS_PER_LEVEL = 4
 
 #: Number of arguments that are searched for unsupported values. No call in torch's pickles has more.
 _SEARCHED_ARGUMENTS = 8
-
-#: In place of the encoding of Python 2's text: keep it as bytes, as ``torch.load(encoding="bytes")`` does.
-BYTES = "bytes"
 
 #: Longest excerpt of undecodable text in a message, in bytes.
 _SHOWN_BYTES = 40
@@ -136,7 +132,7 @@ class Machine:
             limits: Bounds on the declarations in the pickle.
             file: Path of the file, for error messages.
             offset: Offset of the pickle in the file, in bytes, for error messages.
-            encoding: Encoding of the text that Python 2 wrote, or ``BYTES``.
+            encoding: Encoding of the text that Python 2 wrote, or ``BYTES_ENCODING``.
         """
         self.data = data
         self.allowlist = allowlist
@@ -223,7 +219,7 @@ class Machine:
 
     def text_of_python2(self, raw: bytes, position: int) -> str | bytes:
         """Return text that Python 2 wrote, which does not declare its encoding, as ``torch.load`` does."""
-        if self._encoding == BYTES:
+        if self._encoding == BYTES_ENCODING:
             return raw
         try:
             return raw.decode(self._encoding)

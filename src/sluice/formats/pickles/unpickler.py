@@ -27,11 +27,10 @@ from typing import TypeAlias
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.pickles.keys import KeyGuard
-from sluice.formats.pickles.machine import BYTES, Allowlist, Constructor, Machine, PendingObject, Refusal
+from sluice.formats.pickles.machine import Allowlist, Constructor, Machine, PendingObject, Refusal
 from sluice.formats.pickles.opcodes import HANDLERS, STOPPED
 
 __all__ = [
-    "BYTES",
     "Allowlist",
     "Constructor",
     "KeyGuard",
@@ -72,7 +71,7 @@ class Unpickler(Machine):
             file: Path of the file, for error messages.
             offset: Offset of the pickle in the file, in bytes.
             refill: Function that reads more of the file, for pickles of unknown length.
-            encoding: Encoding of the text that Python 2 wrote, or ``BYTES`` to keep its bytes.
+            encoding: Encoding of the text that Python 2 wrote, or ``BYTES_ENCODING`` to keep its bytes.
         """
         super().__init__(data, allowlist, limits=limits, file=file, offset=offset, encoding=encoding)
         self._refill = refill

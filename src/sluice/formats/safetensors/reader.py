@@ -25,13 +25,13 @@ The tree is a flat dict in data order, regardless of the order in the header. Ti
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from itertools import repeat
 from operator import add, sub
 
 from sluice._errors import FormatError, LimitError, TruncatedError
 from sluice._options import Limits
+from sluice.formats.first_bytes import is_safetensors
 from sluice.formats.protocol import LocatedByIndex
 from sluice.formats.safetensors.header import LENGTH_BYTES, Columns, parse_header
 from sluice.formats.safetensors.ties import read_ties
@@ -41,9 +41,6 @@ from sluice.sources.protocol import Source
 
 __all__ = ["SafetensorsFormat"]
 
-#: A length and the start of a JSON object. Eight printable characters are not a length but text in a different format.
-_START = re.compile(rb'(?![\t\n\r\x20-\x7e]{8}).{8}\{[\t\n\r\x20]*+["}]', re.DOTALL)
-
 
 class SafetensorsFormat(LocatedByIndex):
     """The format of a single safetensors file; see ``Format``."""
@@ -51,7 +48,7 @@ class SafetensorsFormat(LocatedByIndex):
     name = "safetensors"
 
     def matches(self, head: bytes) -> bool:
-        return _START.match(head) is not None
+        return is_safetensors(head)
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():

@@ -41,8 +41,8 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.formats.archives.tar import is_tar
 from sluice.formats.coalesced import read_ranges
+from sluice.formats.first_bytes import LEGACY_MAGIC, is_torch_legacy
 from sluice.formats.pickles.stream import unpickle_at
 from sluice.formats.pickles.unpickler import KeyGuard
 from sluice.formats.protocol import LocatedByIndex
@@ -55,17 +55,7 @@ from sluice.sources.protocol import Source
 
 __all__ = ["TorchLegacyFormat"]
 
-_MAGIC, _PROTOCOL_VERSION = 0x1950A86A20F9469CFC6C, 1001
-
-#: First bytes of a pickled 10-byte integer in protocols 2 and 3, and in protocols 4 and 5 with their frame of 13 bytes;
-#: the magic number in protocol 1.
-_STARTS = (
-    *(
-        bytes([0x80, protocol]) + frame + b"\x8a\x0a"
-        for protocol, frame in [(2, b""), (3, b""), (4, b"\x95\x0d" + bytes(7)), (5, b"\x95\x0d" + bytes(7))]
-    ),
-    b"L%dL\n." % _MAGIC,
-)
+_PROTOCOL_VERSION = 1001
 
 #: Number of elements, before the data of each storage.
 _COUNT = struct.Struct("<q")
@@ -88,8 +78,7 @@ class TorchLegacyFormat(LocatedByIndex):
         self._encoding = encoding
 
     def matches(self, head: bytes) -> bool:
-        claimed = any(head.startswith(start) or start.startswith(head) for start in _STARTS)
-        return claimed and not is_tar(head)
+        return is_torch_legacy(head)
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         with collector_paused():
@@ -143,8 +132,8 @@ def _read_plain(source: Source, start: int, limits: Limits) -> tuple[object, int
 def _check_preamble(source: Source, limits: Limits) -> tuple[int, bool]:
     """Check the three pickles before the object; return its offset and whether a little-endian machine wrote it."""
     magic, end = _read_plain(source, 0, limits)
-    if type(magic) is not int or magic != _MAGIC:
-        raise FormatError("the magic number is wrong", file=source.path, offset=0, expected=f"{_MAGIC:#x}")
+    if type(magic) is not int or magic != LEGACY_MAGIC:
+        raise FormatError("the magic number is wrong", file=source.path, offset=0, expected=f"{LEGACY_MAGIC:#x}")
     start = end
     version, end = _read_plain(source, start, limits)
     if type(version) is not int or version != _PROTOCOL_VERSION:

@@ -32,7 +32,7 @@ from sluice._errors import TORCH_MAY_READ, CheckpointError, FormatError, Unsuppo
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
 from sluice.formats.archives.zip_records import locate_records, read_record, record_checksums
-from sluice.formats.foreign import recognise_archive
+from sluice.formats.first_bytes import is_torch_zip
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.allowlist import StorageReference, TorchAllowlist
@@ -92,13 +92,16 @@ class TorchZipFormat:
         self._cache: dict[tuple[bytes, bool], _ParsedObject] = {}
 
     def matches(self, head: bytes) -> bool:
-        return head.startswith(b"PK\3\4")
+        return is_torch_zip(head)
 
     def read_index(self, source: Source, limits: Limits) -> Index:
         try:
             directory = read_directory(source, limits)
             metadata = _read_metadata(source, directory, limits)
         except (FormatError, UnsupportedError) as error:
+            # Here, not above: only errors need it.
+            from sluice.formats.foreign import recognise_archive
+
             raise recognise_archive(first_names(source, limits), source.path) or error from None
         big_endian = metadata["byteorder"] == "big"
         tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
@@ -179,7 +182,10 @@ def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) 
     alignment = _word(source, directory, ".storage_alignment", default="64")
     if not alignment.isascii() or not alignment.isdigit() or not 0 < int(alignment) <= _MAX_ALIGNMENT:
         raise FormatError("invalid storage alignment", file=source.path, found=repr(alignment))
-    byte_order = _word(source, directory, "byteorder", default=_default_byte_order())
+    if "byteorder" in directory:
+        byte_order = _word(source, directory, "byteorder", default="")
+    else:
+        byte_order = _default_byte_order()
     if byte_order not in {"little", "big"}:
         problem, expected = "unknown byte order", "little or big"
         raise UnsupportedError(problem, file=source.path, expected=expected, found=repr(byte_order))

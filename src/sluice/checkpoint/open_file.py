@@ -1,0 +1,77 @@
+"""One open file of a checkpoint: its source, its format and its own index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from sluice._errors import CheckpointError, FormatError
+from sluice._options import Limits
+from sluice.formats.detection import detect
+from sluice.formats.protocol import Checksum, Locator
+from sluice.records import Index
+from sluice.sources.protocol import Source
+from sluice.sources.read_ahead import ReadAhead
+from sluice.sources.section import Section
+
+__all__ = ["OpenFile", "open_file"]
+
+
+class OpenFile(Struct, frozen=True, kw_only=True):
+    """One file of an open checkpoint."""
+
+    #: The source of its bytes.
+    source: Source
+    #: Locates the data of its storages.
+    locator: Locator
+    #: Its own index; without a tree if it is one of several files, as the merged index has the tree.
+    index: Index
+    #: Position of its first storage in the index of the checkpoint.
+    first_storage: int = 0
+    #: First byte of the checkpoint in the source: the offsets of ``index`` count from there.
+    start: int = 0
+
+    def locate(self, storages: Iterable[int]) -> dict[int, int]:
+        """Return the data offset of each of ``storages`` that is not located in its index.
+
+        Args:
+            storages: Positions in the index of the checkpoint.
+        """
+        found = self.locator.locate(self._section(), self.index, [number - self.first_storage for number in storages])
+        return {number + self.first_storage: offset + self.start for number, offset in found.items()}
+
+    def checksums(self, limits: Limits) -> list[Checksum | CheckpointError]:
+        """Return the checksums that the file records, with offsets in ``source``; see ``Locator``."""
+        found = self.locator.checksums(self._section(), limits)
+        for one in found if self.start else ():
+            if isinstance(one, CheckpointError) and one.offset is not None:
+                one.offset += self.start
+        return [replace(one, offset=one.offset + self.start) if isinstance(one, Checksum) else one for one in found]
+
+    def _section(self) -> Source:
+        left = self.source.identity.nbytes - self.start
+        return Section(self.source, self.start, left) if self.start else self.source
+
+
+def open_file(source: Source, limits: Limits, encoding: str) -> OpenFile:
+    """Index a file; closes the source if that fails."""
+    try:
+        headers = ReadAhead(source)
+        file_format = detect(headers, encoding=encoding)
+        index = file_format.read_index(headers, limits)
+        if index.end not in {None, source.identity.nbytes}:
+            raise FormatError(
+                "bytes follow the last storage; to read one of several objects in a file, pass an open file object "
+                "positioned at its first byte",
+                file=source.path,
+                offset=index.end,
+                expected=f"{index.end} bytes",
+                found=f"{source.identity.nbytes} bytes",
+                advice="torch reads the first object and ignores the rest.",
+            )
+        return OpenFile(source=source, locator=file_format, index=index)
+    except BaseException:
+        source.close()
+        raise

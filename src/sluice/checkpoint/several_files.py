@@ -1,0 +1,142 @@
+"""Open the files of a directory, an index file or a list, in several threads, and merge them.
+
+The first damaged file stops the rest. Missing files do not: they are reported together with every problem that the
+headers of the other files show.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+from sluice._errors import CheckpointError, LimitError
+from sluice._options import INDEXING_THREADS, TEXT_ENCODING, Limits
+from sluice._threads import Worker, join_threads, spare_threads, start_threads
+from sluice.checkpoint.merging import incomplete, merge
+from sluice.checkpoint.names import METADATA_FILE
+from sluice.checkpoint.open_file import OpenFile, open_file
+from sluice.checkpoint.survey import CheckpointLayout, index_layout, listed_layout, open_member, survey
+from sluice.records import Index
+from sluice.records.bulk import collector_paused
+from sluice.sources.opening import check_listed, open_directory, open_source, parent_directory
+
+__all__ = ["open_files_at", "open_layout", "open_listed"]
+
+
+def open_files_at(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Open a directory, an index file of shards or the metadata of a distributed checkpoint; see ``opening.open_path``.
+
+    A path that ends in ``.json`` must be an index file; a path to ``.metadata`` means its directory.
+    """
+    directory = open_directory(path)
+    if directory is not None:
+        return open_layout(survey(directory, limits), limits, encoding)
+    parent, name = parent_directory(path)
+    if name == METADATA_FILE:
+        layout = CheckpointLayout(path=path, directory=parent, kind="distributed", files=(METADATA_FILE,))
+        return open_layout(layout, limits, encoding)
+    with closing(open_source(path)) as index_file:
+        layout = index_layout(index_file, parent, limits)
+    return open_layout(layout, limits, encoding)
+
+
+def open_listed(
+    paths: Sequence[str], limits: Limits, encoding: str = TEXT_ENCODING
+) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Open two or more files that are one checkpoint together; see ``opening.open_list``."""
+    layout = listed_layout(paths, limits)
+    check_listed(paths)
+    return open_layout(layout, limits, encoding)
+
+
+def open_layout(
+    layout: CheckpointLayout, limits: Limits, encoding: str = TEXT_ENCODING
+) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Open the files of a layout; returns and raises as ``open_path`` does."""
+    if layout.kind == "distributed":
+        # Imported here: it brings a package that no other checkpoint needs.
+        from sluice.checkpoint.distributed import open_distributed
+
+        return open_distributed(layout, limits)
+    opening = _Opening(layout, limits, encoding)
+    try:
+        try:
+            _in_threads(opening.open, len(layout.files))
+        except CheckpointError as error:
+            if opening.missing:
+                raise incomplete(layout, opening.missing, damaged=str(error)) from error
+            raise
+        with collector_paused():
+            return merge(layout, opening.files, limits)
+    except BaseException:
+        opening.close()
+        raise
+
+
+class _Opening:
+    """Opens the files of one layout; ``open`` may be called from any thread.
+
+    Attributes:
+        files: The open files, in the order of the layout; None for files that were not opened.
+        missing: Positions of the files that do not exist.
+    """
+
+    def __init__(self, layout: CheckpointLayout, limits: Limits, encoding: str) -> None:
+        self.files: list[OpenFile | None] = [None] * len(layout.files)
+        self.missing: list[int] = []
+        self._layout = layout
+        self._limits = limits
+        self._encoding = encoding
+        self._storages = 0
+        self._counting = threading.Lock()
+
+    def open(self, position: int) -> None:
+        source = open_member(self._layout.directory, self._layout.files[position], self._limits)
+        if source is None:
+            self.missing.append(position)
+            return
+        self.files[position] = file = open_file(source, self._limits, self._encoding)
+        with self._counting:
+            self._storages += len(file.index.storages)
+        if self._storages > self._limits.entries:
+            expected = f"at most {self._limits.entries}"
+            raise LimitError("the files together exceed the limit 'entries'", file=self._layout.path, expected=expected)
+
+    def close(self) -> None:
+        for file in self.files:
+            if file is not None:
+                file.source.close()
+
+
+def _in_threads(work: Callable[[int], None], count: int) -> None:
+    """Call ``work`` with each number below ``count``, in this thread and in several others.
+
+    The first failure stops all threads, which are joined before it is raised. Of several failures the one with the
+    lowest number is raised. If the process cannot start more threads, fewer do the work.
+    """
+    waiting = deque(range(count))
+    failures: dict[int, BaseException] = {}
+
+    def run() -> None:
+        while waiting:
+            try:
+                number = waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                work(number)
+            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+                failures[number] = error
+                waiting.clear()
+
+    threads: list[Worker] = []
+    try:
+        start_threads(threads, spare_threads(min(INDEXING_THREADS, count) - 1), run, "sluice-index")
+        run()
+    finally:
+        waiting.clear()
+        join_threads(threads)
+    if failures:
+        raise failures[min(failures)]
