@@ -76,7 +76,7 @@ def _environment() -> Mapping[str, str]:
 def _rows(files: tuple[Path, Path], runs: int) -> list[tuple[str, float, float, float]]:
     """Return what was measured, its seconds, those of the reference, and the largest permitted ratio."""
     rows = []
-    imports = []
+    imports: list[float] = []
     for what, use in _USES.items():
         _first_use(use, files)  # writes the bytecode
         torch_seconds, import_seconds, use_seconds = zip(*(_first_use(use, files) for _ in range(runs)), strict=True)
