@@ -120,7 +120,7 @@ def test_probes_read_one_byte_each_and_stop_if_the_kernel_does_not_answer(
     monkeypatch.setattr(_residency, "_cached_bytes", lambda *_: 0)
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
-    monkeypatch.setattr(_facts, "_filesystem", lambda _: "ext4")
+    monkeypatch.setattr(_facts, "filesystem_type", lambda _: "ext4")
     monkeypatch.setattr(_facts, "_opens_direct", lambda _: True)
     monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
     monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
@@ -156,7 +156,7 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
 
 
 def test_network_file_systems_are_read_buffered(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_facts, "_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr(_facts, "filesystem_type", lambda _: "nfs4")
     monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
     assert not file_facts(file).direct_io
 

@@ -51,7 +51,8 @@ class StagingPool:
         #: The memory of the buffers, one block for each time that the pool grew.
         self.blocks: list[HostMemory] = []
         self._count = 0
-        self._huge_pages = huge_pages
+        #: Whether its memory is on huge pages.
+        self.huge_pages = huge_pages
         self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
         self._locked = 0
         self._locks = ExitStack()
@@ -62,7 +63,7 @@ class StagingPool:
         more = count - self._count
         if more <= 0:
             return
-        memory = HostMemory(self.buffer_bytes * more, huge_pages=self._huge_pages)
+        memory = HostMemory(self.buffer_bytes * more, huge_pages=self.huge_pages)
         self.blocks.append(memory)
         self._count = count
         for number in range(more):

@@ -175,7 +175,7 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     arenas: tuple[int, ...]
     #: Reads, in the order in which they start.
     reads: tuple[Read, ...]
-    #: Number of reader threads; 0, under a limit on virtual memory, to read in the thread of the caller.
+    #: Number of reader threads; 0 to read in the thread of the caller: little data, or a limit on virtual memory.
     readers: int
     #: Number of threads that copy out of staging; 0 if each reader copies what it has read.
     copiers: int
@@ -199,6 +199,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     most_unfinished_reads: int = 0
     #: Ranges of the files that stay mapped, for targets with a ``mapped`` block.
     mapped_ranges: tuple[MappedRange, ...] = ()
+    #: Whether staging is on huge pages. For reads of less than one, zeroing it would take longer than the read.
+    huge_staging: bool = False
 
     @property
     def read_bytes(self) -> int:
