@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sluice.benchmark.cache import make_cold
+from sluice.machine import cgroups, filesystems
 from sluice.machine import facts as _facts
 from sluice.machine import page_cache as _residency
 from sluice.machine.cgroups import cgroup_headroom
@@ -172,3 +173,30 @@ def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: py
 def test_a_source_other_than_a_local_file_is_read_buffered() -> None:
     known = file_facts(MemorySource(b"x"))
     assert (known.filesystem, known.direct_io, known.cached) == ("", False, ())
+
+
+def test_a_device_that_is_mounted_again_with_another_file_system_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = iter(["ext4", "xfs"])
+    numbers = iter([1, 1, 2])
+    monkeypatch.setattr(filesystems, "_known", {})
+    monkeypatch.setattr(filesystems, "_mounted_type", lambda _: next(mounts))
+    monkeypatch.setattr(filesystems, "_type_number", lambda _: next(numbers))
+    assert [filesystems.filesystem_type(str(tmp_path)) for _ in range(3)] == ["ext4", "ext4", "xfs"]
+
+
+def test_a_control_group_without_a_limit_is_not_asked_for_its_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = "sys/fs/cgroup/pod"
+    root = make(
+        tmp_path, {"proc/self/cgroup": "0::/pod\n", f"{group}/memory.max": "max\n", f"{group}/memory.current": "1\n"}
+    )
+    asked: list[str] = []
+    read = cgroups.read_system_file
+    monkeypatch.setattr(cgroups, "read_system_file", lambda path: asked.append(path) or read(path))
+    assert cgroup_headroom(root) is None
+    assert not any(path.endswith(("memory.current", "memory.stat")) for path in asked)
+    make(tmp_path, {f"{group}/memory.max": "3\n"})  # a limit can be set while the process runs
+    assert cgroup_headroom(root) == 2

@@ -29,16 +29,18 @@ class StagingBuffer:
 
     Attributes:
         memory: The memory that it is a part of, for ``torch.frombuffer``.
+        address: Address of its first byte.
         start: Its first byte in ``memory.mapping``.
         view: Its bytes.
         tickets: What to wait for before it is written again.
     """
 
-    __slots__ = ("memory", "start", "tickets", "view")
+    __slots__ = ("address", "memory", "start", "tickets", "view")
 
     def __init__(self, memory: HostMemory, offset: int, nbytes: int) -> None:
         self.memory = memory
         self.start = memory.start + offset
+        self.address = memory.address + offset
         self.view = memory.view()[offset : offset + nbytes]
         self.tickets: list[Ticket] = []
 

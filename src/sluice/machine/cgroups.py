@@ -117,7 +117,8 @@ def _ancestors(
     for count in range(len(parts), -1, -1):
         below = "/".join(parts[:count])
         directory = f"{mount}/{below}" if below else mount
-        yield _Place(version, f"/{below}", *(f"{directory}/{name}" for name in names), reclaimable)
+        limit, usage, statistics = (f"{directory}/{name}" for name in names)
+        yield _Place(version, f"/{below}", limit, usage, statistics, reclaimable)
 
 
 def _group(place: _Place) -> MemoryGroup | None:

@@ -12,7 +12,7 @@ import sys
 
 import psutil
 
-__all__ = ["filesystem_type", "forget_filesystems"]
+__all__ = ["filesystem_type"]
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -35,11 +35,6 @@ def filesystem_type(path: str) -> str:
     if key not in _known:
         _known[key] = _mounted_type(path)
     return _known[key]
-
-
-def forget_filesystems() -> None:
-    """Forget what was found; for tests that replace the table of mounts."""
-    _known.clear()
 
 
 def _type_number(path: str) -> int | None:

@@ -227,9 +227,14 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
         serial_bytes: Most bytes of local files that are read in the thread of the caller.
     """
     total = sum(read.nbytes for read in reads)
-    if 0 < total <= serial_bytes and all(facts.files[read.file].access == local_access() for read in reads):
-        return 0
+    local = all(facts.files[read.file].access == local_access() for read in reads)
     waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
+    probed = any(file.cached for file in facts.files)
+    copied = sum(len(read.copies) for read in reads)
+    # Threads that copy many small tensors wait for the lock of the interpreter.
+    tiny = total < options.SMALL_COPY_BYTES * copied and not (probed and 2 * waiting > total)
+    if serial_bytes and local and total > 0 and (total <= serial_bytes or tiny):
+        return 0
     useful = _waiting_readers(reads, total, facts) if 2 * waiting > total else facts.cores
     return max(1, min(useful, len(reads)))
 

@@ -60,6 +60,11 @@ class Copy(Struct, frozen=True, kw_only=True):
         """Dtype of the elements that were read."""
         return self.elements.dtype
 
+    @property
+    def verbatim(self) -> bool:
+        """Whether its bytes are contiguous on both sides, and unchanged if the dtypes are equal."""
+        return self.source_stride == self.target_stride == (1,) and not self.elements.computed
+
 
 class Swap(Struct, frozen=True, kw_only=True):
     """A range of big-endian numbers in a read, whose bytes are swapped."""
