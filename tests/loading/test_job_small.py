@@ -1,4 +1,4 @@
-"""Small loads: what is asked of the system for each, and that no thread is started."""
+"""Small loads: the system files that each opens, and that no thread is started."""
 
 from __future__ import annotations
 

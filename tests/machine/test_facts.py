@@ -14,6 +14,7 @@ from sluice.machine import page_cache as _residency
 from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.facts import file_facts, machine_facts
 from sluice.machine.page_cache import probe_cache
+from sluice.machine.system_files import read_system_file
 from sluice.sources.local import LocalFile
 from sluice.testing import MemorySource
 
@@ -194,8 +195,12 @@ def test_a_control_group_without_a_limit_is_not_asked_for_its_usage(
         tmp_path, {"proc/self/cgroup": "0::/pod\n", f"{group}/memory.max": "max\n", f"{group}/memory.current": "1\n"}
     )
     asked: list[str] = []
-    read = cgroups.read_system_file
-    monkeypatch.setattr(cgroups, "read_system_file", lambda path: asked.append(path) or read(path))
+
+    def recorded(path: str) -> bytes | None:
+        asked.append(path)
+        return read_system_file(path)
+
+    monkeypatch.setattr(cgroups, "read_system_file", recorded)
     assert cgroup_headroom(root) is None
     assert not any(path.endswith(("memory.current", "memory.stat")) for path in asked)
     make(tmp_path, {f"{group}/memory.max": "3\n"})  # a limit can be set while the process runs

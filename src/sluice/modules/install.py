@@ -157,7 +157,8 @@ def _set_memory(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bo
     return False
 
 
-def _recurrent(owners: Sequence[Owner]) -> set[nn.Module]:
+def _recurrent(owners: Sequence[Owner]) -> set[nn.RNNBase]:
+    """Return the recurrent layers among the owners."""
     return {owner.module for owner in owners if isinstance(owner.module, nn.RNNBase)}
 
 
