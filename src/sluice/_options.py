@@ -129,6 +129,13 @@ READ_BYTES = 8 << 20
 #: cached.
 DIRECT_FILE_BYTES = 64 << 20
 
+#: Most bytes of local files that are read in the thread of the caller. Two threads start in the time in which it copies
+#: two megabytes, and for many small tensors they would wait for each other's interpreter lock.
+SERIAL_BYTES = READ_BYTES
+
+#: Copies out of staging that are smaller on average take longer in the interpreter than in the processor's memory.
+SMALL_COPY_BYTES = 64 << 10
+
 #: Threads for reads that wait for a disk: a queue depth of 8 saturated NVMe and virtual disks, and suits networks.
 WAITING_READERS = 8
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from sluice.benchmark.cache import make_cold
+from sluice.machine import cgroups, filesystems
 from sluice.machine import facts as _facts
 from sluice.machine import page_cache as _residency
 from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.facts import file_facts, machine_facts
 from sluice.machine.page_cache import probe_cache
+from sluice.machine.system_files import read_system_file
 from sluice.sources.local import LocalFile
 from sluice.testing import MemorySource
 
@@ -120,7 +122,7 @@ def test_probes_read_one_byte_each_and_stop_if_the_kernel_does_not_answer(
     monkeypatch.setattr(_residency, "_cached_bytes", lambda *_: 0)
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
-    monkeypatch.setattr(_facts, "_filesystem", lambda _: "ext4")
+    monkeypatch.setattr(_facts, "filesystem_type", lambda _: "ext4")
     monkeypatch.setattr(_facts, "_opens_direct", lambda _: True)
     monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
     monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
@@ -156,7 +158,7 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
 
 
 def test_network_file_systems_are_read_buffered(file: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_facts, "_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr(_facts, "filesystem_type", lambda _: "nfs4")
     monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
     assert not file_facts(file).direct_io
 
@@ -172,3 +174,34 @@ def test_large_files_are_probed_at_larger_steps(file: LocalFile, monkeypatch: py
 def test_a_source_other_than_a_local_file_is_read_buffered() -> None:
     known = file_facts(MemorySource(b"x"))
     assert (known.filesystem, known.direct_io, known.cached) == ("", False, ())
+
+
+def test_a_device_that_is_mounted_again_with_another_file_system_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = iter(["ext4", "xfs"])
+    numbers = iter([1, 1, 2])
+    monkeypatch.setattr(filesystems, "_known", {})
+    monkeypatch.setattr(filesystems, "_mounted_type", lambda _: next(mounts))
+    monkeypatch.setattr(filesystems, "_type_number", lambda _: next(numbers))
+    assert [filesystems.filesystem_type(str(tmp_path)) for _ in range(3)] == ["ext4", "ext4", "xfs"]
+
+
+def test_a_control_group_without_a_limit_is_not_asked_for_its_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = "sys/fs/cgroup/pod"
+    root = make(
+        tmp_path, {"proc/self/cgroup": "0::/pod\n", f"{group}/memory.max": "max\n", f"{group}/memory.current": "1\n"}
+    )
+    asked: list[str] = []
+
+    def recorded(path: str) -> bytes | None:
+        asked.append(path)
+        return read_system_file(path)
+
+    monkeypatch.setattr(cgroups, "read_system_file", recorded)
+    assert cgroup_headroom(root) is None
+    assert not any(path.endswith(("memory.current", "memory.stat")) for path in asked)
+    make(tmp_path, {f"{group}/memory.max": "3\n"})  # a limit can be set while the process runs
+    assert cgroup_headroom(root) == 2

@@ -26,7 +26,7 @@ class HostMemory:
         nbytes: Usable bytes from ``start``.
     """
 
-    __slots__ = ("mapping", "nbytes", "start")
+    __slots__ = ("_address", "mapping", "nbytes", "start")
 
     def __init__(self, nbytes: int, *, huge_pages: bool) -> None:
         """Map at least ``nbytes``; only pages that are touched become resident.
@@ -34,6 +34,7 @@ class HostMemory:
         Raises:
             BudgetError: The operating system refused the mapping.
         """
+        self._address: int | None = None
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
         huge = huge_pages and self.nbytes >= options.HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
         if not huge:
@@ -51,6 +52,13 @@ class HostMemory:
         self.mapping.madvise(mmap.MADV_HUGEPAGE, self.start, whole)
         if whole < self.nbytes:
             self.mapping.madvise(mmap.MADV_NOHUGEPAGE, self.start + whole, self.nbytes - whole)
+
+    @property
+    def address(self) -> int:
+        """Address of the first usable byte."""
+        if self._address is None:
+            self._address = _address(self.mapping) + self.start
+        return self._address
 
     def view(self) -> memoryview:
         """Return the usable bytes."""

@@ -161,10 +161,11 @@ class Session:
 
     def _staging_for(self, plan: LoadPlan) -> StagingPool:
         size = plan.staging_buffer_bytes
-        if size not in self._pools:
+        pool = self._pools.get(size)
+        if pool is None or (plan.huge_staging and not pool.huge_pages and not self._running):
             if not self._running:
                 self.release_staging()
-            self._pools[size] = StagingPool(buffer_bytes=size, count=0, huge_pages=plan.facts.huge_pages)
+            self._pools[size] = StagingPool(buffer_bytes=size, count=0, huge_pages=plan.huge_staging)
         self._pools[size].grow_to(plan.staging_buffers)
         return self._pools[size]
 

@@ -29,16 +29,18 @@ class StagingBuffer:
 
     Attributes:
         memory: The memory that it is a part of, for ``torch.frombuffer``.
+        address: Address of its first byte.
         start: Its first byte in ``memory.mapping``.
         view: Its bytes.
         tickets: What to wait for before it is written again.
     """
 
-    __slots__ = ("memory", "start", "tickets", "view")
+    __slots__ = ("address", "memory", "start", "tickets", "view")
 
     def __init__(self, memory: HostMemory, offset: int, nbytes: int) -> None:
         self.memory = memory
         self.start = memory.start + offset
+        self.address = memory.address + offset
         self.view = memory.view()[offset : offset + nbytes]
         self.tickets: list[Ticket] = []
 
@@ -51,7 +53,8 @@ class StagingPool:
         #: The memory of the buffers, one block for each time that the pool grew.
         self.blocks: list[HostMemory] = []
         self._count = 0
-        self._huge_pages = huge_pages
+        #: Whether its memory is on huge pages.
+        self.huge_pages = huge_pages
         self._free: queue.SimpleQueue[StagingBuffer] = queue.SimpleQueue()
         self._locked = 0
         self._locks = ExitStack()
@@ -62,7 +65,7 @@ class StagingPool:
         more = count - self._count
         if more <= 0:
             return
-        memory = HostMemory(self.buffer_bytes * more, huge_pages=self._huge_pages)
+        memory = HostMemory(self.buffer_bytes * more, huge_pages=self.huge_pages)
         self.blocks.append(memory)
         self._count = count
         for number in range(more):

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
+from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._private_torch import set_math_bits
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
@@ -64,6 +65,7 @@ class Targets:
         self._ranges: list[tuple[mmap.mmap, int]] = []
         self._flats: dict[int, torch.Tensor] = {}
         self._lock = threading.Lock()
+        self._arena_lock = threading.Lock()
         self._reserved = False
         self._cleanup = ExitStack()
         #: Positions of targets that bytes were read or copied into.
@@ -150,6 +152,13 @@ class Targets:
         """Copy one box, or start to; ``started`` gets the device that still reads from the buffer."""
         self.touched.add(copy.target)
         target = self._plan.targets[copy.target]
+        if copy.verbatim and copy.dtype == target.dtype and not target.constants:
+            address = self._small_address(copy.target)
+            if address is not None:
+                item = ITEM_BYTES[copy.dtype]
+                start = buffer.address + first + copy.offset
+                ctypes.memmove(address + copy.target_start * item, start, copy.shape[0] * item)
+                return
         source = staged_bytes(copy, buffer, first, target.dtype, self._kernels)
         box = _box(self._flat(copy.target), copy)
         if source.elements is None:
@@ -159,6 +168,18 @@ class Targets:
         if target.device != "cpu":
             started.add(target.device)
         self._send(target.device, box, source)
+
+    def _small_address(self, position: int) -> int | None:
+        """Return the address of small memory of the host, to which bytes are copied without a tensor; None for other.
+
+        A copy with tensors takes 15 times as long as one of a kilobyte itself.
+        """
+        target, block = self._plan.targets[position], self._plan.blocks[position]
+        if block.kind == "arena":
+            return self._arena(block.arena).address + block.arena_offset
+        if block.kind == "existing" and target.device == "cpu" and target.nbytes < options.OWN_MAPPING_BYTES:
+            return int(self._existing[position].data_ptr())
+        return None
 
     def _send(self, device: str, target: torch.Tensor, source: StridedBytes) -> None:
         """Copy to a device, or start to."""
@@ -227,15 +248,22 @@ class Targets:
             mapping, start = self._ranges[block.mapped_range]
             return torch.frombuffer(mapping, dtype=dtype, count=count, offset=start + block.mapped_offset)
         if block.kind == "arena":
-            memory = self._arenas.get(block.arena)
-            if memory is None:
-                memory = HostMemory(self._plan.arenas[block.arena], huge_pages=False)
-                self._arenas[block.arena] = memory
+            memory = self._arena(block.arena)
             offset = memory.start + block.arena_offset
         else:
             memory = self._mapping_locked(position)
             offset = memory.start + block.lead_bytes
         return torch.frombuffer(memory.mapping, dtype=dtype, count=count, offset=offset)
+
+    def _arena(self, number: int) -> HostMemory:
+        memory = self._arenas.get(number)
+        if memory is None:
+            with self._arena_lock:
+                memory = self._arenas.get(number)
+                if memory is None:
+                    memory = HostMemory(self._plan.arenas[number], huge_pages=False)
+                    self._arenas[number] = memory
+        return memory
 
     def _mapping(self, position: int) -> HostMemory:
         with self._lock:

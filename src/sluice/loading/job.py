@@ -31,6 +31,7 @@ from sluice.planning.alternatives import Change, check_budget
 from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, Request
+from sluice.records.bulk import collector_paused
 from sluice.reports.document import Subject
 from sluice.reports.load import LoadReport
 from sluice.reports.report_rows import casts, request_rows
@@ -180,8 +181,11 @@ def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], 
         BudgetError: The memory limits cannot be kept; nothing was read.
     """
     started = time.perf_counter()
-    with PeakMeter() as meter, opening as checkpoint:
-        job = decide(request, checkpoint)
+    with PeakMeter(sampling=False) as meter, opening as checkpoint:
+        with collector_paused():
+            job = decide(request, checkpoint)
+        if job.plan.readers:  # without readers the load takes less time than a thread
+            meter.sample()
         loaded = run(job, progress=progress)
     return load_report(job, loaded, seconds=time.perf_counter() - started, measured=meter.peaks)
 

@@ -22,6 +22,7 @@ from sluice.loading.job import Loaded
 from sluice.modules.install import finish_loading, install, install_one
 from sluice.reading.transfer import prepare, run
 from sluice.records import Request
+from sluice.records.bulk import collector_paused
 
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob
@@ -58,7 +59,8 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
     except BaseException as error:
         _report_partial(job, targets, finished, error)
         raise
-    replaced = install(job.state, job.match, tensors, initial, placement=job.placement)
+    with collector_paused():
+        replaced = install(job.state, job.match, tensors, initial, placement=job.placement)
     missing, unexpected = finish_loading(
         job.state, job.match, extra_state, strict=job.strict, attributes=attributes, receivers=job.receivers
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from msgspec import Struct
+
+from sluice.machine.system_files import read_system_file
 
 __all__ = ["MemoryGroup", "cgroup_headroom", "memory_groups", "tightest"]
 
@@ -45,20 +49,7 @@ def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     Args:
         root: Directory of ``proc`` and ``sys``.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    groups: list[MemoryGroup] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
-                groups += _groups(root / mount, path, 2, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            groups += _groups(root / "sys/fs/cgroup/memory", path, 1, *names)
-    return groups
+    return list(filter(None, map(_group, _places(root))))
 
 
 def tightest(groups: list[MemoryGroup]) -> MemoryGroup | None:
@@ -75,41 +66,88 @@ def cgroup_headroom(root: Path = Path("/")) -> int | None:
     Args:
         root: Directory of ``proc`` and ``sys``.
     """
-    group = tightest(memory_groups(root))
-    return group.room_bytes if group else None
+    # A group without a limit is not asked for its usage: a load of a small file would wait for that.
+    limited = (_group(place) for place in _places(root) if _limit(place) is not None)
+    rooms = [group.room_bytes for group in limited if group is not None]
+    return min((room for room in rooms if room is not None), default=None)
 
 
-def _groups(
-    mount: Path, path: str, version: int, limit_name: str, usage_name: str, reclaimable_name: str
-) -> Iterator[MemoryGroup]:
-    group = mount / path.strip("/")
-    while True:
-        usage = _number(group / usage_name)
-        if usage is not None:
-            limit = _number(group / limit_name)
-            yield MemoryGroup(
-                version=version,
-                path="/" if group == mount else f"/{group.relative_to(mount)}",
-                usage_file=str(group / usage_name),
-                usage_bytes=usage,
-                limit_bytes=None if limit is None or limit >= _UNLIMITED_BYTES else limit,
-                reclaimable_bytes=_reclaimable(group / "memory.stat", reclaimable_name),
-            )
-        if group == mount or mount not in group.parents:
-            return
-        group = group.parent
+class _Place(Struct, frozen=True):
+    """The files of one control group."""
+
+    #: Version of its hierarchy: 1 or 2.
+    version: int
+    #: Path below the mount point.
+    path: str
+    limit_file: str
+    usage_file: str
+    statistics_file: str
+    #: Name of the reclaimable bytes in the statistics.
+    reclaimable: bytes
 
 
-def _number(path: Path) -> int | None:
+def _places(root: Path) -> tuple[_Place, ...]:
+    """Return the places of this process's groups. A process can be moved, so its groups are asked each time."""
+    top = os.fspath(root).rstrip("/")
+    return _places_of(top, read_system_file(f"{top}/proc/self/cgroup") or b"")
+
+
+@lru_cache(maxsize=8)
+def _places_of(top: str, memberships: bytes) -> tuple[_Place, ...]:
+    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors."""
+    places: list[_Place] = []
+    for line in memberships.decode(errors="replace").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
+                names = ("memory.max", "memory.current", "memory.stat")
+                places += _ancestors(f"{top}/{mount}", path, 2, names, b"inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+            places += _ancestors(f"{top}/sys/fs/cgroup/memory", path, 1, names, b"total_inactive_file")
+    return tuple(places)
+
+
+def _ancestors(
+    mount: str, path: str, version: int, names: tuple[str, str, str], reclaimable: bytes
+) -> Iterator[_Place]:
+    parts = [part for part in path.split("/") if part]
+    if ".." in parts:  # outside the namespace
+        parts = []
+    for count in range(len(parts), -1, -1):
+        below = "/".join(parts[:count])
+        directory = f"{mount}/{below}" if below else mount
+        limit, usage, statistics = (f"{directory}/{name}" for name in names)
+        yield _Place(version, f"/{below}", limit, usage, statistics, reclaimable)
+
+
+def _group(place: _Place) -> MemoryGroup | None:
+    usage = _number(place.usage_file)
+    if usage is None:
+        return None
+    return MemoryGroup(
+        version=place.version,
+        path=place.path,
+        usage_file=place.usage_file,
+        usage_bytes=usage,
+        limit_bytes=_limit(place),
+        reclaimable_bytes=_reclaimable(place),
+    )
+
+
+def _limit(place: _Place) -> int | None:
+    limit = _number(place.limit_file)
+    return None if limit is None or limit >= _UNLIMITED_BYTES else limit
+
+
+def _number(path: str) -> int | None:
     try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):  # absent, or "max"
+        return int(read_system_file(path) or b"")
+    except ValueError:  # absent, or "max"
         return None
 
 
-def _reclaimable(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
+def _reclaimable(place: _Place) -> int:
+    lines = (read_system_file(place.statistics_file) or b"").splitlines()
+    values = (line.partition(b" ") for line in lines)
+    return next((int(value) for name, _, value in values if name == place.reclaimable), 0)

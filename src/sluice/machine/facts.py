@@ -1,16 +1,18 @@
 """Facts about the machine and its files that planning needs, collected once and frozen.
 
 Nothing here waits for the disk: the page cache is probed, and file systems and control groups are read from ``/proc``
-and ``/sys``. A fact that the platform does not provide is recorded as unknown, and planning assumes the safe case.
+and ``/sys``, which takes less than 0.2 ms. What cannot change during a process is asked once: whether the kernel has
+huge pages, and the file system of a device. A fact that the platform does not provide is recorded as unknown, and
+planning assumes the safe case.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cache
 
-import psutil
 from msgspec.structs import replace
 
 from sluice import _options as options
@@ -18,7 +20,9 @@ from sluice._errors import ReadError
 from sluice._geometry import round_up
 from sluice._threads import address_space_room
 from sluice.machine.cgroups import cgroup_headroom
+from sluice.machine.filesystems import filesystem_type
 from sluice.machine.page_cache import probe_cache
+from sluice.machine.system_files import read_system_file
 from sluice.records import DeviceFacts, FileFacts, MachineFacts
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
@@ -29,6 +33,9 @@ __all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
 #: Local file systems on which direct reads and writes were measured to be at least as fast as buffered ones. Network
 #: and FUSE file systems, and those that merely accept the flag, are excluded.
 _DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
+
+#: Memory that programs can take without swapping, in KiB.
+_AVAILABLE = re.compile(rb"^MemAvailable: +(\d+)", re.MULTILINE)
 
 #: Facts for unread files and non-local sources: assume buffered reads.
 _UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
@@ -43,7 +50,7 @@ def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, 
     """
     return MachineFacts(
         cores=_cores(),
-        memory_available_bytes=psutil.virtual_memory().available,
+        memory_available_bytes=_available_bytes(),
         memory_limit_bytes=cgroup_headroom(),
         huge_pages=_huge_pages(),
         files=tuple(file_facts(source) if source else _UNKNOWN_FILE for source in sources),
@@ -59,7 +66,7 @@ def file_facts(source: Source) -> FileFacts:
     if not isinstance(source, LocalFile):
         return replace(_UNKNOWN_FILE, access=source.access)
     nbytes = source.identity.nbytes
-    filesystem = _filesystem(source.path)
+    filesystem = filesystem_type(source.path)
     step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))
     large = nbytes >= options.DIRECT_FILE_BYTES
     return FileFacts(
@@ -73,7 +80,7 @@ def file_facts(source: Source) -> FileFacts:
 
 def takes_direct_io(path: str) -> bool:
     """Return whether direct reads and writes at a path are worth trying: it is on a suitable local file system."""
-    return _filesystem(path) in _DIRECT_FILESYSTEMS
+    return filesystem_type(path) in _DIRECT_FILESYSTEMS
 
 
 def mappable(source: Source) -> bool:
@@ -93,24 +100,19 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
+def _available_bytes() -> int:
+    found = _AVAILABLE.search(read_system_file("/proc/meminfo") or b"")
+    if found:
+        return int(found[1]) << 10
+    import psutil  # here, not above: only systems without /proc need it
+
+    return int(psutil.virtual_memory().available)
+
+
+@cache
 def _huge_pages() -> bool:
-    try:
-        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="ascii")
-    except OSError:
-        return False
-    return "[never]" not in modes
-
-
-def _filesystem(path: str) -> str:
-    """Return the type of the file system that holds ``path``: that of the longest mount point above it."""
-    real = os.path.realpath(path)
-    best, kind = "", ""
-    for partition in psutil.disk_partitions(all=True):
-        mount = partition.mountpoint
-        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-        if inside and len(mount) >= len(best):
-            best, kind = mount, partition.fstype
-    return kind
+    modes = read_system_file("/sys/kernel/mm/transparent_hugepage/enabled")
+    return modes is not None and b"[never]" not in modes
 
 
 def _opens_direct(source: LocalFile) -> bool:

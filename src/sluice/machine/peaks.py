@@ -6,8 +6,9 @@ peak of a block is exact and no sample can miss it. Samples only split it by kin
 
 from __future__ import annotations
 
+import os
+import re
 import threading
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -15,9 +16,15 @@ from msgspec import Struct
 
 from sluice import _options as options
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
+from sluice.machine.system_files import read_system_file
 from sluice.records import Peaks
 
 __all__ = ["MemorySample", "PeakMeter", "read_memory", "restart_peak"]
+
+
+#: Fields of ``/proc/PID/status`` that a sample has, in KiB.
+_FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
+_STATUS = re.compile(rf"^({'|'.join(_FIELDS)}):\s+(\d+)".encode(), re.MULTILINE)
 
 
 class MemorySample(Struct, frozen=True, kw_only=True):
@@ -38,6 +45,9 @@ class MemorySample(Struct, frozen=True, kw_only=True):
         return self.anon_bytes + self.file_bytes + self.shmem_bytes
 
 
+_NOTHING = MemorySample(anon_bytes=0, file_bytes=0, shmem_bytes=0, peak_bytes=0)
+
+
 def read_memory(pid: int | None = None) -> MemorySample:
     """Return the resident memory of this process, or of a different process of the same user.
 
@@ -46,29 +56,32 @@ def read_memory(pid: int | None = None) -> MemorySample:
     Raises:
         ProcessLookupError: The process does not exist.
     """
-    status = Path(f"/proc/{pid or 'self'}/status")
-    try:
-        lines = status.read_text(encoding="ascii", errors="replace").splitlines()
-    except FileNotFoundError:
+    status = read_system_file(f"/proc/{pid or 'self'}/status")
+    if status is None:
         return _read_with_psutil(pid)
-    fields = {key: value for key, _, value in (line.partition(":") for line in lines)}
-    if "RssAnon" not in fields:  # the process has ended but was not reaped
+    kib = {name: int(value) << 10 for name, value in _STATUS.findall(status)}
+    if len(kib) != len(_FIELDS):  # the process has ended but was not reaped
         raise ProcessLookupError(f"process {pid} has ended")
-    kib = {key: int(fields[key].split()[0]) << 10 for key in ("RssAnon", "RssFile", "RssShmem", "VmHWM")}
     return MemorySample(
-        anon_bytes=kib["RssAnon"],
-        file_bytes=kib["RssFile"],
-        shmem_bytes=kib["RssShmem"],
-        peak_bytes=kib["VmHWM"],
+        anon_bytes=kib[b"RssAnon"],
+        file_bytes=kib[b"RssFile"],
+        shmem_bytes=kib[b"RssShmem"],
+        peak_bytes=kib[b"VmHWM"],
     )
 
 
 def restart_peak() -> bool:
     """Restart this process's ``VmHWM`` record at its present size; return whether the system allowed it."""
     try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY)
     except OSError:
         return False
+    try:
+        os.write(descriptor, b"5")
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
     return True
 
 
@@ -92,25 +105,37 @@ class PeakMeter:
         True
     """
 
-    def __init__(self, interval_seconds: float = options.SAMPLE_SECONDS) -> None:
+    def __init__(self, interval_seconds: float = options.SAMPLE_SECONDS, *, sampling: bool = True) -> None:
+        """Measure nothing yet.
+
+        Args:
+            interval_seconds: Seconds between two samples.
+            sampling: Whether a thread samples from the start of the block on; ``sample`` starts it later.
+        """
         self._interval = interval_seconds
+        self._sampling = sampling
         #: Held during the block: a sampler that waits for it wakes as soon as the block ends.
         self._stop = threading.Lock()
         self._samplers: list[Worker] = []
-        self._base = self._highest = read_memory()
+        self._base = self._highest = _NOTHING
         self._exact = False
 
     def __enter__(self) -> Self:
         self._exact = restart_peak()
         self._base = self._highest = read_memory()
         self._stop.acquire()
-        # Without a sampler thread, the two ends and VmHWM still count.
-        try:
-            start_threads(self._samplers, spare_threads(1), self._sample, "sluice-sampler")
-        except BaseException:  # an interrupt: ``__exit__`` will not run
-            self._stop.release()
-            raise
+        if self._sampling:
+            try:
+                self.sample()
+            except BaseException:  # an interrupt: ``__exit__`` will not run
+                self._stop.release()
+                raise
         return self
+
+    def sample(self) -> None:
+        """Start the thread that samples until the end of the block. Without it, the two ends and VmHWM still count."""
+        if not self._samplers:
+            start_threads(self._samplers, spare_threads(1), self._sample, "sluice-sampler")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -146,6 +146,8 @@ def _set_memory(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bo
             own.grad = None  # the next backward pass could not add to it, and it belongs to the old values
         own.data = tensor
         return True
+    if not _recurrent(holding.owners) and swap_data(own, tensor):
+        return True
     with _without_weak_references(holding.owners):
         if swap_data(own, tensor):
             return True
@@ -155,10 +157,15 @@ def _set_memory(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bo
     return False
 
 
+def _recurrent(owners: Sequence[Owner]) -> set[nn.RNNBase]:
+    """Return the recurrent layers among the owners."""
+    return {owner.module for owner in owners if isinstance(owner.module, nn.RNNBase)}
+
+
 @contextmanager
 def _without_weak_references(owners: Sequence[Owner]) -> Iterator[None]:
     """Clear the weak references of torch's recurrent layers to their weights, which prevent a swap, for the block."""
-    layers = {owner.module for owner in owners if isinstance(owner.module, nn.RNNBase)}
+    layers = _recurrent(owners)
     for layer in layers:
         layer._flat_weight_refs = []  # noqa: SLF001  no public function makes or drops them
     try:

@@ -54,6 +54,7 @@ def plan_load(
     staging_bytes: int,
     page_cache: PageCache = "auto",
     mapped: Mapped = NOTHING_MAPPED,
+    serial_bytes: int = 0,
 ) -> LoadPlan:
     """Return the complete plan that fills ``targets``.
 
@@ -64,6 +65,8 @@ def plan_load(
         staging_bytes: Most bytes of all staging buffers together.
         page_cache: See ``sluice._options.PageCache``.
         mapped: Targets that are mapped pages of the files, for which nothing is read.
+        serial_bytes: Most bytes of local files that are read in the thread of the caller. 0 if the caller works on
+            something else while they are read.
 
     Raises:
         BudgetError: ``staging_bytes`` is less than the smallest staging.
@@ -74,7 +77,7 @@ def plan_load(
     reads, leads = _plan_reads(fills, targets, facts, buffer_bytes, page_cache)
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
     threads = most_threads(facts, _address_space_bytes(targets, blocks, arenas, mapped, staging_bytes, facts))
-    readers = min(reader_count(reads, facts), threads)
+    readers = min(reader_count(reads, facts, serial_bytes=serial_bytes), threads)
     buffers = _buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
     most_unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
     unfinished = unfinished_bytes(reads, targets, most_unfinished)
@@ -98,6 +101,7 @@ def plan_load(
         most_unfinished_reads=most_unfinished,
         drop_behind=_drops_pages(reads, facts, predicted, page_cache),
         mapped_ranges=mapped.ranges,
+        huge_staging=facts.huge_pages and any(read.nbytes >= options.HUGE_PAGE_BYTES for read in reads),
     )
 
 
@@ -211,14 +215,26 @@ def _buffer_count(
     return min(max(1, most), staged, useful)
 
 
-def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
-    """Return the number of reader threads.
+def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: int = 0) -> int:
+    """Return the number of reader threads; 0 to read in the thread of the caller.
 
     Threads that wait for a disk sleep, so that there may be more of them than cores. Threads that copy cached pages
     need a core each.
+
+    Args:
+        reads: All reads of the plan.
+        facts: Facts about the machine.
+        serial_bytes: Most bytes of local files that are read in the thread of the caller.
     """
     total = sum(read.nbytes for read in reads)
+    local = all(facts.files[read.file].access == local_access() for read in reads)
     waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
+    probed = any(file.cached for file in facts.files)
+    copied = sum(len(read.copies) for read in reads)
+    # Threads that copy many small tensors wait for the lock of the interpreter.
+    tiny = total < options.SMALL_COPY_BYTES * copied and not (probed and 2 * waiting > total)
+    if serial_bytes and local and total > 0 and (total <= serial_bytes or tiny):
+        return 0
     useful = _waiting_readers(reads, total, facts) if 2 * waiting > total else facts.cores
     return max(1, min(useful, len(reads)))
 

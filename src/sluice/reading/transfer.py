@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._options import MemoryLimits, TransferOptions
+from sluice._options import SERIAL_BYTES, MemoryLimits, TransferOptions
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
@@ -86,6 +86,7 @@ def plan_transfer(
         staging_bytes=parse_bytes(memory.staging),
         page_cache=options.page_cache,
         mapped=mapped,
+        serial_bytes=SERIAL_BYTES,
     )
     return Prepared(plan=plan, views=views, computed=computed_views)
 

@@ -11,7 +11,7 @@ __all__ = ["collector_paused"]
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector while an index is built.
+    """Pause the cyclic garbage collector while an index is built, a load is planned or a module gets its tensors.
 
     Its passes over a growing heap of records without cycles free nothing and take a third of the time. The pause
     affects the whole process, so keep it short. A collector that is disabled stays disabled.

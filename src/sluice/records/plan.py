@@ -60,6 +60,11 @@ class Copy(Struct, frozen=True, kw_only=True):
         """Dtype of the elements that were read."""
         return self.elements.dtype
 
+    @property
+    def verbatim(self) -> bool:
+        """Whether its bytes are contiguous on both sides, and unchanged if the dtypes are equal."""
+        return self.source_stride == self.target_stride == (1,) and not self.elements.computed
+
 
 class Swap(Struct, frozen=True, kw_only=True):
     """A range of big-endian numbers in a read, whose bytes are swapped."""
@@ -175,7 +180,7 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     arenas: tuple[int, ...]
     #: Reads, in the order in which they start.
     reads: tuple[Read, ...]
-    #: Number of reader threads; 0, under a limit on virtual memory, to read in the thread of the caller.
+    #: Number of reader threads; 0 to read in the thread of the caller: little data, or a limit on virtual memory.
     readers: int
     #: Number of threads that copy out of staging; 0 if each reader copies what it has read.
     copiers: int
@@ -199,6 +204,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     most_unfinished_reads: int = 0
     #: Ranges of the files that stay mapped, for targets with a ``mapped`` block.
     mapped_ranges: tuple[MappedRange, ...] = ()
+    #: Whether staging is on huge pages. For reads of less than one, zeroing it would take longer than the read.
+    huge_staging: bool = False
 
     @property
     def read_bytes(self) -> int:
