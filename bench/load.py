@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,20 +15,53 @@ from rich.console import Console
 
 from sluice.benchmark import machine as _machine
 from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.gpt2 import ONE_TENSOR, SIZES, final_bytes, make_checkpoint
+from sluice.benchmark.gpt2 import ONE_TENSOR, SIZES, make_checkpoint
+from sluice.benchmark.llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
+from sluice.benchmark.methods import absence
 from sluice.benchmark.peers import PEERS
-from sluice.benchmark.records import Precision, Scenario, State
+from sluice.benchmark.records import (
+    DCP,
+    HUGGING_FACE,
+    PTH,
+    SAFETENSORS,
+    SHARDS,
+    SHORT_DTYPES,
+    TENSORS,
+    Kind,
+    Precision,
+    Scenario,
+    State,
+)
 from sluice.benchmark.results import write_results
 from sluice.benchmark.runner import run_with_progress
+from sluice.benchmark.subjects import final_bytes
 from sluice.benchmark.summary import summarise
 from sluice.benchmark.table import console_for_tables, print_tables
 from sluice.benchmark.writing import CheckpointFormat
 
-__all__ = ["CASES", "main"]
+__all__ = ["CASES", "DEFAULT_CASES", "main"]
 
-_PACKAGES = ("torch", "sluice", "safetensors", "accelerate", "runai-model-streamer", "fastsafetensors")
+_PACKAGES = (
+    "torch",
+    "sluice",
+    "safetensors",
+    "accelerate",
+    "transformers",
+    "runai-model-streamer",
+    "fastsafetensors",
+    "tensorizer",
+)
 
-_FORMATS: dict[str, CheckpointFormat] = {".pth": "torch", ".safetensors": "safetensors"}
+_FORMATS: dict[Kind, CheckpointFormat] = {PTH: "torch", SAFETENSORS: "safetensors", TENSORS: "tensorizer", DCP: "dcp"}
+
+#: Kinds of checkpoints in the table of a kind: a format of a peer's own is compared with safetensors.
+_KINDS: dict[Kind, tuple[Kind, ...]] = {
+    PTH: (PTH,),
+    SAFETENSORS: (SAFETENSORS, TENSORS, DCP),
+    SHARDS: (SHARDS, HUGGING_FACE),
+}
+
+_LLAMA = "sluice.benchmark.llama:llama"
 
 _COLD_AND_WARM: tuple[State, ...] = ("cold", "warm")
 _IN_A_ROW: tuple[State, ...] = ("first", "second", "third")
@@ -36,14 +71,16 @@ _IN_A_ROW: tuple[State, ...] = ("first", "second", "third")
 class Case:
     """One table."""
 
-    #: Suffix of the checkpoint.
-    suffix: str
-    #: Dtype of the finished model; the checkpoint is fp32.
+    #: Kind of the checkpoint.
+    suffix: Kind
+    #: Dtype of the finished model; the checkpoint of GPT-2 is fp32, that of Llama bf16.
     dtype: Precision
     #: States of the page cache, a column each.
     states: tuple[State, ...] = _COLD_AND_WARM
     #: A model other than the chosen size of GPT-2.
     model: str | None = None
+    #: Number of files of a checkpoint of Llama.
+    shards: int = 1
 
 
 #: Every table by its name on the command line.
@@ -52,52 +89,108 @@ CASES = {
     "pth-bf16": Case(suffix=".pth", dtype="bfloat16"),
     "safetensors-fp32": Case(suffix=".safetensors", dtype="float32"),
     "safetensors-bf16": Case(suffix=".safetensors", dtype="bfloat16"),
+    "llama-bf16": Case(suffix=SHARDS, dtype="bfloat16", model=_LLAMA),
+    "llama-shards-bf16": Case(suffix=SHARDS, dtype="bfloat16", model=_LLAMA, shards=8),
     "one-tensor-bf16": Case(suffix=".pth", dtype="bfloat16", model=ONE_TENSOR),
     "in-a-row-pth": Case(suffix=".pth", dtype="float32", states=_IN_A_ROW),
     "in-a-row-safetensors": Case(suffix=".safetensors", dtype="float32", states=_IN_A_ROW),
 }
 
 
+#: The tables that the documentation shows.
+DEFAULT_CASES = (
+    "pth-fp32",
+    "pth-bf16",
+    "safetensors-fp32",
+    "safetensors-bf16",
+    "llama-bf16",
+    "llama-shards-bf16",
+    "in-a-row-pth",
+    "in-a-row-safetensors",
+)
+
+
 def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> Scenario:
     case = CASES[name]
     model = case.model or size
-    subject = "one tensor of 2 GiB" if case.model else f"GPT-2 {size}"
-    after = "fp32" if case.dtype == "float32" else "bf16"
-    chosen = [
-        method.name for method in PEERS if case.suffix in method.reads and (not methods or method.name in methods)
-    ]
+    kinds = {each.name: next((kind for kind in each.reads if kind in _KINDS[case.suffix]), None) for each in PEERS}
+    chosen = {
+        method: kind
+        for method, kind in kinds.items()
+        if kind is not None and (not methods or method in methods) and not (_in_a_row(case) and "raw-" in method)
+    }
+    llama = directory / f"llama-{'tiny' if size == 'tiny' else '1b'}-{case.shards}"
+    shape = LLAMA_TINY if size == "tiny" else LLAMA_1B
+    arguments = json.dumps(shape) if model == _LLAMA else "{}"
     return Scenario(
-        title=f"{subject}, {case.suffix}, fp32 → {after}"
-        + (", three loads in a row" if "first" in case.states else ""),
+        title=_title(case, size),
         model=model,
+        model_args=arguments,
         dtype=case.dtype,
         device=_machine.device(),
         states=case.states,
-        checkpoints=dict.fromkeys(chosen, directory / f"{model}{case.suffix}"),
-        final_bytes=final_bytes(model, torch.bfloat16 if case.dtype == "bfloat16" else torch.float32),
+        checkpoints={
+            method: llama if model == _LLAMA else Path() if absence(method) else directory / f"{model}{kind}"
+            for method, kind in chosen.items()
+        },
+        final_bytes=final_bytes(model, arguments, torch.bfloat16 if case.dtype == "bfloat16" else torch.float32),
+        truth=llama if model == _LLAMA else None,
     )
+
+
+def _in_a_row(case: Case) -> bool:
+    return case.states == _IN_A_ROW
+
+
+def _title(case: Case, size: str) -> str:
+    if case.model == _LLAMA:
+        files = f"{case.shards} files" if case.shards > 1 else "one file"
+        return f"Llama {'tiny' if size == 'tiny' else '1B'}, .safetensors, {files}, bf16 → bf16"
+    subject = f"GPT-2 {size}" if case.model is None else "one tensor of 2 GiB"
+    title = f"{subject}, {case.suffix}, fp32 → {SHORT_DTYPES[case.dtype]}"
+    return title + (", three loads in a row" if _in_a_row(case) else "")
 
 
 def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
     """Write the missing checkpoints of the scenarios."""
-    models = {path: scenario.model for scenario in scenarios for path in scenario.checkpoints.values()}
-    for path, model in models.items():
-        if not path.exists():
-            with console.status(f"making {path.name}"):
-                make_checkpoint(path, model, torch.float32, _FORMATS[path.suffix])
+    wanted = {path: scenario for scenario in scenarios for path in scenario.checkpoints.values() if path != Path()}
+    for path, scenario in wanted.items():
+        if path.exists():
+            continue
+        with console.status(f"making {path.name}"):
+            if scenario.model == _LLAMA:
+                shape: LlamaShape = json.loads(scenario.model_args)
+                write_directory(path, shape, shards=int(path.name.rpartition("-")[2]))
+            else:
+                make_checkpoint(path, scenario.model, torch.float32, _FORMATS[path.suffix])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--size", type=click.Choice(SIZES), default="large", show_default=True, help="Size of the model.")
-@click.option("--case", "cases", type=click.Choice(list(CASES)), multiple=True, help="Only this table; repeatable.")
+@click.option(
+    "--case",
+    "cases",
+    type=click.Choice(list(CASES)),
+    multiple=True,
+    help="This table; repeatable. Default: those of the documentation.",
+)
 @click.option(
     "--method", "methods", type=click.Choice([peer.name for peer in PEERS]), multiple=True, help="Only this method."
 )
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Repetitions; tables show medians.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), help="Start no repetition later; repeat contenders only."
+)
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoints here and use those there are.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
 def main(
-    size: str, cases: tuple[str, ...], methods: tuple[str, ...], runs: int, directory: Path | None, out: Path
+    size: str,
+    cases: tuple[str, ...],
+    methods: tuple[str, ...],
+    runs: int,
+    minutes: float | None,
+    directory: Path | None,
+    out: Path,
 ) -> None:
     """Compare loaders: seconds and peak memory, cold and cached, each load in a fresh process."""
     console = console_for_tables()
@@ -105,13 +198,20 @@ def main(
         directory.mkdir(parents=True, exist_ok=True)
     with nullcontext(directory) if directory else temporary_folder() as folder:
         machine = _machine.describe(folder, _PACKAGES)
-        every = [_scenario(name, size, methods, folder) for name in cases or CASES]
+        every = [_scenario(name, size, methods, folder) for name in cases or DEFAULT_CASES]
         scenarios = [scenario for scenario in every if scenario.checkpoints]
         _make_checkpoints(console, scenarios)
-        done = run_with_progress(console, scenarios, repetitions=runs, settle_seconds=_machine.settling_seconds())
+        done = run_with_progress(
+            console,
+            scenarios,
+            repetitions=runs,
+            settle_seconds=_machine.settling_seconds(),
+            budget_seconds=math.inf if minutes is None else 60 * minutes,
+        )
     print_tables(console, scenarios, done)
     selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods)]
     command = " ".join(["python -m bench.load", f"--size {size}", f"--runs {runs}", *selection])
+    command += f" --minutes {minutes:g}" if minutes is not None else ""
     write_results(out, "load", machine=machine, command=command, scenarios=scenarios, runs=done)
     console.print(f"written: {out}/load.md, {out}/load.json", highlight=False, soft_wrap=True)
     wrong = [row.method for scenario in scenarios for row in summarise(scenario, done) if row.right is False]

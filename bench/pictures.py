@@ -46,7 +46,7 @@ def measure_method(job: MethodJob) -> sluice.MemoryReport:
     return memory.report
 
 
-def draw(path: Path, title: str, reports: Mapping[str, sluice.MemoryReport], final: int) -> None:
+def draw(path: Path, title: str, reports: Mapping[str, sluice.MemoryReport], final: int, seconds: float) -> None:
     """Draw a panel per method into one picture, all with the same scale.
 
     Args:
@@ -54,19 +54,19 @@ def draw(path: Path, title: str, reports: Mapping[str, sluice.MemoryReport], fin
         title: Title of the picture.
         reports: Memory report of each method.
         final: F, the bytes of the finished tensors: a dashed line.
+        seconds: End of the time axis, which all pictures share.
     """
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(reports) / _COLUMNS)
     figure = Figure(figsize=(9, 2.4 * rows + 0.6), layout="constrained")
     panels = list(figure.subplots(rows, _COLUMNS, sharex=True, sharey=True, squeeze=False).flat)
-    longest = max(report.seconds for report in reports.values())
     highest = max(report.peaks.total_bytes for report in reports.values())
     for panel, (name, report) in zip(panels, reports.items(), strict=False):
         report.draw(panel)
         panel.axhline(final / _GIB, color="black", linewidth=0.8, linestyle="--", label="the finished model")
         panel.set_title(f"{name}: {report.peaks.total_bytes / final:.2f} F", fontsize=10, loc="left")
-        panel.set_xlim(0, longest)
+        panel.set_xlim(0, seconds)
         panel.set_ylim(0, 1.08 * highest / _GIB)
         panel.set_ylabel("GiB" if panel in panels[::_COLUMNS] else "")
         panel.spines[["top", "right"]].set_visible(False)
@@ -105,6 +105,7 @@ def main(size: str, directory: Path | None, out: Path) -> None:
     """Draw memory over time for each of the tutorial's methods, in fp32 and cast to bf16."""
     out.mkdir(parents=True, exist_ok=True)
     device = _machine.device()
+    pictures: dict[str, tuple[str, dict[str, sluice.MemoryReport], int]] = {}
     with temporary_folder(directory) as folder:
         make_checkpoint(folder / "model.pth", size, torch.float32, "torch")
         make_checkpoint(folder / "parameters", size, torch.float32, "per-parameter")
@@ -123,10 +124,12 @@ def main(size: str, directory: Path | None, out: Path) -> None:
             ]
             final = final_bytes(size, torch.bfloat16 if dtype == "bfloat16" else torch.float32)
             title = f"GPT-2 {size} from an fp32 file, finished in {dtype}: F = {final / _GIB:.2f} GiB, on {device}"
-            reports = _measure_all(jobs)
-            draw(out / f"memory-{dtype}.png", title, reports, final)
-            for name, report in reports.items():
-                click.echo(f"{dtype} {name}: {report.peaks.total_bytes / final:.2f} F, {report}")
+            pictures[dtype] = (title, _measure_all(jobs), final)
+    longest = max(report.seconds for _, reports, _ in pictures.values() for report in reports.values())
+    for name, (title, reports, final) in pictures.items():
+        draw(out / f"memory-{name}.png", title, reports, final, longest)
+        for method, report in reports.items():
+            click.echo(f"{name} {method}: {report.peaks.total_bytes / final:.2f} F, {report}")
 
 
 if __name__ == "__main__":

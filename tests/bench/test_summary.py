@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from bench.summary import PAGES, main, replace_summary, summary_lines
+from bench.summary import ALL_CELLS_PAGE, PAGES, all_cells, main, replace_block, summary_lines
 from sluice.benchmark.records import MethodRun
 from sluice.benchmark.results import as_document
 from support.comparisons import MIB, good, scenario
@@ -57,7 +57,7 @@ def _document() -> dict[str, Any]:
 
 def test_the_table_has_the_medians_of_the_run() -> None:
     lines = summary_lines(_document())
-    assert lines[0].endswith("Medians of 3 fresh processes.")
+    assert lines[0].endswith("Medians of up to 3 fresh processes.")
     assert "0.49 GiB in fp32" in lines[0]
     assert lines[4:] == [
         "| `torch.load(mmap=True)` + `assign=True` | 1.04 F | 5.00 s | 4.00 s | 1.04 F | 5.00 s | - |",
@@ -78,16 +78,39 @@ def test_the_pages_are_written_between_their_markers(tmp_path: Path, monkeypatch
     (tmp_path / "docs").mkdir()
     for page in PAGES:
         page.write_text("# Title\n\n<!-- summary: begin -->\nthe table before\n<!-- summary: end -->\n\nThe rest.\n")
+    with (tmp_path / ALL_CELLS_PAGE).open("a") as page_of_cells:
+        page_of_cells.write("\n<!-- every cell: begin -->\nold\n<!-- every cell: end -->\n")
     Path("load.json").write_text(json.dumps(_document()))
     result = CliRunner().invoke(main, ["load.json"])
     assert result.exit_code == 0, result.output
     for page in PAGES:
         text = page.read_text()
         assert text.startswith("# Title\n\n<!-- summary: begin -->\n\nGPT-2 small, .pth, fp32;")
-        assert text.endswith(" 2.50 s |\n\n<!-- summary: end -->\n\nThe rest.\n")
+        assert " 2.50 s |\n\n<!-- summary: end -->\n\nThe rest.\n" in text
         assert "the table before" not in text
     with pytest.raises(click.ClickException):
-        replace_summary("no markers", [])
+        replace_block("no markers", "summary", [])
+    assert "### GPT-2 small, .pth, fp32 → bfloat16" in (tmp_path / ALL_CELLS_PAGE).read_text()
+
+
+def test_every_cell_has_its_figures_or_the_reason_of_their_absence() -> None:
+    document = _document()
+    rows = document["scenarios"][1]["rows"]
+    rows[1]["failures"], rows[1]["reasons"] = {"warm": "absent"}, ["no_such_loader is not installed"]
+    lines = all_cells(document)
+    assert lines[0] == "Measured with `python -m bench.load`."
+    mapped = "`torch.load(mmap=True)` + `assign=True`"
+    assert f"| {mapped} | 1.04 | 5.00 | 0.00 | 5.00 | 3 | absent | - | - | - |" in lines
+    assert "- torch-mmap: no_such_loader is not installed" in lines
+    assert lines[-1] == "None."
+
+
+def test_lost_cells_are_listed() -> None:
+    document = _document()
+    rows = {row["method"]: row for row in document["scenarios"][0]["rows"]}
+    rows["torch-mmap"]["seconds"]["warm"] = 1.25
+    lines = all_cells(document)
+    assert lines[-1] == "- GPT-2 small, .pth, fp32 → float32, cached: torch-mmap 1.25 s, sluice 3.00 s"
 
 
 def test_all_pages_show_the_same_table() -> None:

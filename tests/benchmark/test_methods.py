@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import mmap
 import pkgutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +18,10 @@ from torch import nn
 from sluice.benchmark import gpt2
 from sluice.benchmark import raw as _raw
 from sluice.benchmark.child import touch, verdict
+from sluice.benchmark.llama import LLAMA_TINY, write_directory
 from sluice.benchmark.methods import LOADERS, METHODS, absence
 from sluice.benchmark.peers import GPU_PEERS, PEERS, REFERENCE
-from sluice.benchmark.records import OTHER, Kind, MethodJob, Precision, Verdict
+from sluice.benchmark.records import HUGGING_FACE, OTHER, SHARDS, Kind, MethodJob, Precision, Verdict
 from sluice.benchmark.strategies import STRATEGIES
 from support.tiny_checkpoints import write_checkpoints
 
@@ -26,7 +29,7 @@ _LOADERS = [
     (method.name, suffix)
     for method in (*LOADERS.values(), REFERENCE)
     for suffix in method.reads
-    if not method.name.startswith("raw-") and suffix != OTHER
+    if not method.name.startswith("raw-") and suffix not in {OTHER, HUGGING_FACE}
 ]
 
 
@@ -76,11 +79,61 @@ def test_a_method_makes_the_right_model(
     assert verdict(model) == truth
 
 
+@pytest.mark.filterwarnings("default")  # peers may warn
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_method_for_directories_makes_the_right_llama(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shards: int
+) -> None:
+    # transformers draws a progress bar, whose thread would outlive the test.
+    if find_spec("tqdm"):
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+    folder = tmp_path / "llama"
+    write_directory(folder, LLAMA_TINY, shards=shards)
+    shape = json.dumps(LLAMA_TINY)
+    job = MethodJob(
+        method="",
+        model="sluice.benchmark.llama:llama",
+        model_args=shape,
+        checkpoint=str(folder),
+        dtype="bfloat16",
+        device="cpu",
+        verify=True,
+    )
+
+    def digest(method: str) -> Verdict:
+        model = METHODS[method].start(dataclasses.replace(job, method=method))()
+        assert isinstance(model, nn.Module)
+        return verdict(model, with_logits=False)
+
+    truth = digest("reference")
+    directories = {SHARDS, HUGGING_FACE}
+    methods = [each.name for each in PEERS if directories & {*each.reads} and not each.name.startswith("raw-")]
+    assert {"transformers", "safetensors-load-file", "sluice-load-into"} <= {*methods}
+    assert {name: digest(name) for name in methods if not absence(name)} == dict.fromkeys(
+        (name for name in methods if not absence(name)), truth
+    )
+
+
+def test_shards_have_about_the_same_size(tmp_path: Path) -> None:
+    write_directory(tmp_path / "llama", LLAMA_TINY, shards=3)
+    sizes = [file.stat().st_size for file in (tmp_path / "llama").glob("*.safetensors")]
+    assert len(sizes) == 3
+    assert max(sizes) < 1.5 * min(sizes)
+
+
 def test_a_missing_package_is_found_without_importing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     method = dataclasses.replace(METHODS["runai-streamer"], imports=("no_such_loader.part:name",))
     monkeypatch.setitem(METHODS, "runai-streamer", method)
     assert absence("runai-streamer") == "no_such_loader is not installed: pip install runai-model-streamer"
     assert absence("sluice") == ""
+
+
+def test_a_raw_read_of_a_directory_reads_all_files(tmp_path: Path) -> None:
+    for name, content in {"a": b"1" * 5000, "b": b"2" * 4096, "c": b"3"}.items():
+        (tmp_path / name).write_bytes(content)
+    with _raw.read_file(str(tmp_path), direct=False, threads=2) as read:
+        assert read[:8193] == b"1" * 5000 + bytes(3192) + b"2"
+        assert read[12288:12290] == b"3\0"
 
 
 def test_names_are_unique() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -249,3 +250,38 @@ def test_results_are_written_as_json_and_markdown(tmp_path: Path) -> None:
     markdown = (tmp_path / "out/results.md").read_text()
     assert "| naive | 2.00 | 2.00 | 0.00 | 2.00 | 1.50 | yes |" in markdown
     assert "Made by `make demo`" in markdown
+
+
+def test_with_a_budget_only_contenders_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_runner, "make_cold", lambda _: True)
+    monkeypatch.setitem(_runner._PREPARATIONS, "cold", lambda _: True)
+    monkeypatch.setattr(_runner, "absence", lambda _: "")
+    seconds = {"raw-direct": 9.0, "naive": 3.1, "mmap": 2.9, "sluice": 2.0, "reference": 0.0}
+    monkeypatch.setattr(_runner, "run_job", lambda job, **_: Outcome(status="ok", seconds=seconds[job.method]))
+    scenario = _scenario("cold", methods=("raw-direct", "naive", "mmap", "sluice"))
+    console = Console(file=io.StringIO())
+    runs = run_with_progress(console, [scenario], repetitions=3, budget_seconds=1000.0)
+    assert Counter(run.method for run in runs) == {
+        "reference": 1,
+        "raw-direct": 3,
+        "naive": 1,
+        "mmap": 3,
+        "sluice": 3,
+    }
+    late = run_with_progress(console, [scenario], repetitions=3, budget_seconds=0.0)
+    assert Counter(run.method for run in late) == dict.fromkeys(seconds, 1)
+
+
+def test_a_row_has_processor_time_and_everything() -> None:
+    scenario = _scenario("cold", methods=("naive",))
+    runs = [
+        dataclasses.replace(
+            _run("naive", seconds=2.0),
+            outcome=Outcome(
+                status="ok", seconds=2.0, cpu_seconds=cpu, import_seconds=0.25, build_seconds=0.5, total_bytes=1
+            ),
+        )
+        for cpu in (1.0, 3.0, 7.0)
+    ]
+    (row,) = summarise(scenario, runs)
+    assert (row.cpu_seconds, row.everything_seconds, row.counts) == ({"cold": 3.0}, {"cold": 2.75}, {"cold": 3})

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sluice.benchmark.gpt2 import make_checkpoint
-from sluice.benchmark.records import PARAMETERS, PTH, SAFETENSORS, SHARDS, TENSORS, Kind
+from sluice.benchmark.records import DCP, PARAMETERS, PTH, SAFETENSORS, SHARDS, TENSORS, Kind
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +27,8 @@ def write_checkpoints(folder: Path) -> dict[Kind, Path]:
     make_checkpoint(made[PTH], "tiny", torch.float32, "torch")
     make_checkpoint(made[SAFETENSORS], "tiny", torch.float32, "safetensors")
     make_checkpoint(made[PARAMETERS], "tiny", torch.float32, "per-parameter")
+    made[DCP] = folder / "tiny.dcp"
+    make_checkpoint(made[DCP], "tiny", torch.float32, "dcp")
     _split(made[SAFETENSORS], made[SHARDS])
     if find_spec("tensorizer"):
         made[TENSORS] = folder / "tiny.tensors"

@@ -1,8 +1,8 @@
 """The measured process: ``python -m sluice.benchmark.child JOB``, started by ``process`` only.
 
-Protocol: one JSON object per line. ``ready`` after imports and context creation, ``loaded`` after every weight was
-touched, ``verified`` with the digests, or ``failed``. After ``ready`` and ``loaded`` it waits for a line, so that its
-parent can measure it while it is idle.
+Protocol: one JSON object per line. ``ready`` after imports and context creation, ``built`` when the empty model exists,
+``loaded`` after every weight was touched, ``verified`` with the digests, or ``failed``. After the first three it waits
+for a line, so that its parent can measure it while it is idle.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ _HUGE_PAGE_BYTES = 2 << 20
 _SAMPLED_LOGITS = 500
 
 
-def main() -> None:
-    """Run one job and report the result."""
+def main(import_seconds: float = 0.0) -> None:
+    """Run one job and report the result.
+
+    Args:
+        import_seconds: Time of the method's imports, which the caller has measured before anything of sluice was
+            imported.
+    """
     # Output of libraries must not mix with the lines of the protocol.
     protocol = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -49,12 +54,12 @@ def main() -> None:
         protocol.write(json.dumps({"event": event, **fields}) + "\n")
 
     try:
-        _serve(MethodJob(**json.loads(sys.argv[1])), say, sys.stdin)
+        _serve(MethodJob(**json.loads(sys.argv[1])), say, sys.stdin, import_seconds)
     except Exception as error:  # noqa: BLE001 - a peer may raise anything, and the parent shows it in a row
         say("failed", reason=f"{type(error).__name__}: {error}")
 
 
-def _serve(job: MethodJob, say: Callable[..., None], answers: IO[str]) -> None:
+def _serve(job: MethodJob, say: Callable[..., None], answers: IO[str], import_seconds: float) -> None:
     method = METHODS[job.method]
     try:
         for name in method.imports:
@@ -67,7 +72,10 @@ def _serve(job: MethodJob, say: Callable[..., None], answers: IO[str]) -> None:
     _touch_free_memory(2 * _size_on_disk(job.checkpoint))  # last, because the effect is short
     say("ready", peak_was_reset=restart_peak())
     answers.readline()
+    begin = time.perf_counter()
     timed = method.start(job)
+    say("built", build_seconds=time.perf_counter() - begin, import_seconds=import_seconds)
+    answers.readline()
     begin = time.perf_counter()
     loaded = timed()
     if isinstance(loaded, nn.Module):

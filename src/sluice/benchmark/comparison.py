@@ -13,6 +13,7 @@ from sluice.benchmark import subjects as _subjects
 from sluice.benchmark.gpt2 import make_checkpoint
 from sluice.benchmark.methods import METHODS, absence
 from sluice.benchmark.records import (
+    DCP,
     OTHER,
     PARAMETERS,
     PTH,
@@ -34,6 +35,7 @@ _FORMATS: dict[Kind, CheckpointFormat] = {
     SAFETENSORS: "safetensors",
     PARAMETERS: "per-parameter",
     TENSORS: "tensorizer",
+    DCP: "dcp",
 }
 
 

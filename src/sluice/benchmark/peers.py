@@ -19,6 +19,8 @@ from torch import nn
 from sluice.benchmark import raw as _raw
 from sluice.benchmark.gpt2 import random_weight
 from sluice.benchmark.records import (
+    DCP,
+    HUGGING_FACE,
     OTHER,
     PARAMETERS,
     PTH,
@@ -36,6 +38,7 @@ __all__ = ["GPU_PEERS", "PEERS", "REFERENCE"]
 
 _SAFETENSORS = (SAFETENSORS,)
 _BOTH = (PTH, SAFETENSORS)
+_FILES_OR_SHARDS = (SAFETENSORS, SHARDS)
 
 
 def _on_meta(job: MethodJob) -> nn.Module:
@@ -57,6 +60,12 @@ def _emptied_by_accelerate(job: MethodJob) -> nn.Module:
         return build(job)
 
 
+def _safetensors_files(job: MethodJob) -> list[str]:
+    """Return the file of a job, or those of its directory."""
+    path = Path(job.checkpoint)
+    return sorted(map(str, path.glob("*.safetensors"))) if path.is_dir() else [str(path)]
+
+
 def _allocated(model: nn.Module, job: MethodJob) -> nn.Module:
     return model.to(job.torch_dtype).to_empty(device=job.device)
 
@@ -76,6 +85,31 @@ def torch_mmap(job: MethodJob, model: nn.Module) -> nn.Module:
     return model.to(job.torch_dtype)
 
 
+def torch_assign(job: MethodJob, model: nn.Module) -> nn.Module:
+    """Load the whole state dict, assign its tensors to the model, and cast the model."""
+    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device)
+    model.load_state_dict(state_dict, assign=True)
+    del state_dict  # as in torch_mmap
+    return model.to(job.torch_dtype)
+
+
+def torch_dcp(job: MethodJob, model: nn.Module) -> nn.Module:
+    """Let torch.distributed.checkpoint fill the tensors of the model in place."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    model = _allocated(model, job)
+    load(model.state_dict(), checkpoint_id=job.checkpoint, no_dist=True)
+    return model
+
+
+def transformers_load(job: MethodJob, model: nn.Module) -> nn.Module:  # noqa: ARG001  (it builds its own model)
+    """Let transformers build and fill its own model of the directory's configuration."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: nn.Module = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=job.torch_dtype)
+    return loaded.to(job.device)
+
+
 def safetensors_load_model(job: MethodJob, model: nn.Module) -> nn.Module:
     """Copy the file into the model with safetensors' own function for modules."""
     from safetensors.torch import load_model
@@ -87,9 +121,9 @@ def safetensors_load_model(job: MethodJob, model: nn.Module) -> nn.Module:
 
 def safetensors_load_file(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the tensors, which are views of the mapped file, assign them to the model, and cast the model."""
-    from safetensors.torch import load_file
-
-    model.load_state_dict(load_file(job.checkpoint, device=job.device), assign=True)
+    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device)
+    model.load_state_dict(state_dict, assign=True)
+    del state_dict  # as in torch_mmap
     return model.to(job.torch_dtype)
 
 
@@ -106,7 +140,7 @@ def runai_stream(job: MethodJob, model: nn.Module) -> nn.Module:
     from runai_model_streamer import SafetensorsStreamer
 
     with SafetensorsStreamer() as streamer:
-        streamer.stream_file(job.checkpoint, device=job.device)
+        streamer.stream_files(_safetensors_files(job), device=job.device)
         arrived = {name: tensor.to(job.torch_dtype) for name, tensor in streamer.get_tensors()}
     model.load_state_dict(arrived, assign=True)
     return model
@@ -116,7 +150,7 @@ def fastsafetensors_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the file into one buffer and assign cast views of it to the model."""
     from fastsafetensors import fastsafe_open
 
-    with fastsafe_open(job.checkpoint, device=job.device, nogds=True) as loaded:
+    with fastsafe_open(_safetensors_files(job), device=job.device, nogds=True) as loaded:
         views = {name: loaded.get_tensor(name).to(job.torch_dtype) for name in model.state_dict()}
     model.load_state_dict(views, assign=True)
     return model
@@ -202,7 +236,7 @@ def _raw_method(name: str, summary: str, *, direct: bool) -> Method:
     def start(job: MethodJob) -> Callable[[], Loaded]:
         return partial(_raw_read, job, direct=direct)
 
-    return Method(name=name, start=start, reads=_BOTH, summary=summary, takes_key=True)
+    return Method(name=name, start=start, reads=(*_BOTH, SHARDS), summary=summary, takes_key=True)
 
 
 #: Fills a model with the reference values; not a loader, so no table shows it.
@@ -220,8 +254,10 @@ PEERS = (
     _raw_method("raw-buffered", "Read the bytes through the page cache.", direct=False),
     _filling("torch-load", torch_load, reads=(PTH,), takes_key=True),
     _filling("torch-mmap", torch_mmap, reads=(PTH,), takes_key=True),
+    _filling("torch-assign", torch_assign, reads=(PTH,), takes_key=True),
+    _filling("torch-dcp", torch_dcp, reads=(DCP,), imports=("torch.distributed.checkpoint",)),
     _filling("safetensors-load-model", safetensors_load_model, reads=_SAFETENSORS, imports=("safetensors.torch",)),
-    _filling("safetensors-load-file", safetensors_load_file, reads=_SAFETENSORS, imports=("safetensors.torch",)),
+    _filling("safetensors-load-file", safetensors_load_file, reads=_FILES_OR_SHARDS, imports=("safetensors.torch",)),
     _filling(
         "accelerate",
         accelerate_load,
@@ -231,16 +267,24 @@ PEERS = (
         package="accelerate",
     ),
     _filling(
+        "transformers",
+        transformers_load,
+        reads=(HUGGING_FACE,),
+        skeleton=lambda _: nn.Module(),
+        imports=("transformers:AutoModelForCausalLM",),
+        package="transformers",
+    ),
+    _filling(
         "runai-streamer",
         runai_stream,
-        reads=_SAFETENSORS,
+        reads=_FILES_OR_SHARDS,
         imports=("runai_model_streamer:SafetensorsStreamer",),
         package="runai-model-streamer",
     ),
     _filling(
         "fastsafetensors",
         fastsafetensors_load,
-        reads=_SAFETENSORS,
+        reads=_FILES_OR_SHARDS,
         imports=("fastsafetensors:fastsafe_open",),
         package="fastsafetensors",
     ),

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 __all__ = [
+    "DCP",
+    "HUGGING_FACE",
     "OTHER",
     "PARAMETERS",
     "PTH",
@@ -49,6 +51,10 @@ TENSORS: Kind = ".tensors"
 PARAMETERS: Kind = ""
 #: A directory with shards of one state dict, as Hugging Face writes them.
 SHARDS: Kind = "shards"
+#: A directory of torch.distributed.checkpoint.
+DCP: Kind = ".dcp"
+#: A directory with shards and a ``config.json`` of transformers.
+HUGGING_FACE: Kind = "hugging-face"
 #: A checkpoint that only sluice reads.
 OTHER: Kind = "other"
 
@@ -164,6 +170,12 @@ class Outcome:
     reason: str = ""
     #: Time from the call until every weight was touched, in seconds.
     seconds: float = 0.0
+    #: Processor time of the load by all threads, user and system, measured by another process, in seconds.
+    cpu_seconds: float = 0.0
+    #: Time to import what the method needs after torch was imported, in seconds.
+    import_seconds: float = 0.0
+    #: Time to build the empty model, in seconds; 0 for a method whose load builds it.
+    build_seconds: float = 0.0
     #: Peak of private anonymous memory.
     anon_bytes: int = 0
     #: Peak of mapped file pages.
@@ -180,6 +192,11 @@ class Outcome:
     verdict: Verdict | None = None
     #: Memory over time; None if the load did not begin.
     trace: Trace | None = None
+
+    @property
+    def everything_seconds(self) -> float:
+        """Time of imports, building, loading and touching, in seconds."""
+        return self.import_seconds + self.build_seconds + self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

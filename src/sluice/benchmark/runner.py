@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from sluice.benchmark.methods import absence
 from sluice.benchmark.process import TIMEOUT_SECONDS, run_job
 from sluice.benchmark.records import REFERENCE, MethodJob, MethodRun, Outcome, Scenario, State
 
-__all__ = ["REFERENCE", "run_with_progress", "seconds_left"]
+__all__ = ["REFERENCE", "contends", "run_with_progress", "seconds_left"]
 
 #: Preparation of the checkpoint for each state; none before the second and third load in a row.
 _PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "first": make_cold, "warm": make_warm}
@@ -67,6 +68,34 @@ def seconds_left(last_seconds: Mapping[str, float], ahead: Sequence[str]) -> flo
     return sum(last_seconds.get(method, usual) for method in ahead)
 
 
+#: A method is repeated if in some state it takes at most this many times as long as sluice.
+_CLOSE = 1.5
+
+
+def contends(runs: Sequence[MethodRun], scenario: str, method: str) -> bool:
+    """Return whether more runs of a method could change who is the fastest.
+
+    Raw reads and sluice always contend; another method if in some state of the scenario it was faster than one and a
+    half times sluice.
+
+    Args:
+        runs: The runs so far.
+        scenario: Title of the scenario.
+        method: Name of the method.
+    """
+    if method.startswith(("raw-", "sluice")):
+        return True
+    best: dict[tuple[bool, State], float] = {}
+    for run in runs:
+        ours = run.method.startswith("sluice")
+        if run.scenario == scenario and (ours or run.method == method) and run.outcome.status == "ok":
+            key = (ours, run.state)
+            best[key] = min(best.get(key, math.inf), run.outcome.seconds)
+    return any(
+        seconds <= _CLOSE * best.get((True, state), math.inf) for (ours, state), seconds in best.items() if not ours
+    )
+
+
 def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> MethodRun:
     scenario, method, state = step.scenario, step.method, step.state
     if method == scenario.reference:
@@ -105,6 +134,7 @@ def run_with_progress(
     repetitions: int,
     timeout_seconds: float = TIMEOUT_SECONDS,
     settle_seconds: float = 0.0,
+    budget_seconds: float = math.inf,
 ) -> list[MethodRun]:
     """Run all scenarios with a progress line, or without a terminal a line per run.
 
@@ -115,6 +145,8 @@ def run_with_progress(
         timeout_seconds: Time limit of a run.
         settle_seconds: Pause before each load, after the previous process has ended and the page cache is prepared; see
             ``settling_seconds``.
+        budget_seconds: Time after which no repetition starts; the first run of each method always takes place. With a
+            budget, only methods that contend are repeated.
 
     Returns:
         Every run, in order.
@@ -134,9 +166,15 @@ def run_with_progress(
     )
     runs: list[MethodRun] = []
     last_seconds: dict[str, float] = {}
+    started = time.perf_counter()
     with bar:
         task = bar.add_task("starting", total=len(schedule), left="", last="")
         for number, step in enumerate(schedule, start=1):
+            if step.repetition and budget_seconds < math.inf:
+                over = time.perf_counter() - started + last_seconds[step.method] > budget_seconds
+                if over or not contends(runs, step.scenario.title, step.method):
+                    bar.update(task, advance=1)
+                    continue
             bar.update(task, description=f"[bold]{step.method}[/] {step.scenario.dtype} {step.state}")
             begin = time.perf_counter()
             runs.append(_run(step, timeout_seconds=timeout_seconds, settle_seconds=settle_seconds))

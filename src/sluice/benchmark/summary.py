@@ -25,6 +25,12 @@ class Row:
     reasons: tuple[str, ...]
     #: Seconds from the call until every weight was touched, by state with a successful run.
     seconds: dict[State, float]
+    #: As ``seconds``: processor time of the load.
+    cpu_seconds: dict[State, float]
+    #: As ``seconds``: with imports and the building of the empty model.
+    everything_seconds: dict[State, float]
+    #: Number of successful runs of each state in ``seconds``.
+    counts: dict[State, int]
     #: Status of the last run, by state without a successful run.
     failures: dict[State, Status]
     #: ``seconds`` divided by those of the fastest raw read of the same state; empty without raw reads.
@@ -46,8 +52,9 @@ class Row:
 def raw_seconds(runs: Sequence[MethodRun], state: State) -> float | None:
     """Return the time of the fastest raw read of a state: the lower of the methods' medians."""
     methods = {run.method for run in runs if _is_raw(run.method)}
-    medians = [_seconds(runs, method, state) for method in methods]
-    return min((seconds for seconds in medians if seconds is not None), default=None)
+    own = [[run for run in runs if run.method == method] for method in methods]
+    medians = [_medians(each, (state,), lambda outcome: outcome.seconds) for each in own]
+    return min((each[state] for each in medians if state in each), default=None)
 
 
 def summarise(scenario: Scenario, runs: Sequence[MethodRun]) -> list[Row]:
@@ -62,7 +69,7 @@ def _row(
     scenario: Scenario, method: str, runs: Sequence[MethodRun], truth: Verdict | None, raw: dict[State, float | None]
 ) -> Row:
     own = [run for run in runs if run.method == method]
-    seconds = {state: value for state in scenario.states if (value := _seconds(own, method, state)) is not None}
+    seconds = _medians(own, scenario.states, lambda outcome: outcome.seconds)
     over_raw = {state: value / bound for state, value in seconds.items() if (bound := raw[state])}
     verdicts = [run.outcome.verdict for run in own if run.outcome.verdict is not None]
     total = _peak(own, lambda outcome: outcome.total_bytes)
@@ -72,6 +79,9 @@ def _row(
         method=method,
         reasons=tuple(dict.fromkeys(run.outcome.reason for run in own if run.outcome.reason)),
         seconds=seconds,
+        cpu_seconds=_medians(own, scenario.states, lambda outcome: outcome.cpu_seconds),
+        everything_seconds=_medians(own, scenario.states, lambda outcome: outcome.everything_seconds),
+        counts={state: len(_good(own, state)) for state in seconds},
         failures={run.state: run.outcome.status for run in own if run.state not in seconds},
         over_raw={} if _is_raw(method) else over_raw,
         anon_bytes=_peak(own, lambda outcome: outcome.anon_bytes),
@@ -89,9 +99,16 @@ def _is_raw(method: str) -> bool:
     return method.startswith("raw-")
 
 
-def _seconds(runs: Sequence[MethodRun], method: str, state: State) -> float | None:
-    good = [run.outcome for run in runs if (run.method, run.state, run.outcome.status) == (method, state, "ok")]
-    return median(outcome.seconds for outcome in good) if good else None
+def _good(runs: Sequence[MethodRun], state: State) -> list[Outcome]:
+    return [run.outcome for run in runs if run.state == state and run.outcome.status == "ok"]
+
+
+def _medians(
+    runs: Sequence[MethodRun], states: Sequence[State], figure: Callable[[Outcome], float]
+) -> dict[State, float]:
+    """Return the median of a figure of one method, by state with a successful run."""
+    outcomes = {state: _good(runs, state) for state in states}
+    return {state: median(map(figure, good)) for state, good in outcomes.items() if good}
 
 
 def _peak(runs: Sequence[MethodRun], kind: Callable[[Outcome], int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -13,8 +14,9 @@ from safetensors.torch import save_file
 __all__ = ["CheckpointFormat", "write_checkpoint"]
 
 #: ``torch``: one ``torch.save`` zip file. ``safetensors``: one file. ``tensorizer``: one file of its own format.
-#: ``per-parameter``: a directory with a file ``NAME.pt`` per entry of the state dict.
-CheckpointFormat = Literal["torch", "safetensors", "tensorizer", "per-parameter"]
+#: ``dcp``: a directory of torch.distributed.checkpoint. ``per-parameter``: a directory with a file ``NAME.pt`` per
+#: entry of the state dict.
+CheckpointFormat = Literal["torch", "safetensors", "tensorizer", "dcp", "per-parameter"]
 
 
 def write_checkpoint(
@@ -37,6 +39,10 @@ def write_checkpoint(
         serializer = import_module("tensorizer").TensorSerializer(str(path))
         serializer.write_state_dict(dict(state_dict))
         serializer.close()
+    elif format == "dcp":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says that one process saves
+            import_module("torch.distributed.checkpoint").save(dict(state_dict), checkpoint_id=path, no_dist=True)
     else:
         path.mkdir(parents=True, exist_ok=True)
         for name, tensor in state_dict.items():
