@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from msgspec import Struct, field
@@ -26,6 +25,7 @@ from sluice.modules.followers import Follower, place_in_memory
 from sluice.modules.leftovers import find_leftovers
 from sluice.modules.load_hooks import extra_state_names
 from sluice.modules.moves import home_of
+from sluice.modules.regions import Region
 from sluice.modules.swap import is_plain
 
 __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
@@ -195,21 +195,26 @@ def _join_aliases(collected: Iterable[_Collected]) -> list[_Collected]:
 
 
 def _overlaps(slots: Sequence[_Collected]) -> Iterator[str]:
-    """Yield a problem for each dense tensor that shares part of its memory with another tensor."""
+    """Yield a problem for each tensor that shares part of its memory with another one.
+
+    Live tensors with gaps are filled in place and may share.
+    """
     storages = [_storage_of(held.tensor) if held.plain else None for held in slots]
     shared = Counter(storages)  # nearly all tensors have their own storage
-    places = [
-        (storage, *place_in_memory(held.tensor)[1].span, held)
-        for storage, held in zip(storages, slots, strict=True)
-        if storage is not None
-        and shared[storage] > 1
-        and held.tensor.numel()
-        and place_in_memory(held.tensor)[1].is_dense
-    ]
-    places.sort(key=lambda place: place[:3])
-    for (storage, _, stop, held), (other_storage, start, _, other) in pairwise(places):
-        if storage == other_storage and start < stop:
-            yield f"{held.path!r} and {other.path!r} overlap in memory and are not the same tensor"
+    places: dict[int, list[tuple[tuple[int, int], Region, _Collected]]] = {}
+    for storage, held in zip(storages, slots, strict=True):
+        if storage is not None and shared[storage] > 1 and held.tensor.numel():
+            region = place_in_memory(held.tensor)[1]
+            if region.is_dense or held.tensor.is_meta:
+                places.setdefault(storage, []).append((region.span, region, held))
+    for group in places.values():
+        group.sort(key=lambda place: place[0])
+        for number, ((_, stop), region, held) in enumerate(group):
+            for (start, _), other_region, other in group[number + 1 :]:
+                if start >= stop:
+                    break
+                if region.overlaps(other_region):
+                    yield f"{held.path!r} and {other.path!r} overlap in memory and are not the same tensor"
 
 
 def _storage_of(tensor: torch.Tensor) -> int:

@@ -26,8 +26,9 @@ meta, and ``load_into`` finds and names it. ``EmptyInitError`` says where values
 also put non-persistent buffers, which no checkpoint holds, on meta.
 
 **Differences from ordinary construction.** No random numbers are drawn for parameters on meta, so the state of the
-generator afterwards differs. Parameters that torch refuses to swap, because a weak reference to them exists before they
-are registered, and parameters of subclasses with memory of their own stay real and are filled in place.
+generator afterwards differs, also that of a generator passed to an initialiser. Parameters that torch refuses to swap,
+because a weak reference to them exists before they are registered, and parameters of subclasses with memory of their
+own stay real and are filled in place.
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ def empty_init() -> Iterator[None]:
     tie and initialise parameters as usual, and read values, which are true initial values. ``load_into`` puts tensors
     where the constructor moved them, unless it is given a device. Fill the module with ``sluice.load_into``. Contexts
     can be nested; other threads are not affected.
+
+    Note:
+        Initialisers of parameters do not run, so the random generators that they would draw from do not advance: the
+        global one, and one that is passed as ``generator=``.
 
     Raises:
         EmptyInitError: A constructor needs values that cannot be computed.

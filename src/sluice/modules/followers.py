@@ -79,10 +79,8 @@ class SharedMemory:
         if regions is None:
             return
         own = region_of(tensor)
-        start, stop = own.span
         for slot, region in regions:
-            first, last = region.span
-            if first < stop and start < last:
+            if own.overlaps(region):
                 yield slot, _follower(tensor, own, region)
 
 
