@@ -98,7 +98,7 @@ VIEWS: list[_View] = [
     lambda t: t.data.narrow(0, 1, 2),
     lambda t: t.detach().unbind(0)[1],
     lambda t: t.detach().chunk(2)[1],
-    lambda t: t.detach().split(3, dim=1)[0],
+    lambda t: torch.split(t.detach(), 3, dim=1)[0],
     lambda t: t.detach().as_strided((2, 2), (6, 1), 3),
     lambda t: t.data[0].expand(3, 6),
     lambda t: t.detach().clone(),
