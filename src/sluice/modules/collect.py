@@ -9,9 +9,8 @@ and those on the meta device that no state dict fills (non-persistent buffers, p
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import torch
 from msgspec import Struct, field
@@ -19,28 +18,20 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
-from sluice._geometry import is_dense
 from sluice._private_torch import NORM_BASE
 from sluice.matching.match import Outline, Slot
+from sluice.modules.emptied import original_of
+from sluice.modules.followers import Follower, place_in_memory
+from sluice.modules.leftovers import find_leftovers
 from sluice.modules.load_hooks import extra_state_names
 from sluice.modules.moves import home_of
+from sluice.modules.regions import Region
 from sluice.modules.swap import is_plain
 
 __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
 
 # No public view of the registered tensors of an nn.Module distinguishes names, None and persistence.
 # ruff: noqa: SLF001
-
-#: Attributes in which a module keeps registered tensors and modules.
-_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
-
-#: Types of most other attributes, which hold no tensor.
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-
-_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
-
-#: Levels of lists and dicts in attributes that are searched for tensors.
-_NESTING = 3
 
 #: Version of BatchNorm that added ``num_batches_tracked``.
 _NUM_BATCHES_TRACKED_VERSION = 2
@@ -79,6 +70,8 @@ class ModuleState(Struct, frozen=True, kw_only=True):
     aliases: Mapping[int, tuple[Holding, ...]]
     #: Non-persistent buffers by name, which no state dict holds: the objects that view the memory of each.
     unsaved: Mapping[str, tuple[Holding, ...]]
+    #: Attributes and non-persistent buffers that view the memory of a slot on meta, or a part of it, by slot.
+    followers: Mapping[int, tuple[Follower, ...]]
 
     def holdings(self, slot: int) -> tuple[Holding, ...]:
         """Return every object that views the memory of a slot."""
@@ -129,6 +122,12 @@ def collect(module: nn.Module) -> ModuleState:
     on_meta = {
         id(owner.module): owner.module for held in slots if held.tensor.is_meta for owner in held.owners.values()
     }
+    leftovers = find_leftovers(
+        module,
+        [(held.path, held.tensor) for held in slots],
+        [(held.path, [each.tensor for each in (held, *held.aliases)]) for held in unsaved],
+        collected,
+    )
     resettable = {key for key, owner in on_meta.items() if reset_of(owner)}
     return ModuleState(
         module=module,
@@ -139,7 +138,7 @@ def collect(module: nn.Module) -> ModuleState:
             problems=(
                 *map(_describe_refused, refused),
                 *_overlaps(slots),
-                *_leftovers(module, collected, unsaved),
+                *leftovers.problems,
             ),
         ),
         tensors=tuple(held.tensor for held in slots),
@@ -147,20 +146,13 @@ def collect(module: nn.Module) -> ModuleState:
         aliases={
             slot: tuple(alias.holding for alias in held.aliases) for slot, held in enumerate(slots) if held.aliases
         },
-        unsaved={held.path: (held.holding, *(alias.holding for alias in held.aliases)) for held in unsaved},
+        unsaved={
+            held.path: (held.holding, *(alias.holding for alias in held.aliases))
+            for held in unsaved
+            if held.path not in leftovers.following_buffers
+        },
+        followers={slot: tuple(found) for slot, found in leftovers.followers.items()},
     )
-
-
-def _leftovers(module: nn.Module, collected: dict[int, _Collected], unsaved: list[_Collected]) -> Iterator[str]:
-    """Yield a problem for each part of the module that a load could not fill."""
-    for held in unsaved:
-        if held.tensor.is_meta:
-            yield (
-                f"non-persistent buffer {held.path!r} is on the meta device and not in state dicts: build the model "
-                "under sluice.empty_init(), or, if it is computed from parameters, compute it after loading"
-            )
-    for path, part in module.named_modules():
-        yield from _attributes_on_meta(f"{path}." if path else "", part, collected)
 
 
 def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected]) -> None:
@@ -203,21 +195,32 @@ def _join_aliases(collected: Iterable[_Collected]) -> list[_Collected]:
 
 
 def _overlaps(slots: Sequence[_Collected]) -> Iterator[str]:
-    """Yield a problem for each dense tensor that shares part of its memory with another tensor."""
-    storages = [held.tensor.untyped_storage()._cdata if held.plain else None for held in slots]
+    """Yield a problem for each tensor that shares part of its memory with another one.
+
+    Live tensors with gaps are filled in place and may share.
+    """
+    storages = [_storage_of(held.tensor) if held.plain else None for held in slots]
     shared = Counter(storages)  # nearly all tensors have their own storage
-    views = [
-        (storage, held.tensor.storage_offset() * held.tensor.itemsize, held)
-        for storage, held in zip(storages, slots, strict=True)
-        if storage is not None
-        and shared[storage] > 1
-        and held.tensor.numel()
-        and is_dense(tuple(held.tensor.shape), held.tensor.stride())
-    ]
-    views.sort(key=lambda view: view[:2])
-    for (storage, start, held), (other_storage, other_start, other) in pairwise(views):
-        if storage == other_storage and other_start < start + held.tensor.nbytes:
-            yield f"{held.path!r} and {other.path!r} overlap in memory and are not the same tensor"
+    places: dict[int, list[tuple[tuple[int, int], Region, _Collected]]] = {}
+    for storage, held in zip(storages, slots, strict=True):
+        if storage is not None and shared[storage] > 1 and held.tensor.numel():
+            region = place_in_memory(held.tensor)[1]
+            if region.is_dense or held.tensor.is_meta:
+                places.setdefault(storage, []).append((region.span, region, held))
+    for group in places.values():
+        group.sort(key=lambda place: place[0])
+        for number, ((_, stop), region, held) in enumerate(group):
+            for (start, _), other_region, other in group[number + 1 :]:
+                if start >= stop:
+                    break
+                if region.overlaps(other_region):
+                    yield f"{held.path!r} and {other.path!r} overlap in memory and are not the same tensor"
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of the storage of a tensor: of the real one that an empty tensor replaced."""
+    original = original_of(tensor)
+    return tensor.untyped_storage()._cdata if original is None else original[0]
 
 
 def _slot(held: _Collected, resettable: Container[int]) -> Slot:
@@ -299,30 +302,3 @@ def _describe_refused(held: _Collected) -> str:
         if dtype_name(held.tensor.dtype) not in ITEM_BYTES:
             text = f"a tensor of dtype {held.tensor.dtype}"
     return f"{' = '.join(map(repr, held.names))} is {text}"
-
-
-def _attributes_on_meta(prefix: str, module: nn.Module, collected: dict[int, _Collected]) -> Iterator[str]:
-    """Yield a problem for each plain attribute of the module with a meta tensor that no load fills."""
-    hooks = module._forward_pre_hooks.values()
-    recomputed = {getattr(hook, "name", None) or getattr(hook, "_tensor_name", None) for hook in hooks}
-    if isinstance(module, nn.RNNBase):
-        recomputed.add("_flat_weights")  # if parametrizations replace its weights
-    for name, value in vars(module).items():
-        if type(value) in _PLAIN or (type(value) in _CONTAINERS and not value):
-            continue  # a fast path for nearly all attributes
-        if name in _REGISTERED or name in recomputed:
-            continue  # weight_norm, spectral_norm and pruning compute their attribute before each forward
-        if any(tensor.is_meta and id(tensor) not in collected for tensor in _tensors_in(value)):
-            yield (
-                f"attribute {prefix + name!r} holds a tensor on the meta device that is neither a parameter nor a "
-                "buffer: compute it after loading, or from real tensors under sluice.empty_init()"
-            )
-
-
-def _tensors_in(value: object, depth: int = _NESTING) -> Iterator[torch.Tensor]:
-    """Yield the tensor, or the tensors in a list, tuple or dict, nested up to ``depth`` levels."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple, dict)) and depth:
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(member, depth - 1)

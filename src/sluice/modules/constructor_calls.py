@@ -23,11 +23,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from sluice.modules import function_kinds as kinds
-from sluice.modules.destinations import destination
+from sluice.modules.emptied import Emptied
 from sluice.modules.factories import can_defer, uninitialised
 from sluice.modules.histories import Call, Histories, History, Replay, UnknownValuesError, empty_on_meta, tensors_in
-from sluice.modules.meta_initialisers import SET_DATA
 from sluice.modules.refusals import refusal
+from sluice.modules.special_calls import SPECIAL_CALLS
 from sluice.modules.swap import swap_data
 
 # Storages have no public identity, and torch passes private functions to modes.
@@ -46,6 +46,7 @@ class ConstructorCalls(TorchFunctionMode):
     def __init__(self, histories: Histories) -> None:
         super().__init__()
         self.histories = histories
+        self.emptied = Emptied(histories)
 
     def __torch_function__(
         self, func: _Function, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -60,7 +61,7 @@ class ConstructorCalls(TorchFunctionMode):
         if isinstance(func, FunctionType) and func.__name__ in kinds.INITIALISER_NAMES:
             own: Any = kinds.INITIALISER_NAMES[func.__name__]
             return self._initialise(own, args, options, wrapper=func)
-        return self._call(func, args, options)
+        return self.run(func, args, options)
 
     def give_memory(self, history: History, *, seeded: bool = False, determined: bool = False) -> bool:
         """Give the held tensors of a history memory and their values, in place.
@@ -81,6 +82,8 @@ class ConstructorCalls(TorchFunctionMode):
             return False
         if determined and not replay.determined:
             return False
+        if history.buffers and values:
+            self.emptied.share(values[0].untyped_storage(), history.buffers)
         history.held = []  # torch does not swap tensors to which weak references exist
         with torch.inference_mode(mode=False), torch.no_grad():
             swapped = [swap_data(tensor, value) for tensor, value in zip(live, values, strict=True)]
@@ -102,7 +105,8 @@ class ConstructorCalls(TorchFunctionMode):
                 return func(*args, **options)
             return self._read(func, args, options, self.histories.freeze_call(func, args, options))
 
-    def _call(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def run(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run a call that has no rule of its own."""
         managed = self._managed(args, options)
         if not managed:
             return func(*args, **options)
@@ -234,9 +238,9 @@ class ConstructorCalls(TorchFunctionMode):
 
     def _defer(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if not can_defer(func, args, options):
-            return self._call(func, args, options)
+            return self.run(func, args, options)
         if self._managed(args, options):
-            return self._call(func, args, options)
+            return self.run(func, args, options)
         tensor = uninitialised(func, args, options)
         if not tensor.numel():
             return func(*args, **options)  # it has no values, and lazy parameters start as one
@@ -253,122 +257,21 @@ class ConstructorCalls(TorchFunctionMode):
         history = self.histories.of(tensor) if isinstance(tensor, torch.Tensor) else None
         if history is None or tensor is None:
             if self._managed(args, options):
-                return self._call(wrapper or func, args, options)
+                return self.run(wrapper or func, args, options)
             skipped = isinstance(tensor, torch.Tensor) and tensor.is_meta
             return tensor if skipped else (wrapper or func)(*args, **options)
         if not history.empty and not history.has_parameter and func not in kinds.LAZY:
-            return self._call(wrapper or func, args, options)
+            return self.run(wrapper or func, args, options)
         call = self.histories.freeze_call(func, args, options)
         whole = func in kinds.OVERWRITING and tensor.nbytes == history.storage.nbytes()
         self.histories.change(history, call, overwrites=whole)
         return tensor
 
-    def _move(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        tensor = args[0]
-        device, dtype, layout = destination(self.histories, func, args[1:], options)
-        history = self.histories.of(tensor)
-        if history is None:
-            other = args[1] if len(args) > 1 else None
-            if isinstance(other, torch.Tensor) and self.histories.of(other) is not None:
-                return tensor.to(device, other.dtype, **options)
-            return func(*args, **options)
-        if not history.empty:
-            if device in {None, _CPU} and layout is None and not options.get("copy"):
-                return tensor if dtype in {None, tensor.dtype} else self._call(_T.to, (tensor, dtype), {})
-            self.give_memory(history)
-            return func(*args, **options)
-        device, dtype = device or history.device, dtype or tensor.dtype
-        if (device, dtype) == (history.device, tensor.dtype) and layout is None and not options.get("copy"):
-            return tensor
-        call = self.histories.freeze_call(_T.to, (tensor,), {"dtype": dtype})
-        moved = torch.empty_like(tensor, dtype=dtype, memory_format=layout) if layout else empty_on_meta(tensor, dtype)
-        if device != _META:
-            self.histories.derive(moved, call, device, empty=True).owner = history.owner
-        return moved
-
-    def _parse_to(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Answer ``Module.to``, which may name a tensor whose device and dtype are meant."""
-        device, *others = func(*args, **options)
-        history = self.histories.of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-        return (device if history is None else history.device, *others)
-
-    def _set_data(self, func: _Function, args: tuple[Any, ...], _options: dict[str, Any]) -> Any:
-        tensor, value = args
-        history, values = self.histories.of(tensor), self.histories.of(value)
-        if history is not None and values is None and not value.is_meta and not history.empty:
-            self.give_memory(history)
-        elif tensor.is_meta and not value.is_meta:
-            meta = torch.empty_like(value, device="meta")
-            new = self.histories.start(meta, self.histories.keep(value), value.device, empty=True)
-            new.owner = "" if history is None else history.owner
-            return func(tensor, meta)
-        elif values is not None and not values.empty:
-            if history is None or not history.empty:
-                self.give_memory(values)
-                if history is not None:
-                    self.give_memory(history)
-            else:
-                values.empty, values.owner = True, history.owner
-        return func(tensor, value)
-
-    def _like(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        tensor = args[0] if args else options.get("input")
-        history = self.histories.of(tensor) if isinstance(tensor, torch.Tensor) else None
-        if history is None or tensor is None:
-            return self._call(func, args, options)
-        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=history.device)
-        return func(like, *args[1:], **{name: value for name, value in options.items() if name != "input"})
-
-    def _describe(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        history = self.histories.of(args[0])
-        if history is None or (history.empty and func == _IS_META):
-            return func(*args, **options)
-        return _DESCRIPTIONS[func](history.device)
-
-    def _data_ptr(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        history = self.histories.of(args[0])
-        if history is None or not history.empty:
-            return self._call(func, args, options)
-        # Constructors compare addresses to find ties; all are 0 on meta.
-        return history.storage._cdata + args[0].storage_offset() * args[0].itemsize
-
-    def _deepcopy(self, func: _Function, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        tensor = args[0]
-        history = self.histories.of(tensor)
-        if history is None or not history.empty:
-            return self._call(func, args, options)
-        call = self.histories.freeze_call(torch.clone, (tensor,), {})
-        memo = args[1] if len(args) > 1 else options.get("memo", {})
-        if id(tensor) in memo:
-            return memo[id(tensor)]
-        if type(tensor) is _T and not tensor.requires_grad and not vars(tensor):
-            copied = memo[id(tensor)] = empty_on_meta(tensor)  # torch would import its compiler
-        else:
-            copied = func(*args, **options)
-        if self.histories.of(copied) is None:
-            self.histories.derive(copied, call, history.device, empty=True).owner = history.owner
-        return copied
-
-
-_IS_META = _T.is_meta.__get__
-_DESCRIPTIONS: dict[Any, Callable[[torch.device], Any]] = {
-    _T.device.__get__: lambda device: device,
-    _T.is_cuda.__get__: lambda device: device.type == "cuda",
-    _T.is_cpu.__get__: lambda device: device.type == "cpu",
-    _IS_META: lambda _: False,
-    _T.get_device: lambda device: -1 if device.index is None else device.index,
-}
 
 _SPECIAL: dict[Any, _Function] = {
+    **SPECIAL_CALLS,
     **dict.fromkeys(kinds.FACTORIES, ConstructorCalls._defer),
     **dict.fromkeys(kinds.CHANGES, ConstructorCalls._initialise),
-    **dict.fromkeys(kinds.LIKE, ConstructorCalls._like),
-    **dict.fromkeys(_DESCRIPTIONS, ConstructorCalls._describe),
-    **dict.fromkeys((_T.to, _T.cuda, _T.cpu, _T.xpu), ConstructorCalls._move),
-    SET_DATA: ConstructorCalls._set_data,
-    torch._C._nn._parse_to: ConstructorCalls._parse_to,
-    _T.data_ptr: ConstructorCalls._data_ptr,
-    _T.__deepcopy__: ConstructorCalls._deepcopy,
 }
 
 

@@ -26,8 +26,9 @@ meta, and ``load_into`` finds and names it. ``EmptyInitError`` says where values
 also put non-persistent buffers, which no checkpoint holds, on meta.
 
 **Differences from ordinary construction.** No random numbers are drawn for parameters on meta, so the state of the
-generator afterwards differs. Parameters that torch refuses to swap, because a weak reference to them exists before they
-are registered, and parameters of subclasses with memory of their own stay real and are filled in place.
+generator afterwards differs, also that of a generator passed to an initialiser. Parameters that torch refuses to swap,
+because a weak reference to them exists before they are registered, and parameters of subclasses with memory of their
+own stay real and are filled in place.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ import torch
 from msgspec import Struct
 from torch import nn
 from torch._functorch import eager_transforms, vmap
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -53,6 +53,7 @@ from sluice._public import public
 from sluice.modules.constructor_calls import ConstructorCalls
 from sluice.modules.histories import Histories, History, empty_on_meta
 from sluice.modules.moves import remember_move
+from sluice.modules.regions import region_of
 from sluice.modules.swap import is_plain, swap_data
 from sluice.modules.unseen_calls import script_function, script_method, transform_entry
 
@@ -62,17 +63,6 @@ from sluice.modules.unseen_calls import script_function, script_method, transfor
 __all__ = ["empty_init"]
 
 _CPU = torch.device("cpu")
-
-
-class _Emptied(Struct, kw_only=True):
-    """A real tensor that an empty one replaced."""
-
-    #: The storage of the real tensor, which other tensors may share.
-    storage: StorageWeakRef
-    #: The empty tensor.
-    tensor: torch.Tensor
-    #: dtype, shape, strides and offset of the real tensor.
-    geometry: tuple[object, ...]
 
 
 class _Scope(threading.local):
@@ -87,8 +77,6 @@ class _Scope(threading.local):
     #: Meta tensor for each buffer with memory registered inside, or None if the real one is kept. Keys are weak and
     #: compared by identity.
     buffers: WeakTensorKeyDictionary
-    #: Tensors with memory that became empty, by address of their storage.
-    emptied: dict[int, _Emptied]
     #: Bytes emptied since free memory was last returned to the system.
     emptied_bytes: int = 0
 
@@ -110,6 +98,10 @@ def empty_init() -> Iterator[None]:
     where the constructor moved them, unless it is given a device. Fill the module with ``sluice.load_into``. Contexts
     can be nested; other threads are not affected.
 
+    Note:
+        Initialisers of parameters do not run, so the random generators that they would draw from do not advance: the
+        global one, and one that is passed as ``generator=``.
+
     Raises:
         EmptyInitError: A constructor needs values that cannot be computed.
 
@@ -124,14 +116,14 @@ def empty_init() -> Iterator[None]:
         return
     _install()
     _scope.histories = Histories()
-    _scope.created, _scope.buffers, _scope.emptied = {}, WeakTensorKeyDictionary(), {}
+    _scope.created, _scope.buffers = {}, WeakTensorKeyDictionary()
     calls = _scope.calls = ConstructorCalls(_scope.histories)
     try:
         with calls:
             yield
     finally:
         histories, _scope.histories, _scope.calls = _scope.histories, None, None
-        _scope.created, _scope.buffers, _scope.emptied = {}, WeakTensorKeyDictionary(), {}
+        _scope.created, _scope.buffers = {}, WeakTensorKeyDictionary()
         _uninstall()
         _finish(calls, histories)
         if _scope.emptied_bytes:
@@ -145,6 +137,9 @@ def _finish(calls: ConstructorCalls, histories: Histories) -> None:
             remember_move(history.storage, history.device)
         if history.held and history.live():
             calls.give_memory(history, seeded=history.empty, determined=history.empty)
+        if history.empty and history.buffers:
+            calls.emptied.share(history.storage, history.buffers)
+    calls.emptied.remember()
 
 
 def _note_created(original: Callable[..., Any]) -> Any:
@@ -181,7 +176,7 @@ def _empty_parameter(histories: Histories, parameter: nn.Parameter, module: nn.M
     created = _scope.created.pop(id(parameter), None)
     if created is not None and created() is parameter:
         del created  # before the swap, which refuses tensors with weak references
-        if not swap_data(parameter, _emptied(histories, parameter)):
+        if not swap_data(parameter, _stand_in(parameter)):
             return
     history = histories.of(parameter)
     if history is not None and not is_lazy(parameter):
@@ -191,19 +186,10 @@ def _empty_parameter(histories: Histories, parameter: nn.Parameter, module: nn.M
         history.owner = history.owner or f"{type(module).__name__}.{name}"
 
 
-def _emptied(histories: Histories, tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor in place of one with memory: the same for tensors that share their memory."""
-    storage = tensor.untyped_storage()
-    geometry = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
-    known = _scope.emptied.get(storage._cdata)
-    if known is not None and not known.storage.expired() and known.geometry == geometry:  # type: ignore[no-untyped-call]
-        return known.tensor.detach()
+def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    assert _scope.calls is not None
     _count_emptied(tensor.nbytes)
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
-    histories.start(empty, histories.keep(tensor), tensor.device, empty=True)
-    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-    _scope.emptied[storage._cdata] = _Emptied(storage=reference, tensor=empty, geometry=geometry)
-    return empty
+    return _scope.calls.emptied.stand_in(tensor)
 
 
 def _replace_persistent(original: Callable[..., Any]) -> Any:
@@ -215,12 +201,12 @@ def _replace_persistent(original: Callable[..., Any]) -> Any:
         with torch._C.DisableTorchFunction():
             history = _scope.histories.of(registered)
             if history is None:
-                buffer = _empty_buffer(_scope.histories, registered, persistent=persistent)
+                buffer = _empty_buffer(registered, persistent=persistent)
             elif not persistent:
-                before = _registered_before(history, registered)
+                before = history.buffers.get(region_of(registered))
                 buffer = registered if before is None else before
                 if before is None:
-                    _compute_buffer(_scope.histories, history)
+                    _compute_buffer(history)
             else:
                 buffer = registered if history.empty else _deferred_buffer(_scope.histories, history, registered)
             empty = _scope.histories.of(buffer) if persistent else None
@@ -232,24 +218,25 @@ def _replace_persistent(original: Callable[..., Any]) -> Any:
     return register_buffer
 
 
-def _compute_buffer(histories: Histories, history: History) -> None:
+def _compute_buffer(history: History) -> None:
     """Give a non-persistent buffer memory and values, unless they are computed from random parameters.
 
     All tensors over its storage are real from then on, as persistent buffers too.
     """
     live = history.live()
-    if ConstructorCalls(histories).give_memory(history, seeded=history.empty, determined=history.empty):
+    assert _scope.calls is not None
+    if _scope.calls.give_memory(history, seeded=history.empty, determined=history.empty):
         for tensor in live:
             _scope.buffers[tensor] = None
 
 
-def _empty_buffer(histories: Histories, buffer: torch.Tensor, *, persistent: bool) -> torch.Tensor:
+def _empty_buffer(buffer: torch.Tensor, *, persistent: bool) -> torch.Tensor:
     """Return the tensor to register for ``buffer``; its first registration decides for all."""
     known = _scope.buffers
     if buffer not in known:
         empty = None
         if persistent and is_plain(buffer) and not buffer.is_meta:
-            empty = _like_buffer(_emptied(histories, buffer), buffer)
+            empty = _like_buffer(_stand_in(buffer), buffer)
         known[buffer] = empty
     replacement: torch.Tensor | None = known[buffer]
     return buffer if replacement is None else replacement
@@ -257,21 +244,13 @@ def _empty_buffer(histories: Histories, buffer: torch.Tensor, *, persistent: boo
 
 def _deferred_buffer(histories: Histories, history: History, buffer: torch.Tensor) -> torch.Tensor:
     """Return the tensor to register for a deferred ``buffer``, which stays deferred."""
-    known = _registered_before(history, buffer)
+    known = history.buffers.get(region_of(buffer))
     if known is not None:
         return known
     empty = _like_buffer(empty_on_meta(buffer), buffer)
     histories.derive(empty, histories.freeze_call(torch.clone, (buffer,), {}), history.device, empty=True)
-    history.buffers.append(empty)
+    history.buffers[region_of(buffer)] = empty
     return empty
-
-
-def _registered_before(history: History, buffer: torch.Tensor) -> torch.Tensor | None:
-    """Return the empty tensor that is registered in place of a deferred ``buffer``, if one is."""
-    for known in history.buffers:
-        if known.shape == buffer.shape and known.stride() == buffer.stride() and known.dtype == buffer.dtype:
-            return known
-    return None
 
 
 def _like_buffer(empty: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

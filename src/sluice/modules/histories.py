@@ -24,6 +24,7 @@ import torch
 from msgspec import Struct, field
 
 from sluice._geometry import contiguous_stride, is_dense
+from sluice.modules.regions import Region
 
 # Storages have no public identity.
 # ruff: noqa: SLF001
@@ -100,8 +101,8 @@ class History(Struct, eq=False):
     has_parameter: bool = False
     #: Module class and name under which it was registered, as ``"Linear.weight"``.
     owner: str = ""
-    #: Empty tensors that were registered as persistent buffers in place of a tensor over this storage.
-    buffers: list[torch.Tensor] = field(default_factory=list)
+    #: Empty tensors that were registered as persistent buffers in place of tensors over this storage.
+    buffers: dict[Region, torch.Tensor] = field(default_factory=dict)
 
     def live(self) -> list[torch.Tensor]:
         """Return the held tensors that still exist."""

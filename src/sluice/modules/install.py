@@ -23,6 +23,7 @@ from sluice._errors import PartialLoadError
 from sluice.matching.match import Match
 from sluice.matching.placement import Placement, device_of
 from sluice.modules.collect import Holding, ModuleState, Owner
+from sluice.modules.leftovers import NESTING
 from sluice.modules.load_hooks import restore_extra_state, run_post_hooks
 from sluice.modules.swap import swap_data, with_data
 
@@ -133,6 +134,9 @@ def _after_loading(problem: str, state: ModuleState) -> PartialLoadError:
 def install_one(state: ModuleState, slot: int, tensor: torch.Tensor) -> bool:
     """Give one tensor of the module, and its aliases, new memory; return whether they are still the same objects."""
     same = [_set_memory(state.module, holding, tensor) for holding in state.holdings(slot)]
+    for follower in state.followers.get(slot, ()):
+        holding = Holding(tensor=follower.tensor, owners=())
+        same.append(_set_memory(state.module, holding, follower.view_of(tensor)))
     return all(same)
 
 
@@ -180,15 +184,26 @@ def _replace_in_attributes(module: nn.Module, old: torch.Tensor, new: torch.Tens
     """Replace a tensor in plain attributes, and in their lists, tuples and dicts, as recurrent layers have them."""
     for part in module.modules():
         for name, value in vars(part).items():
-            members: Any = value
             if value is old:
                 vars(part)[name] = new
-            elif type(value) is tuple and any(member is old for member in value):
-                vars(part)[name] = tuple(new if member is old else member for member in value)
-            elif isinstance(value, (list, dict)):
-                for key, member in list(members.items() if isinstance(value, dict) else enumerate(value)):
-                    if member is old:
-                        members[key] = new
+            elif isinstance(value, (list, tuple, dict)):
+                vars(part)[name] = _replaced_in(value, old, new)
+
+
+def _replaced_in(value: Any, old: torch.Tensor, new: torch.Tensor, depth: int = NESTING) -> Any:
+    """Return a value in which a tensor is replaced: lists and dicts themselves, tuples that had it as new ones."""
+    if value is old:
+        return new
+    if isinstance(value, (list, dict)) and depth:
+        for key, member in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            other = _replaced_in(member, old, new, depth - 1)
+            if other is not member:
+                value[key] = other
+    elif type(value) is tuple and depth:
+        members = [_replaced_in(member, old, new, depth - 1) for member in value]
+        if any(one is not other for one, other in zip(members, value, strict=True)):
+            return tuple(members)
+    return value
 
 
 def _move(module: nn.Module, holdings: Sequence[Holding], device: str | None) -> None:

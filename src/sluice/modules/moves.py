@@ -11,39 +11,14 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-# Storages have no public identity.
-# ruff: noqa: SLF001
+from sluice.modules.storage_table import StorageTable
 
 __all__ = ["describe_moves", "home_of", "moved_to", "remember_move"]
 
 
-class _Moves:
-    """Device of each moved storage, by the address of the storage."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[StorageWeakRef, torch.device]] = {}
-        self._most = 256
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
-    def add(self, storage: torch.UntypedStorage, device: torch.device) -> None:
-        """Add a storage. Expired ones are removed each time their number may have doubled."""
-        if len(self._found) >= self._most:
-            self._found = {at: move for at, move in self._found.items() if not move[0].expired()}  # type: ignore[no-untyped-call]
-            self._most = 256 + 2 * len(self._found)
-        self._found[storage._cdata] = (StorageWeakRef(storage), device)  # type: ignore[no-untyped-call]
-
-    def get(self, storage: torch.UntypedStorage) -> torch.device | None:
-        """Return the device of a storage, or None."""
-        reference, device = self._found.get(storage._cdata, (None, None))
-        return None if reference is None or reference.expired() else device  # type: ignore[no-untyped-call]
-
-
-_moves = _Moves()
+_moves: StorageTable[torch.device] = StorageTable()
 
 
 def remember_move(storage: torch.UntypedStorage, device: torch.device) -> None:
