@@ -164,8 +164,8 @@ class Case:
     cold: bool = False
     #: Whether CI leaves it out.
     long: bool = False
-    #: Whether all buffers are used, so that the peak is at least F.
-    fills: bool = True
+    #: Whether it is known to take more than the contract allows.
+    exceeds: bool = False
 
 
 def nbytes(shapes: Shapes, item: int = 4) -> int:
@@ -299,7 +299,9 @@ def _load(file: str, *, staging: int = _S, cold: bool = False, long: bool = Fals
     )  # fmt: skip
 
 
-def _even(file: str, *, staging: int = _DEFAULT, cold: bool = True, long: bool = False, item: int = 4, **how: Any) -> Case:
+def _even(
+    file: str, *, staging: int = _DEFAULT, cold: bool = True, long: bool = False, item: int = 4, **how: Any
+) -> Case:
     """Return a load of ``EVEN``, a file that is large enough for direct reads."""
     return Case(
         file=file, prepare=_into(_numbered(EVEN), staging, **how), staging_bytes=staging,
@@ -311,7 +313,6 @@ def _written(file: str, prepare: Callable[[str, str], Call], *, long: bool = Fal
     return Case(file=file, prepare=prepare, staging_bytes=staging, final_bytes=0, long=long)
 
 
-_ROWS = {"0": SHAPES[0]}
 _HALF = "bfloat16"
 
 CASES: dict[str, Case] = {
@@ -347,21 +348,28 @@ CASES: dict[str, Case] = {
         file="even-legacy.pt", prepare=_state_dict(_DEFAULT), staging_bytes=_DEFAULT, final_bytes=_F_EVEN, cold=True
     ),
     "state dict, views": Case(
-        file="views.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=4 * (9216 * 1024 + 4608 * 1024 + 216 * 2048)
+        file="views.pt",
+        prepare=_state_dict(_S),
+        staging_bytes=_S,
+        final_bytes=4 * (9216 * 1024 + 4608 * 1024 + 216 * 2048),
     ),
     "optimizer": Case(
         file="training.pt", prepare=_optimizer(_S), staging_bytes=_S, final_bytes=2 * nbytes(EVEN[:8]) + 8 * 4
     ),
     "hf": Case(file="huggingface", prepare=_pretrained(_S), staging_bytes=_S, final_bytes=0, long=True),
-    "hf, cast": Case(file="huggingface", prepare=_pretrained(_S, dtype=_HALF), staging_bytes=_S, final_bytes=0, long=True),
+    "hf, cast": Case(
+        file="huggingface", prepare=_pretrained(_S, dtype=_HALF), staging_bytes=_S, final_bytes=0, long=True
+    ),
     "many tensors": Case(
         file="many.pt", prepare=_into(_numbered(MANY), _S), staging_bytes=_S, final_bytes=nbytes(MANY)
     ),
     "100,000 tensors": Case(
-        file="most.pt", prepare=_into(_numbered(MOST), _S), staging_bytes=_S, final_bytes=nbytes(MOST), long=True
+        file="most.pt", prepare=_into(_numbered(MOST), _S), staging_bytes=_S, final_bytes=nbytes(MOST),
+        long=True, exceeds=True,
     ),
     "100,000 tensors, state dict": Case(
-        file="most.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=nbytes(MOST), long=True
+        file="most.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=nbytes(MOST),
+        long=True, exceeds=True,
     ),
     # Conversions and saves
     "convert torch to safetensors": _written("zip.pt", _convert("f.safetensors", 16 * MIB)),
