@@ -37,7 +37,7 @@ print(json.dumps([outcome.predicted_bytes, *outcome.sizes()]), flush=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a call returned; it keeps the finished tensors until the peak was read."""
+    """Result of a call; it keeps the finished tensors until the peak was read."""
 
     #: Growth that the report predicts, in bytes; None if it predicts none.
     predicted_bytes: int | None = None
@@ -63,11 +63,11 @@ class Growth:
     predicted_bytes: int | None
     #: Bytes of the finished tensors: F.
     final_bytes: int
-    #: What the contract allows in addition to F and staging.
+    #: Allowance of the contract in addition to F and staging.
     overhead_bytes: int
 
     def allowed_bytes(self, staging_bytes: int) -> int:
-        """Return what the contract allows."""
+        """Return the growth that the contract allows."""
         return self.final_bytes + staging_bytes + self.overhead_bytes
 
 

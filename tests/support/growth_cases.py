@@ -127,7 +127,7 @@ def _huggingface(path: Path) -> None:
     safetensors.torch.save_file(state, path / "model.safetensors", metadata={"format": "pt"})
 
 
-#: Checkpoints by name; the suffix is that of the file, and none is a directory.
+#: Checkpoints by name; a name without a suffix is that of a directory.
 FILES: dict[str, Callable[[Path], None]] = {
     "zip.pt": _torch(SHAPES),
     "even.pt": _torch(EVEN),

@@ -215,7 +215,7 @@ class Machine:
 
         Picklers number the objects that they write from 0, Python 2's ``cPickle`` from 1, and its
         ``pickletools.optimize`` leaves gaps. An object takes at least one opcode, so a larger index would only
-        determine the size of the memo. Bytes are no bound: one opcode may have all of the pickle as its text.
+        determine the size of the memo. Bytes would not bound it: one opcode may have all of the pickle as its text.
         """
         memo, largest = self.memo, self.limits.nodes - length_hint(self.steps) + self.untaken
         if index > largest:
