@@ -191,10 +191,18 @@ def test_the_memo_may_start_at_any_number_and_have_gaps() -> None:
         load(body(b"]q\x01h\x00\x86"))
 
 
-def test_an_index_above_the_number_of_bytes_would_size_the_memo() -> None:
+@pytest.mark.parametrize(
+    ("opcodes", "largest"),
+    [
+        (b"Nr\xff\xff\xff\xff", 3),
+        (b"X\xe8\x03\x00\x00" + b"x" * 1000 + b"r\xe8\x03\x00\x00", 3),  # one opcode has a thousand bytes
+    ],
+    ids=["after one byte", "after a long text"],
+)
+def test_an_index_above_the_number_of_opcodes_would_size_the_memo(opcodes: bytes, largest: int) -> None:
     with pytest.raises(FormatError, match="larger than the number of objects") as caught:
-        load(body(b"Nr\xff\xff\xff\xff"))
-    assert caught.value.expected == "at most 4"
+        load(body(opcodes))
+    assert caught.value.expected == f"at most {largest}"
 
 
 @pytest.mark.parametrize(

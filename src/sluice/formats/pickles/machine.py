@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import repeat
+from operator import length_hint
 from typing import Any, Protocol, TypeVar
 
 from msgspec import Struct
@@ -140,6 +141,10 @@ class Machine:
         self.stack: list[Any] = []
         self.frames: list[list[Any]] = []
         self.memo: list[Any] = []
+        #: One step for each opcode that may still run.
+        self.steps = iter(range(limits.nodes))
+        #: Opcodes that took no step, because they were run together with another one.
+        self.untaken = 0
         #: End of the latest frame (protocol 4) in ``data``; 0 before the first frame.
         self.frame_end = 0
         #: Position beyond which values need ``check_end``: the end of the latest frame, or of ``data`` without frames.
@@ -158,7 +163,6 @@ class Machine:
         self.refusal: Refusal | None = None
         self._file = file
         self._offset = offset
-        self._start = offset
         self._encoding = encoding
         self._unsupported = 0
         self._max_frames = _MARKS_PER_LEVEL * limits.depth
@@ -206,10 +210,10 @@ class Machine:
         """Store the top of the stack in the memo at ``index``.
 
         Picklers number the objects that they write from 0, Python 2's ``cPickle`` from 1, and its
-        ``pickletools.optimize`` leaves gaps. An object takes at least one byte, so a larger index would only determine
-        the size of the memo.
+        ``pickletools.optimize`` leaves gaps. An object takes at least one opcode, so a larger index would only
+        determine the size of the memo. Bytes would not bound it: one opcode may have all of the pickle as its text.
         """
-        memo, largest = self.memo, self._offset + position - self._start
+        memo, largest = self.memo, self.limits.nodes - length_hint(self.steps) + self.untaken
         if index > largest:
             problem = "a memo index is larger than the number of objects before it"
             raise self.error(FormatError, problem, position, expected=f"at most {largest}", found=index)

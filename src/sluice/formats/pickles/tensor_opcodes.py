@@ -53,6 +53,9 @@ _BININT = ord("J")
 #: Layouts of the memo indices in the PUT opcodes of up to six objects.
 _PUT_INDICES = [struct.Struct("<" + count * "xI") for count in range(7)]
 
+#: Opcodes of the sequence. More integers in the size or the stride make it longer, but no more objects in the memo.
+_OPCODES = 26
+
 #: Maximum number of shared sizes and strides. Models have many tensors of few shapes.
 _MAX_SHARED = 4_096
 
@@ -84,6 +87,7 @@ def take_tensor(machine: Machine, position: int) -> int | None:
     memo.extend(compress((key, storage, shape, steps, HOOKS, ARGUMENTS), puts))
     arguments = (storage, _integer(offset), shape, steps, flag == b"\x88", _NO_HOOKS)
     machine.stack[-1] = machine.call(machine.stack[-1], arguments, position)
+    machine.untaken += _OPCODES - 1
     return match.end()
 
 

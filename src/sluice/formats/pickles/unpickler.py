@@ -21,7 +21,7 @@ regardless of the depth of the data.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 from sluice._errors import CheckpointError, FormatError, LimitError, TruncatedError
@@ -89,9 +89,9 @@ class Unpickler(Machine):
             UnsafeContentError: The pickle uses an opcode that names code and that torch.save never writes.
             UnsupportedError: The protocol is 0 or newer than 5, or a key is neither a plain value nor a tuple of them.
         """
-        position, steps = 0, iter(range(self.limits.nodes))
+        position = 0
         while position != STOPPED:
-            position = self._run(position, steps)
+            position = self._run(position)
         self.memo.clear()
         value: object = self.stack.pop()
         return value
@@ -104,11 +104,11 @@ class Unpickler(Machine):
             raise self.error(LimitError, problem, position, found=f"{end - position} bytes")
         super().check_end(position, end)
 
-    def _run(self, position: int, steps: Iterator[int]) -> int:
+    def _run(self, position: int) -> int:
         """Run opcodes from ``position``; return ``STOPPED``, or the position in refilled data at which to continue."""
         data, handlers = self.data, HANDLERS
         try:
-            for _ in steps:
+            for _ in self.steps:
                 position = handlers[data[position]](self, position + 1)
                 if position == STOPPED:
                     return position

@@ -1,0 +1,444 @@
+"""Cases of the memory contract: every format, every verb and every mechanism that moves bytes differently.
+
+``FILES`` writes the checkpoints and ``CASES`` has the calls. A test of the contract prepares a case in a fresh process;
+``support.growth`` measures the call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+import sluice
+from sluice import rules
+from support.directories import save_sharded
+from support.distributed import chunks, rows, write
+from support.growth import Outcome
+
+MIB = 1 << 20
+
+Shapes = tuple[tuple[int, ...], ...]
+Call = Callable[[], Outcome]
+
+#: 48 MiB: one tensor larger than everything that the contract allows besides it, middle-sized ones, and small ones.
+SHAPES: Shapes = ((9216, 1024), *[(512, 1024)] * 5, *[(300, 1024)] * 1, *[(64,)] * 40)
+
+#: 68 MiB in tensors of one size, which is enough that files are read directly if they are cold.
+EVEN: Shapes = ((4352, 256),) * 16
+
+#: Small tensors; many of them.
+MANY: Shapes = ((64,),) * 10_000
+MOST: Shapes = ((16,),) * 100_000
+
+
+def filled(shapes: Shapes, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {str(number): torch.full(shape, number % 7, dtype=dtype) for number, shape in enumerate(shapes)}
+
+
+def _torch(shapes: Shapes) -> Callable[[Path], None]:
+    return lambda path: torch.save(filled(shapes), path)
+
+
+def _legacy(shapes: Shapes) -> Callable[[Path], None]:
+    return lambda path: torch.save(filled(shapes), path, _use_new_zipfile_serialization=False)
+
+
+def _unaligned_legacy(shapes: Shapes) -> Callable[[Path], None]:
+    """Return a writer of a file with storages at odd addresses, which is where the length of the pickles puts them."""
+
+    def save(path: Path) -> None:
+        for letters in range(1, 9):
+            state = {**filled(shapes), "x" * letters: torch.ones(0)}
+            torch.save(state, path, _use_new_zipfile_serialization=False)
+            with sluice.open(path) as checkpoint:
+                if all(offset % 2 for offset in checkpoint.locate(range(len(shapes))).values()):
+                    return
+        raise AssertionError("no length of a name puts the storages at odd addresses")
+
+    return save
+
+
+def _views(path: Path) -> None:
+    whole = torch.ones(9216, 2048)
+    torch.save({"turned": whole[:, :1024].t(), "gaps": whole[::2, 1::2], "rows": whole[9000:]}, path)
+
+
+def _safetensors(path: Path) -> None:
+    safetensors.torch.save_file(filled(SHAPES), path)
+
+
+def _unaligned_safetensors(path: Path) -> None:
+    """Write a file whose elements are at odd addresses, as writers did that did not pad the header."""
+    safetensors.torch.save_file(filled(SHAPES), path)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes((length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :])
+
+
+def _shards(path: Path) -> None:
+    path.mkdir()
+    names = [f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)]
+    split: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
+    for number, (name, tensor) in enumerate(filled(SHAPES).items()):
+        split[names[number % 3]][name] = tensor
+    save_sharded(path, "model.safetensors.index.json", split)
+
+
+def _parameters(path: Path) -> None:
+    path.mkdir()
+    for name, tensor in filled(SHAPES).items():
+        torch.save(tensor, path / f"{name}.pt")
+
+
+def _distributed(path: Path) -> None:
+    state = filled(SHAPES)
+    whole = state.pop("0")
+    grid = [((row, column), (4608, 512)) for row in (0, 4608) for column in (0, 512)]
+    stored = {"0": chunks(whole, grid, files=2)}
+    write(path, stored | {name: rows(tensor, 2, files=2) for name, tensor in state.items()})
+
+
+def _training(path: Path) -> None:
+    """Write a training file: the model, the state of its optimizer, and values."""
+    model = filled(SHAPES)
+    state = {
+        number: {"step": torch.tensor(3.0), "exp_avg": tensor.clone(), "exp_avg_sq": tensor.clone()}
+        for number, tensor in enumerate(filled(EVEN[:8]).values())
+    }
+    groups = torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in state]).state_dict()["param_groups"]
+    torch.save({"epoch": 7, "model": model, "optimizer": {"state": state, "param_groups": groups}}, path)
+
+
+def _huggingface(path: Path) -> None:
+    import transformers
+
+    config = transformers.GPT2Config(n_layer=2, n_embd=1024, n_head=8, vocab_size=4096, n_positions=64)
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(path)
+    state = transformers.GPT2LMHeadModel(config).state_dict()
+    del state["lm_head.weight"]  # tied
+    safetensors.torch.save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+
+
+#: Checkpoints by name; a name without a suffix is that of a directory.
+FILES: dict[str, Callable[[Path], None]] = {
+    "zip.pt": _torch(SHAPES),
+    "even.pt": _torch(EVEN),
+    "legacy.pt": _legacy(SHAPES),
+    "even-legacy.pt": _legacy(EVEN),
+    "unaligned-legacy.pt": _unaligned_legacy(SHAPES),
+    "even-unaligned-legacy.pt": _unaligned_legacy(EVEN),
+    "views.pt": _views,
+    "plain.safetensors": _safetensors,
+    "unaligned.safetensors": _unaligned_safetensors,
+    "shards": _shards,
+    "parameters": _parameters,
+    "distributed": _distributed,
+    "training.pt": _training,
+    "many.pt": _torch(MANY),
+    "most.pt": _torch(MOST),
+    "huggingface": _huggingface,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call."""
+
+    #: The checkpoint that it reads; a key of ``FILES``.
+    file: str
+    #: Returns the call, with everything before it done. Takes the path of the file and a path for an output.
+    prepare: Callable[[str, str], Call]
+    #: S: bytes of staging.
+    staging_bytes: int
+    #: Bytes of the finished tensors, to check that the table is right about what is new.
+    final_bytes: int
+    #: Whether the file is not in the page cache.
+    cold: bool = False
+    #: Whether CI leaves it out.
+    long: bool = False
+    #: Whether it is known to take more than the contract allows.
+    exceeds: bool = False
+
+
+def nbytes(shapes: Shapes, item: int = 4) -> int:
+    """Return the bytes of tensors of these shapes."""
+    return item * sum(torch.Size(shape).numel() for shape in shapes)
+
+
+def _empty(shapes: Mapping[str, tuple[int, ...]], *, device: str = "meta") -> nn.Module:
+    return nn.ParameterDict({name: nn.Parameter(torch.zeros(shape, device=device)) for name, shape in shapes.items()})
+
+
+def _numbered(shapes: Shapes) -> dict[str, tuple[int, ...]]:
+    return {str(number): shape for number, shape in enumerate(shapes)}
+
+
+def _into(
+    shapes: Mapping[str, tuple[int, ...]], staging: int, *, live: bool = False, readers: int | None = None, **how: Any
+) -> Callable[[str, str], Call]:
+    def prepare(path: str, _output: str) -> Call:
+        model = _empty(shapes, device="cpu" if live else "meta")
+        load_into, memory = sluice.load_into, sluice.MemoryLimits(staging=staging)
+        if readers:
+            from sluice.planning import planner
+
+            planner.reader_count = lambda reads, facts: min(readers, len(reads))  # noqa: ARG005  the planner's function
+
+        def call() -> Outcome:
+            report = load_into(model, path, memory=memory, **how)
+            predicted = report.predicted.total_bytes
+            if live:
+                return Outcome(predicted_bytes=predicted, moved=shapes.values())
+            return Outcome(predicted_bytes=predicted, new=model.parameters)
+
+        return call
+
+    return prepare
+
+
+def _state_dict(staging: int, **how: Any) -> Callable[[str, str], Call]:
+    def prepare(path: str, _output: str) -> Call:
+        load_state_dict, memory = sluice.load_state_dict, sluice.MemoryLimits(staging=staging)
+        planned = sluice.plan(None, path, memory=memory, **how).predicted.total_bytes
+
+        def call() -> Outcome:
+            state = load_state_dict(path, memory=memory, **how)
+            return Outcome(predicted_bytes=planned, new=state.values)
+
+        return call
+
+    return prepare
+
+
+def _optimizer(staging: int) -> Callable[[str, str], Call]:
+    def prepare(path: str, _output: str) -> Call:
+        optimizer = torch.optim.AdamW(_empty(_numbered(EVEN[:8]), device="cpu").parameters())
+        warm = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+        warm.load_state_dict(warm.state_dict())  # what torch itself does at first use
+        load_optimizer, memory = sluice.load_optimizer, sluice.MemoryLimits(staging=staging)
+
+        def call() -> Outcome:
+            report = load_optimizer(optimizer, path, key="optimizer", memory=memory)
+            return Outcome(
+                predicted_bytes=report.predicted.total_bytes,
+                new=lambda: [value for state in optimizer.state.values() for value in state.values()],
+            )
+
+        return call
+
+    return prepare
+
+
+def _pretrained(staging: int, **how: Any) -> Callable[[str, str], Call]:
+    def prepare(path: str, _output: str) -> Call:
+        import transformers
+
+        small = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=8, n_positions=8)
+        transformers.GPT2LMHeadModel(small)  # imports
+        from_pretrained, memory = sluice.hf.from_pretrained, sluice.MemoryLimits(staging=staging)
+
+        def call() -> Outcome:
+            reports: list[Any] = []
+            model = from_pretrained(path, memory=memory, report=reports.append, **how)
+            return Outcome(
+                predicted_bytes=reports[0].predicted.total_bytes,
+                new=lambda: [*model.parameters(), *model.buffers()],
+            )
+
+        return call
+
+    return prepare
+
+
+def _convert(name: str, staging: int, shapes: Shapes = SHAPES, **how: Any) -> Callable[[str, str], Call]:
+    def prepare(path: str, output: str) -> Call:
+        convert, memory = sluice.convert, sluice.MemoryLimits(staging=staging)
+
+        def call() -> Outcome:
+            convert(path, f"{output}/{name}", memory=memory, **how)
+            return Outcome(moved=shapes)
+
+        return call
+
+    return prepare
+
+
+def _save(name: str, **how: Any) -> Callable[[str, str], Call]:
+    def prepare(path: str, output: str) -> Call:
+        state, save = torch.load(path, mmap=False, weights_only=True), sluice.save
+
+        def call() -> Outcome:
+            save(state, f"{output}/{name}", **how)
+            return Outcome(moved=[tuple(tensor.shape) for tensor in state.values()])
+
+        return call
+
+    return prepare
+
+
+_S = 4 * MIB
+_ALL = _numbered(SHAPES)
+_F = nbytes(SHAPES)
+_DEFAULT = 64 * MIB
+_F_EVEN = nbytes(EVEN)
+
+
+def _load(file: str, *, staging: int = _S, cold: bool = False, long: bool = False, item: int = 4, **how: Any) -> Case:
+    """Return a load of ``SHAPES``."""
+    return Case(
+        file=file, prepare=_into(_ALL, staging, **how), staging_bytes=staging, final_bytes=nbytes(SHAPES, item),
+        cold=cold, long=long,
+    )  # fmt: skip
+
+
+def _even(
+    file: str, *, staging: int = _DEFAULT, cold: bool = True, long: bool = False, item: int = 4, **how: Any
+) -> Case:
+    """Return a load of ``EVEN``, a file that is large enough for direct reads."""
+    return Case(
+        file=file, prepare=_into(_numbered(EVEN), staging, **how), staging_bytes=staging,
+        final_bytes=nbytes(EVEN, item), cold=cold, long=long,
+    )  # fmt: skip
+
+
+def _written(file: str, prepare: Callable[[str, str], Call], *, long: bool = False, staging: int = 16 * MIB) -> Case:
+    return Case(file=file, prepare=prepare, staging_bytes=staging, final_bytes=0, long=long)
+
+
+_HALF = "bfloat16"
+
+CASES: dict[str, Case] = {
+    # Formats, cached
+    "zip": _load("zip.pt"),
+    "zip, cast": _load("zip.pt", item=2, dtype=_HALF),
+    "legacy": _load("legacy.pt"),
+    "legacy, cast": _load("legacy.pt", item=2, dtype=_HALF, long=True),
+    "legacy, unaligned": _load("unaligned-legacy.pt", strict=False),
+    "safetensors": _load("plain.safetensors", long=True),
+    "safetensors, unaligned": _load("unaligned.safetensors"),
+    "safetensors, unaligned, cast": _load("unaligned.safetensors", item=2, dtype=_HALF, long=True),
+    "shards": _load("shards"),
+    "parameters": _load("parameters"),
+    "distributed": _load("distributed"),
+    "distributed, cast": _load("distributed", item=2, dtype=_HALF, long=True),
+    "training, key": _load("training.pt", key="model"),
+    # Cold: direct reads
+    "zip, cold": _even("even.pt"),
+    "zip, cold, cast": _even("even.pt", item=2, dtype=_HALF),
+    "legacy, cold": _even("even-legacy.pt"),
+    "legacy, cold, cast": _even("even-legacy.pt", item=2, dtype=_HALF),
+    "legacy, unaligned, cold": _even("even-unaligned-legacy.pt", strict=False),
+    "legacy, unaligned, cold, cast": _even("even-unaligned-legacy.pt", strict=False, item=2, dtype=_HALF, long=True),
+    "safetensors, unaligned, cold": _load("unaligned.safetensors", cold=True, page_cache="bypass"),
+    "shards, cold": _load("shards", cold=True, page_cache="bypass", long=True),
+    "distributed, cold": _load("distributed", cold=True, page_cache="bypass"),
+    "parameters, cold": _load("parameters", cold=True, page_cache="bypass", long=True),
+    # Verbs and targets
+    "live": Case(file="zip.pt", prepare=_into(_ALL, _S, live=True), staging_bytes=_S, final_bytes=0),
+    "state dict": Case(file="zip.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=_F),
+    "state dict, legacy, cold": Case(
+        file="even-legacy.pt", prepare=_state_dict(_DEFAULT), staging_bytes=_DEFAULT, final_bytes=_F_EVEN, cold=True
+    ),
+    "state dict, views": Case(
+        file="views.pt",
+        prepare=_state_dict(_S),
+        staging_bytes=_S,
+        final_bytes=4 * (9216 * 1024 + 4608 * 1024 + 216 * 2048),
+    ),
+    "optimizer": Case(
+        file="training.pt", prepare=_optimizer(_S), staging_bytes=_S, final_bytes=2 * nbytes(EVEN[:8]) + 8 * 4
+    ),
+    "hf": Case(file="huggingface", prepare=_pretrained(_S), staging_bytes=_S, final_bytes=0, long=True),
+    "hf, cast": Case(
+        file="huggingface", prepare=_pretrained(_S, dtype=_HALF), staging_bytes=_S, final_bytes=0, long=True
+    ),
+    "many tensors": Case(
+        file="many.pt", prepare=_into(_numbered(MANY), _S), staging_bytes=_S, final_bytes=nbytes(MANY)
+    ),
+    "100,000 tensors": Case(
+        file="most.pt", prepare=_into(_numbered(MOST), _S), staging_bytes=_S, final_bytes=nbytes(MOST),
+        long=True, exceeds=True,
+    ),
+    "100,000 tensors, state dict": Case(
+        file="most.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=nbytes(MOST),
+        long=True, exceeds=True,
+    ),
+    # Conversions and saves
+    "convert torch to safetensors": _written("zip.pt", _convert("f.safetensors", 16 * MIB)),
+    "convert legacy to torch, cast": _written("legacy.pt", _convert("f.pt", 16 * MIB, dtype=_HALF)),
+    "convert safetensors to shards": _written(
+        "plain.safetensors", _convert("model", 16 * MIB, format="huggingface", max_shard_size="20MiB")
+    ),
+    "convert distributed to safetensors": _written("distributed", _convert("f.safetensors", 16 * MIB)),
+    "convert, transposed": _written(
+        "even.pt", _convert("f.safetensors", 16 * MIB, EVEN, rules=[rules.transpose("*")])
+    ),
+    "convert unaligned to torch": _written("unaligned.safetensors", _convert("f.pt", 16 * MIB), long=True),
+    "convert shards to torch": _written("shards", _convert("f.pt", 16 * MIB), long=True),
+    "convert parameters to safetensors": _written("parameters", _convert("f.safetensors", 16 * MIB), long=True),
+    "convert distributed to torch, cast": _written(
+        "distributed", _convert("f.pt", 16 * MIB, dtype=_HALF), long=True
+    ),
+    "convert torch to parameters": _written("zip.pt", _convert("out", 16 * MIB, format="per-parameter"), long=True),
+    "save torch": _written("zip.pt", _save("f.pt")),
+    "save safetensors, cast": _written("zip.pt", _save("f.safetensors", dtype=_HALF)),
+    "save views": _written("views.pt", _save("f.safetensors")),
+    "save shards": _written("zip.pt", _save("model", format="huggingface", max_shard_size="20MiB"), long=True),
+    "save parameters": _written("zip.pt", _save("out", format="per-parameter"), long=True),
+}  # fmt: skip
+
+
+def _add_rules() -> None:
+    """Add the rules that move bytes in ways of their own."""
+    turned = {"w": (1024, 9216)}
+    half = {"a": (4608, 1024), "b": (4608, 1024)}
+    joined = {"w": (16 * 4352, 256)}
+    table: dict[str, tuple[str, Mapping[str, tuple[int, ...]], list[Any], dict[str, Any]]] = {
+        "rule transpose": ("zip.pt", turned, [rules.rename("0", "w"), rules.transpose("w")], {}),
+        "rule transpose, cast": ("zip.pt", turned, [rules.rename("0", "w"), rules.transpose("w")], {"dtype": _HALF}),
+        "rule split": ("zip.pt", half, [rules.split("0", ("a", "b"))], {}),
+        "rule scale": ("zip.pt", {"0": SHAPES[0]}, [rules.scale("0", 0.5)], {}),
+        "rule resize": ("zip.pt", {"0": (9300, 1024)}, [rules.resize("0", 9300)], {}),
+        "rule concatenate": ("even.pt", joined, [rules.concatenate([str(n) for n in range(16)], "w", dim=0)], {}),
+        "rule concatenate columns": (
+            "even.pt", {"w": (4352, 16 * 256)}, [rules.concatenate([str(n) for n in range(16)], "w", dim=1)], {}
+        ),
+    }  # fmt: skip
+    for name, (file, shapes, applied, how) in table.items():
+        CASES[name] = Case(
+            file=file,
+            prepare=_into(shapes, _S, rules=applied, strict=False, **how),
+            staging_bytes=_S,
+            final_bytes=nbytes(tuple(shapes.values()), 2 if how else 4),
+            long=name in {"rule transpose, cast", "rule scale", "rule resize"},
+        )
+
+
+def _add_readers() -> None:
+    """Add loads with other numbers of readers; each thread has a heap and a stack."""
+    for count in (2, 16):
+        for file in ("even.pt", "even-legacy.pt"):
+            CASES[f"{count} readers, {file}"] = _even(file, readers=count, long=count == 2)
+
+
+_add_rules()
+_add_readers()
+
+
+def evict(path: Path) -> None:
+    """Remove a file, or the files of a directory, from the page cache."""
+    for file in [path] if path.is_file() else path.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
