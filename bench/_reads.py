@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -178,15 +177,17 @@ def _work(
         problem = f"wrong values in {len(wrong)} tensors, first {wrong[0]}" if wrong else ""
         answers.send(Outcome(seconds=seconds, problem=problem))
     except BaseException as error:  # noqa: BLE001  (sent to the parent)
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        answers.send(Outcome(problem=f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"))
+        text = error.strerror if isinstance(error, OSError) and type(error).__module__ == "builtins" else str(error)
+        answers.send(Outcome(problem=f"{type(error).__name__}: {text}"))
 
 
 def _import_everything() -> None:
     """Load a file of one tensor, so that the clock measures reads and not imports."""
     with tempfile.TemporaryDirectory() as folder:
         save_file({"weight": torch.ones(1, 1)}, Path(folder) / "one.safetensors")
-        sluice.load_into(torch.nn.Linear(1, 1, bias=False), Path(folder) / "one.safetensors")
+        with torch.device("meta"):
+            model = torch.nn.Linear(1, 1, bias=False)
+        sluice.load_into(model, Path(folder) / "one.safetensors")
 
 
 def _claim_memory(nbytes: int) -> None:

@@ -28,7 +28,7 @@ __all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
 
 #: Local file systems on which direct reads and writes were measured to be at least as fast as buffered ones. Network
 #: and FUSE file systems, and those that merely accept the flag, are excluded.
-_DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
+_DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "erofs", "overlay"})
 
 #: Facts for unread files and non-local sources: assume buffered reads.
 _UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
