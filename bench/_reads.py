@@ -69,7 +69,7 @@ class Outcome:
 
     #: Seconds from the call until every byte was there.
     seconds: float = 0.0
-    #: What went wrong; empty if nothing did.
+    #: Text of the failure, or the names of wrong tensors; empty without one.
     problem: str = ""
 
 

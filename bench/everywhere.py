@@ -51,7 +51,7 @@ class Row:
     skipped: str = ""
     #: Seconds of each run by method.
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    #: What went wrong, by method.
+    #: Texts of failures by method.
     problems: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -158,8 +158,10 @@ def main(
     with temporary_folder(directory) as folder:
         machine = _machine.describe(folder, ("torch", "sluice", "safetensors"))
         for name in places or PLACES:
-            console.print(name, style="dim")
-            rows += _rows(name, parse_bytes(size), runs, files or FILES, folder)
+            measured = _rows(name, parse_bytes(size), runs, files or FILES, folder)
+            for line in table(measured)[2:]:
+                console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+            rows += measured
     chosen = "".join([f" --place {name!r}" for name in places] + [f" --file {name}" for name in files])
     command = f"python -m bench.everywhere --size {size} --runs {runs}{chosen}"
     document: dict[str, Any] = {"command": command, "machine": machine, "rows": [asdict(row) for row in rows]}

@@ -1,7 +1,7 @@
 """Places that a checkpoint is read from: file systems, slow storage, control groups.
 
-Each is undone when its block ends. Mounts are made in a mount namespace of this process, so that they vanish with it,
-however it ends; a loop device that is still in use then is detached when its file system is unmounted.
+Each is undone when its block ends, also by Ctrl-C and SIGTERM. Mounts are made in a mount namespace of this process, so
+that they vanish with it, however it ends; after SIGKILL a loop device can remain, which ``losetup --detach`` frees.
 """
 
 from __future__ import annotations

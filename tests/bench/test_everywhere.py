@@ -78,5 +78,5 @@ def test_a_place_that_cannot_be_set_up_is_skipped_with_the_reason(
 
 
 def test_a_missing_program_is_the_reason() -> None:
-    with pytest.raises(Unavailable, match=r"mkfs\.none is not installed"):
-        places._run("mkfs.none")
+    with pytest.raises(Unavailable, match=r"mkfs\.absent is not installed"):
+        places._run("mkfs.absent")
