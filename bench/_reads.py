@@ -204,7 +204,7 @@ def _used_bytes(limit_file: Path) -> int:
 
 
 def _contract_bytes(model: torch.nn.Module) -> int:
-    sizes = [tensor.nbytes for tensor in model.state_dict().values()]
+    sizes = [int(tensor.nbytes) for tensor in model.state_dict().values()]
     each = sum(_TENSOR_BYTES + (_LARGE_TENSOR_BYTES if size >= _LARGE_BYTES else 0) for size in sizes)
     return sum(sizes) + _STAGING_BYTES + _CONSTANT_BYTES + each
 
