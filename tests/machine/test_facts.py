@@ -120,6 +120,7 @@ def test_probes_read_one_byte_each_and_stop_if_the_kernel_does_not_answer(
         return answer
 
     monkeypatch.setattr(_residency, "_cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(_residency, "_may_ask_mincore", lambda _: False)
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
     monkeypatch.setattr(_facts, "filesystem_type", lambda _: "ext4")
@@ -128,6 +129,50 @@ def test_probes_read_one_byte_each_and_stop_if_the_kernel_does_not_answer(
     monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
     assert file_facts(file).cached == expected
     assert [(offset // 102_400, *rest) for offset, *rest in asked] == [(i, 1, 8) for i in range(len(asked))]
+
+
+@pytest.fixture
+def like_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every file system count no pages and refuse reads without waiting, as overlay does."""
+    preadv = os.preadv
+
+    def refuse(descriptor: int, buffers: list[bytearray], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(_residency, "_cached_bytes", lambda *_: 0)
+    monkeypatch.setattr(os, "preadv", refuse)
+
+
+@pytest.mark.usefixtures("like_overlay")
+def test_file_systems_that_answer_no_probe_are_asked_through_a_mapping(tmp_path: Path) -> None:
+    path, step = tmp_path / "f", MIB
+    path.write_bytes(bytes(8 * MIB + 1))
+    if not make_cold(path):
+        pytest.skip("this file system keeps all files in memory")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        assert probe_cache(descriptor, range(0, 8 * MIB + 1, step)) == (False,) * 9
+        os.pread(descriptor, MIB, 2 * MIB)
+        os.pread(descriptor, 1, 8 * MIB)
+        found = probe_cache(descriptor, range(0, 8 * MIB + 1, step))
+        assert [part for part, cached in enumerate(found) if cached] == [2, 8]
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.usefixtures("like_overlay")
+@pytest.mark.parametrize(("owner", "writer"), [(True, False), (False, True), (False, False)])
+def test_only_who_owns_a_file_or_may_write_to_it_asks_through_a_mapping(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch, owner: bool, writer: bool
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(file.path).st_uid if owner else 4_294_967_294)
+    monkeypatch.setattr(os, "access", lambda *_, **__: writer)
+    with file.lend() as descriptor:
+        found = probe_cache(descriptor, range(0, 300_000, MIB))
+    assert found == ((True,) if owner or writer else ())
 
 
 @pytest.mark.parametrize("counts_pages", [True, False])

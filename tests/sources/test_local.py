@@ -304,12 +304,15 @@ def test_direct_reads_end_with_the_file(source: LocalFile, aligned: memoryview) 
     assert aligned[: len(CONTENT) - 4096] == CONTENT[4096:]
 
 
-def test_direct_io_that_is_refused_when_opening(source: LocalFile, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=["EINVAL", "EOPNOTSUPP"])
+def test_direct_io_that_is_refused_when_opening(
+    source: LocalFile, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     real = os.open
 
     def refuse(path: str, flags: int) -> int:
         if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            raise OSError(number, os.strerror(number))
         return real(path, flags)
 
     monkeypatch.setattr(os, "open", refuse)
@@ -331,11 +334,12 @@ def direct_in_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("direct_in_name_only")
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP], ids=["EINVAL", "EOPNOTSUPP"])
 def test_direct_io_that_is_refused_when_reading(
-    source: LocalFile, aligned: memoryview, monkeypatch: pytest.MonkeyPatch
+    source: LocalFile, aligned: memoryview, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     def refuse(read: Reader, buffer: memoryview, offset: int) -> int:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        raise OSError(number, os.strerror(number))
 
     patch_preadv(monkeypatch, refuse)
     with pytest.raises(DirectIOUnavailable):

@@ -7,6 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,8 @@ def make_cold(checkpoint: Path) -> bool:
         for file in _files(checkpoint):
             descriptor = os.open(file, os.O_RDONLY)
             try:
-                os.fsync(descriptor)
+                with suppress(OSError):  # file systems that are never written, such as squashfs, refuse it
+                    os.fsync(descriptor)
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(descriptor)

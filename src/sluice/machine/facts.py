@@ -32,7 +32,7 @@ __all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
 
 #: Local file systems on which direct reads and writes were measured to be at least as fast as buffered ones. Network
 #: and FUSE file systems, and those that merely accept the flag, are excluded.
-_DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "overlay"})
+_DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "erofs", "overlay"})
 
 #: Memory that programs can take without swapping, in KiB.
 _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+)", re.MULTILINE)

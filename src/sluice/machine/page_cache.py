@@ -1,19 +1,24 @@
 """Probes of the page cache: the cached parts of a file, found without waiting for the disk.
 
 Linux 6.5 and later count the cached pages of a range (``cachestat``). Newer versions do so only for processes that may
-write to the file, and stacked file systems report wrong counts. In these cases single bytes are read without waiting
+write to the file, and overlay file systems count nothing. In these cases single bytes are read without waiting
 (``RWF_NOWAIT``). Such a probe fails if its page is not cached, but the kernel starts to read that page nevertheless;
-so its offset is random, and the next load does not probe the same page.
+so its offset is random, and the next load does not probe the same page. Overlay file systems, which hold the files of
+containers, refuse that as well; but a mapping there is one of the file below, so ``mincore`` answers. To processes that
+neither own the file nor may write to it, it reports every page as cached, so these do not ask.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
+from collections.abc import Callable
 
 from sluice import _options as options
+from sluice.sources.mapping import map_privately
 
 __all__ = ["probe_cache"]
 
@@ -43,13 +48,25 @@ def probe_cache(descriptor: int, offsets: range) -> tuple[bool, ...]:
     Returns:
         One flag per part; empty if the kernel does not support probing.
     """
-    if not offsets or not _counts_pages(descriptor):
-        return _probe_bytes(descriptor, offsets)
+    if not offsets:
+        return ()
+    if _counts_pages(descriptor):
+        return _probe_ranges(_cached_bytes, descriptor, offsets)
+    found = _probe_bytes(descriptor, offsets)
+    if found or not _may_ask_mincore(descriptor):
+        return found
+    try:
+        return _probe_ranges(_mapped_bytes, descriptor, offsets)
+    except OSError:  # no mapping, or no mincore
+        return ()
+
+
+def _probe_ranges(cached_bytes: Callable[[int, int, int], int], descriptor: int, offsets: range) -> tuple[bool, ...]:
     found = []
     for offset in offsets:
         nbytes = min(options.PROBE_BYTES, offsets.step, offsets.stop - offset)
         # Half of it, as reading a header caches some neighbouring pages.
-        found.append(2 * _cached_bytes(descriptor, offset, nbytes) >= nbytes)
+        found.append(2 * cached_bytes(descriptor, offset, nbytes) >= nbytes)
     return tuple(found)
 
 
@@ -69,6 +86,30 @@ def _cached_bytes(descriptor: int, offset: int, nbytes: int) -> int:
     place, pages = _CachestatRange(offset, nbytes), _CachestatCounts()
     refused = _libc.syscall(ctypes.c_long(_CACHESTAT), descriptor, ctypes.byref(place), ctypes.byref(pages), 0)
     return 0 if refused else int(pages.cached) * mmap.PAGESIZE
+
+
+def _may_ask_mincore(descriptor: int) -> bool:
+    """Return whether ``mincore`` tells this process the truth about a file."""
+    if _libc is None:
+        return False
+    if os.geteuid() in (0, os.fstat(descriptor).st_uid):
+        return True
+    return os.access(f"/proc/self/fd/{descriptor}", os.W_OK, effective_ids=True)
+
+
+def _mapped_bytes(descriptor: int, offset: int, nbytes: int) -> int:
+    """Return the bytes of the cached pages of a range that starts at a page, by mapping it without touching it.
+
+    Raises:
+        OSError: The system cannot map the file, or has no ``mincore``.
+    """
+    assert _libc is not None
+    mapping, lead = map_privately(descriptor, offset, nbytes)
+    pages = (ctypes.c_ubyte * -(-(lead + nbytes) // mmap.PAGESIZE))()
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(lead + nbytes), pages):
+        raise OSError(errno.ENOSYS, "mincore failed")
+    return sum(page & 1 for page in pages[lead // mmap.PAGESIZE :]) * mmap.PAGESIZE
 
 
 def _probe_bytes(descriptor: int, offsets: range) -> tuple[bool, ...]:

@@ -40,6 +40,9 @@ _HAS_PREADV = hasattr(os, "preadv")
 #: file systems may do; after the last retry the error is raised.
 _PAUSES_SECONDS = (0.001, 0.01, 0.1)
 
+#: Errors of open and read with which file systems refuse direct I/O; the first one also means a wrong alignment.
+_REFUSED_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
 
 def _identity(status: os.stat_result) -> FileIdentity:
     return FileIdentity(
@@ -123,7 +126,7 @@ class LocalFile:
             try:
                 found = self._read_some(descriptor, buffer[done:], offset + done)
             except OSError as error:
-                if direct and error.errno == errno.EINVAL:
+                if direct and error.errno in _REFUSED_DIRECT:
                     raise DirectIOUnavailable(self._path) from error
                 raise read_error("reading failed", error, file=self._path, offset=offset + done) from error
             if found == 0:
@@ -182,7 +185,7 @@ class LocalFile:
             # One step: an interrupt during the call cannot separate it from the list.
             opened.extend(map(os.open, (self._path,), (flags,)))
         except OSError as error:
-            if direct and error.errno == errno.EINVAL:
+            if direct and error.errno in _REFUSED_DIRECT:
                 raise DirectIOUnavailable(self._path) from error
             raise
         found = _identity(os.fstat(opened[0]))
