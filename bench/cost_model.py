@@ -122,7 +122,7 @@ def fit(loads: Sequence[Load], seconds: Sequence[float]) -> Fit:
 
 
 def _non_negative(weighted: npt.NDArray[np.float64], wanted: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the least-squares solution of ``weighted @ x = wanted`` with ``x >= 0``: the best over the sets of columns."""
+    """Return the least-squares solution of ``weighted @ x = wanted`` with ``x >= 0``, tried by sets of columns."""
     best, least = np.zeros(weighted.shape[1]), float((wanted**2).sum())
     for chosen in range(1, 1 << weighted.shape[1]):
         columns = [column for column in range(weighted.shape[1]) if chosen >> column & 1]

@@ -13,7 +13,7 @@ from support.documents import DOCUMENTS, ROOT, run_document
 SKIPPED = {
     "CONTRIBUTING.md": 1,
     "README.md": 1,
-    "bench/README.md": 12,
+    "bench/README.md": 13,
     "docs/benchmarking.md": 1,  # many processes
     "docs/own-loading.md": 1,
     "docs/performance.md": 6,
@@ -22,6 +22,7 @@ SKIPPED = {
     "docs/recipes/limited-ram.md": 1,
     "docs/recipes/notebook-gpu.md": 2,
     "docs/reliability.md": 1,
+    "docs/scaling.md": 1,
     "docs/versions.md": 1,  # builds environments of several gigabytes
 }
 
