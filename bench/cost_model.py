@@ -28,7 +28,7 @@ FEATURES = ("call", "tensor", "file", "byte", "source")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a load consists of, and its source."""
+    """Sizes and counts of a load, and its source."""
 
     #: Bytes that are read.
     nbytes: float
