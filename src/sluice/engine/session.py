@@ -26,9 +26,10 @@ from sluice import _options as options
 from sluice._errors import ReadError, TruncatedError
 from sluice._geometry import round_down, round_up
 from sluice._threads import Worker, join_threads, start_threads
+from sluice.engine.read_methods import ReadMethods
 from sluice.engine.running_plan import FinishedRead, RunningPlan, RunResult, SessionEndedError, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
-from sluice.records import LoadPlan, Method, Read
+from sluice.records import LoadPlan, Read
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
 __all__ = ["Session"]
@@ -103,7 +104,7 @@ class Session:
         """
         if self.ended:
             raise SessionEndedError("the session has ended")
-        run = RunningPlan(self, plan, targets)
+        run = RunningPlan(self, plan, targets, ReadMethods(plan, self._sources))
         try:
             targets.map_files(self._sources)
             run.staging = self._staging_for(plan)
@@ -187,7 +188,7 @@ class Session:
             if read is None or self.ended:
                 return False
             if read.into is not None:
-                run.results.put(FinishedRead(read, self._read_in_place(run, read, read.into)))
+                run.results.put(self._read_in_place(run, read, read.into))
             else:
                 self._read_staged(run, read)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
@@ -199,11 +200,11 @@ class Session:
         first = read.offset % options.BLOCK_BYTES
         buffer = run.staging.borrow()
         try:
-            method = self._fetch(run, read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
+            done = self._fetch(run, read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
         except BaseException:
             run.staging.give_back(buffer)
             raise
-        filled = _Filled(run, FinishedRead(read, method), buffer)
+        filled = _Filled(run, done, buffer)
         if self._copiers and run.plan.copiers:
             self._filled.put(filled)
         else:
@@ -231,12 +232,12 @@ class Session:
         finally:
             run.staging.give_back(filled.buffer)
 
-    def _read_in_place(self, run: RunningPlan, read: Read, position: int) -> Method:
+    def _read_in_place(self, run: RunningPlan, read: Read, position: int) -> FinishedRead:
         return self._fetch(
             run, read, lambda start, nbytes: run.targets.window(position, read.into_offset + start, nbytes)
         )
 
-    def _fetch(self, run: RunningPlan, read: Read, window: Callable[[int, int], memoryview]) -> Method:
+    def _fetch(self, run: RunningPlan, read: Read, window: Callable[[int, int], memoryview]) -> FinishedRead:
         """Read a range by the first permitted method that the file system accepts.
 
         Args:
@@ -245,7 +246,8 @@ class Session:
             window: Returns memory for ``nbytes`` bytes from ``start``, counted from the range's first byte.
         """
         source = self._sources[read.file]
-        for method in read.methods:
+        methods, surprise = run.methods.of(read)
+        for method in methods:
             first, last = read.offset, read.offset + read.nbytes
             if method == "direct":
                 first, last = round_down(first, options.BLOCK_BYTES), round_up(last, options.BLOCK_BYTES)
@@ -257,7 +259,7 @@ class Session:
                 raise _short(source, read, first + found)
             if method == "buffered" and run.plan.drop_behind:
                 source.forget(read.offset, read.nbytes)
-            return method
+            return FinishedRead(read, method, surprise)
         raise ReadError("no permitted method can read this range", file=source.path, offset=read.offset)
 
     def check(self, plan: LoadPlan) -> None:

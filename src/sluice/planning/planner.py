@@ -22,8 +22,8 @@ from sluice.planning.memory_layout import lay_out_blocks
 from sluice.planning.reads import (
     CollapsedFill,
     StagedReads,
+    cached_share,
     collapse_fills,
-    is_cached,
     needs_no_staging,
     read_in_place,
     shared_ids,
@@ -97,6 +97,7 @@ def plan_load(
         reasons=(*mapped.reasons, *_read_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
         most_unfinished_reads=most_unfinished,
         drop_behind=_drops_pages(reads, facts, predicted, page_cache),
+        joins_readers=_joins_readers(reads, facts, predicted, page_cache),
         mapped_ranges=mapped.ranges,
     )
 
@@ -218,7 +219,12 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
     need a core each.
     """
     total = sum(read.nbytes for read in reads)
-    waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
+    waiting = sum(
+        read.nbytes * (1 - cached_share(facts.files[read.file], read.offset, read.nbytes))
+        if read.methods[0] == "buffered"
+        else read.nbytes
+        for read in reads
+    )
     useful = _waiting_readers(reads, total, facts) if 2 * waiting > total else facts.cores
     return max(1, min(useful, len(reads)))
 
@@ -260,11 +266,22 @@ def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, p
     if page_cache != "auto" or facts.memory_limit_bytes is None:
         return page_cache == "bypass"
     new_pages = sum(
-        read.nbytes
+        read.nbytes * (1 - cached_share(facts.files[read.file], read.offset, read.nbytes))
         for read in reads
-        if read.methods[0] == "buffered" and not is_cached(facts.files[read.file], read.offset, read.nbytes)
+        if read.methods[0] == "buffered"
     )
     return predicted.total_bytes + new_pages > facts.memory_limit_bytes
+
+
+def _joins_readers(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:
+    """Return whether to read through the page cache what other processes read at the same time.
+
+    Only if the file fits the control group together with the weights: otherwise its pages are dropped before the other
+    processes come to them.
+    """
+    if page_cache != "auto" or facts.memory_limit_bytes is None:
+        return page_cache == "auto"
+    return predicted.total_bytes + sum(read.nbytes for read in reads) <= facts.memory_limit_bytes
 
 
 def unfinished_bytes(reads: Sequence[Read], targets: Sequence[Target], most_reads: int) -> int:
@@ -363,7 +380,9 @@ def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> s
     if page_cache != "auto":
         return f"page_cache={page_cache!r}"
     if known.direct_io:
-        return f"{sum(known.cached)} of {len(known.cached)} probes were cached"
+        if not known.cached:
+            return "the page cache cannot be probed"
+        return f"{sum(known.cached) / len(known.cached):.0%} of the file was cached"
     if file.identity.nbytes < options.DIRECT_FILE_BYTES:
         return "small files are read through the page cache"
     return f"direct reads are not used on file system {known.filesystem or 'unknown'}"
