@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 from sluice.engine.read_methods import ReadMethods, Surprise
+from sluice.engine.read_queue import ReadQueue
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Method, Read
 from sluice.sources.protocol import Source
@@ -83,6 +83,7 @@ class RunningPlan:
         targets: Where the bytes go.
         results: Finished reads, and the failure if there is one.
         has_reader: Whether a thread reads for it; without one the thread that waits does.
+        reads: Reads that no reader has taken yet.
         methods: Chooses the method of each read.
         staging: The buffers of its reads.
     """
@@ -97,8 +98,7 @@ class RunningPlan:
         self.methods = methods
         self._session = session
         self._started = time.perf_counter()
-        self._reads = iter(plan.reads)
-        self._take = threading.Lock()
+        self.reads = ReadQueue(plan)
         # One permit per read whose result may wait for the caller; without a bound there are none.
         self._permits: queue.SimpleQueue[None] | None = queue.SimpleQueue() if plan.most_unfinished_reads else None
         self.admit(plan.most_unfinished_reads)
@@ -110,11 +110,10 @@ class RunningPlan:
                 self._permits.put(None)
 
     def next_read(self) -> Read | None:
-        """Wait until the plan allows one more read, and take the next in file order; None if all are taken."""
+        """Wait until the plan allows one more read, and take the next; None if there is none for this reader."""
         if self._permits is not None and self.has_reader:
             self._permits.get()
-        with self._take:
-            read = next(self._reads, None)
+        read = self.reads.take()
         if read is None:
             self.admit(1)  # another reader may be waiting to find this out
         return read

@@ -191,6 +191,7 @@ class Session:
                 run.results.put(self._read_in_place(run, read, read.into))
             else:
                 self._read_staged(run, read)
+            run.reads.done(read)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             run.results.put(error)
             return False

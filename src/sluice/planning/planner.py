@@ -99,7 +99,14 @@ def plan_load(
         drop_behind=_drops_pages(reads, facts, predicted, page_cache),
         joins_readers=_joins_readers(reads, facts, predicted, page_cache),
         mapped_ranges=mapped.ranges,
+        most_cached_reads=0 if most_unfinished else most_cached_reads(reads, readers, facts),
     )
+
+
+def most_cached_reads(reads: Sequence[Read], readers: int, facts: MachineFacts) -> int:
+    """Return how many cached ranges are read at once; 0 for no limit, if either all reads wait or none does."""
+    mixed = readers > facts.cores and len({_waits(read) for read in reads}) > 1
+    return facts.cores if mixed else 0
 
 
 def staging_buffer_bytes(staging_bytes: int, access: AccessFacts | None = None) -> int:
@@ -218,19 +225,22 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts) -> int:
     Threads that wait for a disk sleep, so that there may be more of them than cores. Threads that copy cached pages
     need a core each.
     """
-    total = sum(read.nbytes for read in reads)
-    waiting = sum(
-        read.nbytes * (1 - cached_share(facts.files[read.file], read.offset, read.nbytes))
-        if read.methods[0] == "buffered"
-        else read.nbytes
-        for read in reads
-    )
-    useful = _waiting_readers(reads, total, facts) if 2 * waiting > total else facts.cores
-    return max(1, min(useful, len(reads)))
+    waiting = [read for read in reads if _waits(read)]
+    if not waiting:
+        return max(1, min(facts.cores, len(reads)))
+    copying = min(facts.cores, len(reads) - len(waiting))
+    most = max(options.MOST_WAITING_READERS, facts.access.parallel_requests)
+    return min(min(_waiting_readers(waiting, facts), len(waiting)) + copying, most)
 
 
-def _waiting_readers(reads: Sequence[Read], total_bytes: int, facts: MachineFacts) -> int:
+def _waits(read: Read) -> bool:
+    """Return whether a read mostly waits for a disk."""
+    return read.methods[0] == "direct" or not read.cached
+
+
+def _waiting_readers(reads: Sequence[Read], facts: MachineFacts) -> int:
     """Return the number of threads that keep the bytes of ``parallel_requests`` full requests in flight."""
+    total_bytes = sum(read.nbytes for read in reads)
     access = largest_access(facts.files[file].access for file in {read.file for read in reads})
     staged_bytes = sum(read.nbytes for read in reads if read.into is None)
     if 2 * staged_bytes > total_bytes:

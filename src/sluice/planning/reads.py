@@ -136,6 +136,7 @@ def read_in_place(
             offset=offset,
             nbytes=nbytes,
             methods=permitted,
+            cached=is_cached(facts, offset, nbytes),
             into=collapsed.target,
             into_offset=offset - start,
         )
@@ -168,9 +169,7 @@ def cached_share(facts: FileFacts, offset: int, nbytes: int) -> float:
     shares = facts.cached[first : (end - 1) // step + 1]
     if len(shares) == 1:
         return shares[0]
-    cached = sum(
-        share * (min(end, (i + 1) * step) - max(offset, i * step)) for i, share in enumerate(shares, first)
-    )
+    cached = sum(share * (min(end, (i + 1) * step) - max(offset, i * step)) for i, share in enumerate(shares, first))
     return cached / nbytes
 
 
@@ -292,6 +291,7 @@ class StagedReads:
             offset=start,
             nbytes=end - start,
             methods=_permitted_methods(self._facts[file], start, end - start, self._page_cache),
+            cached=is_cached(self._facts[file], start, end - start),
             copies=tuple(copies),
             swaps=swaps,
             copies_before_swaps=len(early),

@@ -83,6 +83,8 @@ class Read(Struct, frozen=True, kw_only=True):
     nbytes: int
     #: Permitted methods in order of preference; the engine may only step down.
     methods: tuple[Method, ...]
+    #: Whether so much of its range is in the page cache that the read is a copy rather than a wait.
+    cached: bool = False
     #: Position of the target that receives the bytes without staging; None for a staged read.
     into: int | None = None
     #: With ``into``: first byte in the target.
@@ -173,7 +175,7 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     blocks: tuple[Block, ...]
     #: Bytes of each shared mapping for small targets.
     arenas: tuple[int, ...]
-    #: Reads, in the order in which they start.
+    #: Reads in file order, in which they start; see ``most_cached_reads``.
     reads: tuple[Read, ...]
     #: Number of reader threads; 0, under a limit on virtual memory, to read in the thread of the caller.
     readers: int
@@ -201,6 +203,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     most_unfinished_reads: int = 0
     #: Ranges of the files that stay mapped, for targets with a ``mapped`` block.
     mapped_ranges: tuple[MappedRange, ...] = ()
+    #: Most reads of cached ranges at the same time, next to reads that wait for a disk; 0 to read in file order.
+    most_cached_reads: int = 0
 
     @property
     def read_bytes(self) -> int:
