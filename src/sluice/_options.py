@@ -172,7 +172,7 @@ HEADER_PIECE_BYTES = 16 << 10
 PROBE_STEP_BYTES = READ_BYTES
 
 #: Most bytes that a probe examines, on kernels that count cached pages: a whole step of files up to 32 GiB. Counting
-#: the pages of 1 GiB takes a few milliseconds if all of them are cached, and microseconds if none is.
+#: the pages of 1 GiB takes a few milliseconds if all of them are cached.
 PROBE_BYTES = READ_BYTES
 
 #: Cached share of a range from which it is read through the page cache. Reading the missing pages that way takes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def test_a_goal_is_a_ratio_to_the_better_method_and_to_the_bytes_of_the_file() -
 
 @pytest.mark.long
 def test_the_command_on_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(str(cached.__file__)).parents[1]), prepend=":")
+    root = Path(str(cached.__file__)).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]))
     options = [
         "--mib",
         "64",

@@ -26,7 +26,7 @@ Surprise = Literal["", "shared", "cached"]
 
 
 class ReadState(Struct, frozen=True, kw_only=True):
-    """What is known of a range when its read starts."""
+    """State of the file and of a range when the read starts."""
 
     #: Whether another process reads the file.
     shared: bool = False
@@ -73,7 +73,7 @@ class ReadMethods:
     def _watch(self, file: int) -> FileWatch | None:
         if file not in self._watches:
             source = self._sources[file]
-            if len(self._watches) >= options.MOST_WAITING_READERS:  # no reader is that far behind
+            if len(self._watches) >= options.MOST_WAITING_READERS:  # more files than readers
                 self._close_first()
             self._watches[file] = source.watch() if isinstance(source, WatchableSource) else None
         return self._watches[file]

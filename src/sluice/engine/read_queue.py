@@ -11,7 +11,7 @@ __all__ = ["ReadQueue"]
 
 
 class ReadQueue:
-    """Reads of a plan in file order; cached ranges and others are two queues if the plan says so.
+    """Reads of a plan in file order; cached ranges and others are two queues if the plan limits the cached ones.
 
     A read of a cached range is a copy that occupies a core, and more of them than cores are slower together. The other
     readers wait for the disk meanwhile. Called from any thread.

@@ -156,7 +156,7 @@ def _permitted_methods(facts: FileFacts, offset: int, nbytes: int, page_cache: P
 
 
 def is_cached(facts: FileFacts, offset: int, nbytes: int) -> bool:
-    """Return whether so much of a range is cached that reading it through the page cache is faster."""
+    """Return whether the cached share of a range is large enough to read it through the page cache."""
     return cached_share(facts, offset, nbytes) >= options.CACHED_SHARE
 
 

@@ -83,7 +83,7 @@ class Read(Struct, frozen=True, kw_only=True):
     nbytes: int
     #: Permitted methods in order of preference; the engine may only step down.
     methods: tuple[Method, ...]
-    #: Whether so much of its range is in the page cache that the read is a copy rather than a wait.
+    #: Whether its range is in the page cache, so that the read is a copy and does not wait for a disk.
     cached: bool = False
     #: Position of the target that receives the bytes without staging; None for a staged read.
     into: int | None = None

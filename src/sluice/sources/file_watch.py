@@ -1,6 +1,6 @@
 """Notices other processes that read the same file, and pages that were cached meanwhile.
 
-Each process that reads a file directly holds a shared record lock (``F_OFD_SETLK``) on one byte far behind its end, and
+Each process that reads a file directly holds a shared record lock (``F_OFD_SETLK``) on one byte far after its end, and
 asks whether another one does (``F_OFD_GETLK``). Nothing is written, so read-only files and file systems work, and the
 kernel drops the lock of a process that dies. The lock belongs to a descriptor: other loads of the same process are
 noticed too, and closing it unlocks also for children that were forked meanwhile. Each question takes microseconds.
@@ -48,7 +48,7 @@ class FileWatch:
         if found is None:
             return False
         kind, _, start, nbytes, _ = found
-        return kind == fcntl.F_RDLCK and (start, nbytes) == (_MARK, 1)  # not a lock of another program
+        return kind == fcntl.F_RDLCK and (start, nbytes) == (_MARK, 1)  # a different program may hold other locks
 
     def cached_share(self, offset: int, nbytes: int) -> float:
         """Return the cached share of a range, from 0 to 1."""
