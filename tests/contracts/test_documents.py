@@ -13,10 +13,10 @@ from support.documents import DOCUMENTS, ROOT, run_document
 SKIPPED = {
     "CONTRIBUTING.md": 1,
     "README.md": 1,
-    "bench/README.md": 10,
+    "bench/README.md": 12,
     "docs/benchmarking.md": 1,  # many processes
     "docs/own-loading.md": 1,
-    "docs/performance.md": 5,
+    "docs/performance.md": 6,
     "docs/quickstart.md": 1,
     "docs/recipes/hugging-face-directory.md": 1,
     "docs/recipes/limited-ram.md": 1,

@@ -31,7 +31,7 @@ __all__ = ["Targets", "swap_bytes"]
 
 
 class Targets:
-    """The final memory of one plan, allocated target by target when the first bytes for it arrive."""
+    """The final memory of one plan: large targets are mapped when it begins, small ones when bytes arrive."""
 
     def __init__(
         self,
@@ -103,10 +103,20 @@ class Targets:
             self._cleanup.callback(link.finish)  # each one, even if another raises
             link.begin(self._plan.device_scratch_bytes)
         self.reserve()
+        self._map_targets()
         with torch.inference_mode(mode=False), torch.no_grad():
             for position, target in enumerate(self._plan.targets):
                 if target.constants and not target.fills:
                     self._flat(position)  # no read allocates it
+
+    def _map_targets(self) -> None:
+        """Map the memory of large targets before the readers start, except for finishers, which free it early.
+
+        A mapping waits for all page faults under way, and new faults wait for the mapping.
+        """
+        for position, (target, block) in enumerate(zip(self._plan.targets, self._plan.blocks, strict=True)):
+            if block.kind == "mapping" and target.finisher is None:
+                self._mapping(position)
 
     def reserve(self) -> None:
         """Reserve the memory of accelerators, once, before the first tensor of the plan is allocated."""

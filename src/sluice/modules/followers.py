@@ -42,7 +42,7 @@ class Follower(Struct, frozen=True, kw_only=True):
         view = loaded.detach()
         if self.is_whole:
             return view
-        assert _same_steps(loaded.shape, loaded.stride(), self.slot_stride)  # dense tensors are loaded as they are
+        assert _same_steps(loaded.shape, loaded.stride(), self.slot_stride)  # dense tensors keep their layout
         return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
 
 

@@ -109,8 +109,9 @@ def bench_command(
     Methods of the tutorial, which run unless --method is given:
       naive, sequential, meta-sequential, mmap, per-parameter, sluice
     Other loaders, which run by name if they are installed:
-      torch-load, torch-mmap, safetensors-load-model, safetensors-load-file,
-      accelerate, runai-streamer, fastsafetensors, tensorizer, instanttensor
+      torch-load, torch-mmap, torch-assign, torch-dcp, safetensors-load-model,
+      safetensors-load-file, accelerate, transformers, runai-streamer,
+      fastsafetensors, tensorizer, instanttensor
     For comparison: sluice-load-into, sluice-map, raw-direct, raw-buffered
 
     \b
