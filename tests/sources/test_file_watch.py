@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -51,25 +52,51 @@ def test_processes_notice_each_other_until_one_is_killed(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_a_lock_of_another_program_is_not_a_reader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["LOCK_SH", "LOCK_EX"])
+def test_a_lock_of_another_program_is_not_a_reader(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"x" * 4096)
-    watch = opened(path)
     child = subprocess.Popen(
-        [sys.executable, "-c", _WHOLE, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _WHOLE, str(path), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with child:
         assert child.stdout is not None
         assert child.stdout.readline() == "locked\n"
+        watch = opened(path)
         assert not watch.others_read()
+        watch.close()
         child.kill()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EAGAIN])
+def test_files_are_read_without_marks_where_locks_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> bytes:
+        raise OSError(number, "no locks")
+
+    path = tmp_path / "f"
+    path.write_bytes(b"x")
+    monkeypatch.setattr("fcntl.fcntl", refuse)
+    watch = opened(path)
+    assert not watch.others_read()
     watch.close()
+
+
+def test_a_lost_watch_closes_its_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x")
+    watch = opened(path)
+    descriptor = watch._descriptor
+    del watch
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
 
 
 _WHOLE = """
 import fcntl, sys
-stream = open(sys.argv[1], "rb")
-fcntl.lockf(stream, fcntl.LOCK_SH)
+stream = open(sys.argv[1], "r+b")
+fcntl.lockf(stream, getattr(fcntl, sys.argv[2]))
 print("locked", flush=True)
 sys.stdin.read()
 """
