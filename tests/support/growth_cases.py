@@ -190,7 +190,7 @@ def _into(
         if readers:
             from sluice.planning import planner
 
-            planner.reader_count = lambda reads, *_, **__: min(readers, len(reads))  # type: ignore[assignment,misc]
+            planner.reader_count = lambda reads, *_, **__: min(readers, len(reads))
 
         def call() -> Outcome:
             report = load_into(model, path, memory=memory, **how)
