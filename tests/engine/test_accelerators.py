@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +16,14 @@ import sluice
 from sluice._dtypes import dtype_name
 from sluice.engine.accelerators import BlockingAccelerator
 from sluice.engine.host_copies import StridedBytes
-from sluice.engine.staging import StagingPool
+from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.engine.targets import Targets
 from sluice.planning.budget import shortages
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import DeviceFacts, FileRecord, LoadPlan, MachineFacts, Request
 from sluice.sources.local import LocalFile
-from sluice.testing import FakeAccelerator
+from sluice.testing import FakeAccelerator, _accelerator
 from support.plans import MIB, entry_of, facts, index_of, request, write_storages
 from support.running import execute
 
@@ -113,15 +115,14 @@ def test_any_sizes_through_any_gate(
 def test_the_fake_notices_staging_that_is_written_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(4 * MIB)]
     places = write_storages(tmp_path / "f", tensors)
-    borrow = StagingPool.borrow
+    give_back = StagingPool.give_back
 
-    def forgetful(self: StagingPool) -> object:
-        for buffer in [self._free.get() for _ in range(self._free.qsize())]:
-            buffer.tickets.clear()
-            self._free.put(buffer)
-        return borrow(self)
+    def forgetful(self: StagingPool, buffer: StagingBuffer) -> None:
+        buffer.tickets.clear()
+        give_back(self, buffer)
 
-    monkeypatch.setattr(StagingPool, "borrow", forgetful)
+    monkeypatch.setattr(StagingPool, "give_back", forgetful)
+    monkeypatch.setattr(_accelerator, "time", SimpleNamespace(sleep=lambda _: time.sleep(0.02)))  # later than the reads
     with pytest.raises(AssertionError, match="staging buffer was overwritten before"):
         load(tmp_path / "f", tensors, places)
 

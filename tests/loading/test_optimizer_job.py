@@ -12,7 +12,10 @@ from torch import nn
 import sluice
 from support.training_runs import KINDS, Kind, differences, net, resumed, stopped, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*capturable=True.*:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning"),  # LBFGS of torch 2.8
+]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

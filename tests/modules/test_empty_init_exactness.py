@@ -42,7 +42,7 @@ def affine(x: torch.Tensor) -> torch.Tensor:
 
 def script(what: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is deprecated")  # the category depends on the version
+        warnings.filterwarnings("ignore", r"`torch\.jit\.script` is (deprecated|not supported)")  # category by version
         return torch.jit.script(what)
 
 
