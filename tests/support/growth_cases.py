@@ -190,7 +190,7 @@ def _into(
         if readers:
             from sluice.planning import planner
 
-            planner.reader_count = lambda reads, facts: min(readers, len(reads))  # noqa: ARG005  the planner's function
+            planner.reader_count = lambda reads, *_, **__: min(readers, len(reads))
 
         def call() -> Outcome:
             report = load_into(model, path, memory=memory, **how)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
+from sluice.engine.read_methods import Surprise
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Method, Read
 from sluice.sources.protocol import Source
@@ -59,8 +60,10 @@ class RunResult(Struct, frozen=True, kw_only=True):
     seconds: float
     #: Bytes read by each method.
     read_bytes: Mapping[str, int]
-    #: Reads that used a later method than the preferred one.
+    #: Reads that used a later method because the preferred one failed.
     stepped_down: int
+    #: Bytes that were read through the page cache although the plan prefers direct reads, by reason.
+    surprises: Mapping[Surprise, int]
 
 
 class FinishedRead(Struct, frozen=True):
@@ -68,6 +71,8 @@ class FinishedRead(Struct, frozen=True):
 
     read: Read
     method: Method
+    #: Reason for leaving out the preferred method.
+    surprise: Surprise = ""
 
 
 class RunningPlan:
@@ -118,11 +123,15 @@ class RunningPlan:
         """Return once every target is filled; see ``Session.run``. If this raises, the session has ended."""
         pending = _Pending(self.plan) if completed or self.plan.most_unfinished_reads else None
         read_bytes: dict[str, int] = {"direct": 0, "buffered": 0}
+        surprises: dict[Surprise, int] = {}
         stepped_down = total = 0
         try:
             for done in self._results():
                 read_bytes[done.method] += done.read.nbytes
-                stepped_down += done.method != done.read.methods[0]
+                if done.surprise:
+                    surprises[done.surprise] = surprises.get(done.surprise, 0) + done.read.nbytes
+                else:
+                    stepped_down += done.method != done.read.methods[0]
                 total += done.read.nbytes
                 if progress:
                     progress(total)
@@ -139,7 +148,12 @@ class RunningPlan:
         except BaseException:
             self._session.close()
             raise
-        return RunResult(seconds=time.perf_counter() - self._started, read_bytes=read_bytes, stepped_down=stepped_down)
+        return RunResult(
+            seconds=time.perf_counter() - self._started,
+            read_bytes=read_bytes,
+            stepped_down=stepped_down,
+            surprises=surprises,
+        )
 
     def abandon(self) -> None:
         """Finish the targets after the session's threads have ended; ``wait`` raises ``SessionEndedError``."""

@@ -26,9 +26,10 @@ from sluice import _options as options
 from sluice._errors import ReadError, TruncatedError
 from sluice._geometry import round_down, round_up
 from sluice._threads import Worker, join_threads, start_threads
+from sluice.engine.read_methods import ReadMethods
 from sluice.engine.running_plan import FinishedRead, RunningPlan, RunResult, SessionEndedError, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
-from sluice.records import LoadPlan, Method, Read
+from sluice.records import LoadPlan, Read
 from sluice.sources.protocol import DirectIOUnavailable, Source
 
 __all__ = ["Session"]
@@ -52,6 +53,7 @@ class Session:
             sources: The files of every plan, in their order.
         """
         self._sources = sources
+        self._methods = ReadMethods(sources)
         self._process = os.getpid()
         self._readers: list[Worker] = []
         self._copiers: list[Worker] = []
@@ -151,6 +153,7 @@ class Session:
         running, self._running = self._running, []
         with ExitStack() as stack:
             stack.callback(self.release_staging)
+            stack.callback(self._methods.close)
             for run in running:
                 stack.callback(run.abandon)
 
@@ -158,6 +161,8 @@ class Session:
         """Forget a plan that was waited for; a session that has ended has forgotten it already."""
         if run in self._running:
             self._running.remove(run)
+            if not self._running:
+                self._methods.close()
 
     def _staging_for(self, plan: LoadPlan) -> StagingPool:
         size = plan.staging_buffer_bytes
@@ -188,7 +193,7 @@ class Session:
             if read is None or self.ended:
                 return False
             if read.into is not None:
-                run.results.put(FinishedRead(read, self._read_in_place(run, read, read.into)))
+                run.results.put(self._read_in_place(run, read, read.into))
             else:
                 self._read_staged(run, read)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
@@ -200,11 +205,11 @@ class Session:
         first = read.offset % options.BLOCK_BYTES
         buffer = run.staging.borrow()
         try:
-            method = self._fetch(run, read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
+            done = self._fetch(run, read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
         except BaseException:
             run.staging.give_back(buffer)
             raise
-        filled = _Filled(run, FinishedRead(read, method), buffer)
+        filled = _Filled(run, done, buffer)
         if self._copiers and run.plan.copiers:
             self._filled.put(filled)
         else:
@@ -232,12 +237,12 @@ class Session:
         finally:
             run.staging.give_back(filled.buffer)
 
-    def _read_in_place(self, run: RunningPlan, read: Read, position: int) -> Method:
+    def _read_in_place(self, run: RunningPlan, read: Read, position: int) -> FinishedRead:
         return self._fetch(
             run, read, lambda start, nbytes: run.targets.window(position, read.into_offset + start, nbytes)
         )
 
-    def _fetch(self, run: RunningPlan, read: Read, window: Callable[[int, int], memoryview]) -> Method:
+    def _fetch(self, run: RunningPlan, read: Read, window: Callable[[int, int], memoryview]) -> FinishedRead:
         """Read a range by the first permitted method that the file system accepts.
 
         Args:
@@ -246,7 +251,8 @@ class Session:
             window: Returns memory for ``nbytes`` bytes from ``start``, counted from the range's first byte.
         """
         source = self._sources[read.file]
-        for method in read.methods:
+        methods, surprise = self._methods.of(run.plan, read)
+        for method in methods:
             first, last = read.offset, read.offset + read.nbytes
             if method == "direct":
                 first, last = round_down(first, options.BLOCK_BYTES), round_up(last, options.BLOCK_BYTES)
@@ -258,7 +264,7 @@ class Session:
                 raise _short(source, read, first + found)
             if method == "buffered" and run.plan.drop_behind:
                 source.forget(read.offset, read.nbytes)
-            return method
+            return FinishedRead(read, method, surprise)
         raise ReadError("no permitted method can read this range", file=source.path, offset=read.offset)
 
     def check(self, plan: LoadPlan) -> None:

@@ -11,7 +11,7 @@ and the report are the same for all and are here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, ClassVar
@@ -22,7 +22,9 @@ from msgspec.structs import replace
 
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress, byte_progress
+from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.engine.read_methods import Surprise
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.machine.peaks import PeakMeter
@@ -248,6 +250,19 @@ def load_report(job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks
         origins={request.name: request.entry.origin for request in job.requests if request.entry.origin},
         replaced=loaded.replaced,
         initialised=job.initialised,
-        notes=(*checkpoint.index.notes, *job.notes, *loaded.notes, *plan.reasons),
+        notes=(*checkpoint.index.notes, *job.notes, *loaded.notes, *plan.reasons, *_surprises(loaded.result)),
         rows=job.row_maker(),
     )
+
+
+#: Sentences on reads that did not use the method that the plan prefers, by reason.
+_SURPRISES: Mapping[Surprise, str] = {
+    "shared": "another process read the same file, which direct reads would fetch from the disk for each of them",
+    "cached": "another process had cached this data since the plan was made",
+}
+
+
+def _surprises(result: RunResult) -> Iterator[str]:
+    """Yield one sentence for each reason for which data was read through the page cache instead of directly."""
+    for why, nbytes in result.surprises.items():
+        yield f"{format_bytes(nbytes)} read through the page cache, because {_SURPRISES[why]}"

@@ -123,6 +123,6 @@ def _opens_direct(source: LocalFile) -> bool:
         return False
 
 
-def _probe_cache(source: LocalFile, offsets: range) -> tuple[bool, ...]:
+def _probe_cache(source: LocalFile, offsets: range) -> tuple[float, ...]:
     with source.lend() as descriptor:
         return probe_cache(descriptor, offsets)

@@ -1,118 +1,51 @@
-"""Probes of the page cache: the cached parts of a file, found without waiting for the disk.
+"""Probes of the page cache: the cached share of each part of a file, found without waiting for the disk.
 
-Linux 6.5 and later count the cached pages of a range (``cachestat``). Newer versions do so only for processes that may
-write to the file, and overlay file systems count nothing. In these cases single bytes are read without waiting
-(``RWF_NOWAIT``). Such a probe fails if its page is not cached, but the kernel starts to read that page nevertheless;
-so its offset is random, and the next load does not probe the same page. Overlay file systems, which hold the files of
-containers, refuse that as well; but a mapping there is one of the file below, so ``mincore`` answers. To processes that
-neither own the file nor may write to it, it reports every page as cached, so these do not ask.
+The kernel counts the pages of a range if it can (``sources/page_counts.py``). Otherwise single bytes are read without
+waiting (``RWF_NOWAIT``). Such a probe fails if its page is not cached, but the kernel starts to read that page
+nevertheless; so its offset is random, and the next load does not probe the same page.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import mmap
 import os
-import sys
 from collections.abc import Callable
 
 from sluice import _options as options
-from sluice.sources.mapping import map_privately
+from sluice.sources.page_counts import cached_bytes, resident_bytes
 
 __all__ = ["probe_cache"]
 
-#: System call number on every Linux architecture except Alpha.
-_CACHESTAT = 451
 
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-class _CachestatRange(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
-
-
-class _CachestatCounts(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
-    )
-
-
-def probe_cache(descriptor: int, offsets: range) -> tuple[bool, ...]:
-    """Return for each part of a file whether it is cached, from one probe in it.
+def probe_cache(descriptor: int, offsets: range) -> tuple[float, ...]:
+    """Return the cached share of each part of a file, from 0 to 1.
 
     Args:
         descriptor: The open file.
         offsets: First byte of each part; ``offsets.stop`` is the size of the file.
 
     Returns:
-        One flag per part; empty if the kernel does not support probing.
+        One share per part, 0 or 1 if the kernel does not count pages; empty if it does not support probing.
     """
-    if not offsets:
-        return ()
-    if _counts_pages(descriptor):
-        return _probe_ranges(_cached_bytes, descriptor, offsets)
-    found = _probe_bytes(descriptor, offsets)
-    if found or not _may_ask_mincore(descriptor):
-        return found
-    try:
-        return _probe_ranges(_mapped_bytes, descriptor, offsets)
-    except OSError:  # no mapping, or no mincore
-        return ()
-
-
-def _probe_ranges(cached_bytes: Callable[[int, int, int], int], descriptor: int, offsets: range) -> tuple[bool, ...]:
-    found = []
+    count = _counter(descriptor) if offsets else None
+    if count is None:
+        return _probe_bytes(descriptor, offsets)
+    shares = []
     for offset in offsets:
         nbytes = min(options.PROBE_BYTES, offsets.step, offsets.stop - offset)
-        # Half of it, as reading a header caches some neighbouring pages.
-        found.append(2 * cached_bytes(descriptor, offset, nbytes) >= nbytes)
-    return tuple(found)
+        shares.append(min(1.0, count(descriptor, offset, nbytes) / nbytes))
+    return tuple(shares)
 
 
-def _counts_pages(descriptor: int) -> bool:
-    """Return whether the kernel counts a page that was just read and so is certainly cached."""
+def _counter(descriptor: int) -> Callable[[int, int, int], int] | None:
+    """Return a function that counts a page that was just read and so is certainly cached; None if there is none."""
     try:
         os.pread(descriptor, 1, 0)
     except OSError:  # a failing disk fails again when the plan reads
-        return False
-    return _cached_bytes(descriptor, 0, 1) > 0
+        return None
+    return next((count for count in (cached_bytes, resident_bytes) if count(descriptor, 0, 1) > 0), None)
 
 
-def _cached_bytes(descriptor: int, offset: int, nbytes: int) -> int:
-    """Return the bytes of the cached pages of a range; 0 if the kernel does not count them."""
-    if _libc is None:
-        return 0
-    place, pages = _CachestatRange(offset, nbytes), _CachestatCounts()
-    refused = _libc.syscall(ctypes.c_long(_CACHESTAT), descriptor, ctypes.byref(place), ctypes.byref(pages), 0)
-    return 0 if refused else int(pages.cached) * mmap.PAGESIZE
-
-
-def _may_ask_mincore(descriptor: int) -> bool:
-    """Return whether ``mincore`` tells this process the truth about a file."""
-    if _libc is None:
-        return False
-    if os.geteuid() in (0, os.fstat(descriptor).st_uid):
-        return True
-    return os.access(f"/proc/self/fd/{descriptor}", os.W_OK, effective_ids=True)
-
-
-def _mapped_bytes(descriptor: int, offset: int, nbytes: int) -> int:
-    """Return the bytes of the cached pages of a range that starts at a page, by mapping it without touching it.
-
-    Raises:
-        OSError: The system cannot map the file, or has no ``mincore``.
-    """
-    assert _libc is not None
-    mapping, lead = map_privately(descriptor, offset, nbytes)
-    pages = (ctypes.c_ubyte * -(-(lead + nbytes) // mmap.PAGESIZE))()
-    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    if _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(lead + nbytes), pages):
-        raise OSError(errno.ENOSYS, "mincore failed")
-    return sum(page & 1 for page in pages[lead // mmap.PAGESIZE :]) * mmap.PAGESIZE
-
-
-def _probe_bytes(descriptor: int, offsets: range) -> tuple[bool, ...]:
+def _probe_bytes(descriptor: int, offsets: range) -> tuple[float, ...]:
     nowait = getattr(os, "RWF_NOWAIT", None)
     if nowait is None:
         return ()
@@ -121,9 +54,9 @@ def _probe_bytes(descriptor: int, offsets: range) -> tuple[bool, ...]:
     for offset in offsets:
         anywhere = offset + int.from_bytes(os.urandom(8)) % min(offsets.step, offsets.stop - offset)
         try:
-            found.append(os.preadv(descriptor, [one], anywhere, nowait) == 1)
+            found.append(float(os.preadv(descriptor, [one], anywhere, nowait) == 1))
         except BlockingIOError:
-            found.append(False)
+            found.append(0.0)
         except OSError:  # unsupported here; a failing disk fails again when the plan reads
             return ()
     return tuple(found)

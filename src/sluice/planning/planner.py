@@ -22,6 +22,7 @@ from sluice.planning.memory_layout import lay_out_blocks
 from sluice.planning.reads import (
     CollapsedFill,
     StagedReads,
+    cached_share,
     collapse_fills,
     is_cached,
     needs_no_staging,
@@ -100,6 +101,7 @@ def plan_load(
         reasons=(*mapped.reasons, *_read_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
         most_unfinished_reads=most_unfinished,
         drop_behind=_drops_pages(reads, facts, predicted, page_cache),
+        joins_readers=_joins_readers(reads, facts, predicted, page_cache),
         mapped_ranges=mapped.ranges,
         huge_staging=facts.huge_pages and any(read.nbytes >= options.HUGE_PAGE_BYTES for read in reads),
     )
@@ -228,19 +230,29 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
     """
     total = sum(read.nbytes for read in reads)
     local = all(facts.files[read.file].access == local_access() for read in reads)
-    waiting = sum(read.nbytes for read in reads if not is_cached(facts.files[read.file], read.offset, read.nbytes))
+    waiting = [read for read in reads if _waits(read, facts)]
+    mostly_waits = 2 * sum(read.nbytes for read in waiting) > total
     probed = any(file.cached for file in facts.files)
     copied = sum(len(read.copies) for read in reads)
     # Threads that copy many small tensors wait for the lock of the interpreter.
-    tiny = total < options.SMALL_COPY_BYTES * copied and not (probed and 2 * waiting > total)
+    tiny = total < options.SMALL_COPY_BYTES * copied and not (probed and mostly_waits)
     if serial_bytes and local and total > 0 and (total <= serial_bytes or tiny):
         return 0
-    useful = _waiting_readers(reads, total, facts) if 2 * waiting > total else facts.cores
-    return max(1, min(useful, len(reads)))
+    if not waiting:
+        return max(1, min(facts.cores, len(reads)))
+    copying = min(facts.cores, len(reads) - len(waiting))
+    most = max(options.MOST_WAITING_READERS, facts.access.parallel_requests)
+    return min(min(_waiting_readers(waiting, facts), len(waiting)) + copying, most)
 
 
-def _waiting_readers(reads: Sequence[Read], total_bytes: int, facts: MachineFacts) -> int:
+def _waits(read: Read, facts: MachineFacts) -> bool:
+    """Return whether a read mostly waits for a disk."""
+    return read.methods[0] == "direct" or not is_cached(facts.files[read.file], read.offset, read.nbytes)
+
+
+def _waiting_readers(reads: Sequence[Read], facts: MachineFacts) -> int:
     """Return the number of threads that keep the bytes of ``parallel_requests`` full requests in flight."""
+    total_bytes = sum(read.nbytes for read in reads)
     access = largest_access(facts.files[file].access for file in {read.file for read in reads})
     staged_bytes = sum(read.nbytes for read in reads if read.into is None)
     if 2 * staged_bytes > total_bytes:
@@ -276,11 +288,22 @@ def _drops_pages(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, p
     if page_cache != "auto" or facts.memory_limit_bytes is None:
         return page_cache == "bypass"
     new_pages = sum(
-        read.nbytes
+        read.nbytes * (1 - cached_share(facts.files[read.file], read.offset, read.nbytes))
         for read in reads
-        if read.methods[0] == "buffered" and not is_cached(facts.files[read.file], read.offset, read.nbytes)
+        if read.methods[0] == "buffered"
     )
     return predicted.total_bytes + new_pages > facts.memory_limit_bytes
+
+
+def _joins_readers(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks, page_cache: PageCache) -> bool:
+    """Return whether to read through the page cache what other processes read at the same time.
+
+    Only if the file fits the control group together with the weights: otherwise its pages are dropped before the other
+    processes come to them.
+    """
+    if page_cache != "auto" or facts.memory_limit_bytes is None:
+        return page_cache == "auto"
+    return predicted.total_bytes + sum(read.nbytes for read in reads) <= facts.memory_limit_bytes
 
 
 def unfinished_bytes(reads: Sequence[Read], targets: Sequence[Target], most_reads: int) -> int:
@@ -379,7 +402,9 @@ def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> s
     if page_cache != "auto":
         return f"page_cache={page_cache!r}"
     if known.direct_io:
-        return f"{sum(known.cached)} of {len(known.cached)} probes were cached"
+        if not known.cached:
+            return "the page cache cannot be probed"
+        return f"{sum(known.cached) / len(known.cached):.0%} of the file was cached"
     if file.identity.nbytes < options.DIRECT_FILE_BYTES:
         return "small files are read through the page cache"
     return f"direct reads are not used on file system {known.filesystem or 'unknown'}"

@@ -23,6 +23,7 @@ from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Swa
 __all__ = [
     "CollapsedFill",
     "StagedReads",
+    "cached_share",
     "collapse_fill",
     "collapse_fills",
     "is_cached",
@@ -154,10 +155,21 @@ def _permitted_methods(facts: FileFacts, offset: int, nbytes: int, page_cache: P
 
 
 def is_cached(facts: FileFacts, offset: int, nbytes: int) -> bool:
-    """Return whether any probe of a range is in the page cache, or the file system is in memory."""
-    step = facts.probe_step_bytes
-    probes = facts.cached[offset // step : (offset + nbytes - 1) // step + 1]
-    return any(probes) or facts.filesystem in _MEMORY_FILESYSTEMS
+    """Return whether the cached share of a range is large enough to read it through the page cache."""
+    return cached_share(facts, offset, nbytes) >= options.CACHED_SHARE
+
+
+def cached_share(facts: FileFacts, offset: int, nbytes: int) -> float:
+    """Return the cached share of a range, from 0 to 1: 1 if the file system is in memory, 0 if it is unknown."""
+    if facts.filesystem in _MEMORY_FILESYSTEMS:
+        return 1.0
+    step, end = facts.probe_step_bytes, offset + nbytes
+    first = offset // step
+    shares = facts.cached[first : (end - 1) // step + 1]
+    if len(shares) == 1:
+        return shares[0]
+    cached = sum(share * (min(end, (i + 1) * step) - max(offset, i * step)) for i, share in enumerate(shares, first))
+    return cached / nbytes
 
 
 class StagedReads:

@@ -53,8 +53,8 @@ class FileFacts(Struct, frozen=True, kw_only=True):
     direct_io: bool
     #: Bytes between two page-cache probes.
     probe_step_bytes: int
-    #: One flag per probe: whether the file is cached around ``i * probe_step_bytes``; empty if unknown.
-    cached: tuple[bool, ...] = ()
+    #: Cached share of each step, from 0 to 1; only 0 or 1 where the kernel does not count pages. Empty if unknown.
+    cached: tuple[float, ...] = ()
     #: Request size, coalescing gap and parallelism of its source.
     access: AccessFacts = field(default_factory=local_access)
 

@@ -200,6 +200,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...] = ()
     #: Whether pages of buffered reads are dropped from the page cache after use.
     drop_behind: bool = False
+    #: Whether reads step down to the page cache when other processes read the same file, or have read it meanwhile.
+    joins_readers: bool = False
     #: Most finished reads that may wait for finishers, which slows readers to their pace; 0 for no limit.
     most_unfinished_reads: int = 0
     #: Ranges of the files that stay mapped, for targets with a ``mapped`` block.

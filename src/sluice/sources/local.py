@@ -29,6 +29,7 @@ from sluice._options import BLOCK_BYTES
 from sluice._system_errors import read_error
 from sluice.records import AccessFacts, FileIdentity, local_access
 from sluice.sources.descriptors import DESCRIPTORS, Lease
+from sluice.sources.file_watch import FileWatch
 from sluice.sources.mapping import map_privately
 from sluice.sources.protocol import DirectIOUnavailable
 
@@ -209,6 +210,9 @@ class LocalFile:
                         offset=offset,
                     ) from error
                 raise read_error(problem, error, file=self._path, offset=offset) from error
+
+    def watch(self) -> FileWatch | None:
+        return FileWatch.open(self._path)
 
     def forget(self, offset: int, nbytes: int) -> None:
         if hasattr(os, "posix_fadvise"):

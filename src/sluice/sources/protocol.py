@@ -6,8 +6,9 @@ import mmap
 from typing import Protocol, runtime_checkable
 
 from sluice.records import AccessFacts, FileIdentity
+from sluice.sources.file_watch import FileWatch
 
-__all__ = ["DirectIOUnavailable", "MappableSource", "Source"]
+__all__ = ["DirectIOUnavailable", "MappableSource", "Source", "WatchableSource"]
 
 
 class DirectIOUnavailable(Exception):  # noqa: N818  (a signal between layers, never seen by users)
@@ -69,6 +70,15 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Release descriptors or connections; a later read reopens them if the identity is unchanged."""
+        ...
+
+
+@runtime_checkable
+class WatchableSource(Source, Protocol):
+    """A source that several processes may read through one page cache: a file on this machine."""
+
+    def watch(self) -> FileWatch | None:
+        """Mark the file as being read, until the watch is closed; None if it cannot be opened."""
         ...
 
 

@@ -1,0 +1,86 @@
+"""The choice between direct and buffered when a read starts, from what changed since the plan.
+
+The plan permits methods; this only steps down. A direct read leaves nothing in the page cache, so that of several
+processes each fetches the file from the disk; buffered reads fetch it once for all. And a range that another process
+has read into the cache meanwhile is copied from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from sluice import _options as options
+from sluice.records import LoadPlan, Method, Read
+from sluice.sources.file_watch import FileWatch
+from sluice.sources.protocol import Source, WatchableSource
+
+__all__ = ["ReadMethods", "ReadState", "Surprise", "choose_methods"]
+
+#: Reason for a buffered read where the plan prefers a direct one: another process reads the file, or the range was
+#: cached meanwhile; empty if there is none.
+Surprise = Literal["", "shared", "cached"]
+
+
+class ReadState(Struct, frozen=True, kw_only=True):
+    """State of the file and of a range when the read starts."""
+
+    #: Whether another process reads the file.
+    shared: bool = False
+    #: Cached share of the range, from 0 to 1.
+    cached_share: float = 0.0
+
+
+def choose_methods(methods: tuple[Method, ...], state: ReadState) -> tuple[tuple[Method, ...], Surprise]:
+    """Return the methods to try for a read, in order, and the reason if the preferred one is left out."""
+    if methods[0] != "direct" or "buffered" not in methods:
+        return methods, ""
+    if state.cached_share >= options.CACHED_SHARE:
+        return ("buffered",), "cached"
+    return (("buffered",), "shared") if state.shared else (methods, "")
+
+
+class ReadMethods:
+    """The methods of the reads of a session. Files are marked while plans read them; called from any thread.
+
+    Plans of one session share the marks: with marks of their own, they would take each other for other processes.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self._lock = threading.Lock()
+        #: Marks by file, None for one that cannot be watched. Reads go through the files in order.
+        self._watches: dict[int, FileWatch | None] = {}
+
+    def of(self, plan: LoadPlan, read: Read) -> tuple[tuple[Method, ...], Surprise]:
+        """Return the methods for a read of a plan that starts now; see ``choose_methods``."""
+        if not plan.joins_readers or read.methods[0] != "direct":
+            return read.methods, ""
+        with self._lock:
+            watch = self._watch(read.file)
+            if watch is None:
+                return read.methods, ""
+            state = ReadState(shared=watch.others_read(), cached_share=watch.cached_share(read.offset, read.nbytes))
+        return choose_methods(read.methods, state)
+
+    def close(self) -> None:
+        """Remove the marks; called when no plan is running."""
+        with self._lock:
+            while self._watches:
+                self._close_first()
+
+    def _watch(self, file: int) -> FileWatch | None:
+        if file not in self._watches:
+            source = self._sources[file]
+            if len(self._watches) >= options.MOST_WAITING_READERS:  # more files than readers
+                self._close_first()
+            self._watches[file] = source.watch() if isinstance(source, WatchableSource) else None
+        return self._watches[file]
+
+    def _close_first(self) -> None:
+        watch = self._watches.pop(next(iter(self._watches)))
+        if watch is not None:
+            watch.close()
