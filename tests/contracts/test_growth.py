@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from support.growth import measure_growth
-from support.growth_cases import CASES, FILES, evict
+from support.growth_cases import CASES, evict
+from support.growth_files import FILES
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_processes"),
