@@ -173,6 +173,9 @@ def _cut_run(whole: CopyPiece, item_bytes: int, limit_bytes: int) -> Iterator[Co
     phase = start % item_bytes  # elements of a misaligned tensor cross the grid; cut between elements
     target_step = whole.target_stride[0]
     first = start
+    if end <= round_down(start - phase, grid) + grid + phase:
+        yield whole
+        return
     while first < end:
         last = min(end, round_down(first - phase, grid) + grid + phase)
         yield CopyPiece(

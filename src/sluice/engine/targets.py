@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -68,7 +70,7 @@ class Targets:
         self._arena_lock = threading.Lock()
         self._reserved = False
         self._cleanup = ExitStack()
-        #: Positions of targets that bytes were read or copied into.
+        #: Positions of live tensors that bytes were read or copied into.
         self.touched: set[int] = set()
 
     def window(self, position: int, offset: int, nbytes: int) -> memoryview:
@@ -77,8 +79,8 @@ class Targets:
         ``offset`` may be negative down to the target's lead, and the end may pass the target's up to its last block:
         direct reads take whole blocks.
         """
-        self.touched.add(position)
         if position in self._existing:
+            self.touched.add(position)
             tensor = self._existing[position]
             total = self._plan.targets[position].nbytes
             # Reads without staging are planned only for dense memory, in any order of dimensions.
@@ -160,7 +162,8 @@ class Targets:
 
     def _copy(self, copy: Copy, buffer: StagingBuffer, first: int, started: set[str]) -> None:
         """Copy one box, or start to; ``started`` gets the device that still reads from the buffer."""
-        self.touched.add(copy.target)
+        if copy.target in self._existing:
+            self.touched.add(copy.target)
         target = self._plan.targets[copy.target]
         if copy.verbatim and copy.dtype == target.dtype and not target.constants:
             address = self._small_address(copy.target)
@@ -216,6 +219,27 @@ class Targets:
         with torch.inference_mode(mode=False), torch.no_grad():
             return [self._tensor(view) for view in views]
 
+    def take(self, views: Sequence[View]) -> list[torch.Tensor]:
+        """Return finished tensors and drop the targets' own references to their memory: nothing more can be asked.
+
+        The last view of a target is the target's own tensor in another shape, which saves a second one for each.
+        """
+        uses = Counter(view.target for view in views)
+        taken: list[torch.Tensor] = []
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for view in views:
+                uses[view.target] -= 1
+                taken.append(self._tensor(view) if uses[view.target] else self._last(view))
+        return taken
+
+    def _last(self, view: View) -> torch.Tensor:
+        position = view.target
+        if position in self._existing or position in self._finished or not self._plan.targets[position].nbytes:
+            return self._tensor(view)
+        flat = self._flat(position)
+        del self._flats[position]
+        return _with_math_bits(_set(flat, flat, view), view)
+
     def _tensor(self, view: View) -> torch.Tensor:
         if view.target in self._existing:
             return self._existing[view.target]
@@ -228,7 +252,7 @@ class Targets:
         flat = self._flat(view.target)
         # set_ makes a tensor of its own; as_strided would make a view that keeps a base.
         empty = torch.empty(0, dtype=dtype, device=flat.device)
-        return _with_math_bits(empty.set_(flat.untyped_storage(), view.start, view.shape, view.stride), view)
+        return _with_math_bits(_set(empty, flat, view), view)
 
     def _flat(self, position: int) -> torch.Tensor:
         """Return the memory of a target as one dimension, with its constants written; a live tensor keeps its shape."""
@@ -243,7 +267,8 @@ class Targets:
         """Write the boxes that no file fills, by the way that all bytes take: a device's own queue orders them."""
         target = self._plan.targets[position]
         for constant in target.constants:
-            self.touched.add(position)
+            if position in self._existing:
+                self.touched.add(position)
             self._send(target.device, _box(self._flats[position], constant), constant_bytes(constant))
 
     def _allocate(self, position: int) -> torch.Tensor:
@@ -284,6 +309,13 @@ class Targets:
             nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
             self._mappings[position] = HostMemory(nbytes, huge_pages=self._plan.facts.huge_pages)
         return self._mappings[position]
+
+
+def _set(tensor: Any, flat: torch.Tensor, view: View) -> torch.Tensor:
+    """Make a tensor a view of the memory of another, without a base."""
+    # From the tensor: its untyped_storage() leaves an object that lives as long as the storage. torch's stubs have only
+    # the form that takes a storage.
+    return cast("torch.Tensor", tensor.set_(flat, view.start, view.shape, view.stride))
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:

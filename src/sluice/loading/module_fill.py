@@ -44,12 +44,14 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
         job.plan,
         {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
     )
-    finished: set[int] = set()
+    finished: set[int] = set()  # of the live tensors
     initial = _compute_initial(job, targets)
 
     def completed(position: int) -> None:
         slot = job.match.slots[position]
-        if not job.requests[position].existing and not job.state.tensors[slot].is_meta:
+        if job.state.tensors[slot].is_meta:
+            return
+        if not job.requests[position].existing:
             # A live tensor in another dtype or on another device: its old memory is freed when the new is complete.
             install_one(job.state, slot, *targets.tensors([job.prepared.views[position]]))
         finished.add(position)

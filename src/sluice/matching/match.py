@@ -34,7 +34,7 @@ from sluice.records import Entry, Request
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
 
-class Slot(Struct, frozen=True, kw_only=True):
+class Slot(Struct, frozen=True, kw_only=True, gc=False):
     """One tensor object in the state dict of a module."""
 
     #: Its names in the state dict, in the state dict's order; a tied tensor has several.

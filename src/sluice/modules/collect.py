@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
-from sluice._private_torch import NORM_BASE
+from sluice._private_torch import NORM_BASE, storage_address
 from sluice.matching.match import Outline, Slot
 from sluice.modules.emptied import original_of
 from sluice.modules.followers import Follower, place_in_memory
@@ -89,7 +89,7 @@ class _Collected(Struct, kw_only=True, eq=False):
     plain: bool
     #: Names in the state dict.
     names: list[str] = field(default_factory=list)
-    owners: dict[tuple[int, str], Owner] = field(default_factory=dict)
+    owners: list[Owner] = field(default_factory=list)
     added_in: int | None = None
     #: Other objects that view the same memory.
     aliases: list[_Collected] = field(default_factory=list)
@@ -100,7 +100,7 @@ class _Collected(Struct, kw_only=True, eq=False):
 
     @property
     def holding(self) -> Holding:
-        return Holding(tensor=self.tensor, owners=tuple(self.owners.values()))
+        return Holding(tensor=self.tensor, owners=tuple(self.owners))
 
 
 def collect(module: nn.Module) -> ModuleState:
@@ -110,29 +110,30 @@ def collect(module: nn.Module) -> ModuleState:
     """
     collected: dict[int, _Collected] = {}
     extra_state: list[str] = []
+    visited: set[int] = set()
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        _add_tensors(prefix, part, collected)
+        _add_tensors(prefix, part, collected, known=id(part) in visited)
+        visited.add(id(part))
         extra_state.extend(extra_state_names(prefix, part))
     slots: list[_Collected] = []
     refused: list[_Collected] = []
     unsaved: list[_Collected] = []
     for held in _join_aliases(collected.values()):
         (unsaved if not held.names else slots if held.can_be_loaded else refused).append(held)
-    on_meta = {
-        id(owner.module): owner.module for held in slots if held.tensor.is_meta for owner in held.owners.values()
-    }
+    on_meta = {id(owner.module): owner.module for held in slots if held.tensor.is_meta for owner in held.owners}
     leftovers = find_leftovers(
         module,
         [(held.path, held.tensor) for held in slots],
         [(held.path, [each.tensor for each in (held, *held.aliases)]) for held in unsaved],
         collected,
     )
+    geometries: dict[tuple[int, ...], tuple[int, ...]] = {}
     resettable = {key for key, owner in on_meta.items() if reset_of(owner)}
     return ModuleState(
         module=module,
         outline=Outline(
-            slots=tuple(_slot(held, resettable) for held in slots),
+            slots=tuple(_slot(held, resettable, geometries) for held in slots),
             extra_state=tuple(extra_state),
             refused=tuple(name for held in refused for name in held.names),
             problems=(
@@ -155,8 +156,11 @@ def collect(module: nn.Module) -> ModuleState:
     )
 
 
-def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected]) -> None:
-    """Add the tensors that the module itself registers, in the order of a state dict."""
+def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected], *, known: bool) -> None:
+    """Add the tensors that the module itself registers, in the order of a state dict.
+
+    A module that is ``known`` from another path adds names only.
+    """
     for kind in (module._parameters, module._buffers):
         for name, tensor in kind.items():
             if tensor is None:
@@ -166,7 +170,8 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
                 parameter = kind is module._parameters
                 held = _Collected(tensor=tensor, path=prefix + name, parameter=parameter, plain=is_plain(tensor))
                 collected[id(tensor)] = held
-            held.owners[id(module), name] = Owner(module=module, name=name)
+            if not known:
+                held.owners.append(Owner(module=module, name=name))
             if name not in module._non_persistent_buffers_set:
                 held.names.append(prefix + name)
             if name == "num_batches_tracked" and isinstance(module, NORM_BASE):
@@ -182,8 +187,7 @@ def _join_aliases(collected: Iterable[_Collected]) -> list[_Collected]:
         if not held.plain or tensor.numel() == 0:
             joined.append(held)
             continue
-        storage = tensor.untyped_storage()._cdata
-        view = (storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        view = (storage_address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         first = first_of.setdefault((view, tensor.dtype, tensor.is_conj(), tensor.is_neg()), held)
         if first is held:
             joined.append(held)
@@ -220,24 +224,31 @@ def _overlaps(slots: Sequence[_Collected]) -> Iterator[str]:
 def _storage_of(tensor: torch.Tensor) -> int:
     """Return the address of the storage of a tensor: of the real one that an empty tensor replaced."""
     original = original_of(tensor)
-    return tensor.untyped_storage()._cdata if original is None else original[0]
+    return storage_address(tensor) if original is None else original[0]
 
 
-def _slot(held: _Collected, resettable: Container[int]) -> Slot:
-    """Describe a tensor; ``resettable`` has the ids of modules that can initialise their tensors on meta."""
+def _slot(held: _Collected, resettable: Container[int], geometries: dict[tuple[int, ...], tuple[int, ...]]) -> Slot:
+    """Describe a tensor.
+
+    Args:
+        held: The tensor.
+        resettable: Ids of the modules that can initialise their tensors on meta.
+        geometries: The shapes and strides of other slots, of which equal ones are the same object.
+    """
     tensor = held.tensor
     if is_lazy(tensor):
         return _lazy_slot(held)
+    shape, stride = tuple(tensor.shape), tensor.stride()
     return Slot(
         names=tuple(held.names),
         parameter=held.parameter,
-        shape=tuple(tensor.shape),
-        stride=tensor.stride(),
+        shape=geometries.setdefault(shape, shape),
+        stride=geometries.setdefault(stride, stride),
         dtype=dtype_name(tensor.dtype),
         device=str(tensor.device),
         requires_grad=any(holding.tensor.requires_grad for holding in (held, *held.aliases)),
         in_place=_can_be_filled(tensor),
-        resettable=tensor.is_meta and any(module in resettable for module, _ in held.owners),
+        resettable=tensor.is_meta and any(id(owner.module) in resettable for owner in held.owners),
         added_in=held.added_in,
         home=home_of(tensor),
     )

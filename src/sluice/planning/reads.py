@@ -10,6 +10,7 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -72,6 +73,10 @@ class CollapsedFill(Struct, frozen=True):
 _FillPiece = tuple[CollapsedFill, CopyPiece]
 
 
+#: ``collapse``, whose results are the same objects for tensors of the same shape: most models have few shapes.
+_collapse = lru_cache(maxsize=256)(collapse)
+
+
 def collapse_fills(targets: Sequence[Target]) -> list[CollapsedFill]:
     """Return every fill of the targets, collapsed."""
     return [collapse_fill(position, fill) for position, target in enumerate(targets) for fill in target.fills]
@@ -81,7 +86,7 @@ def collapse_fill(position: int, fill: Fill) -> CollapsedFill:
     """Return a fill of the target at ``position``, collapsed; with a row kernel its dimensions stay."""
     shape, source, target = fill.shape, fill.source_stride, fill.target_stride
     if fill.elements.kernel is None:
-        shape, source, target = collapse(shape, source, target)
+        shape, source, target = _collapse(shape, source, target)
     nbytes = span_elements(shape, source) * ITEM_BYTES[fill.dtype]
     return CollapsedFill(position, fill, CopyPiece(fill.offset, nbytes, shape, source, target, fill.target_start))
 

@@ -157,7 +157,7 @@ def run(
     except BaseException:
         targets.discard()
         raise
-    return targets.tensors(prepared.views), result
+    return targets.take(prepared.views), result
 
 
 def allocator_state(plan: LoadPlan) -> dict[str, tuple[int, int] | None]:

@@ -70,7 +70,7 @@ class FileRecord(Struct, frozen=True, kw_only=True):
     identity: FileIdentity
 
 
-class Storage(Struct, frozen=True):
+class Storage(Struct, frozen=True, gc=False):
     """A contiguous range of bytes that one or more entries view."""
 
     #: Position of the file in ``Index.files``.
@@ -135,7 +135,7 @@ class Quantized(Struct, frozen=True, kw_only=True):
         return (self.values, *(entry for entry in (self.scales, self.zero_points) if not isinstance(entry, tuple)))
 
 
-class Entry(Struct, frozen=True, eq=False):
+class Entry(Struct, frozen=True, eq=False, gc=False):
     """One tensor: a strided view of a storage, or assembled from such views.
 
     Two names of one tensor object share an entry. Only rules set ``constant``, ``cast`` and ``origin``. Entries are

@@ -32,7 +32,7 @@ Method = Literal["direct", "buffered"]
 BlockKind = Literal["mapping", "arena", "mapped", "existing", "device", "empty", "file"]
 
 
-class Copy(Struct, frozen=True, kw_only=True):
+class Copy(Struct, frozen=True, kw_only=True, gc=False):
     """A strided copy from the bytes of a read to a target: the part of a ``Fill`` inside one read."""
 
     #: Position of the target in ``LoadPlan.targets``.
@@ -77,7 +77,7 @@ class Swap(Struct, frozen=True, kw_only=True):
     item_bytes: int
 
 
-class Read(Struct, frozen=True, kw_only=True):
+class Read(Struct, frozen=True, kw_only=True, gc=False):
     """One contiguous range of one file, and the destination of its bytes."""
 
     #: Position of the file in ``LoadPlan.files``.
@@ -101,7 +101,7 @@ class Read(Struct, frozen=True, kw_only=True):
     copies_before_swaps: int = 0
 
 
-class Block(Struct, frozen=True, kw_only=True):
+class Block(Struct, frozen=True, kw_only=True, gc=False):
     """One allocation of final memory, for the target at the same position of ``LoadPlan.targets``."""
 
     #: ``mapping``: an anonymous mapping for one target; ``arena``: part of a small shared mapping; ``mapped``: mapped

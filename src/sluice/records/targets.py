@@ -21,7 +21,7 @@ class Finisher(Struct, frozen=True, kw_only=True):
     finished_bytes: int
 
 
-class Request(Struct, frozen=True, kw_only=True):
+class Request(Struct, frozen=True, kw_only=True, gc=False):
     """One requested tensor: its entry, and its final form."""
 
     #: Name in the result: that of the parameter, the buffer or the state-dict entry.
@@ -47,7 +47,7 @@ class Request(Struct, frozen=True, kw_only=True):
     finisher: Finisher | None = None
 
 
-class Fill(Struct, frozen=True, kw_only=True):
+class Fill(Struct, frozen=True, kw_only=True, gc=False):
     """A rectangular strided copy from a file to a target; all bytes of files reach targets this way.
 
     Element ``i, j, ...`` of ``shape`` is read at ``offset + item * (i*source_stride[0] + ...)`` in the file and
@@ -93,7 +93,7 @@ class Constant(Struct, frozen=True, kw_only=True):
     target_start: int
 
 
-class Target(Struct, frozen=True, kw_only=True):
+class Target(Struct, frozen=True, kw_only=True, gc=False):
     """Final memory of one or more tensors, and the copies that fill it."""
 
     #: Name of its first tensor, for messages and progress.
@@ -118,7 +118,7 @@ class Target(Struct, frozen=True, kw_only=True):
     origin: str = ""
 
 
-class View(Struct, frozen=True, kw_only=True):
+class View(Struct, frozen=True, kw_only=True, gc=False):
     """A finished tensor: a strided view of a target."""
 
     #: Position of the target in ``LoadPlan.targets``.
