@@ -312,7 +312,7 @@ class Targets:
 
 
 def _set(tensor: Any, flat: torch.Tensor, view: View) -> torch.Tensor:
-    """Make a tensor a view of the memory of another, without a base."""
+    """Make a tensor a view of the memory of a different tensor, without a base."""
     # From the tensor: its untyped_storage() leaves an object that lives as long as the storage. torch's stubs have only
     # the form that takes a storage.
     return cast("torch.Tensor", tensor.set_(flat, view.start, view.shape, view.stride))

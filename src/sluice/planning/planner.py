@@ -29,11 +29,11 @@ from sluice.planning.reads import (
     read_in_place,
     shared_ids,
 )
+from sluice.planning.reasons import cast_reasons, read_reasons
 from sluice.records import (
     AccessFacts,
     Block,
     DevicePlan,
-    FileFacts,
     FileRecord,
     LoadPlan,
     MachineFacts,
@@ -98,7 +98,7 @@ def plan_load(
         predicted=predicted,
         devices=tuple(_device_plans(targets, reads, buffer_bytes)),
         device_scratch_bytes=scratch_bytes(buffer_bytes),
-        reasons=(*mapped.reasons, *_read_reasons(reads, files, facts, page_cache), *_cast_reasons(targets, reads)),
+        reasons=(*mapped.reasons, *read_reasons(reads, files, facts, page_cache), *cast_reasons(targets, reads)),
         most_unfinished_reads=most_unfinished,
         drop_behind=_drops_pages(reads, facts, predicted, page_cache),
         joins_readers=_joins_readers(reads, facts, predicted, page_cache),
@@ -377,50 +377,3 @@ def _device_plans(targets: Sequence[Target], reads: Iterable[Read], buffer_bytes
             reservation=plan_reservation((target.nbytes for target in new), one_block=one_block),
             scratch_bytes=scratch_bytes(buffer_bytes) if device in with_scratch else 0,
         )
-
-
-def _read_reasons(
-    reads: Sequence[Read], files: Sequence[FileRecord], facts: MachineFacts, page_cache: PageCache
-) -> Iterator[str]:
-    """Yield one sentence on direct and buffered reads for each reason, with the files that it applies to."""
-    direct: defaultdict[str, int] = defaultdict(int)
-    total: defaultdict[str, int] = defaultdict(int)
-    read_files: defaultdict[str, set[int]] = defaultdict(set)
-    reasons = [_read_reason(file, known, page_cache) for file, known in zip(files, facts.files, strict=True)]
-    for read in reads:
-        why = reasons[read.file]
-        total[why] += read.nbytes
-        direct[why] += read.nbytes if read.methods[0] == "direct" else 0
-        read_files[why].add(read.file)
-    for why, members in read_files.items():
-        where = files[min(members)].path if len(members) == 1 else f"{len(members)} files"
-        yield f"{where}: {format_bytes(direct[why])} of {format_bytes(total[why])} read directly, because {why}"
-
-
-def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str:
-    """Return the reason for the methods of the reads of a file."""
-    if page_cache != "auto":
-        return f"page_cache={page_cache!r}"
-    if known.direct_io:
-        if not known.cached:
-            return "the page cache cannot be probed"
-        return f"{sum(known.cached) / len(known.cached):.0%} of the file was cached"
-    if file.identity.nbytes < options.DIRECT_FILE_BYTES:
-        return "small files are read through the page cache"
-    return f"direct reads are not used on file system {known.filesystem or 'unknown'}"
-
-
-def _cast_reasons(targets: Sequence[Target], reads: Iterable[Read]) -> Iterator[str]:
-    """Yield one sentence on the place of casts for accelerators, if there are any."""
-    casts = [
-        copy
-        for read in reads
-        for copy in read.copies
-        if targets[copy.target].device != "cpu" and copy.dtype != targets[copy.target].dtype
-    ]
-    host = [copy for copy in casts if copy.cast_at is not None]
-    if host:
-        saved = sum(copy.shape[0] * (ITEM_BYTES[copy.dtype] - ITEM_BYTES[targets[copy.target].dtype]) for copy in host)
-        yield f"{len(host)} of {len(casts)} casts on the host, because that transfers {format_bytes(saved)} less"
-    elif casts:
-        yield "casts on the accelerator: they widen, or the host has too few cores to cast as fast as the bus transfers"
