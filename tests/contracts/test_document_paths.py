@@ -72,4 +72,4 @@ def test_names_are_found_in_prose_and_in_code() -> None:
 
 
 def test_the_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 130

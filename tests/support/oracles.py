@@ -18,7 +18,7 @@ from sluice.sources.protocol import Source
 def bits(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor's elements in the order of its indices."""
     flat = tensor.detach().flatten()
-    if flat.is_conj() or flat.is_neg() or not flat.is_contiguous():  # else no copy: old versions cannot copy float4
+    if flat.is_conj() or flat.is_neg() or flat.stride() != (1,):  # else no copy: old versions cannot copy float4
         flat = flat.clone(memory_format=torch.contiguous_format)
     return bytes(flat.view(torch.uint8).tolist())
 
