@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import click
@@ -41,6 +42,9 @@ _HEADINGS = {"float32": "fp32", "bfloat16": "cast to bf16"}
 
 _STATES = ("cold", "warm")
 
+#: Longest line of the caption.
+_WIDTH = 120
+
 #: Headings of the states in the table of every cell.
 _STATE_HEADINGS = {"warm": "cached"}
 
@@ -69,7 +73,7 @@ def summary_lines(document: Mapping[str, Any]) -> list[str]:
         f'peak is growth of host memory; "cold" means not in the page cache. Medians of up to {runs} fresh processes.'
     )
     heads = [f"{heading}: peak | cold | cached" for heading in _HEADINGS.values()]
-    lines = [caption, "", f"| method | {' | '.join(heads)} |", "|---|" + "---:|" * 6]
+    lines = [*wrap(caption, _WIDTH), "", f"| method | {' | '.join(heads)} |", "|---|" + "---:|" * 6]
     for name in methods:
         cells = [cell for dtype in _HEADINGS for cell in _cells(rows[dtype].get(name))]
         lines.append(f"| {_NAMES[name]} | {' | '.join(cells)} |")
