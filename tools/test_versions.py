@@ -40,9 +40,10 @@ ENVIRONMENTS = (
 
 #: Folders of tests that are not in the core profile.
 NOT_CORE = (
-    *("tests/bench", "tests/benchmark", "tests/checking", "tests/cli", "tests/contracts", "tests/entries"),
-    *("tests/formats/archives", "tests/gpu", "tests/machine", "tests/matching", "tests/measuring", "tests/planning"),
-    *("tests/reports", "tests/sources", "tests/testing", "tests/writing/durable"),
+    *("tests/bench", "tests/benchmark", "tests/checking", "tests/checkpoint", "tests/cli", "tests/contracts"),
+    *("tests/entries", "tests/formats/archives", "tests/gpu", "tests/machine", "tests/matching", "tests/measuring"),
+    *("tests/planning", "tests/reports", "tests/rules", "tests/sources", "tests/support", "tests/testing"),
+    "tests/writing",
 )
 
 #: Seconds after which a run counts as hung.
