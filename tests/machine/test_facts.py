@@ -197,9 +197,14 @@ def test_neither_headers_nor_earlier_probes_make_a_cold_file_look_cached(
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         if counts_pages and _residency._counter(descriptor) is None:
             pytest.skip("this kernel does not count cached pages")
-        probes = [probe_cache(descriptor, range(0, 16 * MIB, step)) for _ in range(4)]
-        # Read-ahead differs between systems: of 32 samples, a few positions may coincide.
-        assert sum(map(sum, probes)) <= (4 * 4096 / step if counts_pages else 8), probes
+        # Read-ahead differs between systems: of 32 samples, a few positions may coincide. On a busy machine pages that
+        # were dropped a moment ago may still be there: then the file is made cold again.
+        for _ in range(3):
+            probes = [probe_cache(descriptor, range(0, 16 * MIB, step)) for _ in range(4)]
+            few = sum(map(sum, probes)) <= (4 * 4096 / step if counts_pages else 8)
+            if few or not make_cold(path):
+                break
+        assert few, probes
         for offset in range(0, 16 * MIB, step):
             os.pread(descriptor, 4096, offset)
         assert not counts_pages or probe_cache(descriptor, range(0, 16 * MIB, step)) == (4096 / step,) * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 
 __all__ = ["read_system_file"]
@@ -13,12 +14,8 @@ _MOST_BYTES = 1 << 16
 def read_system_file(path: str) -> bytes | None:
     """Return the first 64 KiB of a file; None if it does not exist or cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    except OSError:
+        # A file object, not a descriptor: an interrupt right after it was opened closes it, too.
+        with io.FileIO(path, opener=os.open) as file:
+            return file.read(_MOST_BYTES)
+    except OSError:  # also if the file is of a process that has ended
         return None
-    try:
-        return os.read(descriptor, _MOST_BYTES)
-    except OSError:  # a process that has ended
-        return None
-    finally:
-        os.close(descriptor)
