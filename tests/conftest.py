@@ -11,6 +11,7 @@ from hypothesis import settings
 
 from support.fresh_process import serving
 from support.leaks import Holdings
+from support.ranks import Ranks
 
 # Set before torch is imported: waiting threads of OpenMP sleep. By default they spin, and on two cores that several
 # processes share they take more time than the tests.
@@ -48,6 +49,20 @@ def fresh_processes() -> Iterator[None]:
     """Keep the server of ``support.fresh_process.run``, from the first test that needs it on."""
     with serving():
         yield
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Return a process group of two, which is kept for the session."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Return a process group of four, which is kept for the session."""
+    with Ranks(4) as ranks:
+        yield ranks
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
