@@ -105,7 +105,7 @@ def split_evenly(start: int, nbytes: int, *, limit_bytes: int, align_bytes: int)
             first = last
 
 
-class CopyPiece(Struct, frozen=True):
+class CopyPiece(Struct, frozen=True, gc=False):
     """A strided copy, or the part of one whose source bytes fit one read."""
 
     #: Position of the first source byte, usually in a file.

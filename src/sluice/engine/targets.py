@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
@@ -224,7 +223,9 @@ class Targets:
 
         The last view of a target is the target's own tensor in another shape, which saves a second one for each.
         """
-        uses = Counter(view.target for view in views)
+        uses = [0] * len(self._plan.targets)
+        for view in views:
+            uses[view.target] += 1
         taken: list[torch.Tensor] = []
         with torch.inference_mode(mode=False), torch.no_grad():
             for view in views:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from msgspec import Struct, field
@@ -33,11 +34,14 @@ __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"
 # No public view of the registered tensors of an nn.Module distinguishes names, None and persistence.
 # ruff: noqa: SLF001
 
+#: Name of a device; the same object for every tensor there.
+_device_name = lru_cache(maxsize=64)(str)
+
 #: Version of BatchNorm that added ``num_batches_tracked``.
 _NUM_BATCHES_TRACKED_VERSION = 2
 
 
-class Owner(Struct, frozen=True, kw_only=True):
+class Owner(Struct, frozen=True, kw_only=True, gc=False):
     """A module that holds a tensor, and the name of the tensor there."""
 
     #: The module.
@@ -88,8 +92,8 @@ class _Collected(Struct, kw_only=True, eq=False):
     #: Whether it is strided memory of torch's own; see ``is_plain``.
     plain: bool
     #: Names in the state dict.
-    names: list[str] = field(default_factory=list)
-    owners: list[Owner] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+    owners: tuple[Owner, ...] = ()
     added_in: int | None = None
     #: Other objects that view the same memory.
     aliases: list[_Collected] = field(default_factory=list)
@@ -100,7 +104,7 @@ class _Collected(Struct, kw_only=True, eq=False):
 
     @property
     def holding(self) -> Holding:
-        return Holding(tensor=self.tensor, owners=tuple(self.owners))
+        return Holding(tensor=self.tensor, owners=self.owners)
 
 
 def collect(module: nn.Module) -> ModuleState:
@@ -143,7 +147,7 @@ def collect(module: nn.Module) -> ModuleState:
             ),
         ),
         tensors=tuple(held.tensor for held in slots),
-        owners=tuple(held.holding.owners for held in slots),
+        owners=tuple(held.owners for held in slots),
         aliases={
             slot: tuple(alias.holding for alias in held.aliases) for slot, held in enumerate(slots) if held.aliases
         },
@@ -165,15 +169,16 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
         for name, tensor in kind.items():
             if tensor is None:
                 continue
+            full_name = prefix + name
             held = collected.get(id(tensor))
             if held is None:
                 parameter = kind is module._parameters
-                held = _Collected(tensor=tensor, path=prefix + name, parameter=parameter, plain=is_plain(tensor))
+                held = _Collected(tensor=tensor, path=full_name, parameter=parameter, plain=is_plain(tensor))
                 collected[id(tensor)] = held
             if not known:
-                held.owners.append(Owner(module=module, name=name))
+                held.owners += (Owner(module=module, name=name),)
             if name not in module._non_persistent_buffers_set:
-                held.names.append(prefix + name)
+                held.names += (full_name,)
             if name == "num_batches_tracked" and isinstance(module, NORM_BASE):
                 held.added_in = _NUM_BATCHES_TRACKED_VERSION
 
@@ -240,12 +245,12 @@ def _slot(held: _Collected, resettable: Container[int], geometries: dict[tuple[i
         return _lazy_slot(held)
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Slot(
-        names=tuple(held.names),
+        names=held.names,
         parameter=held.parameter,
         shape=geometries.setdefault(shape, shape),
         stride=geometries.setdefault(stride, stride),
         dtype=dtype_name(tensor.dtype),
-        device=str(tensor.device),
+        device=_device_name(tensor.device),
         requires_grad=any(holding.tensor.requires_grad for holding in (held, *held.aliases)),
         in_place=_can_be_filled(tensor),
         resettable=tensor.is_meta and any(id(owner.module) in resettable for owner in held.owners),
@@ -258,12 +263,12 @@ def _lazy_slot(held: _Collected) -> Slot:
     """Describe a tensor of a lazy module, which has a dtype and a device but no shape yet."""
     data = held.tensor.data  # the tensor itself raises for some of these attributes
     return Slot(
-        names=tuple(held.names),
+        names=held.names,
         parameter=held.parameter,
         shape=(),
         stride=(),
         dtype=dtype_name(data.dtype),
-        device=str(data.device),
+        device=_device_name(data.device),
         requires_grad=held.tensor.requires_grad,
         in_place=False,
         lazy=True,

@@ -232,10 +232,12 @@ def _filled_target(
 def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
     """Return the fill from a view of one storage to a target, whose element 0 goes to ``first``."""
     storage = index.storages[piece.storage]
-    base = storage.offset if storage.located else offsets[piece.storage]
+    offset = storage.offset if storage.located else offsets[piece.storage]
+    if piece.storage_offset:  # a sum with 0 would be a new object
+        offset += piece.storage_offset * ITEM_BYTES[piece.dtype]
     return Fill(
         file=storage.file,
-        offset=base + piece.storage_offset * ITEM_BYTES[piece.dtype],
+        offset=offset,
         elements=replace(piece.elements, swap_bytes=storage.swap_bytes) if storage.swap_bytes else piece.elements,
         shape=piece.shape,
         source_stride=piece.stride,

@@ -42,7 +42,7 @@ _SwapGrid = tuple[int, int]
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "memory"})
 
 
-class CollapsedFill(Struct, frozen=True):
+class CollapsedFill(Struct, frozen=True, gc=False):
     """A fill as an equivalent copy with the fewest dimensions."""
 
     #: Position of the target in ``LoadPlan.targets``.
@@ -318,14 +318,7 @@ def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int, cast_at: int |
         target_stride=piece.target_stride,
         target_start=piece.target_start,
         cast_at=cast_at,
-        first_row=_first_row(collapsed, piece),
     )
-
-
-def _first_row(collapsed: CollapsedFill, piece: CopyPiece) -> int:
-    """Return the position of the first row of a piece in its tensor; 0 without a row kernel."""
-    kernel = collapsed.fill.elements.kernel
-    return 0 if kernel is None else piece.target_start // max(1, piece.target_stride[0])
 
 
 def _split_at_swaps(
