@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +304,79 @@ def _add_readers() -> None:
 
 _add_rules()
 _add_readers()
+
+
+# Deliberate regressions, in cases of which the contract must not hold
+
+
+def _broken(case: Case, damage: Callable[[], None], *, long: bool = True) -> Case:
+    """Return a case whose process has a defect from before the call on."""
+
+    def prepare(path: str, output: str) -> Call:
+        call = case.prepare(path, output)
+        damage()
+        return call
+
+    return replace(case, prepare=prepare, long=long)
+
+
+def _allocate_too_much_staging() -> None:
+    from sluice.engine import staging
+
+    pool: Any = staging.StagingPool
+    grow_to = pool.grow_to
+    pool.grow_to = lambda self, count: grow_to(self, 8 * count)
+
+
+def _hold_a_tensor_twice() -> None:
+    from sluice.reading import transfer
+
+    module: Any = transfer
+    run, kept = module.run, list[torch.Tensor]()
+
+    def run_and_keep(*arguments: Any, **how: Any) -> Any:
+        tensors, result = run(*arguments, **how)
+        kept.append(max(tensors, key=torch.Tensor.numel).clone())
+        return tensors, result
+
+    module.run = run_and_keep
+
+
+def _keep_file_pages() -> None:
+    from sluice.sources import local
+
+    file: Any = local.LocalFile
+    read_into, kept = file.read_into, list[Any]()
+
+    def read_and_map(source: local.LocalFile, *arguments: Any, **how: Any) -> Any:
+        if not kept:
+            mapping, start = source.map(0, source.identity.nbytes)
+            kept.append((mapping, sum(mapping[start::4096])))
+        return read_into(source, *arguments, **how)
+
+    file.read_into = read_and_map
+
+
+def _forget_buffers() -> None:
+    from sluice.engine import session
+
+    running: Any = session.Session
+    read_in_place, kept = running._read_in_place, list[torch.Tensor]()
+
+    def read_and_forget(session: Any, run: Any, read: Any, position: int) -> Any:
+        kept.append(torch.ones(read.nbytes, dtype=torch.uint8))
+        return read_in_place(session, run, read, position)
+
+    running._read_in_place = read_and_forget
+
+
+#: Cases with a defect that puts the memory above the prediction.
+BROKEN: dict[str, Case] = {
+    "too much staging": _broken(CASES["zip, cast"], _allocate_too_much_staging),
+    "a tensor held twice": _broken(CASES["zip"], _hold_a_tensor_twice, long=False),
+    "a file mapping kept": _broken(CASES["zip"], _keep_file_pages),
+    "buffers forgotten": _broken(CASES["zip"], _forget_buffers),
+}
 
 
 def evict(path: Path) -> None:
