@@ -6,7 +6,6 @@ peak of a block is exact and no sample can miss it. Samples only split it by kin
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from types import TracebackType
@@ -16,7 +15,7 @@ from msgspec import Struct
 
 from sluice import _options as options
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
-from sluice.machine.system_files import read_system_file
+from sluice.machine.system_files import read_system_file, write_system_file
 from sluice.records import Peaks
 
 __all__ = ["MemorySample", "PeakMeter", "read_memory", "restart_peak"]
@@ -72,17 +71,7 @@ def read_memory(pid: int | None = None) -> MemorySample:
 
 def restart_peak() -> bool:
     """Restart this process's ``VmHWM`` record at its present size; return whether the system allowed it."""
-    try:
-        descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY)
-    except OSError:
-        return False
-    try:
-        os.write(descriptor, b"5")
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+    return write_system_file("/proc/self/clear_refs", b"5")
 
 
 def _read_with_psutil(pid: int | None) -> MemorySample:
