@@ -49,7 +49,8 @@ def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     Args:
         root: Directory of ``proc`` and ``sys``.
     """
-    return list(filter(None, map(_group, _places(root))))
+    groups = (_group(place, _limit(place)) for place in _places(root))
+    return [group for group in groups if group is not None]
 
 
 def tightest(groups: list[MemoryGroup]) -> MemoryGroup | None:
@@ -67,9 +68,10 @@ def cgroup_headroom(root: Path = Path("/")) -> int | None:
         root: Directory of ``proc`` and ``sys``.
     """
     # A group without a limit is not asked for its usage: a load of a small file would wait for that.
-    limited = (_group(place) for place in _places(root) if _limit(place) is not None)
-    rooms = [group.room_bytes for group in limited if group is not None]
-    return min((room for room in rooms if room is not None), default=None)
+    limits = [(place, _limit(place)) for place in _places(root)]
+    groups = [_group(place, limit) for place, limit in limits if limit is not None]
+    found = tightest([group for group in groups if group is not None])
+    return None if found is None else found.room_bytes
 
 
 class _Place(Struct, frozen=True):
@@ -121,7 +123,7 @@ def _ancestors(
         yield _Place(version, f"/{below}", limit, usage, statistics, reclaimable)
 
 
-def _group(place: _Place) -> MemoryGroup | None:
+def _group(place: _Place, limit_bytes: int | None) -> MemoryGroup | None:
     usage = _number(place.usage_file)
     if usage is None:
         return None
@@ -130,7 +132,7 @@ def _group(place: _Place) -> MemoryGroup | None:
         path=place.path,
         usage_file=place.usage_file,
         usage_bytes=usage,
-        limit_bytes=_limit(place),
+        limit_bytes=limit_bytes,
         reclaimable_bytes=_reclaimable(place),
     )
 
