@@ -191,8 +191,8 @@ _HALF = "bfloat16"
 CASES: dict[str, Case] = {
     # Formats, cached
     "zip": _load("zip.pt"),
-    "zip, cast": _load("zip.pt", item=2, dtype=_HALF),
-    "legacy": _load("legacy.pt"),
+    "zip, cast": _load("zip.pt", item=2, dtype=_HALF, long=True),
+    "legacy": _load("legacy.pt", long=True),
     "legacy, cast": _load("legacy.pt", item=2, dtype=_HALF, long=True),
     "legacy, unaligned": _load("unaligned-legacy.pt", strict=False),
     "safetensors": _load("plain.safetensors", long=True),
@@ -207,18 +207,19 @@ CASES: dict[str, Case] = {
     "zip, cold": _even("even.pt"),
     "zip, cold, cast": _even("even.pt", item=2, dtype=_HALF),
     "legacy, cold": _even("even-legacy.pt"),
-    "legacy, cold, cast": _even("even-legacy.pt", item=2, dtype=_HALF),
+    "legacy, cold, cast": _even("even-legacy.pt", item=2, dtype=_HALF, long=True),
     "legacy, unaligned, cold": _even("even-unaligned-legacy.pt", strict=False),
     "legacy, unaligned, cold, cast": _even("even-unaligned-legacy.pt", strict=False, item=2, dtype=_HALF, long=True),
     "safetensors, unaligned, cold": _load("unaligned.safetensors", cold=True, page_cache="bypass"),
     "shards, cold": _load("shards", cold=True, page_cache="bypass", long=True),
-    "distributed, cold": _load("distributed", cold=True, page_cache="bypass"),
+    "distributed, cold": _load("distributed", cold=True, page_cache="bypass", long=True),
     "parameters, cold": _load("parameters", cold=True, page_cache="bypass", long=True),
     # Verbs and targets
     "live": Case(file="zip.pt", prepare=_into(_ALL, _S, live=True), staging_bytes=_S, final_bytes=0),
     "state dict": Case(file="zip.pt", prepare=_state_dict(_S), staging_bytes=_S, final_bytes=_F),
     "state dict, legacy, cold": Case(
-        file="even-legacy.pt", prepare=_state_dict(_DEFAULT), staging_bytes=_DEFAULT, final_bytes=_F_EVEN, cold=True
+        file="even-legacy.pt", prepare=_state_dict(_DEFAULT), staging_bytes=_DEFAULT, final_bytes=_F_EVEN,
+        cold=True, long=True,
     ),
     "state dict, views": Case(
         file="views.pt",
@@ -245,7 +246,7 @@ CASES: dict[str, Case] = {
         long=True,
     ),
     # Conversions and saves
-    "convert torch to safetensors": _written("zip.pt", _convert("f.safetensors", 16 * MIB)),
+    "convert torch to safetensors": _written("zip.pt", _convert("f.safetensors", 16 * MIB), long=True),
     "convert legacy to torch, cast": _written("legacy.pt", _convert("f.pt", 16 * MIB, dtype=_HALF)),
     "convert safetensors to shards": _written(
         "plain.safetensors", _convert("model", 16 * MIB, format="huggingface", max_shard_size="20MiB")
@@ -261,7 +262,7 @@ CASES: dict[str, Case] = {
         "distributed", _convert("f.pt", 16 * MIB, dtype=_HALF), long=True
     ),
     "convert torch to parameters": _written("zip.pt", _convert("out", 16 * MIB, format="per-parameter"), long=True),
-    "save torch": _written("zip.pt", _save("f.pt")),
+    "save torch": _written("zip.pt", _save("f.pt"), long=True),
     "save safetensors, cast": _written("zip.pt", _save("f.safetensors", dtype=_HALF)),
     "save views": _written("views.pt", _save("f.safetensors")),
     "save shards": _written("zip.pt", _save("model", format="huggingface", max_shard_size="20MiB"), long=True),
@@ -291,7 +292,7 @@ def _add_rules() -> None:
             prepare=_into(shapes, _S, rules=applied, strict=False, **how),
             staging_bytes=_S,
             final_bytes=nbytes(tuple(shapes.values()), 2 if how else 4),
-            long=name in {"rule transpose, cast", "rule scale", "rule resize"},
+            long=name in {"rule transpose, cast", "rule scale", "rule resize", "rule split"},
         )
 
 
@@ -299,7 +300,7 @@ def _add_readers() -> None:
     """Add loads with other numbers of readers; each thread has a heap and a stack."""
     for count in (2, 16):
         for file in ("even.pt", "even-legacy.pt"):
-            CASES[f"{count} readers, {file}"] = _even(file, readers=count, long=count == 2)
+            CASES[f"{count} readers, {file}"] = _even(file, readers=count, long=count == 2 or file == "even.pt")
 
 
 _add_rules()
