@@ -64,7 +64,7 @@ def _mounts(table: str = "/proc/self/mounts") -> list[tuple[str, str]]:
     """Return the mount point and the type of each mounted file system.
 
     Args:
-        table: The kernel's table of them. Where it does not exist, psutil knows them.
+        table: The kernel's table of them. If the system has none, psutil is asked.
     """
     try:
         with open(table, "rb") as file:
