@@ -94,7 +94,10 @@ def _places(root: Path) -> tuple[_Place, ...]:
 
 @lru_cache(maxsize=8)
 def _places_of(top: str, memberships: bytes) -> tuple[_Place, ...]:
-    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors."""
+    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors.
+
+    Groups without a directory are left out: a namespace hides them, or their hierarchy is not mounted.
+    """
     places: list[_Place] = []
     for line in memberships.decode(errors="replace").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -117,6 +120,8 @@ def _ancestors(
     for count in range(len(parts), -1, -1):
         below = "/".join(parts[:count])
         directory = f"{mount}/{below}" if below else mount
+        if not os.path.isdir(directory):
+            continue
         limit, usage, statistics = (f"{directory}/{name}" for name in names)
         yield _Place(version, f"/{below}", limit, usage, statistics, reclaimable)
 
@@ -141,10 +146,8 @@ def _limit(place: _Place) -> int | None:
 
 
 def _number(path: str) -> int | None:
-    try:
-        return int(read_system_file(path) or b"")
-    except ValueError:  # absent, or "max"
-        return None
+    text = (read_system_file(path) or b"").strip()
+    return int(text) if text.isdigit() else None  # absent, or "max"
 
 
 def _reclaimable(place: _Place) -> int:

@@ -8,10 +8,12 @@ and not with the object. So the other tensor gets all of these first.
 
 from __future__ import annotations
 
+from weakref import getweakrefcount
+
 import torch
 from torch.nn.parameter import is_lazy
 
-from sluice._private_torch import make_subclass
+from sluice._private_torch import make_subclass, swap_contents
 
 __all__ = ["is_plain", "swap_data", "with_data"]
 
@@ -26,6 +28,9 @@ def swap_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
         through it exists.
     """
     other = with_data(tensor, data)
+    if _unshared(tensor) and _unshared(other):
+        swap_contents(tensor, other)  # class and attributes are equal, and need no swap
+        return True
     try:
         torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -36,10 +41,19 @@ def swap_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     """Return a new object with the memory of ``data`` and everything else of ``tensor``: class, attributes, hooks."""
     other = make_subclass(type(tensor), data, tensor.requires_grad)
-    other.__dict__.update(tensor.__dict__)
-    other._backward_hooks = tensor._backward_hooks  # noqa: SLF001  hooks of a tensor have no public reader
-    other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # noqa: SLF001  as above
+    if tensor.__dict__:
+        other.__dict__.update(tensor.__dict__)
+    hooks, grad_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001  no public reader
+    if hooks is not None:
+        other._backward_hooks = hooks  # noqa: SLF001  as above
+    if grad_hooks is not None:
+        other._post_accumulate_grad_hooks = grad_hooks  # noqa: SLF001  as above
     return other
+
+
+def _unshared(tensor: torch.Tensor) -> bool:
+    """Return whether nothing but references to the object itself, which the swap keeps, refers to the tensor."""
+    return not getweakrefcount(tensor) and tensor._use_count() == 1  # noqa: SLF001  as torch.utils.swap_tensors asks
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
