@@ -136,8 +136,8 @@ def install_one(state: ModuleState, slot: int, tensor: torch.Tensor) -> bool:
     if slot not in state.aliases and slot not in state.followers:
         return _set_memory(state.module, state.tensors[slot], state.owners[slot], tensor)
     same = [_set_memory(state.module, each.tensor, each.owners, tensor) for each in state.holdings(slot)]
-    for follower in state.followers.get(slot, ()):
-        same.append(_set_memory(state.module, follower.tensor, (), follower.view_of(tensor)))
+    followers = state.followers.get(slot, ())
+    same += [_set_memory(state.module, each.tensor, (), each.view_of(tensor)) for each in followers]
     return all(same)
 
 

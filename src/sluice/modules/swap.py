@@ -8,12 +8,13 @@ and not with the object. So the other tensor gets all of these first.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from weakref import getweakrefcount
 
 import torch
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from sluice._private_torch import make_subclass, swap_contents
+from sluice._private_torch import make_subclass, swap_contents, use_count
 
 __all__ = ["is_plain", "swap_data", "with_data"]
 
@@ -52,8 +53,8 @@ def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def _unshared(tensor: torch.Tensor) -> bool:
-    """Return whether nothing but references to the object itself, which the swap keeps, refers to the tensor."""
-    return not getweakrefcount(tensor) and tensor._use_count() == 1  # noqa: SLF001  as torch.utils.swap_tensors asks
+    """Return whether only its object refers to a tensor: no weak reference, no view and no graph, as a swap needs."""
+    return not getweakrefcount(tensor) and use_count(tensor) == 1
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -62,10 +63,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
     False for fake and functional tensors, lazy parameters, sparse and quantized tensors, and subclasses with their own
     memory or operators, such as DTensor. Other subclasses of ``nn.Parameter`` are plain.
     """
-    kind = type(tensor)
-    known = kind is torch.Tensor or torch.nn.Parameter in kind.__mro__
-    if not known or kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ or is_lazy(tensor):
+    if not _is_plain_kind(type(tensor)):
         return False
     if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001  the only way to tell
         return False
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+@lru_cache(maxsize=64)
+def _is_plain_kind(kind: type[torch.Tensor]) -> bool:
+    """Return whether tensors of a class can be strided memory of torch's own."""
+    known = kind is torch.Tensor or torch.nn.Parameter in kind.__mro__
+    is_lazy = issubclass(kind, (UninitializedParameter, UninitializedBuffer))
+    return known and not is_lazy and kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__
