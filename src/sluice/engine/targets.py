@@ -106,10 +106,11 @@ class Targets:
             link.begin(self._plan.device_scratch_bytes)
         self.reserve()
         self._map_targets()
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for position, target in enumerate(self._plan.targets):
-                if target.constants and not target.fills:
-                    self._flat(position)  # no read allocates it
+        unread = [i for i, target in enumerate(self._plan.targets) if target.constants and not target.fills]
+        if unread:  # no read allocates them
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for position in unread:
+                    self._flat(position)
 
     def _map_targets(self) -> None:
         """Map the memory of large targets before the readers start, except for finishers, which free it early.

@@ -96,7 +96,7 @@ def _places(root: Path) -> tuple[_Place, ...]:
 def _places_of(top: str, memberships: bytes) -> tuple[_Place, ...]:
     """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors.
 
-    Groups without a directory are left out: a namespace hides them, or their hierarchy is not mounted.
+    Groups that can never have a limit are left out: see ``_can_be_limited``.
     """
     places: list[_Place] = []
     for line in memberships.decode(errors="replace").splitlines():
@@ -120,10 +120,19 @@ def _ancestors(
     for count in range(len(parts), -1, -1):
         below = "/".join(parts[:count])
         directory = f"{mount}/{below}" if below else mount
-        if not os.path.isdir(directory):
+        if not _can_be_limited(directory, names[0]):
             continue
         limit, usage, statistics = (f"{directory}/{name}" for name in names)
         yield _Place(version, f"/{below}", limit, usage, statistics, reclaimable)
+
+
+def _can_be_limited(directory: str, limit_file: str) -> bool:
+    """Return whether a group has a limit, or may get one later, when the controller is turned on for it.
+
+    The root of a hierarchy never has one in version 2, and is the only group without ``cgroup.type``. A namespace can
+    hide groups, and a hierarchy may not be mounted.
+    """
+    return any(os.path.exists(f"{directory}/{name}") for name in (limit_file, "cgroup.type"))
 
 
 def _group(place: _Place) -> MemoryGroup | None:
