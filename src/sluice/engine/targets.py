@@ -301,9 +301,11 @@ class Targets:
         if memory is None:
             with self._arena_lock:
                 memory = self._arenas.get(number)
+                is_new = memory is None
                 if memory is None:
-                    memory = HostMemory(self._plan.arenas[number], huge_pages=False)
-                    self._arenas[number] = memory
+                    memory = self._arenas[number] = HostMemory(self._plan.arenas[number], huge_pages=False)
+            if is_new:  # without the lock: another thread may already copy to it
+                memory.populate()
         return memory
 
     def _mapping(self, position: int) -> HostMemory:

@@ -1,0 +1,13 @@
+"""``python -m bench.construction`` at a small size."""
+
+from __future__ import annotations
+
+from click.testing import CliRunner
+
+from bench.construction import main
+
+
+def test_the_command_at_a_small_size() -> None:
+    done = CliRunner().invoke(main, ["--runs", "1", "--size", "small"])
+    assert done.exit_code in {0, 1}, done.output  # one build says nothing about the goal
+    assert "GPT-2 small" in done.output
