@@ -6,7 +6,7 @@ Pure functions: no I/O, no torch. Shapes and strides are in elements; ``*_bytes`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 
 from msgspec import Struct
@@ -69,7 +69,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def collapse(
-    shape: Sequence[int], source_stride: Sequence[int], target_stride: Sequence[int]
+    shape: tuple[int, ...], source_stride: tuple[int, ...], target_stride: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return shape and strides of an equivalent copy with the fewest dimensions, the largest source step first.
 
@@ -220,7 +220,7 @@ def _without_first(piece: CopyPiece) -> CopyPiece:
     )
 
 
-def _widest_gap(shape: Sequence[int], stride: Sequence[int]) -> int:
+def _widest_gap(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return the largest number of elements that a step skips before the next run."""
     return max(
         (stride[i] - span_elements(shape[i + 1 :], stride[i + 1 :]) for i in range(len(shape)) if shape[i] > 1),
