@@ -96,7 +96,10 @@ def _places(root: Path) -> tuple[_Place, ...]:
 
 @lru_cache(maxsize=8)
 def _places_of(top: str, memberships: bytes) -> tuple[_Place, ...]:
-    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors."""
+    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors.
+
+    Groups that can never have a limit are left out: see ``_can_be_limited``.
+    """
     places: list[_Place] = []
     for line in memberships.decode(errors="replace").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -119,8 +122,19 @@ def _ancestors(
     for count in range(len(parts), -1, -1):
         below = "/".join(parts[:count])
         directory = f"{mount}/{below}" if below else mount
+        if not _can_be_limited(directory, names[0]):
+            continue
         limit, usage, statistics = (f"{directory}/{name}" for name in names)
         yield _Place(version, f"/{below}", limit, usage, statistics, reclaimable)
+
+
+def _can_be_limited(directory: str, limit_file: str) -> bool:
+    """Return whether a group has a limit, or may get one later, when the controller is turned on for it.
+
+    The root of a hierarchy never has one in version 2, and is the only group without ``cgroup.type``. A namespace can
+    hide groups, and a hierarchy may not be mounted.
+    """
+    return any(os.path.exists(f"{directory}/{name}") for name in (limit_file, "cgroup.type"))
 
 
 def _group(place: _Place, limit_bytes: int | None) -> MemoryGroup | None:
@@ -143,10 +157,8 @@ def _limit(place: _Place) -> int | None:
 
 
 def _number(path: str) -> int | None:
-    try:
-        return int(read_system_file(path) or b"")
-    except ValueError:  # absent, or "max"
-        return None
+    text = (read_system_file(path) or b"").strip()
+    return int(text) if text.isdigit() else None  # absent, or "max"
 
 
 def _reclaimable(place: _Place) -> int:

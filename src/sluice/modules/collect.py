@@ -10,7 +10,7 @@ and those on the meta device that no state dict fills (non-persistent buffers, p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -100,7 +100,9 @@ class _Collected(Struct, kw_only=True, eq=False):
 
     @property
     def can_be_loaded(self) -> bool:
-        return is_lazy(self.tensor) or (self.plain and dtype_name(self.tensor.dtype) in ITEM_BYTES)
+        if not self.plain:
+            return is_lazy(self.tensor)
+        return dtype_name(self.tensor.dtype) in ITEM_BYTES
 
     @property
     def holding(self) -> Holding:
@@ -183,16 +185,18 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
                 held.added_in = _NUM_BATCHES_TRACKED_VERSION
 
 
-def _join_aliases(collected: Iterable[_Collected]) -> list[_Collected]:
+def _join_aliases(collected: Collection[_Collected]) -> list[_Collected]:
     """Merge objects that view the same memory in the same way into the first, which gets all names."""
     joined: list[_Collected] = []
     first_of: dict[object, _Collected] = {}
-    for held in collected:
+    addresses = [storage_address(held.tensor) if held.plain else None for held in collected]
+    shared = {address for address, count in Counter(addresses).items() if count > 1}
+    for address, held in zip(addresses, collected, strict=True):
         tensor = held.tensor
-        if not held.plain or tensor.numel() == 0:
+        if address not in shared or not held.plain or tensor.numel() == 0:
             joined.append(held)
             continue
-        view = (storage_address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        view = (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         first = first_of.setdefault((view, tensor.dtype, tensor.is_conj(), tensor.is_neg()), held)
         if first is held:
             joined.append(held)
@@ -241,7 +245,7 @@ def _slot(held: _Collected, resettable: Container[int], geometries: dict[tuple[i
         geometries: The shapes and strides of other slots, of which equal ones are the same object.
     """
     tensor = held.tensor
-    if is_lazy(tensor):
+    if not held.plain and is_lazy(tensor):
         return _lazy_slot(held)
     shape, stride = tuple(tensor.shape), tensor.stride()
     return Slot(
@@ -251,12 +255,15 @@ def _slot(held: _Collected, resettable: Container[int], geometries: dict[tuple[i
         stride=geometries.setdefault(stride, stride),
         dtype=dtype_name(tensor.dtype),
         device=_device_name(tensor.device),
-        requires_grad=any(holding.tensor.requires_grad for holding in (held, *held.aliases)),
+        requires_grad=tensor.requires_grad or any(alias.tensor.requires_grad for alias in held.aliases),
         in_place=_can_be_filled(tensor),
         resettable=tensor.is_meta and any(id(owner.module) in resettable for owner in held.owners),
         added_in=held.added_in,
         home=home_of(tensor),
     )
+
+
+_device_name = lru_cache(maxsize=64)(str)
 
 
 def _lazy_slot(held: _Collected) -> Slot:
@@ -299,6 +306,8 @@ def _can_be_filled(tensor: torch.Tensor) -> bool:
     """Return whether the tensor gets its values by writing each element of its memory once."""
     if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return False
+    if tensor.is_contiguous() and tensor.numel():
+        return True
     reach = 0  # elements spanned by the dimensions of smaller steps
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -211,17 +211,23 @@ def _filled_target(
     """
     if request.finisher is not None and (request.device != "cpu" or request.existing):
         raise ValueError("a finisher needs a new tensor on the host")
-    elements = entry.numel if request.existing else span_elements(entry.shape, stride)
-    pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
-    held = [(piece, first) for piece, first in pieces if piece.numel]
-    fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in held if piece.constant is None)
+    numel = entry.numel
+    elements = numel if request.existing else span_elements(entry.shape, stride)
+    if entry.parts or entry.constant is not None:
+        pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
+        held = [(piece, first) for piece, first in pieces if piece.numel]
+        fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in held if piece.constant is None)
+        constants = tuple(_constants(held, stride))
+    else:
+        fills = (_fill(entry, 0, stride, index, offsets),) if numel else ()
+        constants = ()
     return Target(
         name=request.name,
         dtype=request.dtype,
         nbytes=elements * ITEM_BYTES[request.dtype],
         device=request.device,
         fills=fills,
-        constants=tuple(_constants(held, stride)),
+        constants=constants,
         existing=request.existing,
         replaces=request.replaces,
         finisher=request.finisher,
