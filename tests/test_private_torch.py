@@ -50,6 +50,10 @@ def test_replacements_of_functions_on_tensors() -> None:
         assert type(parameter) is nn.Parameter
         assert (parameter.requires_grad, parameter.data_ptr()) == (requires_grad, real.data_ptr())
     assert not REPLACEMENTS["is_traceable_wrapper_subclass"](real)
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
+    REPLACEMENTS["_swap_tensor_impl"](one, other)
+    assert (one.shape, other.shape) == ((3,), (2,))
+    assert REPLACEMENTS["_use_count"](real) != 1
 
 
 def test_a_torch_without_these_names(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ Pure functions: no I/O, no torch. Shapes and strides are in elements; ``*_bytes`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import lru_cache
 
 from msgspec import Struct
 
@@ -34,7 +35,9 @@ def round_down(value: int, multiple: int) -> int:
     return value // multiple * multiple
 
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+# Cached, here and below: most models have few shapes, and each is asked for several times per tensor.
+@lru_cache(maxsize=1024)
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the row-major stride of ``shape``, equal to ``torch.empty(shape).stride()``."""
     stride = []
     step = 1
@@ -44,14 +47,16 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
+@lru_cache(maxsize=1024)
+def span_elements(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return the number of elements from the first to the last one touched, inclusive; 0 for an empty tensor."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+@lru_cache(maxsize=1024)
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether the elements fill their span without gaps and overlap, in any order of dimensions."""
     if 0 in shape:
         return True
@@ -64,7 +69,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def collapse(
-    shape: Sequence[int], source_stride: Sequence[int], target_stride: Sequence[int]
+    shape: tuple[int, ...], source_stride: tuple[int, ...], target_stride: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return shape and strides of an equivalent copy with the fewest dimensions, the largest source step first.
 
@@ -105,7 +110,7 @@ def split_evenly(start: int, nbytes: int, *, limit_bytes: int, align_bytes: int)
             first = last
 
 
-class CopyPiece(Struct, frozen=True):
+class CopyPiece(Struct, frozen=True, gc=False):
     """A strided copy, or the part of one whose source bytes fit one read."""
 
     #: Position of the first source byte, usually in a file.
@@ -215,7 +220,7 @@ def _without_first(piece: CopyPiece) -> CopyPiece:
     )
 
 
-def _widest_gap(shape: Sequence[int], stride: Sequence[int]) -> int:
+def _widest_gap(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Return the largest number of elements that a step skips before the next run."""
     return max(
         (stride[i] - span_elements(shape[i + 1 :], stride[i + 1 :]) for i in range(len(shape)) if shape[i] > 1),

@@ -53,9 +53,10 @@ class Findings(Struct, kw_only=True):
             MismatchError: It lists all of them.
         """
         names = self.report_names or self.none_of > 0
-        sections = [text for text in self._sections(names=names) if text]
-        if not sections and not self.none_of:
+        by_name = names and (self.missing or self.unexpected)
+        if not (by_name or self.none_of or self.shapes or self.dtypes or self.others):
             return
+        sections = [text for text in self._sections(names=names) if text]
         title, advice = "the checkpoint does not fit the module", []
         if self.none_of:
             title = f"{title}: it has 0 of {self.none_of:,} tensors"

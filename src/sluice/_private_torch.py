@@ -31,6 +31,8 @@ __all__ = [
     "neg_view",
     "set_math_bits",
     "storage_address",
+    "swap_contents",
+    "use_count",
 ]
 
 # The names of this module are private to torch.
@@ -72,12 +74,22 @@ def _storage_address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # leaves an object that lives as long as the storage
 
 
+def _unknown_count(tensor: torch.Tensor) -> int:  # noqa: ARG001  the signature of torch's method
+    return 0  # as if it were shared: torch.utils.swap_tensors decides
+
+
+def _swap_contents(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]  # compares and swaps classes and attributes
+
+
 #: Module, name and replacement of each private name.
 PRIVATE_NAMES: tuple[tuple[str, str, Any], ...] = (
     ("torch", "_neg_view", _neg),
     ("torch", "_foreach_copy_", _copy_each),
     ("torch.Tensor", "_make_subclass", _make_subclass),
+    ("torch.Tensor", "_use_count", _unknown_count),
     ("torch._C", "_storage_address", _storage_address),
+    ("torch._C", "_swap_tensor_impl", _swap_contents),
     ("torch._utils", "set_tensor_metadata", _set_metadata),
     ("torch.nn.modules.module", "_EXTRA_STATE_KEY_SUFFIX", "_extra_state"),
     ("torch.nn.modules.module", "_IncompatibleKeys", _IncompatibleKeys),
@@ -111,6 +123,8 @@ _OBJECTS, MISSING_NAMES = _found()
 neg_view: Callable[[torch.Tensor], torch.Tensor] = _OBJECTS["_neg_view"]
 copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = _OBJECTS["_foreach_copy_"]
 storage_address: Callable[[torch.Tensor], int] = _OBJECTS["_storage_address"]
+use_count: Callable[[torch.Tensor], int] = _OBJECTS["_use_count"]
+swap_contents: Callable[[torch.Tensor, torch.Tensor], None] = _OBJECTS["_swap_tensor_impl"]
 make_subclass: Callable[[type[torch.Tensor], torch.Tensor, bool], torch.Tensor] = _OBJECTS["_make_subclass"]
 is_traceable_wrapper_subclass: Callable[[object], bool] = _OBJECTS["is_traceable_wrapper_subclass"]
 EXTRA_STATE_KEY: str = _OBJECTS["_EXTRA_STATE_KEY_SUFFIX"]

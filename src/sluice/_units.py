@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 __all__ = ["counted", "format_bytes", "format_rate", "gb_per_second", "parse_bytes"]
 
@@ -34,6 +35,11 @@ def parse_bytes(size: int | str) -> int:
         if size < 0:
             raise ValueError(f"a size must not be negative: {size}")
         return size
+    return _parse_text(size)
+
+
+@lru_cache(maxsize=64)
+def _parse_text(size: str) -> int:
     match = _SIZE.fullmatch(size)
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
@@ -30,6 +31,16 @@ def test_memory_is_aligned_and_not_larger_than_its_pages(nbytes: int, huge_pages
     assert address(memory) % 4096 == 0
     if huge_pages and nbytes >= 2 * MIB:
         assert address(memory) % (2 * MIB) == 0
+
+
+@linux_only
+def test_populated_memory_is_resident() -> None:
+    memory = HostMemory(8 * MIB, huge_pages=False)
+    before = read_memory().anon_bytes
+    memory.populate()
+    with contextlib.suppress(OSError):
+        mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).madvise(23)
+        assert read_memory().anon_bytes - before > 7 * MIB  # the kernel has the advice
 
 
 @linux_only

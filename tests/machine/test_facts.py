@@ -259,7 +259,8 @@ def test_a_control_group_without_a_limit_is_not_asked_for_its_usage(
 
     monkeypatch.setattr(cgroups, "read_system_file", recorded)
     assert cgroup_headroom(root) is None
-    assert not any(path.endswith(("memory.current", "memory.stat")) for path in asked)
+    # Neither for its usage, nor is the root of the hierarchy asked for its limit: it never has one.
+    assert [path.removeprefix(str(root)) for path in asked] == ["/proc/self/cgroup", f"/{group}/memory.max"]
     make(tmp_path, {f"{group}/memory.max": "3\n"})  # a limit can be set while the process runs
     assert cgroup_headroom(root) == 2
 

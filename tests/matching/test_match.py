@@ -31,14 +31,14 @@ def slot(*names: str, **changes: object) -> Slot:
         "requires_grad": True,
         **changes,
     }
-    values.setdefault("stride", contiguous_stride(values["shape"]))  # type: ignore[arg-type]
+    values.setdefault("stride", contiguous_stride(values["shape"]))
     values.setdefault("in_place", values["device"] != "meta")
     return Slot(names=names, **values)  # type: ignore[arg-type]
 
 
 def entry(storage: int = 0, **changes: object) -> Entry:
     values: dict[str, object] = {"dtype": "float32", "shape": (2, 3), **changes}
-    values.setdefault("stride", contiguous_stride(values["shape"]))  # type: ignore[arg-type]
+    values.setdefault("stride", contiguous_stride(values["shape"]))
     elements = elements_of(str(values.pop("dtype")))
     return Entry(storage=storage, elements=elements, **values)  # type: ignore[arg-type]
 

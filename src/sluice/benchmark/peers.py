@@ -70,6 +70,14 @@ def _allocated(model: nn.Module, job: MethodJob) -> nn.Module:
     return model.to(job.torch_dtype).to_empty(device=job.device)
 
 
+def _assigned(job: MethodJob, model: nn.Module, *, mapped: bool = False) -> nn.Module:
+    """Assign the tensors of the file to the model, and cast the model."""
+    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=mapped)
+    model.load_state_dict(state_dict, assign=True)
+    del state_dict  # else the cast would keep every fp32 tensor alive
+    return model.to(job.torch_dtype)
+
+
 def torch_load(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the whole state dict and copy it into the model."""
     model = _allocated(model, job)
@@ -79,18 +87,12 @@ def torch_load(job: MethodJob, model: nn.Module) -> nn.Module:
 
 def torch_mmap(job: MethodJob, model: nn.Module) -> nn.Module:
     """Map the file, assign its tensors to the model, and cast the model."""
-    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device, mapped=True)
-    model.load_state_dict(state_dict, assign=True)
-    del state_dict  # else the cast would keep every fp32 tensor alive
-    return model.to(job.torch_dtype)
+    return _assigned(job, model, mapped=True)
 
 
 def torch_assign(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the whole state dict, assign its tensors to the model, and cast the model."""
-    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device)
-    model.load_state_dict(state_dict, assign=True)
-    del state_dict  # as in torch_mmap
-    return model.to(job.torch_dtype)
+    return _assigned(job, model)
 
 
 def torch_dcp(job: MethodJob, model: nn.Module) -> nn.Module:
@@ -121,10 +123,7 @@ def safetensors_load_model(job: MethodJob, model: nn.Module) -> nn.Module:
 
 def safetensors_load_file(job: MethodJob, model: nn.Module) -> nn.Module:
     """Load the tensors, which are views of the mapped file, assign them to the model, and cast the model."""
-    state_dict = read_state_dict(Path(job.checkpoint), job.key, device=job.device)
-    model.load_state_dict(state_dict, assign=True)
-    del state_dict  # as in torch_mmap
-    return model.to(job.torch_dtype)
+    return _assigned(job, model)
 
 
 def accelerate_load(job: MethodJob, model: nn.Module) -> nn.Module:

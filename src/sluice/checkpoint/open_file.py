@@ -39,6 +39,8 @@ class OpenFile(Struct, frozen=True, kw_only=True):
         Args:
             storages: Positions in the index of the checkpoint.
         """
+        if not (self.first_storage or self.start):  # most files; equal numbers would be new objects
+            return dict(self.locator.locate(self._section(), self.index, storages))
         found = self.locator.locate(self._section(), self.index, [number - self.first_storage for number in storages])
         return {number + self.first_storage: offset + self.start for number, offset in found.items()}
 

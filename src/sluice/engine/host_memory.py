@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from contextlib import suppress
 
 from sluice import _options as options
 from sluice._errors import BudgetError
 from sluice._geometry import round_down, round_up
 
 __all__ = ["HostMemory"]
+
+#: Number of the advice, which ``mmap`` does not name.
+_MADV_POPULATE_WRITE = 23
 
 
 class HostMemory:
@@ -59,6 +63,11 @@ class HostMemory:
         if self._address is None:
             self._address = _address(self.mapping) + self.start
         return self._address
+
+    def populate(self) -> None:
+        """Make all of it resident by one call, which takes less time than a fault for each page (Linux 5.14)."""
+        with suppress(OSError):  # older kernels
+            self.mapping.madvise(_MADV_POPULATE_WRITE)
 
     def view(self) -> memoryview:
         """Return the usable bytes."""

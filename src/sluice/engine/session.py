@@ -131,10 +131,13 @@ class Session:
     def close(self) -> None:
         """Stop and join the threads, and finish the targets of plans that were not waited for."""
         self.ended = True
-        with ExitStack() as stack:  # in reverse order, each even if another raises
-            stack.callback(self._abandon_plans)
-            stack.callback(self._join_copiers)
-            stack.callback(self._join_readers)
+        try:
+            self._join_readers()
+        finally:
+            try:
+                self._join_copiers()
+            finally:
+                self._abandon_plans()
 
     def _join_readers(self) -> None:
         self._plans.put(None)
@@ -151,11 +154,15 @@ class Session:
         if any(thread.unfinished for thread in (*self._readers, *self._copiers)):
             return  # an interrupt came before they were joined: the next call to ``close`` does it
         running, self._running = self._running, []
-        with ExitStack() as stack:
-            stack.callback(self.release_staging)
-            stack.callback(self._methods.close)
-            for run in running:
-                stack.callback(run.abandon)
+        try:
+            with ExitStack() as stack:  # in reverse order, each even if another raises
+                for run in running:
+                    stack.callback(run.abandon)
+        finally:
+            try:
+                self._methods.close()
+            finally:
+                self.release_staging()
 
     def finished(self, run: RunningPlan) -> None:
         """Forget a plan that was waited for; a session that has ended has forgotten it already."""

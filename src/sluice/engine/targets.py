@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
@@ -106,10 +105,11 @@ class Targets:
             link.begin(self._plan.device_scratch_bytes)
         self.reserve()
         self._map_targets()
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for position, target in enumerate(self._plan.targets):
-                if target.constants and not target.fills:
-                    self._flat(position)  # no read allocates it
+        unread = [i for i, target in enumerate(self._plan.targets) if target.constants and not target.fills]
+        if unread:  # no read allocates them
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for position in unread:
+                    self._flat(position)
 
     def _map_targets(self) -> None:
         """Map the memory of large targets before the readers start, except for finishers, which free it early.
@@ -150,12 +150,12 @@ class Targets:
         """
         started: set[str] = set()
         try:
-            for copy in read.copies[: read.copies_before_swaps]:
-                self._copy(copy, buffer, first, started)
-            for swap in read.swaps:
-                swap_bytes(swap, buffer, first)
-            for copy in read.copies[read.copies_before_swaps :]:
-                self._copy(copy, buffer, first, started)
+            for number, copy in enumerate(read.copies):
+                if number == read.copies_before_swaps:
+                    for swap in read.swaps:
+                        swap_bytes(swap, buffer, first)
+                if not self._moves_bytes(copy, buffer.address + first):
+                    self._copy(copy, buffer, first, started)
         finally:  # after a failure too: earlier copies are still under way
             tickets = [self._accelerators[device].mark() for device in started]
             buffer.tickets.extend(ticket for ticket in tickets if ticket is not None)
@@ -165,13 +165,6 @@ class Targets:
         if copy.target in self._existing:
             self.touched.add(copy.target)
         target = self._plan.targets[copy.target]
-        if copy.verbatim and copy.dtype == target.dtype and not target.constants:
-            address = self._small_address(copy.target)
-            if address is not None:
-                item = ITEM_BYTES[copy.dtype]
-                start = buffer.address + first + copy.offset
-                ctypes.memmove(address + copy.target_start * item, start, copy.shape[0] * item)
-                return
         source = staged_bytes(copy, buffer, first, target.dtype, self._kernels)
         box = _box(self._flat(copy.target), copy)
         if source.elements is None:
@@ -182,17 +175,26 @@ class Targets:
             started.add(target.device)
         self._send(target.device, box, source)
 
-    def _small_address(self, position: int) -> int | None:
-        """Return the address of small memory of the host, to which bytes are copied without a tensor; None for other.
+    def _moves_bytes(self, copy: Copy, read_address: int) -> bool:
+        """Copy unchanged bytes to small memory of the host, without tensors; return whether that is possible.
 
         A copy with tensors takes 15 times as long as one of a kilobyte itself.
         """
+        position = copy.target
         target, block = self._plan.targets[position], self._plan.blocks[position]
+        dtype = target.dtype
+        if copy.elements.dtype != dtype or not copy.verbatim or target.constants:
+            return False
         if block.kind == "arena":
-            return self._arena(block.arena).address + block.arena_offset
-        if block.kind == "existing" and target.device == "cpu" and target.nbytes < options.OWN_MAPPING_BYTES:
-            return int(self._existing[position].data_ptr())
-        return None
+            address = self._arena(block.arena).address + block.arena_offset
+        elif block.kind == "existing" and target.device == "cpu" and target.nbytes < options.OWN_MAPPING_BYTES:
+            self.touched.add(position)
+            address = self._existing[position].data_ptr()
+        else:
+            return False
+        item = ITEM_BYTES[dtype]
+        ctypes.memmove(address + copy.target_start * item, read_address + copy.offset, copy.shape[0] * item)
+        return True
 
     def _send(self, device: str, target: torch.Tensor, source: StridedBytes) -> None:
         """Copy to a device, or start to."""
@@ -224,7 +226,9 @@ class Targets:
 
         The last view of a target is the target's own tensor in another shape, which saves a second one for each.
         """
-        uses = Counter(view.target for view in views)
+        uses = [0] * len(self._plan.targets)
+        for view in views:
+            uses[view.target] += 1
         taken: list[torch.Tensor] = []
         with torch.inference_mode(mode=False), torch.no_grad():
             for view in views:
@@ -236,9 +240,12 @@ class Targets:
         position = view.target
         if position in self._existing or position in self._finished or not self._plan.targets[position].nbytes:
             return self._tensor(view)
-        flat = self._flat(position)
-        del self._flats[position]
-        return _with_math_bits(_set(flat, flat, view), view)
+        flat = self._flats.pop(position, None)
+        if flat is None:  # nothing needed a tensor of it before, so that it has no constants either
+            flat = self._allocate(position)
+        if view.shape != flat.shape or view.stride != (1,):
+            flat = _set(flat, flat, view)
+        return _with_math_bits(flat, view) if view.math_bits else flat
 
     def _tensor(self, view: View) -> torch.Tensor:
         if view.target in self._existing:
@@ -295,9 +302,11 @@ class Targets:
         if memory is None:
             with self._arena_lock:
                 memory = self._arenas.get(number)
+                is_new = memory is None
                 if memory is None:
-                    memory = HostMemory(self._plan.arenas[number], huge_pages=False)
-                    self._arenas[number] = memory
+                    memory = self._arenas[number] = HostMemory(self._plan.arenas[number], huge_pages=False)
+            if is_new:  # without the lock: another thread may already copy to it
+                memory.populate()
         return memory
 
     def _mapping(self, position: int) -> HostMemory:

@@ -325,8 +325,9 @@ def _refuse_opaques(
     request: ModuleRequest, selection: Selection, state: ModuleState, checkpoint: OpenCheckpoint
 ) -> None:
     """Refuse values of the state dict that sluice does not build; without ``strict``, only tensors of the module."""
-    own = {unwrap(name) for slot in state.outline.slots for name in slot.names}
-    for name, leaf in trees.opaques(subtree(checkpoint.index.tree, selection.key or "")).items():
+    opaques = trees.opaques(subtree(checkpoint.index.tree, selection.key or ""))
+    own = {unwrap(name) for slot in state.outline.slots for name in slot.names} if opaques else set()
+    for name, leaf in opaques.items():
         for new_name in rename_entries({name: leaf}, request.rename):
             spellings = [new_name, unwrap(new_name)]
             rests = [each.removeprefix(selection.prefix) for each in spellings if each.startswith(selection.prefix)]

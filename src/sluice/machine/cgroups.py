@@ -49,7 +49,8 @@ def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     Args:
         root: Directory of ``proc`` and ``sys``.
     """
-    return list(filter(None, map(_group, _places(root))))
+    groups = (_group(place, _limit(place)) for place in _places(root))
+    return [group for group in groups if group is not None]
 
 
 def tightest(groups: list[MemoryGroup]) -> MemoryGroup | None:
@@ -67,9 +68,10 @@ def cgroup_headroom(root: Path = Path("/")) -> int | None:
         root: Directory of ``proc`` and ``sys``.
     """
     # A group without a limit is not asked for its usage: a load of a small file would wait for that.
-    limited = (_group(place) for place in _places(root) if _limit(place) is not None)
-    rooms = [group.room_bytes for group in limited if group is not None]
-    return min((room for room in rooms if room is not None), default=None)
+    limits = [(place, _limit(place)) for place in _places(root)]
+    groups = [_group(place, limit) for place, limit in limits if limit is not None]
+    found = tightest([group for group in groups if group is not None])
+    return None if found is None else found.room_bytes
 
 
 class _Place(Struct, frozen=True):
@@ -94,7 +96,10 @@ def _places(root: Path) -> tuple[_Place, ...]:
 
 @lru_cache(maxsize=8)
 def _places_of(top: str, memberships: bytes) -> tuple[_Place, ...]:
-    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors."""
+    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors.
+
+    Groups that can never have a limit are left out: see ``_can_be_limited``.
+    """
     places: list[_Place] = []
     for line in memberships.decode(errors="replace").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -117,11 +122,22 @@ def _ancestors(
     for count in range(len(parts), -1, -1):
         below = "/".join(parts[:count])
         directory = f"{mount}/{below}" if below else mount
+        if not _can_be_limited(directory, names[0]):
+            continue
         limit, usage, statistics = (f"{directory}/{name}" for name in names)
         yield _Place(version, f"/{below}", limit, usage, statistics, reclaimable)
 
 
-def _group(place: _Place) -> MemoryGroup | None:
+def _can_be_limited(directory: str, limit_file: str) -> bool:
+    """Return whether a group has a limit, or may get one later, when the controller is turned on for it.
+
+    The root of a hierarchy never has one in version 2, and is the only group without ``cgroup.type``. A namespace can
+    hide groups, and a hierarchy may not be mounted.
+    """
+    return any(os.path.exists(f"{directory}/{name}") for name in (limit_file, "cgroup.type"))
+
+
+def _group(place: _Place, limit_bytes: int | None) -> MemoryGroup | None:
     usage = _number(place.usage_file)
     if usage is None:
         return None
@@ -130,7 +146,7 @@ def _group(place: _Place) -> MemoryGroup | None:
         path=place.path,
         usage_file=place.usage_file,
         usage_bytes=usage,
-        limit_bytes=_limit(place),
+        limit_bytes=limit_bytes,
         reclaimable_bytes=_reclaimable(place),
     )
 
@@ -141,10 +157,8 @@ def _limit(place: _Place) -> int | None:
 
 
 def _number(path: str) -> int | None:
-    try:
-        return int(read_system_file(path) or b"")
-    except ValueError:  # absent, or "max"
-        return None
+    text = (read_system_file(path) or b"").strip()
+    return int(text) if text.isdigit() else None  # absent, or "max"
 
 
 def _reclaimable(place: _Place) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
-
-import psutil
 
 __all__ = ["filesystem_type"]
 
@@ -18,6 +17,9 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 #: Bytes of a ``struct statfs``, rounded up. Its first field is the number of the type, a long.
 _STATFS_BYTES = 256
+
+#: A space, tab, newline or backslash in the table of mounts.
+_ESCAPED = re.compile(rb"\\([0-3][0-7]{2})")
 
 #: Type by device and number.
 _known: dict[tuple[int, int], str] = {}
@@ -51,9 +53,28 @@ def _mounted_type(path: str) -> str:
     """Return the type of the longest mount point above a path."""
     real = os.path.realpath(path)
     best, kind = "", ""
-    for partition in psutil.disk_partitions(all=True):
-        mount = partition.mountpoint
+    for mount, found in _mounts():
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
-            best, kind = mount, partition.fstype
+            best, kind = mount, found
     return kind
+
+
+def _mounts(table: str = "/proc/self/mounts") -> list[tuple[str, str]]:
+    """Return the mount point and the type of each mounted file system.
+
+    Args:
+        table: The kernel's table of them. If the system has none, psutil is asked.
+    """
+    try:
+        with open(table, "rb") as file:
+            fields = [line.split(b" ") for line in file]
+    except OSError:
+        import psutil  # here, not above: it takes 7 to 16 ms, and Linux does not need it
+
+        return [(each.mountpoint, each.fstype) for each in psutil.disk_partitions(all=True)]
+    return [(os.fsdecode(_ESCAPED.sub(_unescaped, mount)), kind.decode()) for _, mount, kind, *_ in fields]
+
+
+def _unescaped(found: re.Match[bytes]) -> bytes:
+    return bytes([int(found[1], 8)])

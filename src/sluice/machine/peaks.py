@@ -6,7 +6,6 @@ peak of a block is exact and no sample can miss it. Samples only split it by kin
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from types import TracebackType
@@ -16,15 +15,15 @@ from msgspec import Struct
 
 from sluice import _options as options
 from sluice._threads import Worker, join_threads, spare_threads, start_threads
-from sluice.machine.system_files import read_system_file
+from sluice.machine.system_files import read_system_file, write_system_file
 from sluice.records import Peaks
 
 __all__ = ["MemorySample", "PeakMeter", "read_memory", "restart_peak"]
 
 
-#: Fields of ``/proc/PID/status`` that a sample has, in KiB.
+#: Fields of ``/proc/PID/status`` that a sample has, in KiB and in the kernel's order.
 _FIELDS = ("VmHWM", "RssAnon", "RssFile", "RssShmem")
-_STATUS = re.compile(rf"^({'|'.join(_FIELDS)}):\s+(\d+)".encode(), re.MULTILINE)
+_STATUS = re.compile("".join(rf"^{name}:\s+(\d+) kB\n(?:.*\n)*?" for name in _FIELDS).encode(), re.MULTILINE)
 
 
 class MemorySample(Struct, frozen=True, kw_only=True):
@@ -59,30 +58,16 @@ def read_memory(pid: int | None = None) -> MemorySample:
     status = read_system_file(f"/proc/{pid or 'self'}/status")
     if status is None:
         return _read_with_psutil(pid)
-    kib = {name: int(value) << 10 for name, value in _STATUS.findall(status)}
-    if len(kib) != len(_FIELDS):  # the process has ended but was not reaped
+    found = _STATUS.search(status)
+    if found is None:  # the process has ended but was not reaped
         raise ProcessLookupError(f"process {pid} has ended")
-    return MemorySample(
-        anon_bytes=kib[b"RssAnon"],
-        file_bytes=kib[b"RssFile"],
-        shmem_bytes=kib[b"RssShmem"],
-        peak_bytes=kib[b"VmHWM"],
-    )
+    peak, anon, file, shmem = (int(value) << 10 for value in found.groups())
+    return MemorySample(anon_bytes=anon, file_bytes=file, shmem_bytes=shmem, peak_bytes=peak)
 
 
 def restart_peak() -> bool:
     """Restart this process's ``VmHWM`` record at its present size; return whether the system allowed it."""
-    try:
-        descriptor = os.open("/proc/self/clear_refs", os.O_WRONLY)
-    except OSError:
-        return False
-    try:
-        os.write(descriptor, b"5")
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+    return write_system_file("/proc/self/clear_refs", b"5")
 
 
 def _read_with_psutil(pid: int | None) -> MemorySample:

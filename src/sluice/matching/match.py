@@ -169,7 +169,9 @@ def match(  # noqa: PLR0913 - each comes from a different step of the load, and 
         needs_values=needs_values or strict,
     )
     for position, slot in enumerate(outline.slots):
-        matcher.add(position, slot, optional=any(name in optional_names for name in slot.names))
+        matcher.add(
+            position, slot, optional=bool(optional_names) and any(name in optional_names for name in slot.names)
+        )
     takes_others = has_attributes or any(name in extra_state for name in outline.extra_state)
     if not allow_empty and matcher.is_empty(takes_others=takes_others):
         matcher.findings.none_of, matcher.findings.candidates = len(outline.slots), candidates

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,11 +44,14 @@ __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"
 # No public view of the registered tensors of an nn.Module distinguishes names, None and persistence.
 # ruff: noqa: SLF001
 
+#: Name of a device; the same object for every tensor there.
+_device_name = lru_cache(maxsize=64)(str)
+
 #: Version of BatchNorm that added ``num_batches_tracked``.
 _NUM_BATCHES_TRACKED_VERSION = 2
 
 
-class Owner(Struct, frozen=True, kw_only=True):
+class Owner(Struct, frozen=True, kw_only=True, gc=False):
     """A module that holds a tensor, and the name of the tensor there."""
 
     #: The module.
@@ -106,20 +110,21 @@ class _Collected(Struct, kw_only=True, eq=False):
     #: Why this region is not known.
     undescribed: str | None = None
     #: Names in the state dict.
-    names: list[str] = field(default_factory=list)
-    owners: list[Owner] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+    owners: tuple[Owner, ...] = ()
     added_in: int | None = None
     #: Other objects that view the same memory.
     aliases: list[_Collected] = field(default_factory=list)
 
     @property
     def can_be_loaded(self) -> bool:
-        known = self.plain and self.undescribed is None
-        return is_lazy(self.tensor) or (known and dtype_name(self.tensor.dtype) in ITEM_BYTES)
+        if not self.plain:
+            return is_lazy(self.tensor)
+        return self.undescribed is None and dtype_name(self.tensor.dtype) in ITEM_BYTES
 
     @property
     def holding(self) -> Holding:
-        return Holding(tensor=self.tensor, owners=tuple(self.owners))
+        return Holding(tensor=self.tensor, owners=self.owners)
 
 
 def collect(module: nn.Module) -> ModuleState:
@@ -164,7 +169,7 @@ def collect(module: nn.Module) -> ModuleState:
             ),
         ),
         tensors=tuple(held.tensor for held in slots),
-        owners=tuple(held.holding.owners for held in slots),
+        owners=tuple(held.owners for held in slots),
         aliases={
             slot: tuple(alias.holding for alias in held.aliases) for slot, held in enumerate(slots) if held.aliases
         },
@@ -197,14 +202,15 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
         for name, tensor in kind.items():
             if tensor is None:
                 continue
+            full_name = prefix + name
             held = collected.get(id(tensor))
             if held is None:
-                held = _found(tensor, prefix + name, parameter=kind is module._parameters)
+                held = _found(tensor, full_name, parameter=kind is module._parameters)
                 collected[id(tensor)] = held
             if not known:
-                held.owners.append(Owner(module=module, name=name))
+                held.owners += (Owner(module=module, name=name),)
             if name not in module._non_persistent_buffers_set:
-                held.names.append(prefix + name)
+                held.names += (full_name,)
             if name == "num_batches_tracked" and isinstance(module, NORM_BASE):
                 held.added_in = _NUM_BATCHES_TRACKED_VERSION
 
@@ -222,16 +228,18 @@ def _found(tensor: torch.Tensor, path: str, *, parameter: bool) -> _Collected:
     return held
 
 
-def _join_aliases(collected: Iterable[_Collected]) -> list[_Collected]:
+def _join_aliases(collected: Collection[_Collected]) -> list[_Collected]:
     """Merge objects that view the same memory in the same way into the first, which gets all names."""
     joined: list[_Collected] = []
     first_of: dict[object, _Collected] = {}
-    for held in collected:
+    addresses = [storage_address(held.memory) if held.plain else None for held in collected]
+    shared = {address for address, count in Counter(addresses).items() if count > 1}
+    for address, held in zip(addresses, collected, strict=True):
         tensor = held.memory
-        if not held.plain or tensor.numel() == 0:
+        if address not in shared or not held.plain or tensor.numel() == 0:
             joined.append(held)
             continue
-        view = (storage_address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        view = (address, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         first = first_of.setdefault((view, tensor.dtype, tensor.is_conj(), tensor.is_neg(), held.region), held)
         if first is held:
             joined.append(held)
@@ -286,19 +294,19 @@ def _slot(
         shard: The memory in which fully_shard keeps it.
     """
     tensor = held.tensor
-    if is_lazy(tensor):
+    if not held.plain and is_lazy(tensor):
         return _lazy_slot(held)
     shape, stride = tuple(tensor.shape), held.memory.stride()
     if len(stride) != len(shape):  # outside of the mesh: a local tensor of shape (0,)
         stride = contiguous_stride(shape)
     return Slot(
-        names=tuple(held.names),
+        names=held.names,
         parameter=held.parameter,
         shape=geometries.setdefault(shape, shape),
         stride=geometries.setdefault(stride, stride),
         dtype=dtype_name(tensor.dtype),
-        device=str(tensor.device),
-        requires_grad=any(holding.tensor.requires_grad for holding in (held, *held.aliases)),
+        device=_device_name(tensor.device),
+        requires_grad=tensor.requires_grad or any(alias.tensor.requires_grad for alias in held.aliases),
         in_place=_can_be_filled(held.memory),
         # Parts of random values differ from the values of the whole, and copies on other ranks from each other.
         resettable=tensor.is_meta
@@ -317,16 +325,19 @@ def _home_of(held: _Collected, shard: ShardMemory | None) -> str:
     return "cpu" if shard is not None and shard.offloaded else home(held.tensor)
 
 
+_device_name = lru_cache(maxsize=64)(str)
+
+
 def _lazy_slot(held: _Collected) -> Slot:
     """Describe a tensor of a lazy module, which has a dtype and a device but no shape yet."""
     data = held.tensor.data  # the tensor itself raises for some of these attributes
     return Slot(
-        names=tuple(held.names),
+        names=held.names,
         parameter=held.parameter,
         shape=(),
         stride=(),
         dtype=dtype_name(data.dtype),
-        device=str(data.device),
+        device=_device_name(data.device),
         requires_grad=held.tensor.requires_grad,
         in_place=False,
         lazy=True,
@@ -357,6 +368,8 @@ def _can_be_filled(tensor: torch.Tensor) -> bool:
     """Return whether the tensor gets its values by writing each element of its memory once."""
     if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return False
+    if tensor.is_contiguous() and tensor.numel():
+        return True
     reach = 0  # elements spanned by the dimensions of smaller steps
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

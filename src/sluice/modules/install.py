@@ -134,15 +134,15 @@ def _after_loading(problem: str, state: ModuleState) -> PartialLoadError:
 
 def install_one(state: ModuleState, slot: int, tensor: torch.Tensor) -> bool:
     """Give one tensor of the module, and its aliases, new memory; return whether they are still the same objects."""
-    same = [_set_memory(state.module, holding, tensor) for holding in state.holdings(slot)]
-    for follower in state.followers.get(slot, ()):
-        holding = Holding(tensor=follower.tensor, owners=())
-        same.append(_set_memory(state.module, holding, follower.view_of(tensor)))
+    if slot not in state.aliases and slot not in state.followers:
+        return _set_memory(state.module, state.tensors[slot], state.owners[slot], tensor)
+    same = [_set_memory(state.module, each.tensor, each.owners, tensor) for each in state.holdings(slot)]
+    followers = state.followers.get(slot, ())
+    same += [_set_memory(state.module, each.tensor, (), each.view_of(tensor)) for each in followers]
     return all(same)
 
 
-def _set_memory(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bool:
-    own = holding.tensor
+def _set_memory(module: nn.Module, own: torch.Tensor, owners: Sequence[Owner], tensor: torch.Tensor) -> bool:
     if is_lazy(own):
         cast("Any", own).__class__ = cast("Any", own).cls_to_become  # as its materialize() does
     # An inference tensor becomes an ordinary tensor: with ordinary memory it would not be a valid inference tensor.
@@ -152,13 +152,13 @@ def _set_memory(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bo
         if not is_dtensor(own):  # of a DTensor, .data would change neither dtype nor device
             own.data = tensor
             return True
-    if not _recurrent(holding.owners) and swap_data(own, tensor):
+    if not _recurrent(owners) and swap_data(own, tensor):
         return True
-    with _without_weak_references(holding.owners):
+    with _without_weak_references(owners):
         if swap_data(own, tensor):
             return True
         new = with_data(own, tensor)
-        hold(holding.owners, new)
+        hold(owners, new)
         _replace_in_attributes(module, own, new)
     return False
 
@@ -218,7 +218,7 @@ def _move(module: nn.Module, holdings: Sequence[Holding], device: str | None) ->
         if is_lazy(holding.tensor):
             holding.tensor.data = moved
         else:
-            _set_memory(module, holding, moved)
+            _set_memory(module, holding.tensor, holding.owners, moved)
 
 
 def _note_written(tensor: torch.Tensor) -> None:

@@ -8,10 +8,13 @@ and not with the object. So the other tensor gets all of these first.
 
 from __future__ import annotations
 
-import torch
-from torch.nn.parameter import is_lazy
+from functools import lru_cache
+from weakref import getweakrefcount
 
-from sluice._private_torch import make_subclass
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from sluice._private_torch import make_subclass, swap_contents, use_count
 from sluice.dtensors.description import is_dtensor, local_of, with_local
 
 __all__ = ["is_plain", "swap_data", "with_data"]
@@ -27,6 +30,9 @@ def swap_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
         through it exists.
     """
     other = with_data(tensor, data)
+    if not is_dtensor(tensor) and _unshared(tensor) and _unshared(other):
+        swap_contents(tensor, other)  # class and attributes are equal, and need no swap
+        return True
     try:
         torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -43,10 +49,19 @@ def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         other = with_local(tensor, data.view(local_of(tensor).shape)).requires_grad_(tensor.requires_grad)
     else:
         other = make_subclass(type(tensor), data, tensor.requires_grad)
-    other.__dict__.update(tensor.__dict__)
-    other._backward_hooks = tensor._backward_hooks  # noqa: SLF001  hooks of a tensor have no public reader
-    other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # noqa: SLF001  as above
+    if tensor.__dict__:
+        other.__dict__.update(tensor.__dict__)
+    hooks, grad_hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001  no public reader
+    if hooks is not None:
+        other._backward_hooks = hooks  # noqa: SLF001  as above
+    if grad_hooks is not None:
+        other._post_accumulate_grad_hooks = grad_hooks  # noqa: SLF001  as above
     return other
+
+
+def _unshared(tensor: torch.Tensor) -> bool:
+    """Return whether only its object refers to a tensor: no weak reference, no view and no graph, as a swap needs."""
+    return not getweakrefcount(tensor) and use_count(tensor) == 1
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -55,10 +70,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
     False for fake and functional tensors, lazy parameters, sparse and quantized tensors, and subclasses with their own
     memory or operators, such as DTensor. Other subclasses of ``nn.Parameter`` are plain.
     """
-    kind = type(tensor)
-    known = kind is torch.Tensor or torch.nn.Parameter in kind.__mro__
-    if not known or kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ or is_lazy(tensor):
+    if not _is_plain_kind(type(tensor)):
         return False
     if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001  the only way to tell
         return False
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+@lru_cache(maxsize=64)
+def _is_plain_kind(kind: type[torch.Tensor]) -> bool:
+    """Return whether tensors of a class can be strided memory of torch's own."""
+    known = kind is torch.Tensor or torch.nn.Parameter in kind.__mro__
+    is_lazy = issubclass(kind, (UninitializedParameter, UninitializedBuffer))
+    return known and not is_lazy and kind.__torch_dispatch__ == torch.Tensor.__torch_dispatch__

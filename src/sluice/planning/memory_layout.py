@@ -211,17 +211,23 @@ def _filled_target(
     """
     if request.finisher is not None and (request.device != "cpu" or request.existing):
         raise ValueError("a finisher needs a new tensor on the host")
-    elements = entry.numel if request.existing else span_elements(entry.shape, stride)
-    pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
-    held = [(piece, first) for piece, first in pieces if piece.numel]
-    fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in held if piece.constant is None)
+    numel = entry.numel
+    elements = numel if request.existing else span_elements(entry.shape, stride)
+    if entry.parts or entry.constant is not None:
+        pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
+        held = [(piece, first) for piece, first in pieces if piece.numel]
+        fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in held if piece.constant is None)
+        constants = tuple(_constants(held, stride))
+    else:
+        fills = (_fill(entry, 0, stride, index, offsets),) if numel else ()
+        constants = ()
     return Target(
         name=request.name,
         dtype=request.dtype,
         nbytes=elements * ITEM_BYTES[request.dtype],
         device=request.device,
         fills=fills,
-        constants=tuple(_constants(held, stride)),
+        constants=constants,
         existing=request.existing,
         replaces=request.replaces,
         finisher=request.finisher,
@@ -232,10 +238,12 @@ def _filled_target(
 def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
     """Return the fill from a view of one storage to a target, whose element 0 goes to ``first``."""
     storage = index.storages[piece.storage]
-    base = storage.offset if storage.located else offsets[piece.storage]
+    offset = storage.offset if storage.located else offsets[piece.storage]
+    if piece.storage_offset:  # a sum with 0 would be a new object
+        offset += piece.storage_offset * ITEM_BYTES[piece.dtype]
     return Fill(
         file=storage.file,
-        offset=base + piece.storage_offset * ITEM_BYTES[piece.dtype],
+        offset=offset,
         elements=replace(piece.elements, swap_bytes=storage.swap_bytes) if storage.swap_bytes else piece.elements,
         shape=piece.shape,
         source_stride=piece.stride,

@@ -42,7 +42,7 @@ _SwapGrid = tuple[int, int]
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "memory"})
 
 
-class CollapsedFill(Struct, frozen=True):
+class CollapsedFill(Struct, frozen=True, gc=False):
     """A fill as an equivalent copy with the fewest dimensions."""
 
     #: Position of the target in ``LoadPlan.targets``.
@@ -213,7 +213,7 @@ class StagedReads:
 
     def add(self, collapsed: CollapsedFill) -> None:
         """Add a fill."""
-        item = ITEM_BYTES[collapsed.fill.dtype]
+        item = ITEM_BYTES[collapsed.fill.elements.dtype]
         access = self._facts[collapsed.fill.file].access
         limit = self._read_limit(access)
         if collapsed.fill.elements.kernel is not None:
@@ -278,7 +278,7 @@ class StagedReads:
         """Return one read of the bytes from ``start`` to ``end`` with a copy for each piece."""
         file = pieces[0][0].fill.file
         swaps = tuple(_swaps(pieces, start))
-        early, late = _split_at_swaps(pieces, swaps, start)
+        early, late = _split_at_swaps(pieces, swaps, start) if swaps else ([], pieces)
         copies = []
         free = round_up(end - start, options.BLOCK_BYTES) + 2 * options.BLOCK_BYTES
         for collapsed, piece in (*early, *late):
@@ -309,23 +309,17 @@ class StagedReads:
 
 def _copy(collapsed: CollapsedFill, piece: CopyPiece, start: int, cast_at: int | None) -> Copy:
     """Return the copy of a piece out of a read that begins at byte ``start`` of the file."""
+    elements = collapsed.fill.elements
     return Copy(
         target=collapsed.target,
         offset=piece.start_byte - start,
-        elements=collapsed.fill.elements.native(),
+        elements=elements.native() if elements.swap_bytes else elements,
         shape=piece.shape,
         source_stride=piece.source_stride,
         target_stride=piece.target_stride,
         target_start=piece.target_start,
         cast_at=cast_at,
-        first_row=_first_row(collapsed, piece),
     )
-
-
-def _first_row(collapsed: CollapsedFill, piece: CopyPiece) -> int:
-    """Return the position of the first row of a piece in its tensor; 0 without a row kernel."""
-    kernel = collapsed.fill.elements.kernel
-    return 0 if kernel is None else piece.target_start // max(1, piece.target_stride[0])
 
 
 def _split_at_swaps(

@@ -52,13 +52,16 @@ class Copy(Struct, frozen=True, kw_only=True, gc=False):
     #: Offset in the staging buffer, in bytes, of the result of a cast before a transfer to an accelerator; None to cast
     #: at the target.
     cast_at: int | None = None
-    #: With a row kernel: position of the first row in the target.
-    first_row: int = 0
 
     @property
     def dtype(self) -> str:
         """Dtype of the elements that were read."""
         return self.elements.dtype
+
+    @property
+    def first_row(self) -> int:
+        """Position of its first row in the target, with a row kernel; 0 without one."""
+        return 0 if self.elements.kernel is None else self.target_start // max(1, self.target_stride[0])
 
     @property
     def verbatim(self) -> bool:

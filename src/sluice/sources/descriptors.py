@@ -130,6 +130,8 @@ class DescriptorCache:
 
         Finalizers run wherever the collector runs, possibly in this thread inside another method.
         """
+        if key not in self._open:  # the owner has dropped it
+            return
         self._forsaken.append(key)
         if not self._lock.locked():
             with self._lock:
