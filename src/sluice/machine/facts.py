@@ -34,7 +34,7 @@ __all__ = ["file_facts", "machine_facts", "mappable", "takes_direct_io"]
 #: and FUSE file systems, and those that merely accept the flag, are excluded.
 _DIRECT_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "erofs", "overlay"})
 
-#: File systems that keep every byte in memory. Counting the pages of a file there takes a tenth of the time of its load.
+#: File systems that keep every byte in memory. Counting the pages of a file there takes a tenth of the load's time.
 _MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 #: Memory that programs can take without swapping, in KiB.
