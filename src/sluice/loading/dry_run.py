@@ -23,13 +23,19 @@ from sluice.planning.recommendation import COPY, MAP, MethodVerdict, judge, reco
 from sluice.records import LoadPlan, Peaks
 from sluice.reports.explanation import explain
 from sluice.reports.plan import PlanReport
+from sluice.reports.ranks import RanksPlan
 from sluice.reports.report_rows import casts
 
 __all__ = ["plan_report"]
 
 
 def plan_report(
-    request: LoadRequest, checkpoint: OpenCheckpoint, *, probe: bool, notes: tuple[str, ...] = ()
+    request: LoadRequest,
+    checkpoint: OpenCheckpoint,
+    *,
+    probe: bool,
+    ranks: RanksPlan | None = None,
+    notes: tuple[str, ...] = (),
 ) -> PlanReport:
     """Decide a load and report the decision instead of running it.
 
@@ -37,6 +43,7 @@ def plan_report(
         request: Arguments of the load.
         checkpoint: The checkpoint to plan for.
         probe: Whether to read a little and estimate times.
+        ranks: The loads of all ranks, if the request is that of one of them.
         notes: Further notes for the report.
     """
     job, memory = request.job(checkpoint), request.memory
@@ -81,6 +88,7 @@ def plan_report(
         recommended=recommended,
         reason=reason,
         rates=rates,
+        ranks=ranks,
         notes=(*checkpoint.index.notes, *job.notes, *notes),
         explanation=partial(explain, plan),
     )

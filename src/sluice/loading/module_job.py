@@ -79,7 +79,7 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
             raise
 
     def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
-        state = collect(self.model)
+        state = self.describe()
         tree, limits = checkpoint.tree_with_ties(_without_entry(state.outline, checkpoint)), checkpoint.limits
         selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
         _refuse_opaques(self, selection, state, checkpoint)
@@ -118,6 +118,10 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
                 *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
             ),
         )
+
+    def describe(self) -> ModuleState:
+        """Return the description of the module, or of the part of it that is loaded."""
+        return collect(self.model)
 
     def changed(self, change: Change) -> ModuleRequest:
         """See ``LoadRequest.changed``."""
