@@ -120,6 +120,8 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     page_cache: PageCache = "auto"
     #: Whether tensors are copied or may be mapped pages of the files.
     place: Place = "copy"
+    #: Processes of this host that load at the same time. Staging and the limits of host memory are for all of them.
+    host_ranks: int = 1
 
 
 #: Bytes of one read and of one staging buffer. Direct reads lose bandwidth below 4 MiB and gain none above 16 MiB.

@@ -14,7 +14,7 @@ import torch
 
 from sluice.sharding.regions import Region, Sharding, Split, region_of, shape_of
 
-__all__ = ["UndescribedError", "is_dtensor", "local_of", "region_held", "sharding_of", "with_local"]
+__all__ = ["UndescribedError", "home", "is_dtensor", "local_of", "region_held", "sharding_of", "with_local"]
 
 # DTensor has no public access to its local tensor that autograd does not record, nor to its description.
 # ruff: noqa: SLF001
@@ -77,6 +77,14 @@ def region_held(tensor: torch.Tensor) -> Region:
     return region
 
 
+def home(tensor: torch.Tensor) -> str:
+    """Return the device, as torch writes it, on which the mesh of a DTensor expects the memory of this rank."""
+    kind: str = tensor.device_mesh.device_type  # type: ignore[attr-defined]
+    if kind == "cpu":
+        return kind
+    return str(torch.device(kind, torch.get_device_module(kind).current_device()))
+
+
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Return a DTensor that is divided like another one and has a new local tensor, which it shares memory with."""
     # Not DTensor.from_local: it moves the local tensor to the device of the mesh, and undoes an offload to the CPU.
@@ -98,5 +106,8 @@ def _split(placement: Any, dimensions: int) -> Split | None:
     if kind.__name__ == "_StridedShard" and kind.__module__.startswith(f"{_MODULE}."):
         return Split(dim=placement.dim % max(dimensions, 1), pieces=placement.split_factor)
     if isinstance(placement, module.Partial):
-        raise UndescribedError(f"a DTensor with the placement {placement!r}: its ranks hold summands, not elements")
+        raise UndescribedError(
+            f"a DTensor with the placement {placement!r}: its ranks hold summands, not elements; redistribute it to "
+            "Shard or Replicate before the load"
+        )
     raise UndescribedError(f"a DTensor with the placement {placement!r}, which sluice does not know")

@@ -101,7 +101,9 @@ def find_limits(facts: MachineFacts, memory: MemoryLimits) -> tuple[MemoryLimit,
 
 def _host_limit(facts: MachineFacts, memory: MemoryLimits) -> MemoryLimit:
     if memory.host is not None:
-        return MemoryLimit(where=HOST, nbytes=parse_bytes(memory.host), origin="MemoryLimits(host=...)")
+        share = f", divided by {facts.host_ranks} ranks" if facts.host_ranks > 1 else ""
+        nbytes = parse_bytes(memory.host) // facts.host_ranks
+        return MemoryLimit(where=HOST, nbytes=nbytes, origin=f"MemoryLimits(host=...){share}")
     nbytes, origin = facts.host_headroom
     return MemoryLimit(where=HOST, nbytes=nbytes, origin=origin)
 
