@@ -40,14 +40,10 @@ _OPTIONS = (
         help="Plan for every rank of a mesh, such as dp=8,tp=4: dp is fully_shard, ddp are copies, tp is tensor "
         "parallelism. Needs --model.",
     ),
-    click.option(
-        "--ranks", type=click.IntRange(1), help="Number of ranks; alone the same as --mesh dp=RANKS."
-    ),
+    click.option("--ranks", type=click.IntRange(1), help="Number of ranks; alone the same as --mesh dp=RANKS."),
     click.option("--ranks-per-host", type=click.IntRange(1), help="Ranks that share a host. Default: all."),
     click.option("--tp-plan", metavar="JSON", help="Style by pattern of module names. Default: the model's tp_plan."),
-    click.option(
-        "--disk-speed", type=Size(), help="Bytes that one host reads in a second, such as 3GB."
-    ),
+    click.option("--disk-speed", type=Size(), help="Bytes that one host reads in a second, such as 3GB."),
     click.option("--network-speed", type=Size(), help="Bytes that shared storage sends to all hosts in a second."),
 )
 

@@ -163,9 +163,10 @@ def _verdicts(
     limits: tuple[MemoryLimit, ...],
     rates: Rates | None,
 ) -> Iterator[MethodVerdict]:
-    """Yield the verdict on each way to load, the usual ones first."""
+    """Yield the verdict on each way to load, the usual ones first; they do not load parts of tensors."""
     resident = _resident(job)
-    for method in METHODS:
+    divided = isinstance(job, ModuleJob) and any(slot.region is not None for slot in job.state.outline.slots)
+    for method in () if divided else METHODS:
         usual = forecast(method, subject, rates)
         devices = {} if subject.device == "cpu" else {subject.device: usual.device_bytes}
         yield judge(usual, devices, limits, resident=resident)

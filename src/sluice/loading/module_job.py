@@ -18,7 +18,7 @@ from sluice._errors import MismatchError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import local_of
+from sluice.dtensors.description import is_dtensor, local_of
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
@@ -253,7 +253,8 @@ def _module_job(
     matched, placement = _placed(state, match_on, device, options.memory)
     slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
-    if any(slot.region is not None for slot in slots):
+    # A plan for ranks divides the description of a model of whole tensors.
+    if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
         # Here, not above: most models hold whole tensors.
         from sluice.dtensors.local_ranks import local_rank_count
         from sluice.loading.divided_tensors import check_devices, padding_copies

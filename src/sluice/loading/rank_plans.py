@@ -14,8 +14,6 @@ from msgspec.structs import replace
 from torch import nn
 
 from sluice._geometry import contiguous_stride
-from sluice._options import MemoryLimits
-from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.patterns import compile_pattern
 from sluice.loading.module_job import ModuleRequest
@@ -28,9 +26,6 @@ from sluice.sharding.reads import covered_bytes
 from sluice.sharding.regions import Region, region_of, shape_of
 
 __all__ = ["DividedRequest", "RankLayout", "plan_ranks", "tensor_parallel_dims"]
-
-#: Staging of one rank, in bytes, below which a share of the host's staging does not go.
-_LEAST_STAGING_BYTES = 1 << 20
 
 
 class RankLayout(Struct, frozen=True, kw_only=True):
@@ -100,7 +95,12 @@ def plan_ranks(
         MismatchError: The checkpoint does not fit the module.
     """
     whole = collect(request.model)
-    requests = [_on_rank(request, whole, layout, coordinate) for coordinate in layout.mesh.coordinates()]
+    fields = {name: getattr(request, name) for name in ModuleRequest.__struct_fields__}
+    fields["options"] = replace(request.options, host_ranks=layout.ranks_per_host)
+    requests = [
+        DividedRequest(**fields, whole=whole, layout=layout, coordinate=coordinate)
+        for coordinate in layout.mesh.coordinates()
+    ]
     known: dict[tuple[Region | None, ...], LoadPlan] = {}
     plans = [_plan_once(each, checkpoint, known) for each in requests]
     loads = [
@@ -110,6 +110,7 @@ def plan_ranks(
             host=rank // layout.ranks_per_host,
             final_bytes=plan.final_bytes,
             read_bytes=plan.read_bytes,
+            reads=len(plan.reads),
             peak_bytes=plan.predicted.total_bytes,
         )
         for rank, (each, plan) in enumerate(zip(requests, plans, strict=True))
@@ -120,27 +121,7 @@ def plan_ranks(
         hosts=tuple(_hosts(loads, plans)),
         files=tuple(sorted(_files(plans), key=lambda file: -file.read_bytes)),
     )
-    fullest = found.fullest.rank
-    return found, _with_share(requests[fullest], plans[fullest], request.memory)
-
-
-def _on_rank(
-    request: ModuleRequest, whole: ModuleState, layout: RankLayout, coordinate: tuple[int, ...]
-) -> DividedRequest:
-    """Return the request that a rank would make, with its share of the host's staging."""
-    memory = request.memory
-    staging = max(_LEAST_STAGING_BYTES, parse_bytes(memory.staging) // layout.ranks_per_host)
-    fields = {name: getattr(request, name) for name in ModuleRequest.__struct_fields__}
-    fields["options"] = replace(request.options, memory=MemoryLimits(device=memory.device, staging=staging))
-    return DividedRequest(**fields, whole=whole, layout=layout, coordinate=coordinate)
-
-
-def _with_share(request: DividedRequest, plan: LoadPlan, memory: MemoryLimits) -> DividedRequest:
-    """Return a request with an equal share of the limit of its host."""
-    nbytes = plan.facts.host_headroom[0] if memory.host is None else parse_bytes(memory.host)
-    own = request.memory
-    share = MemoryLimits(host=nbytes // request.layout.ranks_per_host, device=own.device, staging=own.staging)
-    return replace(request, options=replace(request.options, memory=share))
+    return found, requests[found.fullest.rank]
 
 
 def _plan_once(

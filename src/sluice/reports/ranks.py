@@ -27,6 +27,8 @@ class RankLoad:
     final_bytes: int
     #: Bytes that it reads, if every rank reads for itself.
     read_bytes: int
+    #: Number of these reads; requests, if the files are objects in a store.
+    reads: int
     #: Predicted growth of its memory.
     peak_bytes: int
 
