@@ -42,18 +42,21 @@ class RankLayout(Struct, frozen=True, kw_only=True):
 class DividedRequest(ModuleRequest, frozen=True, kw_only=True):
     """A load into the part of a module that one rank of a mesh holds. It is only planned."""
 
-    #: The description of the whole module.
-    whole: ModuleState
-    #: The mesh.
-    layout: RankLayout
-    #: Position of the rank in it.
-    coordinate: tuple[int, ...]
+    #: The description of this part, on the meta device.
+    part: ModuleState
 
     def describe(self) -> ModuleState:
-        """Return the description of what the rank holds of the module, on the meta device."""
-        outline = self.whole.outline
-        slots = tuple(_divided(slot, self.layout, self.coordinate) for slot in outline.slots)
-        return replace(self.whole, outline=replace(outline, slots=slots))
+        """See ``ModuleRequest.describe``."""
+        return self.part
+
+
+class _Reads(Struct, frozen=True, kw_only=True):
+    """What one rank holds and reads."""
+
+    final_bytes: int
+    peak_bytes: int
+    #: File, first byte and end of each read.
+    ranges: tuple[tuple[str, int, int], ...]
 
 
 def tensor_parallel_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str, int]:
@@ -61,7 +64,8 @@ def tensor_parallel_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str,
 
     Args:
         model: The whole model.
-        plan: Style by pattern of module names, such as ``{"layers.*.mlp.up_proj": "colwise"}``.
+        plan: Style by pattern of module names, such as ``{"layers.*.mlp.up_proj": "colwise"}``. The last pattern that
+            matches a module counts.
 
     Raises:
         ValueError: A style is not known, or a pattern matches no module.
@@ -97,41 +101,60 @@ def plan_ranks(
     whole = collect(request.model)
     fields = {name: getattr(request, name) for name in ModuleRequest.__struct_fields__}
     fields["options"] = replace(request.options, host_ranks=layout.ranks_per_host)
-    requests = [
-        DividedRequest(**fields, whole=whole, layout=layout, coordinate=coordinate)
-        for coordinate in layout.mesh.coordinates()
-    ]
-    known: dict[tuple[Region | None, ...], LoadPlan] = {}
-    plans = [_plan_once(each, checkpoint, known) for each in requests]
-    loads = [
+    known: dict[tuple[Region | None, ...], _Reads] = {}  # ranks that hold the same read the same
+    reads: list[_Reads] = []
+    fullest = None
+    for coordinate in layout.mesh.coordinates():
+        slots = tuple(_divided(slot, layout, coordinate) for slot in whole.outline.slots)
+        regions = tuple(slot.region for slot in slots)
+        if regions not in known:
+            part = replace(whole, outline=replace(whole.outline, slots=slots))
+            divided = DividedRequest(**fields, part=part)
+            known[regions] = own = _reads(divided.job(checkpoint).plan)
+            if fullest is None or own.peak_bytes > fullest[0]:
+                fullest = own.peak_bytes, divided
+        reads.append(known[regions])
+    assert fullest is not None
+    return _ranks_plan(layout, reads), fullest[1]
+
+
+def _reads(plan: LoadPlan) -> _Reads:
+    return _Reads(
+        final_bytes=plan.final_bytes,
+        peak_bytes=plan.predicted.total_bytes,
+        ranges=tuple((plan.files[read.file].path, read.offset, read.offset + read.nbytes) for read in plan.reads),
+    )
+
+
+def _ranks_plan(layout: RankLayout, reads: Sequence[_Reads]) -> RanksPlan:
+    loads = tuple(
         RankLoad(
             rank=rank,
-            coordinate=each.coordinate,
+            coordinate=coordinate,
             host=rank // layout.ranks_per_host,
-            final_bytes=plan.final_bytes,
-            read_bytes=plan.read_bytes,
-            reads=len(plan.reads),
-            peak_bytes=plan.predicted.total_bytes,
+            final_bytes=own.final_bytes,
+            read_bytes=sum(stop - start for _, start, stop in own.ranges),
+            reads=len(own.ranges),
+            peak_bytes=own.peak_bytes,
         )
-        for rank, (each, plan) in enumerate(zip(requests, plans, strict=True))
-    ]
-    found = RanksPlan(
-        mesh=dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)),
-        ranks=tuple(loads),
-        hosts=tuple(_hosts(loads, plans)),
-        files=tuple(sorted(_files(plans), key=lambda file: -file.read_bytes)),
+        for rank, (coordinate, own) in enumerate(zip(layout.mesh.coordinates(), reads, strict=True))
     )
-    return found, requests[found.fullest.rank]
-
-
-def _plan_once(
-    request: DividedRequest, checkpoint: OpenCheckpoint, known: dict[tuple[Region | None, ...], LoadPlan]
-) -> LoadPlan:
-    """Return the plan of a rank; ranks that hold the same have the same plan."""
-    regions = tuple(slot.region for slot in request.describe().outline.slots)
-    if regions not in known:
-        known[regions] = request.job(checkpoint).plan
-    return known[regions]
+    hosts = [loads[first : first + layout.ranks_per_host] for first in range(0, len(loads), layout.ranks_per_host)]
+    return RanksPlan(
+        mesh=dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)),
+        ranks=loads,
+        hosts=tuple(
+            HostLoad(
+                host=number,
+                ranks=len(own),
+                read_bytes=sum(rank.read_bytes for rank in own),
+                needed_bytes=sum(file.needed_bytes for file in _files([reads[rank.rank] for rank in own])),
+                peak_bytes=sum(rank.peak_bytes for rank in own),
+            )
+            for number, own in enumerate(hosts)
+        ),
+        files=tuple(sorted(_files(reads), key=lambda file: -file.read_bytes)),
+    )
 
 
 def _divided(slot: Slot, layout: RankLayout, coordinate: tuple[int, ...]) -> Slot:
@@ -146,32 +169,18 @@ def _divided(slot: Slot, layout: RankLayout, coordinate: tuple[int, ...]) -> Slo
     )
 
 
-def _hosts(loads: Sequence[RankLoad], plans: Sequence[LoadPlan]) -> Iterator[HostLoad]:
-    members: defaultdict[int, list[RankLoad]] = defaultdict(list)
-    for load in loads:
-        members[load.host].append(load)
-    for host, own in members.items():
-        yield HostLoad(
-            host=host,
-            ranks=len(own),
-            read_bytes=sum(load.read_bytes for load in own),
-            needed_bytes=sum(file.needed_bytes for file in _files([plans[load.rank] for load in own])),
-            peak_bytes=sum(load.peak_bytes for load in own),
-        )
-
-
-def _files(plans: Sequence[LoadPlan]) -> Iterator[FileReads]:
+def _files(reads: Sequence[_Reads]) -> Iterator[FileReads]:
     """Yield what ranks read of each file."""
-    ranges: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-    readers: Counter[int] = Counter()
-    for plan in plans:
-        readers.update({read.file for read in plan.reads})
-        for read in plan.reads:
-            ranges[read.file].append((read.offset, read.offset + read.nbytes))
-    for file, found in ranges.items():
+    ranges: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    readers: Counter[str] = Counter()
+    for own in reads:
+        readers.update({path for path, _, _ in own.ranges})
+        for path, start, stop in own.ranges:
+            ranges[path].append((start, stop))
+    for path, found in ranges.items():
         yield FileReads(
-            path=plans[0].files[file].path,
-            ranks=readers[file],
+            path=path,
+            ranks=readers[path],
             read_bytes=sum(stop - start for start, stop in found),
             needed_bytes=covered_bytes(found),
         )
