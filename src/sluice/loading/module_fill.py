@@ -16,6 +16,7 @@ from sluice._geometry import contiguous_stride
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.dtensors.description import local_of
+from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import every_entry
@@ -41,6 +42,19 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
     notes = _compare_tied(job)
     extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
     attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
+    result, replaced = _fill_and_install(job, progress)
+    missing, unexpected = finish_loading(
+        job.state, job.match, extra_state, strict=job.strict, attributes=attributes, receivers=job.receivers
+    )
+    return Loaded(result=result, missing=missing, unexpected=unexpected, replaced=replaced, notes=tuple(notes))
+
+
+def _fill_and_install(job: ModuleJob, progress: Progress) -> tuple[RunResult, tuple[str, ...]]:
+    """Read the data and install it; return the methods of the reads, and the names of tensors that are new objects.
+
+    A function of its own, so that the module alone holds its memory when hooks run: those of fully_shard copy tensors
+    one after the other, and each frees its memory then.
+    """
     targets = Targets(
         job.plan,
         {i: local_of(job.state.tensors[slot]) for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
@@ -64,10 +78,7 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
         raise
     with collector_paused():
         replaced = install(job.state, job.match, tensors, initial, placement=job.placement)
-    missing, unexpected = finish_loading(
-        job.state, job.match, extra_state, strict=job.strict, attributes=attributes, receivers=job.receivers
-    )
-    return Loaded(result=result, missing=missing, unexpected=unexpected, replaced=replaced, notes=tuple(notes))
+    return result, replaced
 
 
 def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:
