@@ -54,7 +54,8 @@ def _broadcast(model: nn.Module, path: Path) -> None:
 
     model.to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, _whole(path), options=options)
+    whole: dict[str, Any] = dict(_whole(path))
+    set_model_state_dict(model, whole, options=options)
 
 
 def _accelerate(model: nn.Module, path: Path) -> None:
