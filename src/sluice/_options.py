@@ -301,3 +301,19 @@ SCAN_JOB_BYTES = 1 << 20
 #: Largest ratio of the bytes of a tensor to those of its storage that a scan reads element by element. Beyond it, a
 #: stride of 0 in a small file would take unbounded time.
 SCAN_REPEATS = 1_000
+
+#: Seconds between two looks at the other ranks of a load, while this one reads or waits: whether one has failed.
+RANK_LOOK_SECONDS = 1.0
+
+#: Seconds between two signs of life of a rank that reads or waits.
+RANK_PULSE_SECONDS = 5.0
+
+#: Seconds without a sign of life after which a rank counts as stuck. Planning gives none, and indexing a thousand files
+#: of a slow network disk takes minutes.
+RANK_PATIENCE_SECONDS = 300.0
+
+#: Seconds for which the process of a rank must be stopped (SIGSTOP) to count as failed: a debugger attaches faster.
+RANK_STOPPED_SECONDS = 5.0
+
+#: Seconds that a failed load waits for ranks that have not noticed: each notices between two reads.
+RANK_FAREWELL_SECONDS = 10.0

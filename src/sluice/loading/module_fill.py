@@ -6,15 +6,18 @@ tensors change while they are read; an error in that time names them.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
 from sluice.entries.tree import every_entry
@@ -27,11 +30,31 @@ from sluice.records.bulk import collector_paused
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob
 
-__all__ = ["fill_module", "same_values"]
+__all__ = ["ModuleData", "fetch_module", "install_module", "partial_load", "same_values"]
 
 
-def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
-    """Compare copies of tied tensors, read the data, install it.
+class ModuleData(Struct, frozen=True, kw_only=True):
+    """Everything that a module gets, read and computed; of the module only live tensors have changed."""
+
+    #: Tensor of each request.
+    tensors: list[torch.Tensor]
+    #: Reads and times.
+    result: RunResult
+    #: Tensors that the checkpoint does not fill, by slot.
+    initial: Mapping[int, torch.Tensor]
+    #: Extra state of modules by name.
+    extra_state: Mapping[str, object]
+    #: Tensors that become attributes, by full name.
+    attributes: Mapping[str, object]
+    #: Positions of the live tensors that have changed in part, and of those that are complete.
+    touched: frozenset[int]
+    finished: frozenset[int]
+    #: Notes for the report.
+    notes: tuple[str, ...]
+
+
+def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
+    """Compare copies of tied tensors and read the data.
 
     Raises:
         MismatchError: Tied names have different bytes; nothing was touched.
@@ -59,14 +82,37 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
     try:
         tensors, result = job.read(progress, targets, completed=completed)
     except BaseException as error:
-        _report_partial(job, targets, finished, error)
+        partial = partial_load(job, targets.touched, finished)
+        if partial is not None and isinstance(error, Exception):
+            raise partial from error
+        if partial is not None:
+            error.add_note(str(partial))
         raise
-    with collector_paused():
-        replaced = install(job.state, job.match, tensors, initial, placement=job.placement)
-    missing, unexpected = finish_loading(
-        job.state, job.match, extra_state, strict=job.strict, attributes=attributes, receivers=job.receivers
+    return ModuleData(
+        tensors=tensors,
+        result=result,
+        initial=initial,
+        extra_state=extra_state,
+        attributes=attributes,
+        touched=frozenset(targets.touched),
+        finished=frozenset(finished),
+        notes=tuple(notes),
     )
-    return Loaded(result=result, missing=missing, unexpected=unexpected, replaced=replaced, notes=tuple(notes))
+
+
+def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
+    """Install what was read, then run the load hooks of modules."""
+    with collector_paused():
+        replaced = install(job.state, job.match, data.tensors, data.initial, placement=job.placement)
+    missing, unexpected = finish_loading(
+        job.state,
+        job.match,
+        data.extra_state,
+        strict=job.strict,
+        attributes=data.attributes,
+        receivers=job.receivers,
+    )
+    return Loaded(result=data.result, missing=missing, unexpected=unexpected, replaced=replaced, notes=data.notes)
 
 
 def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:
@@ -139,22 +185,25 @@ def _part(request: Request, key: tuple[slice, ...]) -> Request:
     )
 
 
-def _report_partial(job: ModuleJob, targets: Targets, finished: set[int], error: BaseException) -> None:
-    """Raise an error that names the live tensors that changed, if any did; add it to an interrupt as a note."""
+def partial_load(job: ModuleJob, touched: Collection[int], finished: Collection[int]) -> PartialLoadError | None:
+    """Return an error that names the live tensors that changed; None if none did.
+
+    Args:
+        job: The decision.
+        touched: Positions of the live tensors into which bytes were written.
+        finished: Positions of the live tensors that are complete.
+    """
     names = [job.state.outline.slots[slot].names[0] for slot in job.match.slots]
     live = [i for i, slot in enumerate(job.match.slots) if not job.state.tensors[slot].is_meta]
     done = tuple(names[i] for i in live if i in finished)
-    torn = tuple(names[i] for i in live if i not in finished and i in targets.touched and job.requests[i].existing)
+    torn = tuple(names[i] for i in live if i not in finished and i in touched and job.requests[i].existing)
     if not done and not torn:
-        return
+        return None
     untouched = tuple(name for name in (names[i] for i in live) if name not in {*done, *torn})
-    partial = PartialLoadError(
+    return PartialLoadError(
         f"the load failed after live tensors began to change: {len(done)} done, {len(torn)} torn, "
         f"{len(untouched)} untouched",
         done=done,
         torn=torn,
         untouched=untouched,
     )
-    if isinstance(error, Exception):
-        raise partial from error
-    error.add_note(str(partial))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from sluice._dtypes import dtype_name
-from sluice._errors import MismatchError
+from sluice._errors import MismatchError, PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -23,7 +24,7 @@ from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device, check_prefixes, other_devices, parse_placement
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
-from sluice.loading.module_fill import fill_module
+from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
 from sluice.matching.match import Match, Outline, match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.placement import Placement, device_of
@@ -35,6 +36,8 @@ from sluice.modules.moves import describe_moves
 from sluice.modules.refused_models import advice_for, refuse_quantized
 from sluice.planning.alternatives import Change
 from sluice.planning.memory_layout import Computed
+from sluice.ranks.membership import group_of
+from sluice.ranks.protocol import Group
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry, UnsupportedValue
 from sluice.reports.report_rows import Decided, tensor_rows
@@ -67,6 +70,14 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
     allow_empty: bool = False
 
     can_map: ClassVar[bool] = True
+
+    def group(self) -> Group | None:
+        """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
+        return group_of(chain(self.model.parameters(), self.model.buffers()))
+
+    def arguments(self) -> dict[str, str]:
+        """See ``LoadRequest.arguments``."""
+        return {"dtype": str(self.dtype), "key": str(self.key), "strict": str(self.strict)}
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``; the errors are those of ``sluice.load_into``."""
@@ -187,9 +198,26 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.total``; parameters and persistent buffers."""
         return len(self.state.outline.slots)
 
-    def fill(self, progress: Progress) -> Loaded:
-        """See ``LoadJob.fill``."""
-        return fill_module(self, progress)
+    def want_lines(self) -> Iterator[str]:
+        """See ``LoadJob.want_lines``: also each name of the model, and the entry that fills it."""
+        yield from super().want_lines()
+        filled = dict(zip(self.match.slots, self.requests, strict=True))
+        for position, slot in enumerate(self.state.outline.slots):
+            request = filled.get(position)
+            entry = request and (request.dtype, request.entry.storages, request.entry.storage_offset)
+            yield f"{slot.names} {slot.shape} {slot.dtype} {entry}"
+
+    def fetch(self, progress: Progress) -> ModuleData:
+        """See ``LoadJob.fetch``."""
+        return fetch_module(self, progress)
+
+    def install(self, fetched: ModuleData) -> Loaded:
+        """See ``LoadJob.install``."""
+        return install_module(self, fetched)
+
+    def changed_by(self, fetched: ModuleData | None) -> PartialLoadError | None:
+        """See ``LoadJob.changed_by``."""
+        return None if fetched is None else partial_load(self, fetched.touched, fetched.finished)
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
         """See ``LoadJob.row_maker``; one row for each name of the module."""

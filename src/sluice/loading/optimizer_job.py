@@ -21,6 +21,7 @@ from sluice._messages import SHOWN, section
 from sluice._private_torch import is_traceable_wrapper_subclass
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.loading.deferred_state import keep_devices, move_at_first_step
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
@@ -122,14 +123,18 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.total``: the tensors of the state in the checkpoint."""
         return self.state_tensors[1]
 
-    def fill(self, progress: Progress) -> Loaded:
-        """See ``LoadJob.fill``.
+    def fetch(self, progress: Progress) -> tuple[list[torch.Tensor], RunResult]:
+        """See ``LoadJob.fetch``."""
+        return self.read(progress)
+
+    def install(self, fetched: tuple[list[torch.Tensor], RunResult]) -> Loaded:
+        """See ``LoadJob.install``.
 
         Raises:
             MismatchError: torch refuses the state after a hook of the optimizer changed it.
         """
         file = self.checkpoint.path
-        tensors, result = self.read(progress)
+        tensors, result = fetched
         state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file)
         if self.deferred:
             state_dict["state"] = keep_devices(self.state_dict["state"], state_dict["state"], self.deferred)

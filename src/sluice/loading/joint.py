@@ -1,0 +1,148 @@
+"""Loads that several ranks make together: all of them succeed, or none of them changes a module on meta.
+
+Every rank decides its own load and reads its own bytes. Ranks wait for each other three times: when all have planned,
+when all have read, and when all have installed. See ``ranks.agreement``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+
+import msgspec
+from msgspec.structs import replace
+
+from sluice._options import SMALLEST_STAGING_BYTES
+from sluice._progress import Progress
+from sluice._units import parse_bytes
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.entries.tree import walk
+from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load_report
+from sluice.machine.peaks import PeakMeter
+from sluice.machine.processes import this_process
+from sluice.planning.budget import HOST, find_limits, plan_needs
+from sluice.ranks.agreement import Agreement
+from sluice.ranks.judgement import Proposal, judge_proposals
+from sluice.ranks.protocol import Group, Ruling
+from sluice.reading import transfer
+from sluice.records.bulk import collector_paused
+from sluice.reports.load import LoadReport, RankReport
+
+__all__ = ["load_together"]
+
+
+def load_together(
+    request: LoadRequest,
+    opening: AbstractContextManager[OpenCheckpoint],
+    group: Group,
+    *,
+    progress: Progress,
+    started: float,
+) -> LoadReport:
+    """Open a checkpoint, decide a load, run it and report it, together with the other ranks of a group.
+
+    Args:
+        request: Arguments of the load on this rank.
+        opening: Opens the checkpoint.
+        group: The ranks.
+        progress: As in ``sluice.load_into``; of this rank.
+        started: When the verb was called, by ``time.perf_counter``.
+
+    Raises:
+        RankError: A rank failed. The same on every rank; its cause is the error of this rank.
+    """
+    with Agreement(group) as agreement, PeakMeter(sampling=False) as meter, ExitStack() as stack:
+        neighbors = agreement.meet()
+        request = _with_share_of_staging(request, len(neighbors))
+        job = agreement.attempt(lambda: _decide(request, stack.enter_context(opening)))
+        proposal = agreement.attempt(lambda: _proposal(job, request) if job else None)
+        agreement.settle("plan", msgspec.json.encode(proposal), _judge)
+        assert job is not None  # otherwise the step failed
+        job = replace(job, look=agreement.look)
+        if job.plan.readers:
+            meter.sample()
+        before = transfer.allocator_state(job.plan)
+        fetched = agreement.attempt(job.fetch, progress)
+        agreement.settle("read", changed=lambda: job.changed_by(fetched))
+        loaded = agreement.attempt(job.install, fetched)
+        own = agreement.attempt(lambda: _figures(group.rank, job, loaded, started) if loaded else None)
+        ranks = agreement.settle("done", msgspec.json.encode(own), _collect_figures, last=True)
+        assert loaded is not None
+        loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before))
+    return load_report(
+        job,
+        loaded,
+        seconds=time.perf_counter() - started,
+        measured=meter.peaks,
+        ranks=msgspec.json.decode(ranks, type=tuple[RankReport, ...]),
+    )
+
+
+def _with_share_of_staging(request: LoadRequest, ranks: int) -> LoadRequest:
+    """Return a request with this rank's share of the staging of its host."""
+    memory = request.memory
+    staging = max(parse_bytes(memory.staging) // ranks, min(SMALLEST_STAGING_BYTES, parse_bytes(memory.staging)))
+    return replace(request, options=replace(request.options, memory=dataclasses.replace(memory, staging=staging)))
+
+
+def _decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
+    with collector_paused():
+        return decide(request, checkpoint)
+
+
+def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
+    """Return what this rank is about to do, for the others to compare."""
+    process = this_process()
+    limit = next(limit for limit in find_limits(job.plan.facts, request.memory) if limit.where == HOST)
+    return Proposal(
+        host=process.host,
+        hostname=process.hostname,
+        files=tuple((file.path, file.identity.nbytes) for file in job.checkpoint.index.files),
+        index=_digest(_index_lines(job.checkpoint)),
+        arguments=request.arguments(),
+        wants=_digest(job.want_lines()),
+        growth_bytes=plan_needs(job.plan)[HOST],
+        limit_bytes=limit.nbytes,
+        limit_origin=limit.origin,
+    )
+
+
+def _index_lines(checkpoint: OpenCheckpoint) -> Iterator[str]:
+    """Yield a description of every file, storage and tensor, without what differs between hosts."""
+    index = checkpoint.index
+    yield f"{index.format} {[file.identity.nbytes for file in index.files]}"
+    for storage in index.storages:
+        yield f"{storage.file} {storage.offset} {storage.nbytes} {storage.key}"
+    for name, entry in walk(index.tree):
+        yield f"{name} {entry.elements} {entry.shape} {entry.stride} {entry.storage} {entry.storage_offset}"
+
+
+def _digest(lines: Iterator[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for line in lines:
+        digest.update(line.encode(errors="surrogatepass"))
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _judge(answers: Mapping[int, bytes]) -> Ruling:
+    proposals = {rank: msgspec.json.decode(answer, type=Proposal) for rank, answer in answers.items()}
+    return Ruling(failed=judge_proposals(proposals))
+
+
+def _figures(rank: int, job: LoadJob, loaded: Loaded, started: float) -> RankReport:
+    return RankReport(
+        rank=rank,
+        host=this_process().hostname,
+        read_bytes=sum(loaded.result.read_bytes.values()),
+        final_bytes=job.plan.final_bytes,
+        predicted_bytes=plan_needs(job.plan)[HOST],
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _collect_figures(answers: Mapping[int, bytes]) -> Ruling:
+    return Ruling(value=b"[" + b",".join(answers[rank] for rank in sorted(answers)) + b"]")
