@@ -120,6 +120,9 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     page_cache: PageCache = "auto"
     #: Whether tensors are copied or may be mapped pages of the files.
     place: Place = "copy"
+    #: Processes of this host that load at the same time and share staging and the limits of host memory; 0 if it is not
+    #: known: one, or for a model of DTensors what its launcher says.
+    host_ranks: int = 0
 
 
 #: Bytes of one read and of one staging buffer. Direct reads lose bandwidth below 4 MiB and gain none above 16 MiB.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import sluice
@@ -29,7 +27,6 @@ def kind(base: type, module: str, name: str = "Wrapped") -> type:
         ("hqq.core.quantize", "quantize it afterwards"),
         ("torch.ao.nn.quantized.dynamic.modules.linear", "quantize it afterwards"),
         ("torch.distributed.fsdp.fully_sharded_data_parallel", "sync_module_states=True"),
-        ("torch.distributed.tensor", "before fully_shard"),
     ],
 )
 def test_a_refused_model_of_a_known_library(tmp_path: Path, package: str, message: str) -> None:
@@ -76,27 +73,3 @@ def test_floats_are_not_cast_to_quantized_integers(tmp_path: Path, monkeypatch: 
     assert model.weight.eq(7).all()
     sluice.load_into(model, tmp_path / "quantized.pth")
     assert model.weight.eq(1).all()
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """A group of two ranks without communication, in this process."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:DTensor random operators may not")  # from torch 2.6
-def test_parameters_that_are_dtensors(two_ranks: None, tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    model = nn.Linear(4, 3)
-    torch.save(model.state_dict(), tmp_path / "m.pth")
-    mesh = init_device_mesh("cpu", (2,))
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
-    with pytest.raises(sluice.MismatchError, match="divided over ranks") as caught:
-        sluice.load_into(model, tmp_path / "m.pth")
-    assert "set_model_state_dict" in caught.value.advice

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from sluice._dtypes import ITEM_BYTES
 from sluice._options import Place
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.dtensors.description import local_of
 from sluice.loading.job import LoadJob, LoadRequest
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.read_probe import probe_rates
@@ -111,7 +112,8 @@ def _weights(job: LoadJob) -> Iterator[Weight]:
     request_of = dict(zip(job.match.slots, job.requests, strict=True))
     for position, slot in enumerate(job.state.outline.slots):
         filled_by = request_of.get(position)
-        numel = prod(filled_by.entry.shape if filled_by else slot.shape)  # a lazy parameter has no shape of its own
+        # A lazy parameter has no shape of its own.
+        numel = prod(filled_by.entry.shape if filled_by else slot.held_shape)
         dtype = filled_by.dtype if filled_by else job.match.initial_dtypes.get(position, slot.dtype)
         yield Weight(
             file_bytes=filled_by.entry.nbytes if filled_by else 0,
@@ -119,7 +121,7 @@ def _weights(job: LoadJob) -> Iterator[Weight]:
             final_bytes=numel * ITEM_BYTES[dtype],
         )
     for held in job.state.unsaved.values():
-        nbytes = held[0].tensor.nbytes
+        nbytes = local_of(held[0].tensor).nbytes
         yield Weight(file_bytes=0, built_bytes=nbytes, final_bytes=nbytes)
 
 
@@ -127,7 +129,8 @@ def _resident(job: LoadJob) -> dict[str, int]:
     """Return the bytes of the model that are in memory already, by device; ``"host"`` for the CPU."""
     nbytes: Counter[str] = Counter()
     if isinstance(job, ModuleJob):
-        for tensor in (*job.state.tensors, *(held[0].tensor for held in job.state.unsaved.values())):
+        held = (*job.state.tensors, *(held[0].tensor for held in job.state.unsaved.values()))
+        for tensor in map(local_of, held):
             if not tensor.is_meta and not is_lazy(tensor):
                 nbytes[HOST if tensor.device.type == "cpu" else str(tensor.device)] += tensor.nbytes
     return dict(nbytes)

@@ -6,24 +6,23 @@ when all have read, and when all have installed. See ``ranks.agreement``.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
 
-from sluice._options import SMALLEST_STAGING_BYTES
 from sluice._progress import Progress
-from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
-from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load_report
+from sluice.loading.job import Loaded, LoadJob, LoadRequest, load_report
 from sluice.machine.peaks import PeakMeter
 from sluice.machine.processes import this_process
-from sluice.planning.budget import HOST, find_limits, plan_needs
+from sluice.planning.alternatives import check_budget
+from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
 from sluice.ranks.agreement import Agreement
 from sluice.ranks.judgement import Proposal, judge_proposals
 from sluice.ranks.protocol import Group, Ruling
@@ -56,7 +55,7 @@ def load_together(
     """
     with Agreement(group) as agreement, PeakMeter(sampling=False) as meter, ExitStack() as stack:
         neighbors = agreement.meet()
-        request = _with_share_of_staging(request, len(neighbors))
+        request = replace(request, options=replace(request.options, host_ranks=len(neighbors)))
         job = agreement.attempt(lambda: _decide(request, stack.enter_context(opening)))
         proposal = agreement.attempt(lambda: _proposal(job, request) if job else None)
         agreement.settle("plan", msgspec.json.encode(proposal), _judge)
@@ -81,22 +80,20 @@ def load_together(
     )
 
 
-def _with_share_of_staging(request: LoadRequest, ranks: int) -> LoadRequest:
-    """Return a request with this rank's share of the staging of its host."""
-    memory = request.memory
-    staging = max(parse_bytes(memory.staging) // ranks, min(SMALLEST_STAGING_BYTES, parse_bytes(memory.staging)))
-    return replace(request, options=replace(request.options, memory=dataclasses.replace(memory, staging=staging)))
-
-
 def _decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
+    """Decide the load of this rank; its growth alone must keep the limits of the host."""
     with collector_paused():
-        return decide(request, checkpoint)
+        job = request.job(checkpoint)
+    replan = partial(request.replan, checkpoint)
+    check_budget(for_whole_host(job.plan), request.memory, replan, file=checkpoint.path, offer=request.offers)
+    return job
 
 
 def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
     """Return what this rank is about to do, for the others to compare."""
     process = this_process()
-    limit = next(limit for limit in find_limits(job.plan.facts, request.memory) if limit.where == HOST)
+    limits = find_limits(for_whole_host(job.plan).facts, request.memory)
+    limit = next(limit for limit in limits if limit.where == HOST)
     return Proposal(
         host=process.host,
         hostname=process.hostname,

@@ -17,6 +17,7 @@ from sluice._errors import MismatchError, PartialLoadError
 from sluice._geometry import contiguous_stride
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.dtensors.description import local_of
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
 from sluice.entries.slicing import boxes, slice_entry
@@ -65,7 +66,7 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
     attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
     targets = Targets(
         job.plan,
-        {i: job.state.tensors[slot] for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
+        {i: local_of(job.state.tensors[slot]) for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
     )
     finished: set[int] = set()  # of the live tensors
     initial = _compute_initial(job, targets)

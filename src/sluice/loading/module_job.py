@@ -19,6 +19,7 @@ from sluice._errors import MismatchError, PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.dtensors.description import local_of
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
@@ -77,7 +78,14 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
-        return {"dtype": str(self.dtype), "key": str(self.key), "strict": str(self.strict)}
+        return {
+            "dtype": str(self.dtype),
+            "key": str(self.key),
+            "strict": str(self.strict),
+            "rename": "a function" if callable(self.rename) else repr(self.rename),
+            "rules": ", ".join(type(rule).__name__ for rule in self.rules),
+            "place": self.options.place,
+        }
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``; the errors are those of ``sluice.load_into``."""
@@ -125,7 +133,7 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
             notes=(
                 *selection.notes,
                 *followed.notes,
-                *(describe_moves(state.tensors) if self.device is None else ()),
+                *(describe_moves(map(local_of, state.tensors)) if self.device is None else ()),
                 *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
             ),
         )
@@ -200,12 +208,11 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
 
     def want_lines(self) -> Iterator[str]:
         """See ``LoadJob.want_lines``: also each name of the model, and the entry that fills it."""
-        yield from super().want_lines()
+        yield f"{self.key} {self.prefix} {self.missing} {self.unexpected}"
         filled = dict(zip(self.match.slots, self.requests, strict=True))
         for position, slot in enumerate(self.state.outline.slots):
-            request = filled.get(position)
-            entry = request and (request.dtype, request.entry.storages, request.entry.storage_offset)
-            yield f"{slot.names} {slot.shape} {slot.dtype} {entry}"
+            request = filled.get(position)  # its entry is the part of this rank
+            yield f"{slot.names} {slot.shape} {slot.dtype} {request and request.dtype}"
 
     def fetch(self, progress: Progress) -> ModuleData:
         """See ``LoadJob.fetch``."""
@@ -243,6 +250,7 @@ def _in_own_dtype(entries: Mapping[str, Entry], assigned: Collection[str]) -> Ma
 
 
 def _computed_row(name: str, tensor: torch.Tensor) -> TensorRow:
+    tensor = local_of(tensor)
     return TensorRow(
         name=name,
         file_dtype=None,
@@ -274,6 +282,15 @@ def _module_job(
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
     slots = state.outline.slots
+    later_copies: list[tuple[int, int]] = []
+    if any(slot.region is not None for slot in slots):
+        # Here, not above: most models hold whole tensors.
+        from sluice.dtensors.local_ranks import local_rank_count
+        from sluice.loading.divided_tensors import check_devices, padding_copies
+
+        check_devices(state, matched)
+        options = replace(options, host_ranks=options.host_ranks or local_rank_count())
+        later_copies = list(padding_copies(state, matched))
     refuse_quantized(
         (slots[slot].names[0], state.tensors[slot], request.entry.dtype)
         for slot, request in zip(matched.slots, matched.requests, strict=True)
@@ -282,7 +299,11 @@ def _module_job(
         checkpoint=checkpoint,
         requests=matched.requests,
         prepared=plan_transfer(
-            checkpoint, matched.requests, computed=_computed(state, matched, placement), options=options
+            checkpoint,
+            matched.requests,
+            computed=_computed(state, matched, placement),
+            later_copies=later_copies,
+            options=options,
         ),
         placement=placement,
         missing=matched.missing,
@@ -316,7 +337,7 @@ def _computed(state: ModuleState, matched: Match, placement: Placement) -> list[
     return [
         Computed(
             name=slots[slot].names[0],
-            shape=slots[slot].shape,
+            shape=slots[slot].held_shape,
             stride=slots[slot].stride,
             dtype=matched.initial_dtypes[slot],
             device=device_of(slots[slot].names[0], placement) or slots[slot].home,

@@ -41,21 +41,26 @@ _AVAILABLE = re.compile(rb"^MemAvailable: +(\d+)", re.MULTILINE)
 _UNKNOWN_FILE = FileFacts(filesystem="", direct_io=False, probe_step_bytes=options.PROBE_STEP_BYTES)
 
 
-def machine_facts(sources: Sequence[Source | None], devices: tuple[DeviceFacts, ...] = ()) -> MachineFacts:
+def machine_facts(
+    sources: Sequence[Source | None], devices: tuple[DeviceFacts, ...] = (), *, host_ranks: int = 1
+) -> MachineFacts:
     """Return the facts of this machine and of the files of ``sources``, in their order.
 
     Args:
         sources: The files; None for a file that will not be read, such as most shards for a slice.
         devices: Facts of the accelerators; collecting them needs torch.
+        host_ranks: Processes of the host that load at the same time and share its memory.
     """
+    headroom = cgroup_headroom()
     return MachineFacts(
         cores=_cores(),
-        memory_available_bytes=_available_bytes(),
-        memory_limit_bytes=cgroup_headroom(),
+        memory_available_bytes=_available_bytes() // host_ranks,
+        memory_limit_bytes=None if headroom is None else headroom // host_ranks,
         huge_pages=_huge_pages(),
         files=tuple(file_facts(source) if source else _UNKNOWN_FILE for source in sources),
         devices=devices,
         address_space_bytes=address_space_room(),
+        host_ranks=host_ranks,
     )
 
 

@@ -10,6 +10,8 @@
 - **Memory.** A live tensor of the right device and dtype is filled in place. Every other tensor gets new memory in the
   module's layout.
 - **Shapes** must be equal. One exception, from ``load_state_dict``: one element in one dimension fits a scalar.
+- **Parts of tensors.** A slot may hold a region of its tensor, as a rank of a process group does: the shape of the
+  whole tensor must be equal, and only the region is requested.
 - **Nothing in common.** Not one tensor of the module in the checkpoint is an error, also without ``strict``. Optional
   tensors may all be absent if the module takes attributes or extra state instead.
 - **Missing names.** A buffer that older versions of its module did not save keeps its value or starts at zero. Without
@@ -27,9 +29,11 @@ from msgspec.structs import replace
 from sluice._dtypes import is_castable, why_no_cast
 from sluice._geometry import contiguous_stride, is_dense
 from sluice._messages import Findings
+from sluice.entries.regions import select_region
 from sluice.entries.slicing import slice_entry
 from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Request
+from sluice.sharding.regions import Region, shape_of
 
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
@@ -41,9 +45,9 @@ class Slot(Struct, frozen=True, kw_only=True, gc=False):
     names: tuple[str, ...]
     #: Whether it is a parameter; otherwise a persistent buffer.
     parameter: bool
-    #: Size of each dimension, in elements.
+    #: Size of each dimension of the whole tensor, in elements.
     shape: tuple[int, ...]
-    #: Step of each dimension, in elements.
+    #: Step of each dimension of its memory, in elements.
     stride: tuple[int, ...]
     #: Name of its dtype.
     dtype: str
@@ -61,11 +65,18 @@ class Slot(Struct, frozen=True, kw_only=True, gc=False):
     lazy: bool = False
     #: Device of its memory, if it is on meta and the caller places it nowhere.
     home: str = "cpu"
+    #: Region of the tensor that it holds, if other ranks hold the rest; None if it holds the whole tensor.
+    region: Region | None = None
 
     @property
     def on_meta(self) -> bool:
         """Whether it has no memory yet."""
         return self.device == "meta"
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """Size of each dimension of its memory, in elements."""
+        return self.shape if self.region is None else shape_of(self.region)
 
 
 class Outline(Struct, frozen=True, kw_only=True):
@@ -241,10 +252,12 @@ class _Matcher:
         if reason:
             self.findings.dtypes.append((name, reason))
             return None
+        if slot.region is not None:
+            entry = select_region(entry, slot.region)
         device = self._where(slot)
         existing = slot.in_place and (dtype, device) == (slot.dtype, slot.device)
-        keeps_stride = existing or is_dense(slot.shape, slot.stride)
-        stride = slot.stride if keeps_stride else contiguous_stride(slot.shape)
+        keeps_stride = existing or is_dense(entry.shape, slot.stride)
+        stride = slot.stride if keeps_stride else contiguous_stride(entry.shape)
         return Request(
             name=name,
             entry=entry,
@@ -278,8 +291,13 @@ class _Matcher:
             fate = "initialised"
         else:
             self.findings.others.append(
-                f"{slot.names[0]!r} is on the meta device and not in the checkpoint, and none of its modules can "
-                "initialise it with reset_parameters()"
+                f"{slot.names[0]!r} is on the meta device and not in the checkpoint, and "
+                + (
+                    "none of its modules can initialise it with reset_parameters()"
+                    if slot.region is None
+                    else "it is divided over ranks, whose random numbers would not agree: call to_empty() and "
+                    "initialise the model before the load"
+                )
             )
             return
         self._absent[fate].append(position)

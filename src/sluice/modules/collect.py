@@ -1,5 +1,7 @@
 """Collect the tensors of a module: each once, with all its names and all its owners.
 
+A DTensor counts as the region that this rank holds: its memory is the local tensor.
+
 Tensor objects that view the same memory in the same way (``head.weight = nn.Parameter(embedding.weight.data)``) count
 as one tensor: they are filled once and share their memory afterwards.
 
@@ -18,15 +20,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._dtypes import ITEM_BYTES, dtype_name
+from sluice._geometry import contiguous_stride
 from sluice._private_torch import NORM_BASE, storage_address
+from sluice.dtensors.description import UndescribedError, home, is_dtensor, local_of, region_held
 from sluice.matching.match import Outline, Slot
 from sluice.modules.emptied import original_of
 from sluice.modules.followers import Follower, place_in_memory
+from sluice.modules.fully_sharded import ShardMemory, reshard, shard_memories
 from sluice.modules.leftovers import find_leftovers
 from sluice.modules.load_hooks import extra_state_names
 from sluice.modules.moves import home_of
-from sluice.modules.regions import Region
+from sluice.modules.regions import Region as MemoryRegion
 from sluice.modules.swap import is_plain
+from sluice.sharding.regions import Region
 
 __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
 
@@ -72,6 +78,8 @@ class ModuleState(Struct, frozen=True, kw_only=True):
     unsaved: Mapping[str, tuple[Holding, ...]]
     #: Attributes and non-persistent buffers that view the memory of a slot on meta, or a part of it, by slot.
     followers: Mapping[int, tuple[Follower, ...]]
+    #: Memory in which fully_shard keeps the local tensors of slots after the load, by slot.
+    shards: Mapping[int, ShardMemory]
 
     def holdings(self, slot: int) -> tuple[Holding, ...]:
         """Return every object that views the memory of a slot."""
@@ -82,11 +90,17 @@ class _Collected(Struct, kw_only=True, eq=False):
     """One tensor object while its owners are collected."""
 
     tensor: torch.Tensor
+    #: Its memory on this rank: the local tensor of a DTensor, or the tensor itself.
+    memory: torch.Tensor
     #: Name under which it was found first.
     path: str
     parameter: bool
-    #: Whether it is strided memory of torch's own; see ``is_plain``.
+    #: Whether the memory is strided memory of torch's own; see ``is_plain``.
     plain: bool
+    #: Region of a DTensor that this rank holds.
+    region: Region | None = None
+    #: Why this region is not known.
+    undescribed: str | None = None
     #: Names in the state dict.
     names: list[str] = field(default_factory=list)
     owners: list[Owner] = field(default_factory=list)
@@ -96,7 +110,8 @@ class _Collected(Struct, kw_only=True, eq=False):
 
     @property
     def can_be_loaded(self) -> bool:
-        return is_lazy(self.tensor) or (self.plain and dtype_name(self.tensor.dtype) in ITEM_BYTES)
+        known = self.plain and self.undescribed is None
+        return is_lazy(self.tensor) or (known and dtype_name(self.tensor.dtype) in ITEM_BYTES)
 
     @property
     def holding(self) -> Holding:
@@ -108,6 +123,7 @@ def collect(module: nn.Module) -> ModuleState:
 
     Tensors that cannot be loaded into are described in ``outline.problems``, to be reported with all other problems.
     """
+    reshard(module)
     collected: dict[int, _Collected] = {}
     extra_state: list[str] = []
     visited: set[int] = set()
@@ -124,16 +140,18 @@ def collect(module: nn.Module) -> ModuleState:
     on_meta = {id(owner.module): owner.module for held in slots if held.tensor.is_meta for owner in held.owners}
     leftovers = find_leftovers(
         module,
-        [(held.path, held.tensor) for held in slots],
-        [(held.path, [each.tensor for each in (held, *held.aliases)]) for held in unsaved],
+        [(held.path, held.memory) for held in slots],
+        [(held.path, [each.memory for each in (held, *held.aliases)]) for held in unsaved],
         collected,
     )
     geometries: dict[tuple[int, ...], tuple[int, ...]] = {}
+    memories = shard_memories(module)
+    shards = {slot: memories[id(held.tensor)] for slot, held in enumerate(slots) if id(held.tensor) in memories}
     resettable = {key for key, owner in on_meta.items() if reset_of(owner)}
     return ModuleState(
         module=module,
         outline=Outline(
-            slots=tuple(_slot(held, resettable, geometries) for held in slots),
+            slots=tuple(_slot(held, resettable, geometries, shards.get(slot)) for slot, held in enumerate(slots)),
             extra_state=tuple(extra_state),
             refused=tuple(name for held in refused for name in held.names),
             problems=(
@@ -153,6 +171,7 @@ def collect(module: nn.Module) -> ModuleState:
             if held.path not in leftovers.following_buffers
         },
         followers={slot: tuple(found) for slot, found in leftovers.followers.items()},
+        shards=shards,
     )
 
 
@@ -167,8 +186,7 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
                 continue
             held = collected.get(id(tensor))
             if held is None:
-                parameter = kind is module._parameters
-                held = _Collected(tensor=tensor, path=prefix + name, parameter=parameter, plain=is_plain(tensor))
+                held = _found(tensor, prefix + name, parameter=kind is module._parameters)
                 collected[id(tensor)] = held
             if not known:
                 held.owners.append(Owner(module=module, name=name))
@@ -178,17 +196,30 @@ def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected
                 held.added_in = _NUM_BATCHES_TRACKED_VERSION
 
 
+def _found(tensor: torch.Tensor, path: str, *, parameter: bool) -> _Collected:
+    """Return a tensor that was found first under a path."""
+    if not is_dtensor(tensor):
+        return _Collected(tensor=tensor, memory=tensor, path=path, parameter=parameter, plain=is_plain(tensor))
+    memory = local_of(tensor)
+    held = _Collected(tensor=tensor, memory=memory, path=path, parameter=parameter, plain=is_plain(memory))
+    try:
+        held.region = region_held(tensor)
+    except UndescribedError as error:
+        held.undescribed = str(error)
+    return held
+
+
 def _join_aliases(collected: Iterable[_Collected]) -> list[_Collected]:
     """Merge objects that view the same memory in the same way into the first, which gets all names."""
     joined: list[_Collected] = []
     first_of: dict[object, _Collected] = {}
     for held in collected:
-        tensor = held.tensor
+        tensor = held.memory
         if not held.plain or tensor.numel() == 0:
             joined.append(held)
             continue
         view = (storage_address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        first = first_of.setdefault((view, tensor.dtype, tensor.is_conj(), tensor.is_neg()), held)
+        first = first_of.setdefault((view, tensor.dtype, tensor.is_conj(), tensor.is_neg(), held.region), held)
         if first is held:
             joined.append(held)
             continue
@@ -203,13 +234,13 @@ def _overlaps(slots: Sequence[_Collected]) -> Iterator[str]:
 
     Live tensors with gaps are filled in place and may share.
     """
-    storages = [_storage_of(held.tensor) if held.plain else None for held in slots]
+    storages = [_storage_of(held.memory) if held.plain else None for held in slots]
     shared = Counter(storages)  # nearly all tensors have their own storage
-    places: dict[int, list[tuple[tuple[int, int], Region, _Collected]]] = {}
+    places: dict[int, list[tuple[tuple[int, int], MemoryRegion, _Collected]]] = {}
     for storage, held in zip(storages, slots, strict=True):
-        if storage is not None and shared[storage] > 1 and held.tensor.numel():
-            region = place_in_memory(held.tensor)[1]
-            if region.is_dense or held.tensor.is_meta:
+        if storage is not None and shared[storage] > 1 and held.memory.numel():
+            region = place_in_memory(held.memory)[1]
+            if region.is_dense or held.memory.is_meta:
                 places.setdefault(storage, []).append((region.span, region, held))
     for group in places.values():
         group.sort(key=lambda place: place[0])
@@ -227,18 +258,26 @@ def _storage_of(tensor: torch.Tensor) -> int:
     return storage_address(tensor) if original is None else original[0]
 
 
-def _slot(held: _Collected, resettable: Container[int], geometries: dict[tuple[int, ...], tuple[int, ...]]) -> Slot:
+def _slot(
+    held: _Collected,
+    resettable: Container[int],
+    geometries: dict[tuple[int, ...], tuple[int, ...]],
+    shard: ShardMemory | None,
+) -> Slot:
     """Describe a tensor.
 
     Args:
         held: The tensor.
         resettable: Ids of the modules that can initialise their tensors on meta.
         geometries: The shapes and strides of other slots, of which equal ones are the same object.
+        shard: The memory in which fully_shard keeps it.
     """
     tensor = held.tensor
     if is_lazy(tensor):
         return _lazy_slot(held)
-    shape, stride = tuple(tensor.shape), tensor.stride()
+    shape, stride = tuple(tensor.shape), held.memory.stride()
+    if len(stride) != len(shape):  # outside of the mesh: a local tensor of shape (0,)
+        stride = contiguous_stride(shape)
     return Slot(
         names=tuple(held.names),
         parameter=held.parameter,
@@ -247,11 +286,22 @@ def _slot(held: _Collected, resettable: Container[int], geometries: dict[tuple[i
         dtype=dtype_name(tensor.dtype),
         device=str(tensor.device),
         requires_grad=any(holding.tensor.requires_grad for holding in (held, *held.aliases)),
-        in_place=_can_be_filled(tensor),
-        resettable=tensor.is_meta and any(id(owner.module) in resettable for owner in held.owners),
+        in_place=_can_be_filled(held.memory),
+        # Parts of random values differ from the values of the whole, and copies on other ranks from each other.
+        resettable=tensor.is_meta
+        and held.region is None
+        and any(id(owner.module) in resettable for owner in held.owners),
         added_in=held.added_in,
-        home=home_of(tensor),
+        home=_home_of(held, shard),
+        region=held.region,
     )
+
+
+def _home_of(held: _Collected, shard: ShardMemory | None) -> str:
+    """Return where a tensor on meta gets its memory: a DTensor on the device of its mesh, unless it is offloaded."""
+    if held.region is None:
+        return home_of(held.tensor)
+    return "cpu" if shard is not None and shard.offloaded else home(held.tensor)
 
 
 def _lazy_slot(held: _Collected) -> Slot:
@@ -305,6 +355,8 @@ def _can_be_filled(tensor: torch.Tensor) -> bool:
 
 def _describe_refused(held: _Collected) -> str:
     kind = type(held.tensor)
+    if held.undescribed is not None:
+        return f"{' = '.join(map(repr, held.names))} is {held.undescribed}"
     text = f"a {kind.__module__}.{kind.__qualname__}"
     if kind in {torch.Tensor, nn.Parameter}:
         text = (

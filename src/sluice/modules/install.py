@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sluice._errors import PartialLoadError
+from sluice.dtensors.description import is_dtensor, local_of
 from sluice.matching.match import Match
 from sluice.matching.placement import Placement, device_of
 from sluice.modules.collect import Holding, ModuleState, Owner
@@ -148,8 +149,9 @@ def _set_memory(module: nn.Module, holding: Holding, tensor: torch.Tensor) -> bo
     if not own.is_meta and not own.is_inference():
         if (own.dtype, own.device) != (tensor.dtype, tensor.device):
             own.grad = None  # the next backward pass could not add to it, and it belongs to the old values
-        own.data = tensor
-        return True
+        if not is_dtensor(own):  # of a DTensor, .data would change neither dtype nor device
+            own.data = tensor
+            return True
     if not _recurrent(holding.owners) and swap_data(own, tensor):
         return True
     with _without_weak_references(holding.owners):
@@ -208,7 +210,7 @@ def _replaced_in(value: Any, old: torch.Tensor, new: torch.Tensor, depth: int = 
 
 def _move(module: nn.Module, holdings: Sequence[Holding], device: str | None) -> None:
     """Move a live tensor; objects that view the same memory still share it afterwards."""
-    data = holdings[0].tensor.data
+    data = local_of(holdings[0].tensor).data
     if device is None or data.device == torch.device(device):
         return
     moved = data.to(device)

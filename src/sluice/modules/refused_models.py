@@ -21,11 +21,6 @@ _FSDP1 = (
     "The model is wrapped in FullyShardedDataParallel, which flattens and divides its parameters: load into the model "
     "before it is wrapped; FullyShardedDataParallel(model, sync_module_states=True) sends the weights to all ranks."
 )
-_DTENSOR = (
-    "The parameters are divided over ranks (DTensor), which sluice does not load yet: load into the model before "
-    "fully_shard or parallelize_module, or give sluice.load_state_dict(source) to set_model_state_dict of "
-    "torch.distributed.checkpoint.state_dict."
-)
 _ZERO3 = (
     "DeepSpeed's ZeRO-3 divided the parameters over ranks: load into the model before deepspeed.initialize, or inside "
     "deepspeed.zero.GatheredParameters."
@@ -48,7 +43,6 @@ _PACKAGES = {
     "torchao": _TORCHAO,
     **dict.fromkeys(("hqq", "optimum.quanto", "auto_gptq", "gptqmodel", "awq", "quanto"), _QUANTIZED),
     "torch.ao.nn.quantized": _QUANTIZED,
-    "torch.distributed.tensor": _DTENSOR,
     "torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1,
 }
 

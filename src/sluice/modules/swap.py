@@ -12,6 +12,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from sluice._private_torch import make_subclass
+from sluice.dtensors.description import is_dtensor, local_of, with_local
 
 __all__ = ["is_plain", "swap_data", "with_data"]
 
@@ -34,8 +35,14 @@ def swap_data(tensor: torch.Tensor, data: torch.Tensor) -> bool:
 
 
 def with_data(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return a new object with the memory of ``data`` and everything else of ``tensor``: class, attributes, hooks."""
-    other = make_subclass(type(tensor), data, tensor.requires_grad)
+    """Return a new object with the memory of ``data`` and everything else of ``tensor``: class, attributes, hooks.
+
+    For a DTensor, ``data`` is its new local tensor.
+    """
+    if is_dtensor(tensor):
+        other = with_local(tensor, data.view(local_of(tensor).shape)).requires_grad_(tensor.requires_grad)
+    else:
+        other = make_subclass(type(tensor), data, tensor.requires_grad)
     other.__dict__.update(tensor.__dict__)
     other._backward_hooks = tensor._backward_hooks  # noqa: SLF001  hooks of a tensor have no public reader
     other._post_accumulate_grad_hooks = tensor._post_accumulate_grad_hooks  # noqa: SLF001  as above

@@ -115,7 +115,7 @@ def _smaller_staging(plan: LoadPlan, memory: MemoryLimits) -> Iterator[Change]:
     held = plan.staging_buffers * plan.staging_buffer_bytes
     size = 1 << (parse_bytes(memory.staging) - 1).bit_length()
     while (size := size // 2) >= options.SMALLEST_STAGING_BYTES:
-        if held - size >= excess:
+        if held - size // plan.facts.host_ranks >= excess:
             yield Change(staging_bytes=size)
             return
 

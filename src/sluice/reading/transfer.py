@@ -9,7 +9,7 @@ import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._options import SERIAL_BYTES, MemoryLimits, TransferOptions
+from sluice._options import SERIAL_BYTES, SMALLEST_STAGING_BYTES, MemoryLimits, TransferOptions
 from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
@@ -18,6 +18,7 @@ from sluice.engine.targets import Targets
 from sluice.entries.regions import select_region
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
+from sluice.planning.later_copies import growth_of_copies, with_later_growth
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
 from sluice.planning.memory_layout import Computed, computed_targets, shared_targets, single_targets
 from sluice.planning.planner import plan_load
@@ -44,6 +45,7 @@ def plan_transfer(
     *,
     share_storages: bool = False,
     computed: Sequence[Computed] = (),
+    later_copies: Sequence[tuple[int, int]] = (),
     options: TransferOptions | None = None,
 ) -> Prepared:
     """Plan the transfer of ``requests`` without reading tensor data.
@@ -53,6 +55,7 @@ def plan_transfer(
         requests: The tensors to read.
         share_storages: Whether views of the same bytes share memory, as in the file.
         computed: Further tensors that get memory and no values.
+        later_copies: Bytes of tensors on the host that code of the model replaces after the load, and of their copies.
         options: How; None for the defaults.
 
     Limits are not checked: ``prepare`` and the verbs do that.
@@ -82,13 +85,21 @@ def plan_transfer(
         machine_facts(
             [source if i in read else None for i, source in enumerate(checkpoint.sources)],
             tuple(device_facts(device) for device in sorted({target.device for target in targets} - {"cpu"})),
+            host_ranks=options.host_ranks or 1,
         ),
-        staging_bytes=parse_bytes(memory.staging),
+        staging_bytes=_staging_share(memory, options.host_ranks or 1),
         page_cache=options.page_cache,
         mapped=mapped,
         serial_bytes=SERIAL_BYTES,
     )
+    plan = with_later_growth(plan, growth_of_copies(later_copies))
     return Prepared(plan=plan, views=views, computed=computed_views)
+
+
+def _staging_share(memory: MemoryLimits, host_ranks: int) -> int:
+    """Return the staging of one of the ranks of a host, in bytes, but not less than a load needs."""
+    whole = parse_bytes(memory.staging)
+    return whole if host_ranks == 1 else max(whole // host_ranks, min(whole, SMALLEST_STAGING_BYTES))
 
 
 def _selected(request: Request) -> Request:

@@ -75,9 +75,9 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
 
     #: Processors that this process may use.
     cores: int
-    #: Host memory available without swapping, in bytes.
+    #: Host memory available to this process without swapping, in bytes.
     memory_available_bytes: int
-    #: Host memory left under the tightest control group, in bytes; None if there is no limit.
+    #: Host memory left to this process under the tightest control group, in bytes; None if there is no limit.
     memory_limit_bytes: int | None
     #: Whether anonymous memory can be backed by 2 MiB pages.
     huge_pages: bool
@@ -87,6 +87,8 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceFacts, ...] = ()
     #: Virtual memory that the process may still map (RLIMIT_AS), in bytes; None if there is no limit.
     address_space_bytes: int | None = None
+    #: Processes of the host that load at the same time; available memory and memory limit are divided by them.
+    host_ranks: int = 1
 
     @property
     def access(self) -> AccessFacts:
@@ -96,6 +98,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
     @property
     def host_headroom(self) -> tuple[int, str]:
         """Bytes by which host memory may grow if the caller set no limit, and the origin of this figure."""
+        share = f", for each of {self.host_ranks} ranks" if self.host_ranks > 1 else ""
         if self.memory_limit_bytes is not None and self.memory_limit_bytes < self.memory_available_bytes:
-            return self.memory_limit_bytes, "left in the control group"
-        return self.memory_available_bytes, "free memory"
+            return self.memory_limit_bytes, f"left in the control group{share}"
+        return self.memory_available_bytes, f"free memory{share}"

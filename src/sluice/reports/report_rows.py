@@ -109,8 +109,8 @@ def _absent(slot: Slot, how: str, decided: Decided, position: int) -> TensorRow:
         name=slot.names[0],
         file_dtype=None,
         dtype=dtype,
-        shape=slot.shape,
-        nbytes=prod(slot.shape) * ITEM_BYTES[dtype],
+        shape=slot.held_shape,
+        nbytes=prod(slot.held_shape) * ITEM_BYTES[dtype],
         device=device_of(slot.names[0], decided.placement) or (slot.home if slot.on_meta else slot.device),
         how=how,
     )

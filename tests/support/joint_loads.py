@@ -1,0 +1,166 @@
+"""Loads of a model of DTensors by the ranks of a group, with a fault on one of them at a chosen step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+
+# The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
+# mypy: disable-error-code="no-untyped-call"
+
+__all__ = ["FAULTS", "STEPS", "Net", "failing_load", "load", "saved", "state_after", "truth"]
+
+#: Where a fault can happen, and the function of ``sluice.loading.joint`` or of the engine that it replaces.
+STEPS = ("open", "plan", "first read", "later read", "before the vote", "install")
+
+#: What happens there.
+FAULTS = ("error", "interrupt", "memory", "kill")
+
+
+class Net(nn.Module):
+    """Divided and replicated weights, a buffer, and one weight large enough for a read of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(512, 1024)
+        self.second = nn.Linear(1024, 7)
+        self.norm = nn.LayerNorm(7)
+        self.register_buffer("scale", torch.ones(3))
+
+
+def truth() -> dict[str, torch.Tensor]:
+    """Return the weights of the checkpoint."""
+    torch.manual_seed(7)
+    return {name: torch.randn(tensor.shape) for name, tensor in Net().state_dict().items()}
+
+
+def saved(path: str) -> str:
+    """Write the checkpoint."""
+    torch.save(truth(), path)
+    return path
+
+
+def sharded(device: str) -> nn.Module:
+    """Return a fully sharded model on a device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device(device):
+        model = Net()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def load(path: str, device: str = "meta", **arguments: Any) -> tuple[sluice.LoadReport, bool]:
+    """Load; return the report, and whether every local tensor is right."""
+    model = sharded(device)
+    report = sluice.load_into(model, path, **arguments)
+    return report, is_loaded(model)
+
+
+def is_loaded(model: nn.Module) -> bool:
+    """Return whether the full tensors equal the checkpoint; every rank has to call it."""
+    expected = truth()
+    found = {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def state_after(
+    path: str, step: str, fault: str, culprit: int, device: str = "meta"
+) -> tuple[str, str, dict[int, str], str, float]:
+    """Load with a fault on one rank.
+
+    Returns:
+        Kind of the error, its text, failures by rank, kind of its cause, and seconds.
+    """
+    model = sharded(device)
+    before = time.monotonic()
+    fails = torch.distributed.get_rank() == culprit
+    kind = text = cause = ""
+    failed: dict[int, str] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if fails:
+            inject(patch, step, fault)
+        try:
+            sluice.load_into(model, path)
+        except BaseException as error:  # noqa: BLE001  the test judges it
+            kind, text, cause = type(error).__name__, str(error), type(error.__cause__).__name__
+            failed = getattr(error, "ranks", {})
+    if step != "install":
+        assert device != "meta" or all(tensor.is_meta for tensor in model.parameters()), "touched"
+    return kind, text, failed, cause, time.monotonic() - before
+
+
+def failing_load(path: str, step: str, fault: str, culprit: int) -> tuple[str, str, dict[int, str], str, float, bool]:
+    """Load with a fault on one rank, and then once more without; the last value says whether that worked."""
+    result = state_after(path, step, fault, culprit)
+    return *result, load(path)[1]
+
+
+def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
+    """Make this process fail at a step of its next load."""
+    from sluice.engine import session
+    from sluice.loading import joint, module_fill, module_job
+
+    def fail(*_: object, **__: object) -> Any:
+        raise_fault(fault)
+
+    reads = 0
+    fetch = session.Session._fetch
+
+    def nth_read(self: session.Session, *arguments: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        if reads == (1 if step == "first read" else 2):
+            fail()
+        return fetch(self, *arguments)
+
+    if step == "open":
+        patch.setattr("sluice.checkpoint.open_checkpoint.open_path", fail)
+    elif step == "plan":
+        patch.setattr(joint, "_proposal", fail)
+    elif "read" in step:
+        patch.setattr(session.Session, "_fetch", nth_read)
+    elif step == "before the vote":
+        complete = module_fill.ModuleData
+        patch.setattr(module_fill, "ModuleData", lambda **values: fail() or complete(**values))
+    else:
+        patch.setattr(module_job, "install_module", fail)
+
+
+def raise_fault(fault: str) -> None:
+    """Fail in one of the ways of ``FAULTS``."""
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raise {"error": OSError("the disk is on fire"), "interrupt": KeyboardInterrupt(), "memory": MemoryError()}[fault]
+
+
+@contextmanager
+def patched_options(**values: float) -> Iterator[None]:
+    """Change options of sluice in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(f"sluice._options.{name}", value)
+        yield
+
+
+def with_options(values: dict[str, float], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with changed options."""
+    with patched_options(**values):
+        return function(*arguments)
