@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,13 +16,23 @@ import sluice
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
 
-__all__ = ["FAULTS", "STEPS", "Net", "failing_load", "load", "saved", "state_after", "truth"]
+__all__ = [
+    "STEPS",
+    "Net",
+    "failing_load",
+    "live_failing_load",
+    "load",
+    "load_differently",
+    "load_part",
+    "saved",
+    "sharded",
+    "state_after",
+    "truth",
+    "with_options",
+]
 
 #: Where a fault can happen, and the function of ``sluice.loading.joint`` or of the engine that it replaces.
 STEPS = ("open", "plan", "first read", "later read", "before the vote", "install")
-
-#: What happens there.
-FAULTS = ("error", "interrupt", "memory", "kill")
 
 
 class Net(nn.Module):
@@ -69,6 +77,21 @@ def load(path: str, device: str = "meta", **arguments: Any) -> tuple[sluice.Load
     return report, is_loaded(model)
 
 
+def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Load a model that only some ranks hold; return the ranks of the report, and None on the others."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh("cpu", list(ranks))
+    if torch.distributed.get_rank() not in ranks:
+        return None
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model, mesh=mesh)
+    report = sluice.load_into(model, path)
+    return tuple(each.rank for each in report.ranks)
+
+
 def is_loaded(model: nn.Module) -> bool:
     """Return whether the full tensors equal the checkpoint; every rank has to call it."""
     expected = truth()
@@ -81,14 +104,15 @@ def is_loaded(model: nn.Module) -> bool:
 
 def state_after(
     path: str, step: str, fault: str, culprit: int, device: str = "meta"
-) -> tuple[str, str, dict[int, str], str, float]:
-    """Load with a fault on one rank.
+) -> tuple[str, str, dict[int, str], str]:
+    """Load with a fault on one rank; a rank that was stopped goes on when another one has given up.
 
     Returns:
-        Kind of the error, its text, failures by rank, kind of its cause, and seconds.
+        Kind of the error, its text, failures by rank, and kind of its cause.
     """
     model = sharded(device)
-    before = time.monotonic()
+    processes: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(processes, os.getpid())
     fails = torch.distributed.get_rank() == culprit
     kind = text = cause = ""
     failed: dict[int, str] = {}
@@ -102,10 +126,12 @@ def state_after(
             failed = getattr(error, "ranks", {})
     if step != "install":
         assert device != "meta" or all(tensor.is_meta for tensor in model.parameters()), "touched"
-    return kind, text, failed, cause, time.monotonic() - before
+    if fault == "stop" and not fails:
+        os.kill(processes[culprit], signal.SIGCONT)
+    return kind, text, failed, cause
 
 
-def failing_load(path: str, step: str, fault: str, culprit: int) -> tuple[str, str, dict[int, str], str, float, bool]:
+def failing_load(path: str, step: str, fault: str, culprit: int) -> tuple[str, str, dict[int, str], str, bool]:
     """Load with a fault on one rank, and then once more without; the last value says whether that worked."""
     result = state_after(path, step, fault, culprit)
     return *result, load(path)[1]
@@ -143,7 +169,7 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
 
 
 def raise_fault(fault: str) -> None:
-    """Fail in one of the ways of ``FAULTS``."""
+    """Fail in one of the ways that tests name."""
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stop":
@@ -151,16 +177,36 @@ def raise_fault(fault: str) -> None:
     raise {"error": OSError("the disk is on fire"), "interrupt": KeyboardInterrupt(), "memory": MemoryError()}[fault]
 
 
-@contextmanager
-def patched_options(**values: float) -> Iterator[None]:
-    """Change options of sluice in this process."""
+def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Load into a live model with a fault on one rank; return the kind of the cause and the names done and torn."""
+    model = sharded("cpu")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in values.items():
-            patch.setattr(f"sluice._options.{name}", value)
-        yield
+        if torch.distributed.get_rank() == culprit:
+            inject(patch, "later read", "error")
+        try:
+            sluice.load_into(model, path)
+        except sluice.RankError as error:
+            cause = error.__cause__
+            assert isinstance(cause, sluice.PartialLoadError), repr(cause)
+            return type(cause.__cause__).__name__, cause.done, cause.torn
+    raise AssertionError("no error")
+
+
+def load_differently(paths: list[str], arguments: list[dict[str, Any]]) -> dict[int, str]:
+    """Load, each rank with a path and arguments of its own; return the failures by rank."""
+    rank = torch.distributed.get_rank()
+    model = sharded("meta")
+    try:
+        sluice.load_into(model, paths[rank], **arguments[rank])
+    except sluice.RankError as error:
+        assert all(tensor.is_meta for tensor in model.parameters())
+        return error.ranks
+    return {}
 
 
 def with_options(values: dict[str, float], function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function with changed options."""
-    with patched_options(**values):
+    """Call a function with changed options of sluice in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(f"sluice._options.{name}", value)
         return function(*arguments)

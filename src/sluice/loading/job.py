@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from msgspec import Struct
@@ -31,7 +31,6 @@ from sluice.engine.targets import Targets
 from sluice.machine.peaks import PeakMeter
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
-from sluice.ranks.protocol import Group
 from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, Request
@@ -40,6 +39,9 @@ from sluice.reports.document import Subject
 from sluice.reports.load import LoadReport, RankReport
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
+
+if TYPE_CHECKING:
+    from sluice.ranks.protocol import Group
 
 __all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load", "load_report", "run"]
 

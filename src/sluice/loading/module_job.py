@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from sluice._errors import MismatchError, PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import local_of
+from sluice.dtensors.description import is_dtensor, local_of
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
@@ -37,12 +37,13 @@ from sluice.modules.moves import describe_moves
 from sluice.modules.refused_models import advice_for, refuse_quantized
 from sluice.planning.alternatives import Change
 from sluice.planning.memory_layout import Computed
-from sluice.ranks.membership import group_of
-from sluice.ranks.protocol import Group
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry, UnsupportedValue
 from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
+
+if TYPE_CHECKING:
+    from sluice.ranks.protocol import Group
 
 __all__ = ["EntriesRequest", "ModuleJob", "ModuleRequest"]
 
@@ -74,7 +75,13 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
 
     def group(self) -> Group | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
-        return group_of(chain(self.model.parameters(), self.model.buffers()))
+        tensors = list(chain(self.model.parameters(), self.model.buffers()))
+        if not any(map(is_dtensor, tensors)):
+            return None
+        # Here, not above: most models are those of one process.
+        from sluice.ranks.membership import group_of
+
+        return group_of(tensors)
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""

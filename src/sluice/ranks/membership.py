@@ -5,12 +5,12 @@ A plain model is none of this: without DTensors or without a process group nothi
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from sluice.dtensors.description import is_dtensor
 from sluice.ranks.protocol import Group
 
 __all__ = ["group_of"]
@@ -22,13 +22,13 @@ def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
     Args:
         tensors: Parameters and buffers of the model, or state of an optimizer.
     """
-    module = sys.modules.get("torch.distributed.tensor")  # imported wherever a DTensor exists
-    if module is None:
+    found: list[Any] = [tensor for tensor in tensors if is_dtensor(tensor)]
+    if not found:
         return None
-    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, module.DTensor)}
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in found}
     import torch.distributed as dist
 
-    if not meshes or not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     ranks = {int(rank) for mesh in meshes.values() for rank in _whole(mesh).mesh.flatten().tolist()}
     own = dist.get_rank()
