@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
+import sluice
 from support.joint_loads import (
     STEPS,
     failing_load,
     live_failing_load,
     load,
     load_differently,
+    load_divided,
     saved,
     state_after,
+    truth,
     with_options,
 )
 from support.ranks import Ranks
@@ -121,3 +124,21 @@ def test_a_limit_of_the_host_counts_all_ranks(two_ranks: Ranks, checkpoint: str)
     assert "the ranks 0, 1 of host" in failed[0][0]
     assert two_ranks.run(load_differently, [checkpoint] * 2, [{"memory": sum(needed)}] * 2) == [{}, {}]
     assert first.read_bytes + second.read_bytes < 1.1 * Path(checkpoint).stat().st_size
+
+
+@pytest.mark.parametrize("arguments", [{}, {"dtype": torch.bfloat16}, {"memory": sluice.MemoryLimits(staging="2MiB")}])
+def test_shared_bytes_are_read_once(four_ranks: Ranks, checkpoint: str, arguments: dict[str, object]) -> None:
+    """Small tensors and their neighbors, replicated tensors and columns: no byte is read by two ranks."""
+    results = four_ranks.run(load_divided, checkpoint, "once", arguments)
+    assert [right for _, right in results] == [True] * 4
+    reports = [report for report, _ in results]
+    assert sum(each.read_bytes for each in reports[0].ranks) <= 1.02 * sum(each.nbytes for each in truth().values())
+    assert all(each.received_bytes for each in reports[0].ranks)
+    assert any("are read once, in" in note for note in reports[0].notes)
+
+
+def test_each_rank_reads_for_itself_on_one_host(four_ranks: Ranks, checkpoint: str) -> None:
+    results = four_ranks.run(load_divided, checkpoint, "auto", {})
+    assert [right for _, right in results] == [True] * 4
+    assert not any(each.received_bytes for each in results[0][0].ranks)
+    assert any("all ranks are on one host" in note for note in results[0][0].notes)

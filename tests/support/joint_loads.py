@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ __all__ = [
     "live_failing_load",
     "load",
     "load_differently",
+    "load_divided",
     "load_part",
     "saved",
     "sharded",
@@ -77,6 +79,37 @@ def load(path: str, device: str = "meta", **arguments: Any) -> tuple[sluice.Load
     return report, is_loaded(model)
 
 
+def divided(device: str) -> nn.Module:
+    """Return a model on a mesh of two rows: replicated over rows and divided along them, by rows and by columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+    with torch.device(device):
+        model = Net()
+    for name, placements in {
+        "first.weight": [Replicate(), Shard(1)],
+        "second.weight": [Shard(0), Shard(1)],
+        "first.bias": [Replicate(), Replicate()],
+        "second.bias": [Replicate(), Shard(0)],
+    }.items():
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        tensor = distribute_tensor(module.get_parameter(own).detach(), mesh, placements)
+        module.register_parameter(own, nn.Parameter(tensor))
+    return model
+
+
+def load_divided(
+    path: str, share: str, arguments: dict[str, Any], device: str = "meta"
+) -> tuple[sluice.LoadReport, bool]:
+    """Load a model that ranks hold in part together; return the report, and whether every tensor is right."""
+    model = divided(device)
+    report = sluice.load_into(model, path, share=share, **arguments)  # type: ignore[arg-type]
+    return replace(report, rows=tuple), is_loaded(model, arguments.get("dtype"))
+
+
 def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
     """Load a model that only some ranks hold; return the ranks of the report, and None on the others."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,14 +125,14 @@ def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(each.rank for each in report.ranks)
 
 
-def is_loaded(model: nn.Module) -> bool:
+def is_loaded(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """Return whether the full tensors equal the checkpoint; every rank has to call it."""
     expected = truth()
     found = {
         name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         for name, tensor in model.state_dict().items()
     }
-    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    return all(torch.equal(found[name], tensor.to(dtype or tensor.dtype)) for name, tensor in expected.items())
 
 
 def state_after(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -83,6 +83,12 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
 
         return group_of(tensors)
 
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """See ``LoadRequest.process_groups``."""
+        from sluice.ranks.membership import process_groups_of
+
+        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
+
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
         return {
@@ -92,6 +98,7 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
             "rename": "a function" if callable(self.rename) else repr(self.rename),
             "rules": ", ".join(type(rule).__name__ for rule in self.rules),
             "place": self.options.place,
+            "share": self.share,
         }
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:

@@ -39,6 +39,7 @@ R = TypeVar("R")
 _AFTER = {
     "meet": "nothing was read or changed",
     "plan": "nothing was read or changed",
+    "share": "nothing was read or changed",
     "read": "nothing was installed",
     "done": "all data is in place on the other ranks",
 }
@@ -105,7 +106,7 @@ class Agreement(AbstractContextManager["Agreement"]):
 
     def settle(
         self,
-        step: Literal["meet", "plan", "read", "done"],
+        step: Literal["meet", "plan", "share", "read", "done"],
         own: bytes = b"",
         judge: Judge | None = None,
         *,
