@@ -82,7 +82,7 @@ class _Failure:
 
 
 class RoundsResult(Struct, frozen=True, kw_only=True):
-    """What the rounds of a plan moved, on this rank."""
+    """Bytes that the rounds of a plan moved, on this rank."""
 
     #: Bytes that this rank read, by method.
     read_bytes: dict[str, int]

@@ -147,7 +147,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
     #: Transfers between ranks, if the plan has rounds.
     transport: Transport | None = None
 
-    def want_lines(self) -> Iterator[str]:
+    def request_lines(self) -> Iterator[str]:
         """Yield a description of what is loaded that must be equal on all ranks of a group."""
         yield f"{self.key} {self.prefix} {self.missing} {self.unexpected}"
 

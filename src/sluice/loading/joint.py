@@ -113,14 +113,11 @@ def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
         files=tuple((file.path, file.identity.nbytes) for file in job.checkpoint.index.files),
         index=_digest(_index_lines(job.checkpoint)),
         arguments=request.arguments(),
-        wants=_digest(job.want_lines()),
+        requested=_digest(job.request_lines()),
         growth_bytes=plan_needs(job.plan)[HOST],
         limit_bytes=limit.nbytes,
         limit_origin=limit.origin,
-        local_files=all(
-            job.plan.facts.files[file].filesystem in LOCAL_FILESYSTEMS
-            for file in {read.file for read in job.plan.reads}
-        ),
+        local_files=all(job.plan.facts.files[file].filesystem in LOCAL_FILESYSTEMS for file in files_read),
     )
 
 

@@ -220,8 +220,8 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.total``; parameters and persistent buffers."""
         return len(self.state.outline.slots)
 
-    def want_lines(self) -> Iterator[str]:
-        """See ``LoadJob.want_lines``: also each name of the model, and the entry that fills it."""
+    def request_lines(self) -> Iterator[str]:
+        """See ``LoadJob.request_lines``: also each name of the model, and the entry that fills it."""
         yield f"{self.key} {self.prefix} {self.missing} {self.unexpected}"
         filled = dict(zip(self.match.slots, self.requests, strict=True))
         for position, slot in enumerate(self.state.outline.slots):

@@ -1,4 +1,4 @@
-"""Who reads bytes that several ranks need: rounds, in which one rank reads a range and hands it to the others.
+"""Reads of bytes that several ranks need: rounds, in which one rank reads a range and hands it to the others.
 
 Every rank plans its own load. Its reads are divided into the smallest ranges that are copied from (``pieces_of``), and
 all ranks compare them. Ranges that overlap are needed by several ranks: replicated tensors, and columns of the same

@@ -15,7 +15,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     #: Failures that end the call on every rank, by rank; empty if the step succeeded.
     failed: dict[int, str] = {}
-    #: What the judge decided; empty after a failure.
+    #: Decision of the judge; empty after a failure.
     value: bytes = b""
 
 

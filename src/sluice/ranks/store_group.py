@@ -8,10 +8,10 @@ rank writes after it has read all of the others. The store serves this better th
 - It is the same for every backend, and for any set of ranks. ``new_group`` would need ranks that do not take part.
 - A rank can announce that it has failed while the others read, without their help.
 
-While a rank waits or reads, it looks for ranks that have failed: those that said so, those of its host whose process
-has ended or is stopped, and those without a sign of life for minutes. The first rank writes at most one verdict of a
-step, so all ranks agree. One window remains: if the process that serves the store ends right after a verdict, ranks
-that have not read it count it as a failure.
+While a rank waits or reads, it looks for ranks that have failed: those that announced it, those of its host whose
+process has ended or is stopped, and those without a sign of life for minutes. The first rank writes at most one verdict
+of a step, so all ranks agree. One window remains: if the process that serves the store ends right after a verdict,
+ranks that have not read it count it as a failure.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class StoreGroup:
         if self._warned:
             return
         self._warned = True
-        with suppress(RuntimeError):  # without a store nobody can be told
+        with suppress(RuntimeError):  # without a store no rank can be told
             self._set(f"warning/{self.rank}", text.encode())
             self._announce()
 

@@ -25,7 +25,7 @@ __all__ = ["GroupTransport"]
 #: Seconds between two questions whether a transfer is complete: the first and the longest.
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.002
 
-#: What transfers that were given up may still write to.
+#: Memory that abandoned transfers may still write to.
 _ABANDONED: list[object] = []
 
 

@@ -117,7 +117,7 @@ class Round(Struct, frozen=True, kw_only=True):
     group: int
     #: Whether this rank belongs to that group.
     takes_part: bool
-    #: What this rank needs of it, as reads within the range.
+    #: Parts that this rank needs, as reads within the range.
     reads: tuple[Read, ...]
 
 
