@@ -32,6 +32,7 @@ from sluice.matching.placement import Placement, device_of
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
+from sluice.modules.fully_sharded import reshard
 from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
 from sluice.modules.refused_models import advice_for, refuse_quantized
@@ -75,6 +76,7 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
 
     def group(self) -> Group | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
+        reshard(self.model)  # gathered parameters are no DTensors
         tensors = list(chain(self.model.parameters(), self.model.buffers()))
         if not any(map(is_dtensor, tensors)):
             return None
