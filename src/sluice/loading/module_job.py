@@ -76,7 +76,7 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
 
     def group(self) -> Group | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
-        reshard(self.model)  # gathered parameters are no DTensors
+        reshard(self.model)  # a gathered parameter is an ordinary tensor
         tensors = list(chain(self.model.parameters(), self.model.buffers()))
         if not any(map(is_dtensor, tensors)):
             return None
