@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         MissingFileError,
         PartialLoadError,
         PathEscapeError,
+        RankError,
         ReadError,
         ReadPermissionError,
         RemoteError,
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from sluice.modules.empty_init import empty_init
     from sluice.records import Opaque, Peaks, UnsupportedValue
     from sluice.reports.diff import DiffReport, TensorDifference
-    from sluice.reports.load import LoadReport
+    from sluice.reports.load import LoadReport, RankReport
     from sluice.reports.plan import PlanReport
     from sluice.reports.save import SaveReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
@@ -85,6 +86,8 @@ __all__ = [
     "Peaks",
     "PlanReport",
     "ProgressEvent",
+    "RankError",
+    "RankReport",
     "ReadError",
     "ReadPermissionError",
     "RemoteError",
@@ -127,6 +130,7 @@ _HOMES = {
     "Opaque": "records",
     "Peaks": "records",
     "PlanReport": "reports.plan",
+    "RankReport": "reports.load",
     "UnsupportedValue": "records",
     "ProgressEvent": "_progress",
     "SaveReport": "reports.save",

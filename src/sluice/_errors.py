@@ -20,6 +20,7 @@
     │   └── ReadPermissionError    it refused access to the file (also a PermissionError)
     ├── SourceChangedError         the file changed while it was being read
     ├── PartialLoadError           a live model was filled in part
+    ├── RankError                  a rank of a process group failed, so all ranks gave up (also a RuntimeError)
     ├── SaveError                  nothing was saved; what existed is intact (also a RuntimeError)
     └── RemoteError                a remote source failed
 
@@ -63,6 +64,7 @@ __all__ = [
     "MissingFileError",
     "PartialLoadError",
     "PathEscapeError",
+    "RankError",
     "ReadError",
     "ReadPermissionError",
     "RemoteError",
@@ -351,6 +353,30 @@ class PartialLoadError(SluiceError):
         self.done = done
         self.torn = torn
         self.untouched = untouched
+
+
+class RankError(SluiceError, RuntimeError):
+    """Ranks of a process group failed, so that every rank gave up. Each rank raises the same error.
+
+    On a rank that failed, ``__cause__`` is its own error. On the others it is a ``PartialLoadError`` if live tensors
+    had changed, and None if nothing was touched.
+
+    Attributes:
+        ranks: Description of the failure of each rank that failed, by its global rank.
+    """
+
+    advice = "Repair what the named ranks report, then call again on every rank."
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        ranks: Mapping[int, str] | None = None,
+        file: str | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        super().__init__(problem, file=file, tensor=tensor)
+        self.ranks = dict(ranks or {})
 
 
 class SaveError(SluiceError, RuntimeError):

@@ -11,7 +11,7 @@ from msgspec import Struct
 from sluice._public import public
 from sluice._units import parse_bytes
 
-__all__ = ["Limits", "Memory", "MemoryLimits", "PageCache", "Place", "TransferOptions"]
+__all__ = ["Limits", "Memory", "MemoryLimits", "PageCache", "Place", "Share", "TransferOptions"]
 
 #: ``auto``: direct reads of ranges that are not cached, buffered reads of the rest. ``keep``: buffered reads only, so
 #: that the file is cached for the next load. ``bypass``: direct reads; pages of unavoidable buffered reads are dropped.
@@ -19,6 +19,10 @@ PageCache = Literal["auto", "keep", "bypass"]
 
 #: ``copy``: every tensor gets its own memory. ``map``: CPU tensors that need no change are mapped pages of the file.
 Place = Literal["copy", "map"]
+
+#: Bytes that several ranks of a load need. ``once``: one of them reads each and hands it to the others. ``none``: each
+#: reads for itself. ``auto``: once if the ranks are on several hosts and the files are not on local disks.
+Share = Literal["auto", "once", "none"]
 
 #: Default encoding of the text in files from Python 2, which do not declare it; torch.load has the same.
 TEXT_ENCODING = "utf-8"
@@ -120,8 +124,9 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     page_cache: PageCache = "auto"
     #: Whether tensors are copied or may be mapped pages of the files.
     place: Place = "copy"
-    #: Processes of this host that load at the same time. Staging and the limits of host memory are for all of them.
-    host_ranks: int = 1
+    #: Processes of this host that load at the same time and share staging and the limits of host memory; 0 if it is not
+    #: known: one, or for a model of DTensors what its launcher says.
+    host_ranks: int = 0
 
 
 #: Bytes of one read and of one staging buffer. Direct reads lose bandwidth below 4 MiB and gain none above 16 MiB.
@@ -304,3 +309,19 @@ SCAN_JOB_BYTES = 1 << 20
 #: Largest ratio of the bytes of a tensor to those of its storage that a scan reads element by element. Beyond it, a
 #: stride of 0 in a small file would take unbounded time.
 SCAN_REPEATS = 1_000
+
+#: Seconds between two looks at the other ranks of a load, while this one reads or waits: whether one has failed.
+RANK_LOOK_SECONDS = 1.0
+
+#: Seconds between two signs of life of a rank that reads or waits.
+RANK_PULSE_SECONDS = 5.0
+
+#: Seconds without a sign of life after which a rank counts as stuck. Planning gives none, and indexing a thousand files
+#: of a slow network disk takes minutes.
+RANK_PATIENCE_SECONDS = 300.0
+
+#: Seconds for which the process of a rank must be stopped (SIGSTOP) to count as failed: a debugger attaches faster.
+RANK_STOPPED_SECONDS = 5.0
+
+#: Seconds that a failed load waits for ranks that have not noticed: each notices between two reads.
+RANK_FAREWELL_SECONDS = 10.0

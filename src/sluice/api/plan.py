@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -18,9 +18,12 @@ from sluice.loading.devices import Device
 from sluice.loading.dry_run import plan_report
 from sluice.loading.job import LoadRequest
 from sluice.loading.module_job import ModuleRequest
+from sluice.loading.rank_plans import RankLayout, plan_ranks, tensor_parallel_dims
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
 from sluice.reports.plan import PlanReport
+from sluice.reports.ranks import RanksPlan
+from sluice.sharding.layouts import mesh_of
 
 __all__ = ["plan"]
 
@@ -46,6 +49,9 @@ def plan(
     encoding: str = TEXT_ENCODING,
     page_cache: PageCache = "auto",
     probe: bool = False,
+    mesh: Mapping[str, int] | None = None,
+    ranks_per_host: int | None = None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> PlanReport:
     """Plan a load without running it: predict its memory, and compare it with the limits and with other ways to load.
 
@@ -70,6 +76,14 @@ def plan(
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: As in ``load_into``.
         probe: Read up to 256 MiB to estimate times.
+        mesh: Plan for the ranks of a device mesh, without processes: ranks along each dimension by name, as in
+            ``{"dp": 8, "tp": 4}``. ``dp``, ``fsdp``, ``dp_shard`` and ``shard`` divide every parameter as
+            ``fully_shard`` does, ``ddp``, ``dp_replicate`` and ``replicate`` hold copies, ``tp`` divides what
+            ``tp_plan`` names. The model is the whole one, without DTensors. The report is that of the rank whose memory
+            grows most, and ``report.ranks`` has all ranks, hosts and files.
+        ranks_per_host: Ranks that share a host, its page cache, its limit and ``staging``; all ranks by default.
+        tp_plan: Tensor-parallel style by pattern of module names, such as ``{"layers.*.mlp.up_proj": "colwise"}``;
+            ``model.tp_plan``, which models of transformers have, by default.
 
     Returns:
         Predicted peaks, the limits, whether the load fits, alternatives if it does not, and the comparison. A load that
@@ -79,7 +93,7 @@ def plan(
         CheckpointError: The file is damaged, unsafe or of an unknown kind.
         MismatchError: The checkpoint does not fit the module; every reason is listed.
         BudgetError: ``device="auto"`` with an accelerator whose free memory is unknown, or staging below 1 MiB.
-        ValueError: A device cannot be used, an argument needs a model, or has none of its accepted values.
+        ValueError: A device cannot be used, an argument needs a model or a mesh, or has none of its accepted values.
         TypeError: An argument has a wrong type.
         ReadError: The operating system failed a read.
 
@@ -124,5 +138,44 @@ def plan(
         own_dtype = dtype_argument(dtype, auto_is_none=True)
         one = "cpu" if device is None else cast("str | torch.device", device)
         request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)
+    layout = _layout(model, mesh, ranks_per_host, tp_plan)
     with borrow(source, limits=limits, encoding=encoding) as checkpoint:
+        if layout is not None and isinstance(request, ModuleRequest):
+            ranks, fullest = plan_ranks(request, checkpoint, layout)
+            return plan_report(fullest, checkpoint, probe=probe, ranks=ranks, notes=(_ranks_note(ranks),))
         return plan_report(request, checkpoint, probe=probe, notes=() if model is not None else (_WITHOUT_MODEL,))
+
+
+def _layout(
+    model: torch.nn.Module | None,
+    mesh: Mapping[str, int] | None,
+    ranks_per_host: int | None,
+    tp_plan: Mapping[str, str] | None,
+) -> RankLayout | None:
+    """Return the ranks to plan for; None without a mesh."""
+    if mesh is None:
+        if ranks_per_host is not None or tp_plan is not None:
+            raise ValueError("plan(): ranks_per_host= and tp_plan= need mesh=, such as mesh={'dp': 8}")
+        return None
+    if model is None:
+        raise ValueError("plan(None, source): mesh= needs a model, whose parameters are divided")
+    if not isinstance(mesh, Mapping):
+        raise TypeError(f"mesh must be a mapping from names to numbers of ranks, not {type(mesh).__name__}")
+    known = mesh_of(mesh)
+    own = known.ranks if ranks_per_host is None else ranks_per_host
+    if own < 1:
+        raise ValueError(f"ranks_per_host must be positive, not {own}")
+    tp_dims = {}
+    if "tp" in mesh:
+        plan_of_model = tp_plan or getattr(model, "tp_plan", None)
+        if not isinstance(plan_of_model, Mapping) or not plan_of_model:
+            raise ValueError("mesh dimension 'tp' needs tp_plan=, such as {'layers.*.mlp.up_proj': 'colwise'}")
+        tp_dims = tensor_parallel_dims(model, plan_of_model)
+    return RankLayout(mesh=known, ranks_per_host=min(own, known.ranks), tp_dims=tp_dims)
+
+
+def _ranks_note(ranks: RanksPlan) -> str:
+    return (
+        f"memory and limits are those of rank {ranks.fullest.rank}, the fullest of {len(ranks.ranks)}; its limit is an "
+        "equal share of its host's, which is taken to be like this one unless memory= says otherwise"
+    )

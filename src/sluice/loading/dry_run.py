@@ -24,13 +24,19 @@ from sluice.planning.recommendation import COPY, MAP, MethodVerdict, judge, reco
 from sluice.records import LoadPlan, Peaks
 from sluice.reports.explanation import explain
 from sluice.reports.plan import PlanReport
+from sluice.reports.ranks import RanksPlan
 from sluice.reports.report_rows import casts
 
 __all__ = ["plan_report"]
 
 
 def plan_report(
-    request: LoadRequest, checkpoint: OpenCheckpoint, *, probe: bool, notes: tuple[str, ...] = ()
+    request: LoadRequest,
+    checkpoint: OpenCheckpoint,
+    *,
+    probe: bool,
+    ranks: RanksPlan | None = None,
+    notes: tuple[str, ...] = (),
 ) -> PlanReport:
     """Decide a load and report the decision instead of running it.
 
@@ -38,6 +44,7 @@ def plan_report(
         request: Arguments of the load.
         checkpoint: The checkpoint to plan for.
         probe: Whether to read a little and estimate times.
+        ranks: The loads of all ranks, if the request is that of one of them.
         notes: Further notes for the report.
     """
     job, memory = request.job(checkpoint), request.memory
@@ -82,6 +89,7 @@ def plan_report(
         recommended=recommended,
         reason=reason,
         rates=rates,
+        ranks=ranks,
         notes=(*checkpoint.index.notes, *job.notes, *notes),
         explanation=partial(explain, plan),
     )
@@ -155,9 +163,10 @@ def _verdicts(
     limits: tuple[MemoryLimit, ...],
     rates: Rates | None,
 ) -> Iterator[MethodVerdict]:
-    """Yield the verdict on each way to load, the usual ones first."""
+    """Yield the verdict on each way to load, the usual ones first; they do not load parts of tensors."""
     resident = _resident(job)
-    for method in METHODS:
+    divided = isinstance(job, ModuleJob) and any(slot.region is not None for slot in job.state.outline.slots)
+    for method in () if divided else METHODS:
         usual = forecast(method, subject, rates)
         devices = {} if subject.device == "cpu" else {subject.device: usual.device_bytes}
         yield judge(usual, devices, limits, resident=resident)

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._options import MemoryLimits, TransferOptions
+from sluice._errors import PartialLoadError
+from sluice._options import MemoryLimits, Share, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -35,11 +36,15 @@ from sluice.reading.transfer import Prepared
 from sluice.records import DeviceMemory, LoadPlan, Peaks, Request
 from sluice.records.bulk import collector_paused
 from sluice.reports.document import Subject
-from sluice.reports.load import LoadReport
+from sluice.reports.load import LoadReport, RankReport
 from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
 
-__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load", "load_report", "run"]
+if TYPE_CHECKING:
+    from sluice.engine.rounds import Transport
+    from sluice.ranks.protocol import Group
+
+__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load", "load_report", "run", "with_reason"]
 
 
 class LoadRequest(Struct, frozen=True, kw_only=True):
@@ -47,6 +52,9 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
 
     #: How the bytes are moved.
     options: TransferOptions
+
+    #: Whether ranks that load together read for each other.
+    share: Share = "auto"
 
     #: Whether ``place="map"`` is possible.
     can_map: ClassVar[bool] = False
@@ -67,6 +75,18 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
     def memory(self) -> MemoryLimits:
         """Memory limits of the load."""
         return self.options.memory or MemoryLimits()
+
+    def group(self) -> Group | None:
+        """Return the ranks that make this load together; None for a load of this process alone."""
+        return None
+
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """Return the process groups for transfers between the ranks of ``group``, by their ranks."""
+        return {}
+
+    def arguments(self) -> dict[str, str]:
+        """Return the arguments that must be equal on all ranks of a group, as text by name."""
+        return {}
 
     def replan(self, checkpoint: OpenCheckpoint, change: Change) -> LoadPlan:
         """Return the plan of the same load with other arguments; the memory limits are not checked."""
@@ -122,9 +142,27 @@ class LoadJob(Struct, frozen=True, kw_only=True):
         """Bytes of the finished tensors that the checkpoint fills."""
         return self.plan.final_bytes - sum(self.plan.targets[view.target].nbytes for view in self.prepared.computed)
 
-    def fill(self, progress: Progress) -> Loaded:
-        """Read the data and put every tensor in its place; call it through ``run``."""
+    #: Called between two reads, in the thread of the caller; it may raise to end the load.
+    look: Callable[[], None] | None = None
+    #: Transfers between ranks, if the plan has rounds.
+    transport: Transport | None = None
+
+    def request_lines(self) -> Iterator[str]:
+        """Yield a description of what is loaded that must be equal on all ranks of a group."""
+        yield f"{self.key} {self.prefix} {self.missing} {self.unexpected}"
+
+    def fetch(self, progress: Progress) -> Any:
+        """Read the data; return what ``install`` needs. Only live tensors change."""
         raise NotImplementedError
+
+    def install(self, fetched: Any) -> Loaded:
+        """Put every tensor in its place; what can fail has been done before."""
+        raise NotImplementedError
+
+    def changed_by(self, fetched: Any) -> PartialLoadError | None:
+        """Return an error that names the live tensors that ``fetch`` changed, if ``install`` will not be called."""
+        del fetched
+        return None
 
     def read(
         self, progress: Progress, targets: Targets | None = None, *, completed: Callable[[int], None] | None = None
@@ -142,8 +180,9 @@ class LoadJob(Struct, frozen=True, kw_only=True):
                 self.checkpoint,
                 self.prepared,
                 Targets(plan) if targets is None else targets,
-                progress=report,
+                progress=_with_look(report, self.look),
                 completed=completed,
+                transport=self.transport,
             )
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
@@ -181,8 +220,15 @@ def load(request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint], 
 
     Raises:
         BudgetError: The memory limits cannot be kept; nothing was read.
+        RankError: Several ranks load together, and one of them failed.
     """
     started = time.perf_counter()
+    group = request.group()
+    if group is not None:
+        # Here, not above: most loads are those of one process.
+        from sluice.loading.joint import load_together
+
+        return load_together(request, opening, group, progress=progress, started=started)
     with PeakMeter(sampling=False) as meter, opening as checkpoint:
         with collector_paused():
             job = decide(request, checkpoint)
@@ -207,11 +253,32 @@ def decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
 def run(job: LoadJob, *, progress: Progress) -> Loaded:
     """Run a job and measure how the memory of accelerators grows."""
     before = transfer.allocator_state(job.plan)
-    loaded = job.fill(progress)
+    loaded = job.install(job.fetch(progress))
     return replace(loaded, device_memory=transfer.device_memory(job.plan, before))
 
 
-def load_report(job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks) -> LoadReport:
+def with_reason(job: LoadJob, reason: str) -> LoadJob:
+    """Return a job whose report gives a further reason."""
+    plan = replace(job.plan, reasons=(*job.plan.reasons, reason))
+    return replace(job, prepared=replace(job.prepared, plan=plan))
+
+
+def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | None) -> Callable[[int], None] | None:
+    """Return a callback that also looks."""
+    if look is None:
+        return report
+
+    def both(nbytes: int) -> None:
+        look()
+        if report is not None:
+            report(nbytes)
+
+    return both
+
+
+def load_report(
+    job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks, ranks: tuple[RankReport, ...] = ()
+) -> LoadReport:
     """Return the report of a finished load, whose prediction is the plan's.
 
     Args:
@@ -219,6 +286,7 @@ def load_report(job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks
         loaded: The result.
         seconds: Time since the call of the verb.
         measured: Peak growth of host memory since then, in bytes.
+        ranks: Figures of all ranks that loaded together.
     """
     checkpoint, plan = job.checkpoint, job.plan
     return LoadReport(
@@ -240,6 +308,7 @@ def load_report(job: LoadJob, loaded: Loaded, *, seconds: float, measured: Peaks
         seconds=seconds,
         predicted=plan.predicted,
         measured=measured,
+        ranks=ranks,
         device_memory=loaded.device_memory,
         reads=loaded.result.read_bytes,
         stepped_down=loaded.result.stepped_down,

@@ -6,9 +6,11 @@ tensors change while they are read; an error in that time names them.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import Struct
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import MismatchError, PartialLoadError
@@ -29,11 +31,31 @@ from sluice.records.bulk import collector_paused
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob
 
-__all__ = ["fill_module", "same_values"]
+__all__ = ["ModuleData", "fetch_module", "install_module", "partial_load", "same_values"]
 
 
-def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
-    """Compare copies of tied tensors, read the data, install it.
+class ModuleData(Struct, frozen=True, kw_only=True):
+    """Everything that a module gets, read and computed; of the module only live tensors have changed."""
+
+    #: Tensor of each request.
+    tensors: list[torch.Tensor]
+    #: Reads and times.
+    result: RunResult
+    #: Tensors that the checkpoint does not fill, by slot.
+    initial: dict[int, torch.Tensor]
+    #: Extra state of modules by name.
+    extra_state: Mapping[str, object]
+    #: Tensors that become attributes, by full name.
+    attributes: Mapping[str, object]
+    #: Positions of the live tensors that have changed in part, and of those that are complete.
+    touched: frozenset[int]
+    finished: frozenset[int]
+    #: Notes for the report.
+    notes: tuple[str, ...]
+
+
+def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
+    """Compare copies of tied tensors and read the data.
 
     Raises:
         MismatchError: Tied names have different bytes; nothing was touched.
@@ -42,19 +64,6 @@ def fill_module(job: ModuleJob, progress: Progress) -> Loaded:
     notes = _compare_tied(job)
     extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
     attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
-    result, replaced = _fill_and_install(job, progress)
-    missing, unexpected = finish_loading(
-        job.state, job.match, extra_state, strict=job.strict, attributes=attributes, receivers=job.receivers
-    )
-    return Loaded(result=result, missing=missing, unexpected=unexpected, replaced=replaced, notes=tuple(notes))
-
-
-def _fill_and_install(job: ModuleJob, progress: Progress) -> tuple[RunResult, tuple[str, ...]]:
-    """Read the data and install it; return the methods of the reads, and the names of tensors that are new objects.
-
-    A function of its own, so that the module alone holds its memory when hooks run: those of fully_shard copy tensors
-    one after the other, and each frees its memory then.
-    """
     targets = Targets(
         job.plan,
         {i: local_of(job.state.tensors[slot]) for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
@@ -74,11 +83,41 @@ def _fill_and_install(job: ModuleJob, progress: Progress) -> tuple[RunResult, tu
     try:
         tensors, result = job.read(progress, targets, completed=completed)
     except BaseException as error:
-        _report_partial(job, targets, finished, error)
+        partial = partial_load(job, targets.touched, finished)
+        if partial is not None and isinstance(error, Exception):
+            raise partial from error
+        if partial is not None:
+            error.add_note(str(partial))
         raise
+    return ModuleData(
+        tensors=tensors,
+        result=result,
+        initial=initial,
+        extra_state=extra_state,
+        attributes=attributes,
+        touched=frozenset(targets.touched),
+        finished=frozenset(finished),
+        notes=tuple(notes),
+    )
+
+
+def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
+    """Install what was read, then run the load hooks of modules."""
     with collector_paused():
-        replaced = install(job.state, job.match, tensors, initial, placement=job.placement)
-    return result, replaced
+        replaced = install(job.state, job.match, data.tensors, data.initial, placement=job.placement)
+    # The module alone holds its memory when hooks run: those of fully_shard copy tensors one after the other, and each
+    # frees its memory then.
+    data.tensors.clear()
+    data.initial.clear()
+    missing, unexpected = finish_loading(
+        job.state,
+        job.match,
+        data.extra_state,
+        strict=job.strict,
+        attributes=data.attributes,
+        receivers=job.receivers,
+    )
+    return Loaded(result=data.result, missing=missing, unexpected=unexpected, replaced=replaced, notes=data.notes)
 
 
 def _compute_initial(job: ModuleJob, targets: Targets) -> dict[int, torch.Tensor]:
@@ -151,22 +190,25 @@ def _part(request: Request, key: tuple[slice, ...]) -> Request:
     )
 
 
-def _report_partial(job: ModuleJob, targets: Targets, finished: set[int], error: BaseException) -> None:
-    """Raise an error that names the live tensors that changed, if any did; add it to an interrupt as a note."""
+def partial_load(job: ModuleJob, touched: Collection[int], finished: Collection[int]) -> PartialLoadError | None:
+    """Return an error that names the live tensors that changed; None if none did.
+
+    Args:
+        job: The decision.
+        touched: Positions of the live tensors into which bytes were written.
+        finished: Positions of the live tensors that are complete.
+    """
     names = [job.state.outline.slots[slot].names[0] for slot in job.match.slots]
     live = [i for i, slot in enumerate(job.match.slots) if not job.state.tensors[slot].is_meta]
     done = tuple(names[i] for i in live if i in finished)
-    torn = tuple(names[i] for i in live if i not in finished and i in targets.touched and job.requests[i].existing)
+    torn = tuple(names[i] for i in live if i not in finished and i in touched and job.requests[i].existing)
     if not done and not torn:
-        return
+        return None
     untouched = tuple(name for name in (names[i] for i in live) if name not in {*done, *torn})
-    partial = PartialLoadError(
+    return PartialLoadError(
         f"the load failed after live tensors began to change: {len(done)} done, {len(torn)} torn, "
         f"{len(untouched)} untouched",
         done=done,
         torn=torn,
         untouched=untouched,
     )
-    if isinstance(error, Exception):
-        raise partial from error
-    error.add_note(str(partial))

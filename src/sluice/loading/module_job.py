@@ -7,30 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from msgspec.structs import replace
 from torch import nn
 
 from sluice._dtypes import dtype_name
-from sluice._errors import MismatchError
+from sluice._errors import MismatchError, PartialLoadError
 from sluice._options import MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.dtensors.description import local_of
+from sluice.dtensors.description import is_dtensor, local_of
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device, check_prefixes, other_devices, parse_placement
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
-from sluice.loading.module_fill import fill_module
+from sluice.loading.module_fill import ModuleData, fetch_module, install_module, partial_load
 from sluice.matching.match import Match, Outline, match
 from sluice.matching.name_fit import unwrap
 from sluice.matching.placement import Placement, device_of
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
+from sluice.modules.fully_sharded import reshard
 from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
 from sluice.modules.refused_models import advice_for, refuse_quantized
@@ -40,6 +42,9 @@ from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry, UnsupportedValue
 from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
+
+if TYPE_CHECKING:
+    from sluice.ranks.protocol import Group
 
 __all__ = ["EntriesRequest", "ModuleJob", "ModuleRequest"]
 
@@ -69,6 +74,35 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
 
     can_map: ClassVar[bool] = True
 
+    def group(self) -> Group | None:
+        """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
+        reshard(self.model)  # a gathered parameter is an ordinary tensor
+        tensors = list(chain(self.model.parameters(), self.model.buffers()))
+        if not any(map(is_dtensor, tensors)):
+            return None
+        # Here, not above: most models are those of one process.
+        from sluice.ranks.membership import group_of
+
+        return group_of(tensors)
+
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """See ``LoadRequest.process_groups``."""
+        from sluice.ranks.membership import process_groups_of
+
+        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
+
+    def arguments(self) -> dict[str, str]:
+        """See ``LoadRequest.arguments``."""
+        return {
+            "dtype": str(self.dtype),
+            "key": str(self.key),
+            "strict": str(self.strict),
+            "rename": "a function" if callable(self.rename) else repr(self.rename),
+            "rules": ", ".join(type(rule).__name__ for rule in self.rules),
+            "place": self.options.place,
+            "share": self.share,
+        }
+
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``; the errors are those of ``sluice.load_into``."""
         try:
@@ -80,7 +114,7 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
             raise
 
     def _job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
-        state = collect(self.model)
+        state = self.describe()
         tree, limits = checkpoint.tree_with_ties(_without_entry(state.outline, checkpoint)), checkpoint.limits
         selection = select(tree, state.outline, key=self.key, rename=self.rename, rules=self.rules, limits=limits)
         _refuse_opaques(self, selection, state, checkpoint)
@@ -119,6 +153,10 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
                 *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
             ),
         )
+
+    def describe(self) -> ModuleState:
+        """Return the description of the module, or of the part of it that is loaded."""
+        return collect(self.model)
 
     def changed(self, change: Change) -> ModuleRequest:
         """See ``LoadRequest.changed``."""
@@ -188,9 +226,25 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.total``; parameters and persistent buffers."""
         return len(self.state.outline.slots)
 
-    def fill(self, progress: Progress) -> Loaded:
-        """See ``LoadJob.fill``."""
-        return fill_module(self, progress)
+    def request_lines(self) -> Iterator[str]:
+        """See ``LoadJob.request_lines``: also each name of the model, and the entry that fills it."""
+        yield f"{self.key} {self.prefix} {self.missing} {self.unexpected}"
+        filled = dict(zip(self.match.slots, self.requests, strict=True))
+        for position, slot in enumerate(self.state.outline.slots):
+            request = filled.get(position)  # its entry is the part of this rank
+            yield f"{slot.names} {slot.shape} {slot.dtype} {request and request.dtype}"
+
+    def fetch(self, progress: Progress) -> ModuleData:
+        """See ``LoadJob.fetch``."""
+        return fetch_module(self, progress)
+
+    def install(self, fetched: ModuleData) -> Loaded:
+        """See ``LoadJob.install``."""
+        return install_module(self, fetched)
+
+    def changed_by(self, fetched: ModuleData | None) -> PartialLoadError | None:
+        """See ``LoadJob.changed_by``."""
+        return None if fetched is None else partial_load(self, fetched.touched, fetched.finished)
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
         """See ``LoadJob.row_maker``; one row for each name of the module."""
@@ -249,13 +303,14 @@ def _module_job(
     matched, placement = _placed(state, match_on, device, options.memory)
     slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
-    if any(slot.region is not None for slot in slots):
+    # A plan for ranks divides the description of a model of whole tensors.
+    if any(slot.region is not None and is_dtensor(state.tensors[i]) for i, slot in enumerate(slots)):
         # Here, not above: most models hold whole tensors.
         from sluice.dtensors.local_ranks import local_rank_count
         from sluice.loading.divided_tensors import check_devices, padding_copies
 
         check_devices(state, matched)
-        options = replace(options, host_ranks=local_rank_count())
+        options = replace(options, host_ranks=options.host_ranks or local_rank_count())
         later_copies = list(padding_copies(state, matched))
     refuse_quantized(
         (slots[slot].names[0], state.tensors[slot], request.entry.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -23,6 +23,7 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.dtensors.description import UndescribedError, is_dtensor, region_held
 from sluice.dtensors.local_ranks import local_rank_count
+from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.loading.deferred_state import keep_devices, move_at_first_step
 from sluice.loading.divided_state import as_dtensors
@@ -36,6 +37,9 @@ from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
 from sluice.reports.document import Subject
+
+if TYPE_CHECKING:
+    from sluice.ranks.protocol import Group
 
 __all__ = ["OptimizerJob", "OptimizerRequest"]
 
@@ -57,6 +61,31 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
     #: Device of the state until the first step; None for the devices of the parameters.
     device: str | int | torch.device | None = None
 
+    def group(self) -> Group | None:
+        """See ``LoadRequest.group``: the ranks of the meshes of its parameters."""
+        parameters = list(self._parameters())
+        if not any(map(is_dtensor, parameters)):
+            return None
+        # Here, not above: most optimizers are those of one process.
+        from sluice.ranks.membership import group_of
+
+        return group_of(parameters)
+
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """See ``LoadRequest.process_groups``."""
+        from sluice.ranks.membership import process_groups_of
+
+        return process_groups_of(self._parameters())
+
+    def arguments(self) -> dict[str, str]:
+        """See ``LoadRequest.arguments``."""
+        rename = "a function" if callable(self.rename) else repr(self.rename)
+        return {"key": str(self.key), "device": str(self.device), "rename": rename, "share": self.share}
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        optimizer = _unwrapped(self.optimizer)
+        return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
     def job(self, checkpoint: OpenCheckpoint) -> OptimizerJob:
         """See ``LoadRequest.job``; the errors are those of ``sluice.load_optimizer``."""
         device = None if self.device is None else device_name(self.device)
@@ -68,7 +97,9 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
         refuse_opaques(state_dict, checkpoint.path)
         entries = tuple(every_entry(state_dict))
         requests = tuple(chain.from_iterable(decisions.requests(entry) for entry in entries))
-        options = replace(self.options, host_ranks=local_rank_count()) if decisions.divided else self.options
+        options = self.options
+        if decisions.divided:
+            options = replace(options, host_ranks=options.host_ranks or local_rank_count())
         return OptimizerJob(
             checkpoint=checkpoint,
             requests=requests,
@@ -132,14 +163,18 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.total``: the tensors of the state in the checkpoint."""
         return self.state_tensors[1]
 
-    def fill(self, progress: Progress) -> Loaded:
-        """See ``LoadJob.fill``.
+    def fetch(self, progress: Progress) -> tuple[list[torch.Tensor], RunResult]:
+        """See ``LoadJob.fetch``."""
+        return self.read(progress)
+
+    def install(self, fetched: tuple[list[torch.Tensor], RunResult]) -> Loaded:
+        """See ``LoadJob.install``.
 
         Raises:
             MismatchError: torch refuses the state after a hook of the optimizer changed it.
         """
         file = self.checkpoint.path
-        tensors, result = self.read(progress)
+        tensors, result = fetched
         state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file)
         if self.divided:
             state_dict["state"] = as_dtensors(self.state_dict["state"], state_dict["state"], self.divided)

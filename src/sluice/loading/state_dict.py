@@ -15,6 +15,7 @@ from sluice._dtypes import is_castable
 from sluice._errors import MismatchError
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.engine.running_plan import RunResult
 from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.entries.rules import Rule, apply_rules
@@ -106,9 +107,13 @@ class StateDictJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.total``: the tensors of the checkpoint, by name."""
         return sum(1 for _ in trees.walk(self.checkpoint.index.tree))
 
-    def fill(self, progress: Progress) -> Loaded:
-        """See ``LoadJob.fill``; the value is the state dict."""
-        tensors, result = self.read(progress)
+    def fetch(self, progress: Progress) -> tuple[list[torch.Tensor], RunResult]:
+        """See ``LoadJob.fetch``."""
+        return self.read(progress)
+
+    def install(self, fetched: tuple[list[torch.Tensor], RunResult]) -> Loaded:
+        """See ``LoadJob.install``; the value is the state dict."""
+        tensors, result = fetched
         values = with_tensors(self.tree, self.entries, tensors, file=self.checkpoint.path)
         return Loaded(result=result, value=_ordered(values, like=values))
 

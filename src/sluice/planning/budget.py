@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._errors import Alternative, BudgetError
@@ -28,6 +29,7 @@ __all__ = [
     "budget_error",
     "device_limit",
     "find_limits",
+    "for_whole_host",
     "plan_needs",
     "shortages",
 ]
@@ -106,6 +108,22 @@ def _host_limit(facts: MachineFacts, memory: MemoryLimits) -> MemoryLimit:
         return MemoryLimit(where=HOST, nbytes=nbytes, origin=f"MemoryLimits(host=...){share}")
     nbytes, origin = facts.host_headroom
     return MemoryLimit(where=HOST, nbytes=nbytes, origin=origin)
+
+
+def for_whole_host(plan: LoadPlan) -> LoadPlan:
+    """Return a plan whose facts have the memory of the whole host, for limits on the growth of all its ranks."""
+    facts = plan.facts
+    ranks = facts.host_ranks
+    if ranks == 1:
+        return plan
+    limit = facts.memory_limit_bytes
+    whole = replace(
+        facts,
+        memory_available_bytes=facts.memory_available_bytes * ranks,
+        memory_limit_bytes=None if limit is None else limit * ranks,
+        host_ranks=1,
+    )
+    return replace(plan, facts=whole)
 
 
 def plan_needs(plan: LoadPlan) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
@@ -23,6 +24,9 @@ from sluice.planning.memory_layout import Computed, computed_targets, shared_tar
 from sluice.planning.planner import plan_load
 from sluice.reading.reader import CheckpointReader
 from sluice.records import DeviceMemory, DevicePlan, LoadPlan, Request, View
+
+if TYPE_CHECKING:
+    from sluice.engine.rounds import Transport
 
 __all__ = ["Prepared", "allocator_state", "changed", "device_memory", "plan_transfer", "prepare", "run"]
 
@@ -84,9 +88,9 @@ def plan_transfer(
         machine_facts(
             [source if i in read else None for i, source in enumerate(checkpoint.sources)],
             tuple(device_facts(device) for device in sorted({target.device for target in targets} - {"cpu"})),
-            host_ranks=options.host_ranks,
+            host_ranks=options.host_ranks or 1,
         ),
-        staging_bytes=_staging_share(memory, options.host_ranks),
+        staging_bytes=_staging_share(memory, options.host_ranks or 1),
         page_cache=options.page_cache,
         mapped=mapped,
         serial_bytes=SERIAL_BYTES,
@@ -154,6 +158,7 @@ def run(
     *,
     progress: Callable[[int], None] | None = None,
     completed: Callable[[int], None] | None = None,
+    transport: Transport | None = None,
 ) -> tuple[list[torch.Tensor], RunResult]:
     """Run a plan and return one tensor for each request.
 
@@ -163,8 +168,15 @@ def run(
         targets: The plan's final memory.
         progress: Called with the bytes read so far.
         completed: Called with the position of each target as soon as it is whole.
+        transport: Transfers between ranks, for a plan with rounds.
     """
     try:
+        if transport is not None:
+            # Here, not above: most loads are those of one process.
+            from sluice.reading.shared_reads import run_shared
+
+            result = run_shared(checkpoint, prepared.plan, targets, transport, progress=progress, completed=completed)
+            return targets.take(prepared.views), result
         with CheckpointReader(checkpoint) as reader:
             result = reader.run(prepared.plan, targets, progress=progress, completed=completed)
     except BaseException:

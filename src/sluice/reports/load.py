@@ -22,7 +22,7 @@ from sluice.reports.document import (
 )
 from sluice.reports.table import TensorRow, TensorTable
 
-__all__ = ["LoadReport"]
+__all__ = ["LoadReport", "RankReport"]
 
 #: Labels of the kinds of host memory, by field of ``Peaks``.
 _HOST_MEMORY = {
@@ -31,6 +31,27 @@ _HOST_MEMORY = {
     "shmem_bytes": "host, shared",
     "total_bytes": "host, total",
 }
+
+
+@public()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """Figures of one rank of a load that several ranks made together."""
+
+    #: Rank in the default process group.
+    rank: int
+    #: Name of its host.
+    host: str
+    #: Bytes that it read from files.
+    read_bytes: int
+    #: Bytes that other ranks read for it and sent.
+    received_bytes: int = 0
+    #: Bytes of its finished tensors.
+    final_bytes: int
+    #: Predicted growth of its host memory, in bytes.
+    predicted_bytes: int
+    #: Seconds until its tensors were in place.
+    seconds: float
 
 
 @public()
@@ -107,6 +128,8 @@ class LoadReport(Report):
     replaced: tuple[str, ...] = ()
     #: Missing names that the modules' own ``reset_parameters`` filled.
     initialised: tuple[str, ...] = ()
+    #: Figures of every rank of a model of DTensors, in the order of ranks; empty for a load of one process.
+    ranks: tuple[RankReport, ...] = ()
     #: Remarks, one sentence each.
     notes: tuple[str, ...] = ()
     #: Builds the rows of ``table()``. It keeps the records of the plan alive, about 2 KiB per tensor.
@@ -135,6 +158,8 @@ class LoadReport(Report):
         )
         yield self._reads()
         yield self._memory()
+        if self.ranks:
+            yield self._ranks()
         for device, prefixes in self.prefixes_by_device().items():
             yield listed(f"on {device}", prefixes)
         if self.prefix:
@@ -164,6 +189,17 @@ class LoadReport(Report):
             for device in self.device_memory
         ]
         return Grid(("growth of memory", ">predicted", ">measured"), rows)
+
+    def _ranks(self) -> Grid:
+        rows = [
+            (
+                f"rank {each.rank} on {each.host}",
+                *map(format_bytes, (each.read_bytes, each.received_bytes, each.final_bytes, each.predicted_bytes)),
+                f"{each.seconds:.2f}",
+            )
+            for each in self.ranks
+        ]
+        return Grid(("ranks", ">read", ">received", ">finished", ">predicted growth", ">seconds"), rows)
 
     def prefixes_by_device(self) -> dict[str, tuple[str, ...]]:
         """Return the prefixes that were placed on each device; empty if one device has everything."""

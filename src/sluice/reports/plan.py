@@ -26,6 +26,7 @@ from sluice.reports.document import (
     plain_fields,
 )
 from sluice.reports.explanation import Explanation
+from sluice.reports.ranks import RanksPlan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,6 +112,8 @@ class PlanReport(Report):
     reason: str
     #: Measured speed of the machine; None without a probe.
     rates: Rates | None = None
+    #: The loads of all ranks of a mesh, of which the other fields describe the fullest; None without a mesh.
+    ranks: RanksPlan | None = None
     #: Remarks, one sentence each.
     notes: tuple[str, ...] = ()
     #: Builds the explanation. It keeps the records of the plan alive, about 2 KiB per tensor.
@@ -200,6 +203,8 @@ class PlanReport(Report):
         for label, names in (("missing", self.missing), ("unexpected", self.unexpected)):
             if names:
                 yield listed(label, names)
+        if self.ranks is not None:
+            yield from self.ranks.sections()
         yield self._methods()
         yield Strong(self.verdict())
         yield from (f"note: {note}" for note in self.notes)

@@ -1,7 +1,7 @@
 """Zip archives of stored records whose sizes are known in advance, so that their bytes can be written in any order.
 
 The data of each record is aligned to 64 bytes, by padding in the extra field of its header. The CRC-32 of a record is
-the sum of the CRCs of its pieces, each shifted to its position: CRC-32 is linear, so pieces can come in any order.
+the sum of the contributions of its pieces (``crc32``), so pieces can come in any order and from several processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ import threading
 import zlib
 from array import array
 from collections.abc import Iterator
-from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from sluice.writing.crc32 import moved, sum_moved
 
 __all__ = ["Archive"]
 
@@ -42,9 +46,6 @@ _ZIP64_KIND = 1
 
 #: Kind of torch's padding, and bytes before the content of an extra field.
 _PADDING_KIND, _EXTRA_HEADER_BYTES = b"FB", 4
-
-#: The polynomial of CRC-32, bit-reversed.
-_POLYNOMIAL = 0xEDB88320
 
 
 class Archive:
@@ -106,7 +107,28 @@ class Archive:
             at: First byte of the piece in the data.
             piece: The bytes.
         """
-        crc = _moved(zlib.crc32(piece), self._sizes[number] - at - len(piece))
+        self._add(number, moved(zlib.crc32(piece), self._sizes[number] - at - len(piece)))
+
+    def account_all(self, number: int, ends: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]) -> None:
+        """Add many pieces of a record's data to its CRC, as ``account`` does. Thread-safe.
+
+        Args:
+            number: Number of the record.
+            ends: One past the last byte of each piece in the data.
+            crcs: CRC of each piece.
+        """
+        self._add(number, sum_moved(crcs, self._sizes[number] - ends))
+
+    def sums(self) -> bytes:
+        """Return the sum of the pieces of each record so far, for ``add_sums`` of the same archive elsewhere."""
+        return self._crcs.tobytes()
+
+    def add_sums(self, sums: bytes) -> None:
+        """Add the pieces that another process has accounted."""
+        total = np.frombuffer(self._crcs, np.uint32) ^ np.frombuffer(sums, np.uint32)
+        self._crcs = array("I", total.tobytes())
+
+    def _add(self, number: int, crc: int) -> None:
         with self._lock:
             self._crcs[number] ^= crc
 
@@ -156,40 +178,3 @@ class Archive:
             + name
             + extra
         )
-
-
-def _moved(crc: int, nbytes: int) -> int:
-    """Return the contribution of a piece's CRC to that of its record, if ``nbytes`` bytes follow the piece."""
-    return _product(_power(nbytes), crc) if nbytes else crc
-
-
-@cache
-def _squares() -> tuple[int, ...]:
-    """Return x to the powers 1, 2, 4, ... modulo the polynomial."""
-    powers = [1 << 30]
-    while len(powers) < 64:
-        powers.append(_product(powers[-1], powers[-1]))
-    return tuple(powers)
-
-
-def _power(nbytes: int) -> int:
-    """Return x to the power of the bits in ``nbytes`` bytes, modulo the polynomial."""
-    result, left, square = 1 << 31, nbytes * 8, 0
-    while left:
-        if left & 1:
-            result = _product(_squares()[square], result)
-        left >>= 1
-        square += 1
-    return result
-
-
-def _product(a: int, b: int) -> int:
-    """Return the product of two polynomials modulo ``_POLYNOMIAL``; the highest bit is the lowest power."""
-    bit, product = 1 << 31, 0
-    while a:
-        if a & bit:
-            product ^= b
-            a ^= bit
-        bit >>= 1
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-    return product

@@ -76,3 +76,34 @@ def test_errors_are_a_paragraph(folder: Path) -> None:
     assert done.exit_code == 1
     assert done.output.startswith("Error: net.pth")
     assert "Traceback" not in done.output
+
+
+def test_a_mesh_shows_ranks_hosts_and_seconds() -> None:
+    done = run("--model", "plan_net:Net", "--mesh", "ddp=2, dp=4", "--ranks-per-host", "4", "--disk-speed", "16MiB")
+    assert done.exit_code == 0, done.output
+    assert "8 ranks (ddp=2, dp=4) on 2 hosts: each holds" in done.output
+    assert "reads at 16.0 MiB/s on each host: 1.0 s" in done.output
+    done = run("--model", "plan_net:Net", "--ranks", "4", "--json")
+    ranks = json.loads(done.stdout)["ranks"]
+    assert ranks["mesh"] == {"dp": 4}
+    assert len(ranks["ranks"]) == 4
+    done = run("--model", "plan_net:Net", "--mesh", "tp=2", "--tp-plan", '{"up": "colwise"}', "--json")
+    assert len(json.loads(done.stdout)["ranks"]["ranks"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "dp"), "expected NAME=RANKS"),
+        (("--mesh", "dp=2,dp=3"), "each name once"),
+        (("--mesh", "dp=2", "--ranks", "3"), "the mesh has 2 ranks, not 3"),
+        (("--mesh", "tp=2", "--tp-plan", "[]"), "a JSON object from patterns to styles"),
+        (("--mesh", "tp=2", "--tp-plan", "{"), "not JSON"),
+        (("--disk-speed", "1GB"), "both need --mesh or --ranks"),
+        (("--mesh", "dp=2", "--network-speed", "1GB"), "--network-speed needs --disk-speed"),
+    ],
+)
+def test_options_of_a_mesh_that_contradict_each_other(arguments: tuple[str, ...], message: str) -> None:
+    done = run("--model", "plan_net:Net", *arguments)
+    assert done.exit_code == 2
+    assert message in done.output

@@ -8,6 +8,7 @@ import click
 
 import sluice
 from sluice._options import MemoryLimits, Place
+from sluice.cli.mesh_options import mesh_options, mesh_sizes, parse_styles, speed_lines
 from sluice.cli.options import (
     Size,
     allow_empty_option,
@@ -69,6 +70,7 @@ _DOES_NOT_FIT = 3
 @allow_empty_option
 @place_option
 @encoding_option
+@mesh_options
 @click.option("--probe", is_flag=True, help="Read up to 256 MiB to estimate times.")
 @click.option("--explain", is_flag=True, help="List how each group of tensors would be read, staged and cast.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
@@ -92,6 +94,12 @@ def plan_command(
     allow_empty: bool,
     place: Place,
     encoding: str,
+    mesh: dict[str, int] | None,
+    ranks: int | None,
+    ranks_per_host: int | None,
+    tp_plan: str | None,
+    disk_speed: int | None,
+    network_speed: int | None,
     probe: bool,
     explain: bool,
     as_json: bool,
@@ -107,8 +115,11 @@ def plan_command(
       sluice plan model.pth
       sluice plan model.pth --model net:Net --dtype bfloat16 --explain
       sluice plan model.pth --model net:Net --device cuda:0 --host-limit 2GiB --device-limit 8GiB --probe
+      sluice plan model.pth --model net:Net --mesh dp=8,tp=4 --ranks-per-host 8 --disk-speed 3GB
       sluice plan model.pth --json | jq .recommended
     """
+    if (disk_speed or network_speed) and (not disk_speed or (mesh is None and ranks is None)):
+        raise click.UsageError("--network-speed needs --disk-speed, and both need --mesh or --ranks")
     if factory is None and (model_args is not None or no_strict or allow_empty or place != "copy" or device == "auto"):
         raise click.UsageError("--model-args, --no-strict, --allow-empty, --place and --device auto need --model")
     check_allow_empty(allow_empty=allow_empty, no_strict=no_strict)
@@ -127,13 +138,17 @@ def plan_command(
         memory=MemoryLimits(host=host_limit, device=device_limit, staging=staging),
         encoding=encoding,
         probe=probe,
+        mesh=mesh_sizes(mesh, ranks),
+        ranks_per_host=ranks_per_host,
+        tp_plan=parse_styles(tp_plan),
     )
     explanation = report.explain() if explain else None
+    speeds = speed_lines(report.ranks, disk_speed, network_speed) if report.ranks and disk_speed else ()
     show_report(
         report,
         as_json=as_json,
         more_json={"explanation": explanation.to_json()} if explanation else None,
-        more_sections=explanation.sections() if explanation else (),
+        more_sections=(*speeds, *(explanation.sections() if explanation else ())),
     )
     if not report.fits:
         ctx.exit(_DOES_NOT_FIT)

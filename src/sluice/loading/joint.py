@@ -1,0 +1,161 @@
+"""Loads that several ranks make together: all of them succeed, or none of them changes a module on meta.
+
+Every rank decides its own load and reads its own bytes. Ranks wait for each other three times: when all have planned,
+when all have read, and when all have installed. See ``ranks.agreement``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+
+import msgspec
+from msgspec.structs import replace
+
+from sluice._progress import Progress
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.entries.tree import walk
+from sluice.loading.job import Loaded, LoadJob, LoadRequest, load_report, with_reason
+from sluice.machine.filesystems import LOCAL_FILESYSTEMS
+from sluice.machine.peaks import PeakMeter
+from sluice.machine.processes import this_process
+from sluice.planning.alternatives import check_budget
+from sluice.planning.budget import HOST, find_limits, for_whole_host, plan_needs
+from sluice.planning.sharing import with_room_for_rounds
+from sluice.ranks.agreement import Agreement
+from sluice.ranks.judgement import Proposal, SharingDecision, decide_sharing, judge_proposals
+from sluice.ranks.protocol import Group, Ruling
+from sluice.reading import transfer
+from sluice.records.bulk import collector_paused
+from sluice.reports.load import LoadReport, RankReport
+
+__all__ = ["load_together"]
+
+
+def load_together(
+    request: LoadRequest,
+    opening: AbstractContextManager[OpenCheckpoint],
+    group: Group,
+    *,
+    progress: Progress,
+    started: float,
+) -> LoadReport:
+    """Open a checkpoint, decide a load, run it and report it, together with the other ranks of a group.
+
+    Args:
+        request: Arguments of the load on this rank.
+        opening: Opens the checkpoint.
+        group: The ranks.
+        progress: As in ``sluice.load_into``; of this rank.
+        started: When the verb was called, by ``time.perf_counter``.
+
+    Raises:
+        RankError: A rank failed. The same on every rank; its cause is the error of this rank.
+    """
+    with Agreement(group) as agreement, PeakMeter(sampling=False) as meter, ExitStack() as stack:
+        neighbors = agreement.meet()
+        request = replace(request, options=replace(request.options, host_ranks=len(neighbors)))
+        job = agreement.attempt(lambda: _decide(request, stack.enter_context(opening)))
+        proposal = agreement.attempt(lambda: _proposal(job, request) if job else None)
+        decision = agreement.settle("plan", msgspec.json.encode(proposal), partial(_judge, request.share))
+        sharing = msgspec.json.decode(decision, type=SharingDecision)
+        assert job is not None  # otherwise the step failed
+        job = replace(job, look=agreement.look)
+        if sharing.once:
+            # Here, not above: most loads read for themselves.
+            from sluice.loading.sharing import share_reads
+
+            job = share_reads(job, request, agreement)
+        else:
+            job = with_reason(job, sharing.reason)
+        if job.plan.readers:
+            meter.sample()
+        before = transfer.allocator_state(job.plan)
+        fetched = agreement.attempt(job.fetch, progress)
+        agreement.settle("read", changed=lambda: job.changed_by(fetched))
+        loaded = agreement.attempt(job.install, fetched)
+        own = agreement.attempt(lambda: _figures(group.rank, job, loaded, started) if loaded else None)
+        ranks = agreement.settle("done", msgspec.json.encode(own), _collect_figures, last=True)
+        assert loaded is not None
+        loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before))
+    return load_report(
+        job,
+        loaded,
+        seconds=time.perf_counter() - started,
+        measured=meter.peaks,
+        ranks=msgspec.json.decode(ranks, type=tuple[RankReport, ...]),
+    )
+
+
+def _decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
+    """Decide the load of this rank; its growth alone must keep the limits of the host."""
+    with collector_paused():
+        job = request.job(checkpoint)
+    if request.share != "none":
+        job = replace(job, prepared=replace(job.prepared, plan=with_room_for_rounds(job.plan)))
+    replan = partial(request.replan, checkpoint)
+    check_budget(for_whole_host(job.plan), request.memory, replan, file=checkpoint.path, offer=request.offers)
+    return job
+
+
+def _proposal(job: LoadJob, request: LoadRequest) -> Proposal:
+    """Return what this rank is about to do, for the others to compare."""
+    process = this_process()
+    files_read = {read.file for read in job.plan.reads}
+    limits = find_limits(for_whole_host(job.plan).facts, request.memory)
+    limit = next(limit for limit in limits if limit.where == HOST)
+    return Proposal(
+        host=process.host,
+        hostname=process.hostname,
+        files=tuple((file.path, file.identity.nbytes) for file in job.checkpoint.index.files),
+        index=_digest(_index_lines(job.checkpoint)),
+        arguments=request.arguments(),
+        requested=_digest(job.request_lines()),
+        growth_bytes=plan_needs(job.plan)[HOST],
+        limit_bytes=limit.nbytes,
+        limit_origin=limit.origin,
+        local_files=all(job.plan.facts.files[file].filesystem in LOCAL_FILESYSTEMS for file in files_read),
+    )
+
+
+def _index_lines(checkpoint: OpenCheckpoint) -> Iterator[str]:
+    """Yield a description of every file, storage and tensor, without what differs between hosts."""
+    index = checkpoint.index
+    yield f"{index.format} {[file.identity.nbytes for file in index.files]}"
+    for storage in index.storages:
+        yield f"{storage.file} {storage.offset} {storage.nbytes} {storage.key}"
+    for name, entry in walk(index.tree):
+        yield f"{name} {entry.elements} {entry.shape} {entry.stride} {entry.storage} {entry.storage_offset}"
+
+
+def _digest(lines: Iterator[str]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for line in lines:
+        digest.update(line.encode(errors="surrogatepass"))
+        digest.update(b"\n")
+    return digest.hexdigest()
+
+
+def _judge(share: str, answers: Mapping[int, bytes]) -> Ruling:
+    proposals = {rank: msgspec.json.decode(answer, type=Proposal) for rank, answer in answers.items()}
+    decision = decide_sharing(share, proposals)
+    return Ruling(failed=judge_proposals(proposals), value=msgspec.json.encode(decision))
+
+
+def _figures(rank: int, job: LoadJob, loaded: Loaded, started: float) -> RankReport:
+    return RankReport(
+        rank=rank,
+        host=this_process().hostname,
+        read_bytes=sum(loaded.result.read_bytes.values()),
+        received_bytes=loaded.result.received_bytes,
+        final_bytes=job.plan.final_bytes,
+        predicted_bytes=plan_needs(job.plan)[HOST],
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _collect_figures(answers: Mapping[int, bytes]) -> Ruling:
+    return Ruling(value=b"[" + b",".join(answers[rank] for rank in sorted(answers)) + b"]")

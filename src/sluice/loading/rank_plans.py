@@ -1,0 +1,186 @@
+"""Plan the loads of all ranks of a mesh in one process, without a process group.
+
+Each rank gets the plan that ``load_into`` would make there. The module stays as it is: its description is divided, for
+one rank after the other, as ``sharding.layouts`` says.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+from torch import nn
+
+from sluice._geometry import contiguous_stride
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.entries.patterns import compile_pattern
+from sluice.loading.module_job import ModuleRequest
+from sluice.matching.match import Slot
+from sluice.modules.collect import ModuleState, collect
+from sluice.records import LoadPlan
+from sluice.reports.ranks import FileReads, HostLoad, RankLoad, RanksPlan
+from sluice.sharding.layouts import Mesh, divided_dim, sharding_on
+from sluice.sharding.reads import covered_bytes
+from sluice.sharding.regions import Region, region_of, shape_of
+
+__all__ = ["DividedRequest", "RankLayout", "plan_ranks", "tensor_parallel_dims"]
+
+
+class RankLayout(Struct, frozen=True, kw_only=True):
+    """A mesh, and what its ranks share."""
+
+    #: The mesh.
+    mesh: Mesh
+    #: Ranks of one host; they have consecutive numbers.
+    ranks_per_host: int
+    #: Dimension that tensor parallelism divides, by name of the parameter; others are not divided by it.
+    tp_dims: Mapping[str, int]
+
+
+class DividedRequest(ModuleRequest, frozen=True, kw_only=True):
+    """A load into the part of a module that one rank of a mesh holds. It is only planned."""
+
+    #: The description of this part, on the meta device.
+    part: ModuleState
+
+    def describe(self) -> ModuleState:
+        """See ``ModuleRequest.describe``."""
+        return self.part
+
+
+class _Reads(Struct, frozen=True, kw_only=True):
+    """What one rank holds and reads."""
+
+    final_bytes: int
+    peak_bytes: int
+    #: File, first byte and end of each read.
+    ranges: tuple[tuple[str, int, int], ...]
+
+
+def tensor_parallel_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str, int]:
+    """Return the dimension of each parameter that a tensor-parallel plan divides.
+
+    Args:
+        model: The whole model.
+        plan: Style by pattern of module names, such as ``{"layers.*.mlp.up_proj": "colwise"}``. The last pattern that
+            matches a module counts.
+
+    Raises:
+        ValueError: A style is not known, or a pattern matches no module.
+    """
+    found: dict[str, int] = {}
+    modules = dict(model.named_modules())
+    for pattern, style in plan.items():
+        regex = compile_pattern(pattern).regex
+        matching = [path for path in modules if regex.fullmatch(path)]
+        if not matching:
+            raise ValueError(f"the tensor-parallel plan names {pattern!r}, which matches no module of the model")
+        for path in matching:
+            for name, _ in modules[path].named_parameters(recurse=False):
+                part = "table" if isinstance(modules[path], nn.Embedding) else name
+                dim = divided_dim(style, part)
+                if dim is not None:
+                    found[f"{path}.{name}" if path else name] = dim
+    return found
+
+
+def plan_ranks(
+    request: ModuleRequest, checkpoint: OpenCheckpoint, layout: RankLayout
+) -> tuple[RanksPlan, DividedRequest]:
+    """Plan the load of every rank.
+
+    Returns:
+        The loads, and the request of the rank whose memory grows most. Its limit is an equal share of that of its host,
+        which is taken to be like this one if the caller names none.
+
+    Raises:
+        MismatchError: The checkpoint does not fit the module.
+    """
+    whole = collect(request.model)
+    fields = {name: getattr(request, name) for name in ModuleRequest.__struct_fields__}
+    fields["options"] = replace(request.options, host_ranks=layout.ranks_per_host)
+    known: dict[tuple[Region | None, ...], _Reads] = {}  # ranks that hold the same read the same
+    reads: list[_Reads] = []
+    fullest = None
+    for coordinate in layout.mesh.coordinates():
+        slots = tuple(_divided(slot, layout, coordinate) for slot in whole.outline.slots)
+        regions = tuple(slot.region for slot in slots)
+        if regions not in known:
+            part = replace(whole, outline=replace(whole.outline, slots=slots))
+            divided = DividedRequest(**fields, part=part)
+            known[regions] = own = _reads(divided.job(checkpoint).plan)
+            if fullest is None or own.peak_bytes > fullest[0]:
+                fullest = own.peak_bytes, divided
+        reads.append(known[regions])
+    assert fullest is not None
+    return _ranks_plan(layout, reads), fullest[1]
+
+
+def _reads(plan: LoadPlan) -> _Reads:
+    return _Reads(
+        final_bytes=plan.final_bytes,
+        peak_bytes=plan.predicted.total_bytes,
+        ranges=tuple((plan.files[read.file].path, read.offset, read.offset + read.nbytes) for read in plan.reads),
+    )
+
+
+def _ranks_plan(layout: RankLayout, reads: Sequence[_Reads]) -> RanksPlan:
+    loads = tuple(
+        RankLoad(
+            rank=rank,
+            coordinate=coordinate,
+            host=rank // layout.ranks_per_host,
+            final_bytes=own.final_bytes,
+            read_bytes=sum(stop - start for _, start, stop in own.ranges),
+            reads=len(own.ranges),
+            peak_bytes=own.peak_bytes,
+        )
+        for rank, (coordinate, own) in enumerate(zip(layout.mesh.coordinates(), reads, strict=True))
+    )
+    hosts = [loads[first : first + layout.ranks_per_host] for first in range(0, len(loads), layout.ranks_per_host)]
+    return RanksPlan(
+        mesh=dict(zip(layout.mesh.names, layout.mesh.sizes, strict=True)),
+        ranks=loads,
+        hosts=tuple(
+            HostLoad(
+                host=number,
+                ranks=len(own),
+                read_bytes=sum(rank.read_bytes for rank in own),
+                needed_bytes=sum(file.needed_bytes for file in _files([reads[rank.rank] for rank in own])),
+                peak_bytes=sum(rank.peak_bytes for rank in own),
+            )
+            for number, own in enumerate(hosts)
+        ),
+        files=tuple(sorted(_files(reads), key=lambda file: -file.read_bytes)),
+    )
+
+
+def _divided(slot: Slot, layout: RankLayout, coordinate: tuple[int, ...]) -> Slot:
+    """Return what a rank holds of a slot, without memory yet; buffers and lazy parameters are not divided."""
+    if not slot.parameter or slot.lazy:
+        return slot
+    tp_dim = next((layout.tp_dims[name] for name in slot.names if name in layout.tp_dims), None)
+    sharding = sharding_on(layout.mesh, coordinate, dimensions=len(slot.shape), tp_dim=tp_dim)
+    region = region_of(slot.shape, sharding)
+    return replace(
+        slot, region=region, stride=contiguous_stride(shape_of(region)), device="meta", in_place=False, home="cpu"
+    )
+
+
+def _files(reads: Sequence[_Reads]) -> Iterator[FileReads]:
+    """Yield what ranks read of each file."""
+    ranges: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
+    readers: Counter[str] = Counter()
+    for own in reads:
+        readers.update({path for path, _, _ in own.ranges})
+        for path, start, stop in own.ranges:
+            ranges[path].append((start, stop))
+    for path, found in ranges.items():
+        yield FileReads(
+            path=path,
+            ranks=readers[path],
+            read_bytes=sum(stop - start for start, stop in found),
+            needed_bytes=covered_bytes(found),
+        )

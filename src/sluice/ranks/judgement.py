@@ -1,0 +1,121 @@
+"""Comparison of ranks before any of them reads: pure functions from the proposals of all ranks to their failures."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from sluice._units import format_bytes
+
+__all__ = ["Proposal", "SharingDecision", "decide_sharing", "hosts_of", "judge_proposals"]
+
+
+class Proposal(Struct, frozen=True, kw_only=True):
+    """Description of the load of one rank."""
+
+    #: Identity of its host: ranks with the same one share memory.
+    host: str
+    #: Name of the host, for messages.
+    hostname: str
+    #: Path and size in bytes of each file; paths may differ, because hosts mount them at different places.
+    files: tuple[tuple[str, int], ...]
+    #: Digest of the contents of the checkpoint: names, dtypes, shapes and places of all tensors.
+    index: str
+    #: Arguments that must be equal on all ranks, as text by name.
+    arguments: Mapping[str, str]
+    #: Digest of the names of the model and of the tensors of the checkpoint that fill them.
+    requested: str
+    #: Predicted growth of host memory, in bytes.
+    growth_bytes: int
+    #: Limit on the growth of host memory that this rank knows, in bytes; it counts all ranks of the host.
+    limit_bytes: int
+    #: Origin of the limit.
+    limit_origin: str
+    #: Whether all files that it reads are on local disks or in memory.
+    local_files: bool = True
+
+
+class SharingDecision(Struct, frozen=True, kw_only=True):
+    """Whether one rank reads the bytes that several ranks need."""
+
+    #: Whether one rank reads them for all.
+    once: bool
+    #: The reason, as a sentence without a full stop.
+    reason: str
+
+
+def judge_proposals(proposals: Mapping[int, Proposal]) -> dict[int, str]:
+    """Return the failures by rank: ranks that differ from the first one, or ranks of hosts with too little memory.
+
+    Args:
+        proposals: The proposal of each rank.
+    """
+    first = min(proposals)
+    found: dict[int, str] = {}
+    for rank, proposal in sorted(proposals.items()):
+        problem = _difference(proposal, proposals[first], first)
+        if problem:
+            found[rank] = problem
+    return found or _shortages(proposals)
+
+
+def decide_sharing(share: str, proposals: Mapping[int, Proposal]) -> SharingDecision:
+    """Return who reads bytes that several ranks need.
+
+    Args:
+        share: The argument of the call.
+        proposals: The proposal of each rank.
+    """
+    if share != "auto":
+        return SharingDecision(once=share == "once", reason=f"each rank reads for itself, because share={share!r}")
+    if len(hosts_of(proposals)) == 1:
+        why = "all ranks are on one host, whose page cache fetches once what several of them read"
+    elif all(proposal.local_files for proposal in proposals.values()):
+        why = "the files are on local disks of each host"
+    else:
+        return SharingDecision(once=True, reason="")
+    return SharingDecision(once=False, reason=f"each rank reads for itself, because {why}")
+
+
+def hosts_of(proposals: Mapping[int, Proposal]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each host."""
+    ranks: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, proposal in sorted(proposals.items()):
+        ranks[proposal.host].append(rank)
+    return {host: tuple(members) for host, members in ranks.items()}
+
+
+def _difference(own: Proposal, other: Proposal, rank: int) -> str:
+    """Return what distinguishes a proposal from that of a different rank; empty if nothing does."""
+    for name, value in own.arguments.items():
+        if other.arguments.get(name) != value:
+            return f"was called with {name}={value}, rank {rank} with {name}={other.arguments.get(name)}"
+    if len(own.files) != len(other.files):
+        return f"has a checkpoint of {len(own.files)} files, rank {rank} one of {len(other.files)}"
+    for (path, nbytes), (other_path, other_bytes) in zip(own.files, other.files, strict=True):
+        if nbytes != other_bytes:
+            return f"has {path} with {nbytes} bytes, rank {rank} {other_path} with {other_bytes} bytes"
+    if own.index != other.index:
+        return f"has a checkpoint of the same size as rank {rank} with different headers"
+    if own.requested != other.requested:
+        return f"has a model with other names, shapes or dtypes than rank {rank}, or maps other tensors to them"
+    return ""
+
+
+def _shortages(proposals: Mapping[int, Proposal]) -> dict[int, str]:
+    """Return a failure for each rank of a host whose ranks together need more than the smallest of their limits."""
+    found: dict[int, str] = {}
+    for members in hosts_of(proposals).values():
+        own = [proposals[rank] for rank in members]
+        growth = sum(proposal.growth_bytes for proposal in own)
+        tightest = min(own, key=lambda proposal: proposal.limit_bytes)
+        if growth > tightest.limit_bytes:
+            listed = ", ".join(map(str, members))
+            text = (
+                f"the ranks {listed} of host {own[0].hostname} together need {format_bytes(growth)} of host memory; "
+                f"expected at most {format_bytes(tightest.limit_bytes)} ({tightest.limit_origin})"
+            )
+            found |= dict.fromkeys(members, text)
+    return found

@@ -1,0 +1,145 @@
+"""The dry run of a load on many ranks: what each of them holds and reads, and what they read together. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from sluice._public import public
+from sluice._units import counted, format_bytes
+from sluice.reports.document import Grid, Section, plain_fields
+
+__all__ = ["FileReads", "HostLoad", "RankLoad", "RanksPlan"]
+
+
+@public()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """The load of one rank."""
+
+    #: Number of the rank.
+    rank: int
+    #: Its position in the mesh.
+    coordinate: tuple[int, ...]
+    #: Number of its host.
+    host: int
+    #: Bytes of the finished tensors that it holds.
+    final_bytes: int
+    #: Bytes that it reads, if every rank reads for itself.
+    read_bytes: int
+    #: Number of these reads; requests, if the files are objects in a store.
+    reads: int
+    #: Predicted growth of its memory.
+    peak_bytes: int
+
+
+@public()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLoad:
+    """The loads of the ranks of one host together."""
+
+    #: Number of the host.
+    host: int
+    #: Number of its ranks.
+    ranks: int
+    #: Bytes that they read, if each reads for itself.
+    read_bytes: int
+    #: Bytes of the files that at least one of them needs.
+    needed_bytes: int
+    #: Predicted growth of their memory.
+    peak_bytes: int
+
+
+@public()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReads:
+    """The reads of one file by all ranks."""
+
+    #: Path of the file.
+    path: str
+    #: Number of ranks that read it.
+    ranks: int
+    #: Bytes that they read, if each reads for itself.
+    read_bytes: int
+    #: Bytes of the file that at least one of them needs.
+    needed_bytes: int
+
+
+@public()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksPlan:
+    """A load on the ranks of a mesh, planned in one process: ``sluice.plan(..., mesh=...).ranks``.
+
+    Example:
+        >>> plan = sluice.plan(model, "model.pth", mesh={"dp": 4}, ranks_per_host=2)
+        >>> print(plan.ranks.needed_bytes <= plan.ranks.read_bytes)
+        True
+        >>> seconds = plan.ranks.seconds(disk=2e9)
+    """
+
+    #: Ranks along each dimension of the mesh.
+    mesh: Mapping[str, int]
+    #: One for each rank, in the order of ranks.
+    ranks: tuple[RankLoad, ...]
+    #: One for each host.
+    hosts: tuple[HostLoad, ...]
+    #: One for each file that is read, the one of which most is read first.
+    files: tuple[FileReads, ...]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that all ranks read, if each reads for itself."""
+        return sum(file.read_bytes for file in self.files)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of the files that at least one rank needs."""
+        return sum(file.needed_bytes for file in self.files)
+
+    @property
+    def fullest(self) -> RankLoad:
+        """The rank whose memory grows most."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+    def seconds(self, *, disk: float, network: float | None = None) -> float:
+        """Return the seconds that the reads take at given speeds: those of the host that reads longest.
+
+        The ranks of a host share its page cache, so that a host fetches what several of them need once.
+
+        Args:
+            disk: Bytes per second that one host reads: its disk, or its network interface.
+            network: Bytes per second that the storage delivers to all hosts together; None if it has no limit, as with
+                a copy of the checkpoint on every host.
+        """
+        slowest = max((host.needed_bytes for host in self.hosts), default=0) / disk
+        together = sum(host.needed_bytes for host in self.hosts) / network if network else 0.0
+        return max(slowest, together)
+
+    def to_json(self) -> dict[str, object]:
+        """Return every field, ``read_bytes`` and ``needed_bytes`` as plain values that ``json.dumps`` takes."""
+        return {**plain_fields(self), "read_bytes": self.read_bytes, "needed_bytes": self.needed_bytes}
+
+    def sections(self) -> Iterator[Section]:
+        """Yield a summary, and tables of the hosts and the files."""
+        held = [rank.final_bytes for rank in self.ranks]
+        shape = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
+        yield (
+            f"{counted(len(self.ranks), 'rank')} ({shape}) on {counted(len(self.hosts), 'host')}: each holds "
+            f"{format_bytes(min(held))} to {format_bytes(max(held))}; the fullest, rank {self.fullest.rank}, grows by "
+            f"{format_bytes(self.fullest.peak_bytes)}"
+        )
+        times = self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
+        yield (
+            f"all ranks need {format_bytes(self.needed_bytes)} of the files; if each reads for itself, they read "
+            f"{format_bytes(self.read_bytes)}, {times:.2f} times as much"
+        )
+        hosts = [
+            (str(each.host), str(each.ranks), *map(format_bytes, (each.read_bytes, each.needed_bytes, each.peak_bytes)))
+            for each in self.hosts
+        ]
+        yield Grid.first((">host", ">ranks", ">read", ">needed", ">memory"), hosts, len(hosts))
+        files = [
+            (str(each.ranks), format_bytes(each.read_bytes), format_bytes(each.needed_bytes), each.path)
+            for each in self.files
+        ]
+        yield Grid.first((">ranks", ">read", ">needed", "file"), files, len(files))

@@ -1,0 +1,16 @@
+"""What many ranks read of the same files: sums, and the union of their ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["covered_bytes"]
+
+
+def covered_bytes(ranges: Iterable[tuple[int, int]]) -> int:
+    """Return the number of bytes that lie in at least one of the ranges ``(start, stop)``."""
+    covered = end = 0
+    for start, stop in sorted(ranges):
+        covered += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return covered

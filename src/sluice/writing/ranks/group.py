@@ -1,0 +1,125 @@
+"""The steps of a save, in which every rank of a process group takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from sluice._errors import RankError
+from sluice.ranks.agreement import Agreement
+from sluice.ranks.protocol import Ruling
+
+__all__ = ["LEAD", "AgreedSave", "Alone", "RankGroup", "together"]
+
+_INTACT = "existing files are intact"
+_REPLACED = "the new files are in place"
+
+#: Position of the rank that creates files and puts them in place.
+LEAD = 0
+
+
+class RankGroup(Protocol):
+    """The ranks that save together."""
+
+    @property
+    def position(self) -> int:
+        """Position of this rank among them."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def look(self) -> None:
+        """Raise an exception that ends the work of this rank if a different one has failed; it does not wait."""
+        ...
+
+    def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:
+        """Do the work of one step; return the results of all ranks, once every rank is done with it.
+
+        Args:
+            work: The work of this rank.
+            last: Whether the save ends with this step.
+
+        Raises:
+            RankError: The work failed on a rank, or a rank has died: raised on every rank.
+        """
+        ...
+
+
+class AgreedSave:
+    """The steps of a save as those of an agreement, by number: a rank that fails joins the step the others wait in."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        """Take part in a save."""
+        self._agreement = agreement
+        self._step = 0
+
+    @property
+    def position(self) -> int:
+        group = self._agreement.group
+        return group.ranks.index(group.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self._agreement.group.ranks)
+
+    def look(self) -> None:
+        self._agreement.look()
+
+    def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:
+        own = self._agreement.attempt(work)
+        self._step += 1
+        lead = self._agreement.group.ranks[LEAD]
+
+        def after(failed: Mapping[int, str]) -> str:
+            return _REPLACED if last and own is not None and lead not in failed else _INTACT
+
+        value = self._agreement.settle(f"save {self._step}", own or b"", _collect, last=last, after=after)
+        return msgspec.msgpack.decode(value, type=list[bytes])
+
+
+class Alone:
+    """The group of a process that saves by itself."""
+
+    position = LEAD
+    size = 1
+
+    def look(self) -> None:
+        pass
+
+    def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:  # noqa: ARG002 - see above
+        return [work()]
+
+
+def _collect(answers: Mapping[int, bytes]) -> Ruling:
+    return Ruling(value=msgspec.msgpack.encode([answers[rank] for rank in sorted(answers)]))
+
+
+def together(group: RankGroup, work: Callable[[], bytes]) -> bytes:
+    """Run a save, which takes part in the same steps on every rank; return the result of the lead on every rank.
+
+    If it fails on a rank between two steps, the failure is the part of this rank in the next step: the others wait
+    there, or at the end.
+
+    Raises:
+        RankError: A rank failed.
+    """
+    result, failure = b"", None
+    try:
+        result = work()
+    except RankError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised in the next step
+        failure = error
+    return group.exchange(partial(_outcome, result, failure), last=True)[LEAD]
+
+
+def _outcome(result: bytes, failure: BaseException | None) -> bytes:
+    if failure is not None:
+        raise failure
+    return result

@@ -1,0 +1,136 @@
+"""Plans of all ranks of a mesh, made in one process, compared with those of real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import sluice
+from support.ranks import Ranks
+
+STYLES = {"table": "rowwise", "up": "colwise", "down": "rowwise"}
+
+
+class Net(nn.Module):
+    """Layers whose sizes four ranks do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(37, 12)
+        self.up = nn.Linear(12, 22)
+        self.down = nn.Linear(22, 12)
+        self.norm = nn.BatchNorm1d(3)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(Net().state_dict(), path)
+    return path
+
+
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+def held_by_this_rank(path: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Divide the model as torch's documentation has it; return what this rank holds and reads, in bytes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    model = on_meta()
+    if "tp" in names:
+        styles = {"table": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tp"], styles)
+    if "dp" in names:
+        fully_shard(model, mesh=mesh["dp"] if "tp" in names else mesh)
+    report = sluice.plan(model, path)
+    return report.final_bytes, report.read_bytes
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "dp": 2}])
+def test_every_rank_holds_and_reads_what_it_would_with_a_process_group(
+    four_ranks: Ranks, checkpoint: Path, sizes: Mapping[str, int]
+) -> None:
+    report = sluice.plan(on_meta(), checkpoint, mesh=sizes, tp_plan=STYLES)
+    assert report.ranks is not None
+    found = four_ranks.run(held_by_this_rank, str(checkpoint), tuple(sizes), tuple(sizes.values()))
+    assert [(rank.final_bytes, rank.read_bytes) for rank in report.ranks.ranks] == found
+    assert (report.final_bytes, report.read_bytes) in found
+
+
+def test_replicas_read_what_others_read_too(checkpoint: Path) -> None:
+    report = sluice.plan(on_meta(), checkpoint, mesh={"dp_replicate": 3, "dp": 2}, ranks_per_host=2)
+    ranks = report.ranks
+    assert ranks is not None
+    assert ranks.needed_bytes == report.checkpoint_bytes
+    assert ranks.read_bytes == sum(rank.read_bytes for rank in ranks.ranks) >= 3 * ranks.needed_bytes
+    assert [(host.ranks, host.needed_bytes) for host in ranks.hosts] == [(2, report.checkpoint_bytes)] * 3
+    assert [rank.host for rank in ranks.ranks] == [0, 0, 1, 1, 2, 2]
+    (file,) = ranks.files
+    assert (file.path, file.ranks, file.needed_bytes) == (str(checkpoint), 6, report.checkpoint_bytes)
+
+
+def test_seconds_are_those_of_the_slowest_host_or_of_the_storage(checkpoint: Path) -> None:
+    ranks = sluice.plan(on_meta(), checkpoint, mesh={"ddp": 4}, ranks_per_host=1).ranks
+    assert ranks is not None
+    nbytes = ranks.needed_bytes
+    assert ranks.seconds(disk=nbytes) == 1.0
+    assert ranks.seconds(disk=nbytes, network=nbytes) == 4.0
+
+
+def test_the_limit_is_that_of_a_host(checkpoint: Path) -> None:
+    sizes = {"ddp": 4}
+    alone = sluice.plan(on_meta(), checkpoint).predicted.total_bytes
+    for limit, fits in ((4 * alone + (1 << 20), True), (2 * alone, False)):
+        report = sluice.plan(on_meta(), checkpoint, mesh=sizes, memory=limit)
+        assert report.fits is fits
+        spread = sluice.plan(on_meta(), checkpoint, mesh=sizes, ranks_per_host=1, memory=limit)
+        assert spread.fits
+
+
+def test_models_of_transformers_bring_their_own_plan(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4
+    )
+    with sluice.empty_init():
+        model = transformers.LlamaForCausalLM(config)
+    path = tmp_path / "model.safetensors"
+    save_file({name: torch.zeros(value.shape) for name, value in model.state_dict().items()}, path)
+    ranks = sluice.plan(model, path, mesh={"tp": 4}).ranks
+    assert ranks is not None
+    held = sum(parameter.nbytes // (1 if "norm" in name else 4) for name, parameter in model.named_parameters())
+    assert [rank.final_bytes for rank in ranks.ranks] == [held] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks_per_host": 2}, "need mesh="),
+        ({"tp_plan": STYLES}, "need mesh="),
+        ({"mesh": {"tp": 2}}, "needs tp_plan="),
+        ({"mesh": {"tp": 2}, "tp_plan": {"nowhere": "colwise"}}, "'nowhere', which matches no module"),
+        ({"mesh": {"tp": 2}, "tp_plan": {"up": "diagonal"}}, "'diagonal' is not known"),
+        ({"mesh": {"dp": 2}, "ranks_per_host": 0}, "must be positive"),
+        ({"mesh": {"dp": 0}}, "positive number of ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_planned_are_refused(checkpoint: Path, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sluice.plan(on_meta(), checkpoint, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_mesh_needs_a_model_and_names(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="mesh= needs a model"):
+        sluice.plan(None, checkpoint, mesh={"dp": 2})
+    with pytest.raises(TypeError, match="mesh must be a mapping"):
+        sluice.plan(on_meta(), checkpoint, mesh=(2, 2))  # type: ignore[arg-type]

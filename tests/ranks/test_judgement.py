@@ -1,0 +1,54 @@
+"""Comparison of ranks before any of them reads."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from sluice.ranks.judgement import Proposal, judge_proposals
+
+_MIB = 1 << 20
+
+PROPOSAL = Proposal(
+    host="a",
+    hostname="node-a",
+    files=(("/data/model.pth", 100),),
+    index="1f",
+    arguments={"dtype": "None"},
+    requested="2e",
+    growth_bytes=10 * _MIB,
+    limit_bytes=20 * _MIB,
+    limit_origin="free memory",
+)
+
+
+def test_equal_proposals() -> None:
+    other = replace(PROPOSAL, host="b", files=(("/mnt/model.pth", 100),), growth_bytes=20 * _MIB)
+    assert judge_proposals({0: PROPOSAL, 1: other}) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"arguments": {"dtype": "bfloat16"}}, "was called with dtype=bfloat16, rank 0 with dtype=None"),
+        ({"files": (("/mnt/model.pth", 99),)}, "/mnt/model.pth with 99 bytes, rank 0 /data/model.pth with 100 bytes"),
+        ({"files": ()}, "a checkpoint of 0 files, rank 0 one of 1"),
+        ({"index": "3d"}, "different headers"),
+        ({"requested": "3d"}, "other names, shapes or dtypes"),
+    ],
+)
+def test_a_rank_that_differs(change: dict[str, object], text: str) -> None:
+    found = judge_proposals({0: PROPOSAL, 1: PROPOSAL, 2: replace(PROPOSAL, **change)})
+    assert list(found) == [2]
+    assert text in found[2]
+
+
+def test_the_ranks_of_a_host_share_its_smallest_limit() -> None:
+    tight = replace(PROPOSAL, limit_bytes=19 * _MIB, limit_origin="left in the control group")
+    elsewhere = replace(PROPOSAL, host="b", hostname="node-b", growth_bytes=20 * _MIB)
+    found = judge_proposals({0: PROPOSAL, 1: tight, 2: elsewhere})
+    assert found == dict.fromkeys(
+        (0, 1),
+        "the ranks 0, 1 of host node-a together need 20.0 MiB of host memory; expected at most 19.0 MiB "
+        "(left in the control group)",
+    )

@@ -1,0 +1,202 @@
+"""Decisions of ranks through a store: on threads with a dictionary for a store and a clock that the test moves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from sluice import _options as options
+from sluice.machine.processes import RunningProcess
+from sluice.ranks.protocol import Ruling, Verdict
+from sluice.ranks.store_group import StoreGroup
+
+
+class FakeStore:
+    """A store in memory that records how often each rank asked."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.fails = False
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        self._check()
+        with self._lock:
+            self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self._check()
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self._check()
+        with self._lock:
+            self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+            return int(self.values[key])
+
+    def check(self, keys: list[str]) -> bool:
+        self._check()
+        return all(key in self.values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        with self._lock:
+            return self.values.pop(key, None) is not None
+
+    def _check(self) -> None:
+        if self.fails:
+            raise RuntimeError("Connection reset by peer")
+
+
+class Clock:
+    """Seconds that pass only in ``sleep``: a tenth of the group's patience each time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, _: float) -> None:
+        self.now += options.RANK_PATIENCE_SECONDS / 10
+
+
+def joined(answers: Mapping[int, bytes]) -> Ruling:
+    return Ruling(value=b",".join(answers[rank] for rank in sorted(answers)))
+
+
+def group(store: FakeStore, rank: int, *, clock: Clock | None = None, state: str = "running") -> StoreGroup:
+    def state_of(process: RunningProcess, seen_by: RunningProcess) -> str:
+        return state
+
+    if clock is None:
+        return StoreGroup(store, rank, (0, 1), state=state_of)
+    return StoreGroup(store, rank, (0, 1), state=state_of, clock=clock, sleep=clock.sleep)
+
+
+def both(groups: list[StoreGroup], step: str, *, last: bool = False) -> list[Verdict]:
+    with ThreadPoolExecutor(len(groups)) as pool:
+        done = [pool.submit(each.decide, step, str(each.rank).encode(), joined, last=last) for each in groups]
+        return [each.result() for each in done]
+
+
+def test_every_rank_gets_the_decision() -> None:
+    store = FakeStore()
+    groups = [group(store, rank) for rank in (0, 1)]
+    assert both(groups, "meet") == [Verdict(value=b"0,1")] * 2
+    assert both(groups, "done", last=True) == [Verdict(value=b"0,1")] * 2
+
+
+def test_keys_of_past_calls_are_deleted() -> None:
+    """A job that loads for weeks does not fill the store."""
+    store, sizes = FakeStore(), []
+    for _ in range(5):
+        both([group(store, rank) for rank in (0, 1)], "done", last=True)
+        sizes.append(len(store.values))
+    assert sizes[1] == sizes[-1]
+
+
+def test_a_failure_that_a_rank_announced() -> None:
+    store = FakeStore()
+    groups = [group(store, rank) for rank in (0, 1)]
+    groups[1].warn("no disk")
+    groups[1].warn("a second failure, because of the first")
+    assert both(groups, "read") == [Verdict(failed={1: "no disk"})] * 2
+    assert both([group(store, rank) for rank in (0, 1)], "read") == [Verdict(value=b"0,1")] * 2, "the next call"
+
+
+def test_ranks_that_read_notice_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock = FakeStore(), Clock()
+    reading, other = group(store, 0, clock=clock), group(store, 1)
+    clock.now += options.RANK_LOOK_SECONDS
+    assert not reading.look()
+    other.warn("no disk")
+    assert not reading.look(), "it asks the store once a second"
+    clock.now += options.RANK_LOOK_SECONDS
+    assert reading.look()
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_process_that_is_gone(leads: bool) -> None:
+    store = FakeStore()
+    group(store, 1 if leads else 0)  # joined, then killed
+    own = group(store, 0 if leads else 1, state="gone")
+    assert set(own.decide("read", b"", joined).failed) == {1 if leads else 0}
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_rank_without_a_sign_of_life(leads: bool) -> None:
+    store, rank = FakeStore(), 0 if leads else 1
+    own = group(store, rank, clock=Clock())
+    (failure,) = own.decide("read", b"", joined).failed.items()
+    assert failure[0] == 1 - rank
+    assert "did not call this function for 300 seconds" in failure[1]
+
+
+def test_a_sign_of_life_is_enough() -> None:
+    """A rank that reads for hours is waited for."""
+    store, clock = FakeStore(), Clock()
+    own, other = group(store, 0, clock=clock), group(store, 1)
+    signs = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal signs
+        signs += 1
+        clock.sleep(seconds)
+        store.set(other._key("pulse/1"), str(signs).encode())
+        if signs == 50:
+            store.set(other._key("read/1"), b"1")
+
+    own._sleep = sleep
+    assert own.decide("read", b"0", joined) == Verdict(value=b"0,1")
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_an_interrupt_while_waiting(leads: bool) -> None:
+    """It is a failure for every rank, and not an exception that leaves the others waiting."""
+    store, rank = FakeStore(), 0 if leads else 1
+    own, other = group(store, rank), group(store, 1 - rank)
+    waits, sleep = 0, own._sleep
+
+    def interrupted(seconds: float) -> None:
+        nonlocal waits
+        waits += 1
+        if waits == 1:
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    own._sleep = interrupted
+    with ThreadPoolExecutor(1) as pool:
+        mine = pool.submit(own.decide, "read", b"", joined)
+        while not store.check([own._key(f"warning/{rank}")]):
+            sleep(0.001)
+        assert other.decide("read", b"", joined) == mine.result() == Verdict(failed={rank: "KeyboardInterrupt"})
+    assert own.interrupted
+
+
+def test_an_interrupt_after_the_verdict_does_not_change_it() -> None:
+    store = FakeStore()
+    own, other = group(store, 1), group(store, 0)
+    raised = False
+
+    def interrupted(_: float) -> None:
+        nonlocal raised
+        if not raised:
+            raised = True
+            assert other.decide("read", b"0", joined) == Verdict(value=b"0,1")
+            raise KeyboardInterrupt
+
+    own._sleep = interrupted
+    assert own.decide("read", b"1", joined) == Verdict(value=b"0,1")
+    assert own.interrupted
+
+
+def test_a_store_that_does_not_answer() -> None:
+    """The process that serves it was killed."""
+    store = FakeStore()
+    own = group(store, 1)
+    store.fails = True
+    own.warn("no rank can be told")
+    assert "Connection reset by peer" in own.decide("read", b"", joined).failed[0]

@@ -1,0 +1,258 @@
+"""Loads of a model of DTensors by the ranks of a group, with a fault on one of them at a chosen step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+
+# The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
+# mypy: disable-error-code="no-untyped-call"
+
+__all__ = [
+    "ROUND_STEPS",
+    "STEPS",
+    "Net",
+    "failing_load",
+    "live_failing_load",
+    "load",
+    "load_differently",
+    "load_divided",
+    "load_part",
+    "saved",
+    "sharded",
+    "state_after",
+    "truth",
+    "with_options",
+]
+
+#: Steps at which a fault can happen.
+STEPS = ("open", "plan", "first read", "later read", "before the vote", "install")
+
+#: Further steps of a load in which ranks read for each other.
+ROUND_STEPS = ("read of a round", "copy of a round")
+
+
+class Net(nn.Module):
+    """Divided and replicated weights, a buffer, and one weight large enough for a read of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(512, 1024)
+        self.second = nn.Linear(1024, 7)
+        self.third = nn.Linear(512, 1024, bias=False)
+        self.norm = nn.LayerNorm(7)
+        self.register_buffer("scale", torch.ones(3))
+
+
+def truth() -> dict[str, torch.Tensor]:
+    """Return the weights of the checkpoint."""
+    torch.manual_seed(7)
+    return {name: torch.randn(tensor.shape) for name, tensor in Net().state_dict().items()}
+
+
+def saved(path: str) -> str:
+    """Write the checkpoint."""
+    torch.save(truth(), path)
+    return path
+
+
+def sharded(device: str) -> nn.Module:
+    """Return a fully sharded model on a device."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device(device):
+        model = Net()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def load(path: str, device: str = "meta", **arguments: Any) -> tuple[sluice.LoadReport, bool]:
+    """Load; return the report, and whether every local tensor is right."""
+    model = sharded(device)
+    report = sluice.load_into(model, path, **arguments)
+    return report, is_loaded(model)
+
+
+def divided(device: str) -> nn.Module:
+    """Return a model on a mesh of two rows: replicated over rows and divided along them, by rows and by columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+    with torch.device(device):
+        model = Net()
+    layouts: dict[str, list[Placement]] = {
+        "first.weight": [Replicate(), Shard(1)],
+        "second.weight": [Shard(0), Shard(1)],
+        "third.weight": [Shard(0), Shard(0)],
+        "first.bias": [Replicate(), Replicate()],
+        "second.bias": [Replicate(), Shard(0)],
+    }
+    for name, placements in layouts.items():
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        tensor = distribute_tensor(module.get_parameter(own).detach(), mesh, placements)
+        module.register_parameter(own, nn.Parameter(tensor))
+    return model
+
+
+def load_divided(
+    path: str, share: str, arguments: dict[str, Any], device: str = "meta"
+) -> tuple[sluice.LoadReport, bool]:
+    """Load a model that ranks hold in part together; return the report, and whether every tensor is right."""
+    model = divided(device)
+    report = sluice.load_into(model, path, share=share, **arguments)  # type: ignore[arg-type]
+    return replace(report, rows=tuple), is_loaded(model, arguments.get("dtype"))
+
+
+def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Load a model that only some ranks hold; return the ranks of the report, and None on the others."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh("cpu", list(ranks))
+    if torch.distributed.get_rank() not in ranks:
+        return None
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model, mesh=mesh)
+    report = sluice.load_into(model, path)
+    return tuple(each.rank for each in report.ranks)
+
+
+def is_loaded(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
+    """Return whether the full tensors equal the checkpoint; every rank has to call it."""
+    expected = truth()
+    found = {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    return all(torch.equal(found[name], tensor.to(dtype or tensor.dtype)) for name, tensor in expected.items())
+
+
+def state_after(
+    path: str, step: str, fault: str, culprit: int, share: str = "auto"
+) -> tuple[str, str, dict[int, str], str]:
+    """Load with a fault on one rank; a rank that was stopped continues when another one has given up.
+
+    Returns:
+        Kind of the error, its text, failures by rank, and kind of its cause.
+    """
+    model = divided("meta") if share == "once" else sharded("meta")
+    processes: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(processes, os.getpid())
+    fails = torch.distributed.get_rank() == culprit
+    kind = text = cause = ""
+    failed: dict[int, str] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if fails:
+            inject(patch, step, fault)
+        try:
+            sluice.load_into(model, path, share=share)  # type: ignore[arg-type]
+        except BaseException as error:  # noqa: BLE001  the test judges it
+            kind, text, cause = type(error).__name__, str(error), type(error.__cause__).__name__
+            failed = getattr(error, "ranks", {})
+    if step != "install":
+        assert all(tensor.is_meta for tensor in model.parameters()), "touched"
+    if fault == "stop" and not fails:
+        os.kill(processes[culprit], signal.SIGCONT)
+    return kind, text, failed, cause
+
+
+def failing_load(
+    path: str, step: str, fault: str, culprit: int, share: str = "auto"
+) -> tuple[str, str, dict[int, str], str, bool]:
+    """Load with a fault on one rank, and then once more without; the last value says whether that worked."""
+    result = state_after(path, step, fault, culprit, share)
+    return *result, load_divided(path, "once", {})[1] if share == "once" else load(path)[1]
+
+
+def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
+    """Make this process fail at a step of its next load."""
+    from sluice.engine import rounds, session
+    from sluice.loading import joint, module_fill, module_job
+
+    def fail(*_: object, **__: object) -> Any:
+        raise_fault(fault)
+
+    reads = 0
+    fetch = session.Session._fetch
+
+    def nth_read(self: session.Session, *arguments: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        if reads == (1 if step == "first read" else 2):
+            fail()
+        return fetch(self, *arguments)
+
+    if step == "open":
+        patch.setattr("sluice.checkpoint.open_checkpoint.open_path", fail)
+    elif step == "plan":
+        patch.setattr(joint, "_proposal", fail)
+    elif step == "read of a round":
+        patch.setattr(rounds._Arrival, "fetch", fail)
+    elif step == "copy of a round":
+        patch.setattr(rounds._Arrival, "take", fail)
+    elif "read" in step:
+        patch.setattr(session.Session, "_fetch", nth_read)
+    elif step == "before the vote":
+        complete = module_fill.ModuleData
+        patch.setattr(module_fill, "ModuleData", lambda **values: fail() or complete(**values))
+    else:
+        patch.setattr(module_job, "install_module", fail)
+
+
+def raise_fault(fault: str) -> None:
+    """Fail in one of the ways that tests name."""
+    if fault == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raise {"error": OSError("the disk is on fire"), "interrupt": KeyboardInterrupt(), "memory": MemoryError()}[fault]
+
+
+def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Load into a live model with a fault on one rank; return the kind of the cause and the names done and torn."""
+    model = sharded("cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        if torch.distributed.get_rank() == culprit:
+            inject(patch, "later read", "error")
+        try:
+            sluice.load_into(model, path)
+        except sluice.RankError as error:
+            cause = error.__cause__
+            assert isinstance(cause, sluice.PartialLoadError), repr(cause)
+            return type(cause.__cause__).__name__, cause.done, cause.torn
+    raise AssertionError("no error")
+
+
+def load_differently(paths: list[str], arguments: list[dict[str, Any]]) -> dict[int, str]:
+    """Load, each rank with a path and arguments of its own; return the failures by rank."""
+    rank = torch.distributed.get_rank()
+    model = sharded("meta")
+    try:
+        sluice.load_into(model, paths[rank], **arguments[rank])
+    except sluice.RankError as error:
+        assert all(tensor.is_meta for tensor in model.parameters())
+        return error.ranks
+    return {}
+
+
+def with_options(values: dict[str, float], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with changed options of sluice in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(f"sluice._options.{name}", value)
+        return function(*arguments)

@@ -1,0 +1,103 @@
+"""The parts that ranks write: every element of every tensor once, for any mesh; replicas balanced by bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sluice import SaveError
+from sluice.sharding.regions import Region, Sharding, Split, region_of
+from sluice.writing.ranks.division import HeldTensor, agreed_ties, boxes, divide
+
+Held = dict[str, HeldTensor]
+
+
+def held(shape: tuple[int, ...], region: Region, *, tied_to: str | None = None, dtype: str = "float32") -> HeldTensor:
+    return HeldTensor(dtype=dtype, shape=shape, region=region, tied_to=tied_to)
+
+
+def whole(*shape: int) -> HeldTensor:
+    return held(shape, tuple(((0, size),) for size in shape))
+
+
+def elements(region: Region, shape: tuple[int, ...]) -> list[int]:
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    found: list[int] = []
+    for start, sizes in boxes(region):
+        found += numbers[tuple(slice(a, a + n) for a, n in zip(start, sizes, strict=True))].reshape(-1).tolist()
+    return found
+
+
+@st.composite
+def models(draw: st.DrawFn) -> list[Held]:
+    """Ranks of a mesh of up to two dimensions that hold tensors in any layout, some on each row of the mesh only."""
+    mesh = tuple(draw(st.lists(st.integers(1, 3), min_size=2, max_size=2)))
+    coordinates = list(itertools.product(*map(range, mesh)))
+    ranks: list[Held] = [{} for _ in coordinates]
+    for number in range(draw(st.integers(1, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        split = st.builds(Split, dim=st.integers(0, len(shape) - 1), pieces=st.integers(1, 3))
+        placements = st.none() | split if shape else st.none()
+        submesh = draw(st.booleans())  # a mesh of its own for each row: each row holds the whole tensor
+        chosen = tuple(draw(placements) for _ in mesh[submesh:])
+        for rank, at in zip(ranks, coordinates, strict=True):
+            sharding = Sharding(mesh=mesh[submesh:], coordinate=at[submesh:], placements=chosen)
+            rank[f"t{number}"] = held(shape, region_of(shape, sharding))
+    return ranks
+
+
+@given(models())
+def test_every_element_is_written_by_one_rank_that_holds_it(ranks: list[Held]) -> None:
+    tensors = divide(ranks)
+    for name, tensor in tensors.items():
+        written: Counter[int] = Counter()
+        for rank, own in enumerate(ranks):
+            part = tensor.of(rank)
+            if part is not None:
+                assert part == own[name].region
+                written.update(elements(part, tensor.shape))
+        assert written == Counter(range(int(np.prod(tensor.shape, dtype=int))))
+
+
+def test_ranks_that_hold_more_leave_replicas_to_the_others() -> None:
+    """Rank 0 holds 40 elements alone: the others write the tensors that all hold, the largest first."""
+    alone = {"alone": whole(40)}
+    shared = {name: whole(size) for name, size in (("a", 10), ("b", 20), ("c", 30), ("d", 10))}
+    tensors = divide([alone | shared, shared, shared])
+    assert {name: tensor.writers for name, tensor in tensors.items()} == {
+        "alone": (0,), "a": (2,), "b": (2,), "c": (1,), "d": (1,)
+    }  # fmt: skip
+
+
+def test_a_part_that_no_rank_holds_is_an_error() -> None:
+    part = held((4, 2), (((0, 2),), ((0, 2),)))
+    with pytest.raises(SaveError, match=r"no rank holds element \[2, 0\]") as caught:
+        divide([{"w": part}, {"w": part}])
+    assert caught.value.tensor == "w"
+    with pytest.raises(SaveError, match="no rank holds any element"):
+        divide([{"w": held((4, 2), ((), ()))}])
+
+
+def test_parts_that_overlap_are_an_error() -> None:
+    with pytest.raises(SaveError, match=r"element \[0, 0\] is in 2 different parts"):
+        divide([{"w": held((4, 2), (((0, 2),), ((0, 2),)))}, {"w": whole(4, 2)}])
+
+
+@pytest.mark.parametrize("other", [whole(4, 3), held((4, 2), (((0, 4),), ((0, 2),)), dtype="bfloat16")])
+def test_ranks_that_hold_different_tensors_under_one_name_are_an_error(other: HeldTensor) -> None:
+    with pytest.raises(SaveError, match="ranks 0 and 1 hold different tensors"):
+        divide([{"w": whole(4, 2)}, {"w": other}])
+
+
+def test_a_rank_without_elements_follows_the_ties_of_the_others() -> None:
+    full, empty = ((0, 3),), ()
+    first = {"a": held((3,), (full,), tied_to="a"), "b": held((3,), (full,), tied_to="a")}
+    none = {"a": held((3,), (empty,)), "b": held((3,), (empty,))}
+    untied = {"a": held((3,), (full,), tied_to="a"), "b": held((3,), (full,), tied_to="b")}
+    assert agreed_ties([first, none]) == {"b": "a"}
+    assert agreed_ties([first, untied]) == {}

@@ -1,0 +1,243 @@
+"""Models that ranks hold in parts, saved by all of them, compared bit for bit with the whole model."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import sluice
+from support.distributed import torch_loaded
+from support.divided_models import LAYOUTS, Net, locals_of
+from support.ranks import Ranks
+
+#: A file or directory for each format, and its arguments of ``save``.
+FORMATS: dict[str, dict[str, Any]] = {
+    "model.pth": {},
+    "model.safetensors": {},
+    "model": {"max_shard_size": 300},
+    "dcp": {"format": "dcp"},
+}
+
+
+def whole_model() -> Net:
+    torch.manual_seed(7)
+    return Net()
+
+
+def divided_model(layout: str) -> Net:
+    model = whole_model()
+    LAYOUTS[layout](model)
+    return model
+
+
+def saved_everywhere(layout: str, directory: Path, options: Mapping[str, Any]) -> list[sluice.SaveReport]:
+    model = divided_model(layout)
+    return [sluice.save(model, directory / path, **options, **own) for path, own in FORMATS.items()]
+
+
+def expected_state(dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    state = whole_model().state_dict()
+    return {name: t.to(dtype) if dtype and t.is_floating_point() else t for name, t in state.items()}
+
+
+def check_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], *, but: str = "") -> None:
+    assert found.keys() == expected.keys() - {but}
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), expected[name].reshape(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "part-of-the-ranks"])
+def test_every_layout_in_every_format(
+    four_ranks: Ranks, tmp_path: Path, layout: str, dtype: torch.dtype | None
+) -> None:
+    reports = four_ranks.run(saved_everywhere, layout, tmp_path, {"dtype": dtype})
+    expected = expected_state(dtype)
+    check_equal(torch.load(tmp_path / "model.pth", weights_only=True), expected)
+    check_equal(safetensors.torch.load_file(tmp_path / "model.safetensors"), expected, but="head.weight")
+    shards: dict[str, torch.Tensor] = {}
+    for shard in sorted((tmp_path / "model").glob("*.safetensors")):
+        shards |= safetensors.torch.load_file(shard)
+    check_equal(shards, expected, but="head.weight")
+    check_equal(torch_loaded(tmp_path / "dcp"), expected)
+    for path in FORMATS:
+        check_equal(sluice.load_state_dict(tmp_path / path), expected)
+    for own in zip(*reports, strict=True):
+        assert len({(report.files, report.file_bytes, report.written_by_rank) for report in own}) == 1
+        assert sum(own[0].written_by_rank) == own[0].nbytes
+    assert list(tmp_path.rglob(".*")) == [tmp_path / "dcp" / ".metadata"]
+
+
+def test_the_archive_has_correct_checksums(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(saved_everywhere, "fsdp-columns", tmp_path, {})
+    with zipfile.ZipFile(tmp_path / "model.pth") as archive:
+        assert archive.testzip() is None
+    assert sluice.verify(tmp_path / "model.pth").ok
+
+
+def loaded_by_torch(layout: str, directory: Path) -> list[str]:
+    """Load a distributed checkpoint into a divided model of other values; return what differs on this rank."""
+    import torch.distributed.checkpoint as dcp
+
+    expected = locals_of(divided_model(layout))
+    torch.manual_seed(8)
+    model = Net()
+    LAYOUTS[layout](model)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=directory)  # type: ignore[attr-defined]
+    model.load_state_dict(state)
+    found = locals_of(model)
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "hsdp", "fsdp-tp"])
+def test_torch_loads_the_distributed_checkpoint_into_the_same_layout(
+    four_ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    four_ranks.run(saved_everywhere, layout, tmp_path, {})
+    assert four_ranks.run(loaded_by_torch, layout, tmp_path / "dcp") == [[]] * 4
+
+
+def test_a_process_alone_saves_a_distributed_checkpoint(tmp_path: Path) -> None:
+    state = {"model": expected_state(), "steps": [1, 2.5], "optimizer": {"state": [{"step": torch.ones(())}]}}
+    report = sluice.save(state, tmp_path / "dcp", format="dcp")
+    loaded = torch_loaded(tmp_path / "dcp")
+    check_equal(loaded.pop("model"), expected_state())
+    assert loaded == {"steps": [1, 2.5], "optimizer": {"state": [{"step": torch.ones(())}]}}
+    with sluice.open(tmp_path / "dcp") as checkpoint:
+        assert checkpoint.tree["steps"] == [1, 2.5]
+    assert (report.format, report.written_by_rank) == ("dcp", (report.nbytes,))
+
+
+def training_state(directory: Path) -> list[str]:
+    """Train a divided model for a step, save all of its state, and load it; return what differs on this rank."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": 1}
+    sluice.save(state, directory / "state.pth")
+    sluice.save(state, directory / "dcp", format="dcp")
+    sluice.save(optimizer, directory / "optimizer.pth")
+
+    problems = []
+    own: Any = state["optim"]
+    moments: dict[str, DTensor] = {name: each["exp_avg_sq"] for name, each in own["state"].items()}
+    by_name = torch.load(directory / "state.pth", weights_only=True)["optim"]["state"]
+    by_number = torch.load(directory / "optimizer.pth", weights_only=True)["state"]
+    for number, (name, moment) in enumerate(moments.items()):
+        whole = moment.full_tensor()
+        if not torch.equal(by_name[name]["exp_avg_sq"], whole) or by_name[name]["step"] != 1:
+            problems.append(f"state.pth: {name}")
+        if not torch.equal(by_number[number]["exp_avg_sq"], whole):
+            problems.append(f"optimizer.pth: {name}")
+    before = {name: moment.to_local().clone() for name, moment in moments.items()}
+    for moment in moments.values():
+        moment.to_local().zero_()
+    loaded: dict[str, Any] = {
+        "optim": {"state": {name: {"exp_avg_sq": moment} for name, moment in moments.items()}},
+        "step": 0,
+    }
+    dcp.load(loaded, checkpoint_id=directory / "dcp")  # type: ignore[attr-defined]
+    problems += [f"dcp: {name}" for name, moment in moments.items() if not torch.equal(moment.to_local(), before[name])]
+    return problems + ["dcp: step"] * (loaded["step"] != 1)
+
+
+def test_the_state_of_an_optimizer(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(training_state, tmp_path) == [[], []]
+
+
+def stages(directory: Path) -> None:
+    """Save a layer of this rank: each stage of a pipeline is on a mesh of its own, cut from one mesh of all ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    stage = dist.get_rank() // 2
+    layer = distribute_tensor(torch.arange(15.0).reshape(5, 3) + 100 * stage, mesh, [Shard(0)])
+    sluice.save({f"layers.{stage}": layer}, directory / "model", max_shard_size=50)
+
+
+def test_stages_of_a_pipeline_hold_different_tensors(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(stages, tmp_path)
+    expected = {f"layers.{stage}": torch.arange(15.0).reshape(5, 3) + 100 * stage for stage in range(2)}
+    check_equal(dict(sluice.load_state_dict(tmp_path / "model")), expected)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 2
+
+
+def of_part_of_the_ranks(path: Path) -> str:
+    try:
+        sluice.save(divided_model("part-of-the-ranks"), path)
+    except sluice.SluiceError as error:
+        return str(error.__cause__ or error)
+    return ""
+
+
+def test_ranks_outside_of_the_mesh_raise_and_the_others_save(four_ranks: Ranks, tmp_path: Path) -> None:
+    texts = four_ranks.run(of_part_of_the_ranks, tmp_path / "model.safetensors")
+    assert (texts[1], texts[3]) == ("", "")
+    assert all("this rank is not part of the mesh" in text for text in (texts[0], texts[2]))
+    check_equal(dict(sluice.load_state_dict(tmp_path / "model.safetensors")), expected_state())
+
+
+def refused(directory: Path) -> list[str]:
+    """Return the error of each save that ranks do not agree on, or that their formats do not allow."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    summand = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    longer = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    calls: list[tuple[object, str, dict[str, Any]]] = [
+        ({"w": weight, "seed": rank}, "a.pth", {}),
+        ({"w": weight, "seed": rank}, "a", {"format": "dcp"}),
+        ({"w": weight if rank else longer}, "a.safetensors", {}),
+        ({"w": weight}, "a.safetensors", {"dtype": "bf16" if rank else None}),
+        ({"w": weight, "x": summand}, "a.safetensors", {}),
+        ({"w": weight, "x": 1} if rank else {"w": weight}, "a.safetensors", {}),
+        ({"w": weight}, "a", {"format": "per-parameter"}),
+        ({"w": weight}, "a.pth", {"manifest": directory / "m.json"}),
+    ]
+    texts = []
+    for state, path, options in calls:
+        try:
+            sluice.save(state, directory / path, **options)  # type: ignore[arg-type]
+            texts.append("")
+        except sluice.SluiceError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_ranks_do_not_agree_on_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    texts = two_ranks.run(refused, tmp_path)
+    assert texts[0] == texts[1]
+    expected = [
+        "ranks 0 and 1 have different values in the object",
+        "ranks 0 and 1 have different values in the object",
+        "ranks 0 and 1 hold different tensors under one name; expected float32 [5, 2]; found float32 [4, 2]",
+        "ranks 0 and 1 were called with different arguments",
+        "tensor 'x': the tensor is a DTensor with the placement",
+        "rank 1: SaveError: tensor 'x': this format stores tensors only",
+        "this format cannot hold DTensors",
+        "a manifest of DTensors cannot be written",
+    ]
+    for text, problem in zip(texts[0], expected, strict=True):
+        assert problem in text
+    assert list(tmp_path.iterdir()) == []
