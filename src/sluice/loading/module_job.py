@@ -5,6 +5,7 @@ All that headers can show is settled here, before a byte of tensor data is read:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -32,7 +33,6 @@ from sluice.matching.placement import Placement, device_of
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
-from sluice.modules.fully_sharded import reshard
 from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
 from sluice.modules.refused_models import advice_for, refuse_quantized
@@ -76,7 +76,10 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
 
     def group(self) -> Group | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
-        reshard(self.model)  # a gathered parameter is an ordinary tensor
+        if "torch.distributed.fsdp" in sys.modules:  # otherwise no module is divided by it
+            from sluice.modules.fully_sharded import reshard
+
+            reshard(self.model)  # a gathered parameter is an ordinary tensor
         tensors = list(chain(self.model.parameters(), self.model.buffers()))
         if not any(map(is_dtensor, tensors)):
             return None
