@@ -52,25 +52,11 @@ __all__ = ["EntriesRequest", "ModuleJob", "ModuleRequest"]
 _SMALLER_DTYPE = "bfloat16"
 
 
-class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
-    """Arguments of ``sluice.load_into``."""
+class _IntoModule(LoadRequest, frozen=True, kw_only=True):
+    """A load into a module, which several ranks may hold."""
 
     #: The module to load into.
     model: nn.Module
-    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
-    device: Device = None
-    #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
-    dtype: str | None = None
-    #: Part of the checkpoint; None searches for the state dict.
-    key: str | None = None
-    #: New names for the names of the checkpoint.
-    rename: Rename | None = None
-    #: Rules to apply before names are matched.
-    rules: Sequence[Rule] = ()
-    #: Whether missing and unexpected names are errors.
-    strict: bool = True
-    #: Whether it is accepted that no tensor of the module is in the checkpoint.
-    allow_empty: bool = False
 
     can_map: ClassVar[bool] = True
 
@@ -93,6 +79,25 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
         from sluice.ranks.membership import process_groups_of
 
         return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
+
+
+class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
+    """Arguments of ``sluice.load_into``."""
+
+    #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
+    device: Device = None
+    #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
+    dtype: str | None = None
+    #: Part of the checkpoint; None searches for the state dict.
+    key: str | None = None
+    #: New names for the names of the checkpoint.
+    rename: Rename | None = None
+    #: Rules to apply before names are matched.
+    rules: Sequence[Rule] = ()
+    #: Whether missing and unexpected names are errors.
+    strict: bool = True
+    #: Whether it is accepted that no tensor of the module is in the checkpoint.
+    allow_empty: bool = False
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
@@ -173,21 +178,17 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
         return [*_other_places(self.device, self.options), *(Change(dtype=dtype) for dtype in dtypes)]
 
 
-class EntriesRequest(LoadRequest, frozen=True, kw_only=True):
+class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
     """A load of entries that have the module's names already, because a library converted them.
 
     Nothing is searched, and load hooks of modules are not followed: the library has handled both. Tensors without an
     entry must be real and keep their values.
     """
 
-    #: The module to load into.
-    model: nn.Module
     #: The entry of each parameter and persistent buffer, by name.
     entries: Mapping[str, Entry]
     #: As in ``ModuleRequest``.
     device: Device = None
-
-    can_map: ClassVar[bool] = True
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``."""
