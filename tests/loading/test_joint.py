@@ -88,8 +88,9 @@ def test_a_rank_that_is_stopped(two_ranks: Ranks, checkpoint: str) -> None:
 
 def test_live_tensors_that_changed_are_named(two_ranks: Ranks, checkpoint: str) -> None:
     """On the rank that failed some are torn; the other one may have finished, and names its own."""
-    outcomes = two_ranks.run(live_failing_load, checkpoint, 0)
-    kind, done, torn = outcomes[0]
+    outcomes = two_ranks.run(with_options, {"RANK_LOOK_SECONDS": 0.0}, live_failing_load, checkpoint, 0)
+    kind, done, torn, _ = outcomes[0]
+    assert [failed for *_, failed in outcomes] == [[0], [0]]
     assert kind == "OSError"
     assert done or torn
     assert outcomes[1][1] or outcomes[1][2]

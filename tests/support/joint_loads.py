@@ -233,8 +233,12 @@ def raise_fault(fault: str) -> None:
     raise {"error": OSError("the disk is on fire"), "interrupt": KeyboardInterrupt(), "memory": MemoryError()}[fault]
 
 
-def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Load into a live model with a fault on one rank; return the kind of the cause and the names done and torn."""
+def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tuple[str, ...], list[int]]:
+    """Load into a live model with a fault on one rank.
+
+    Returns:
+        Kind of the cause of the ``PartialLoadError``, the names done and torn, and the ranks that failed.
+    """
     model = sharded("cpu")
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == culprit:
@@ -244,7 +248,7 @@ def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tu
         except sluice.RankError as error:
             cause = error.__cause__
             assert isinstance(cause, sluice.PartialLoadError), repr(cause)
-            return type(cause.__cause__).__name__, cause.done, cause.torn
+            return type(cause.__cause__).__name__, cause.done, cause.torn, sorted(error.ranks)
     raise AssertionError("no error")
 
 

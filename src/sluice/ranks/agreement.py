@@ -91,7 +91,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             return function(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001  raised by the next ``settle``, when every rank knows
             self._failure = error
-        if not isinstance(self._failure, OtherRankError):
+        if not _follows_from_another(self._failure):
             self.group.warn(describe(self._failure))
         return None
 
@@ -138,6 +138,11 @@ class Agreement(AbstractContextManager["Agreement"]):
             raise failure
         cause = changed() if failure is None or isinstance(failure, OtherRankError) else failure
         raise rank_error(self._verb, verdict.failed, self.group.ranks, _AFTER[step]) from cause
+
+
+def _follows_from_another(error: BaseException) -> bool:
+    """Return whether a rank failed only because a different one did, perhaps with live tensors half filled."""
+    return isinstance(error, OtherRankError) or isinstance(error.__cause__, OtherRankError)
 
 
 def describe(error: BaseException) -> str:
