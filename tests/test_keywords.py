@@ -32,6 +32,7 @@ def test_signatures_are_explicit(verb: Callable[..., Any]) -> None:
     ("verb", "name", "message"),
     [
         (sluice.load_into, "map_location", "use device="),
+        (sluice.hf.from_pretrained, "device_mesh", "with distributed_config= transformers makes the mesh"),
         (sluice.load_state_dict, "map_location", "use device="),
         (sluice.load_into, "weights_only", "leave it out: sluice never runs code"),
         (sluice.load_into, "mmap", "place='map'"),

@@ -63,6 +63,8 @@ _HINTS: dict[str, tuple[tuple[str, ...], str]] = {
     "save_directory": (("path", "destination"), ""),
     "pretrained_model_name_or_path": (("directory", "source"), ""),
     "device_map": (("device",), ""),
+    "device_mesh": (("distributed_config",), "with distributed_config= transformers makes the mesh"),
+    "tp_size": (("distributed_config",), "distributed_config={'tp_size': ...}"),
     "torch_dtype": (("dtype",), ""),
     "max_memory": (("memory",), "memory=sluice.MemoryLimits(host=..., device=...)"),
     "key_mapping": (("rename", "rules"), ""),
