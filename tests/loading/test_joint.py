@@ -11,6 +11,7 @@ import sluice
 from support.joint_loads import (
     ROUND_STEPS,
     STEPS,
+    bytes_recorded,
     failing_load,
     live_failing_load,
     load,
@@ -87,8 +88,9 @@ def test_a_rank_that_is_stopped(two_ranks: Ranks, checkpoint: str) -> None:
 
 def test_live_tensors_that_changed_are_named(two_ranks: Ranks, checkpoint: str) -> None:
     """On the rank that failed some are torn; the other one may have finished, and names its own."""
-    outcomes = two_ranks.run(live_failing_load, checkpoint, 0)
-    kind, done, torn = outcomes[0]
+    outcomes = two_ranks.run(with_options, {"RANK_LOOK_SECONDS": 0.0}, live_failing_load, checkpoint, 0)
+    kind, done, torn, _ = outcomes[0]
+    assert [failed for *_, failed in outcomes] == [[0], [0]]
     assert kind == "OSError"
     assert done or torn
     assert outcomes[1][1] or outcomes[1][2]
@@ -136,6 +138,16 @@ def test_shared_bytes_are_read_once(four_ranks: Ranks, checkpoint: str, argument
     assert sum(each.read_bytes for each in reports[0].ranks) <= 1.02 * sum(each.nbytes for each in truth().values())
     assert all(each.received_bytes for each in reports[0].ranks)
     assert any("are read once, in" in note for note in reports[0].notes)
+
+
+def test_sources_see_each_byte_once(four_ranks: Ranks, tmp_path: Path) -> None:
+    """The reads that reach the file, not those of the report."""
+    state_dict = truth()
+    file = tmp_path / "model.safetensors"
+    sluice.save(state_dict, file)
+    nbytes = sum(each.nbytes for each in state_dict.values())
+    assert sum(four_ranks.run(bytes_recorded, str(file), "once")) <= 1.02 * nbytes
+    assert sum(four_ranks.run(bytes_recorded, str(file), "none")) > 1.5 * nbytes
 
 
 def test_each_rank_reads_for_itself_on_one_host(four_ranks: Ranks, checkpoint: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import sluice
+from sluice.testing import record_reads
 
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
@@ -21,6 +22,7 @@ __all__ = [
     "ROUND_STEPS",
     "STEPS",
     "Net",
+    "bytes_recorded",
     "failing_load",
     "live_failing_load",
     "load",
@@ -115,6 +117,14 @@ def load_divided(
     model = divided(device)
     report = sluice.load_into(model, path, share=share, **arguments)  # type: ignore[arg-type]
     return replace(report, rows=tuple), is_loaded(model, arguments.get("dtype"))
+
+
+def bytes_recorded(path: str, share: str) -> int:
+    """Load in the same way; return the bytes of tensor data that this rank read from the file."""
+    with sluice.open(path) as checkpoint:
+        recordings = record_reads(checkpoint)
+        sluice.load_into(divided("meta"), checkpoint, share=share)  # type: ignore[arg-type]
+        return sum(recording.read_bytes for recording in recordings)
 
 
 def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -223,8 +233,12 @@ def raise_fault(fault: str) -> None:
     raise {"error": OSError("the disk is on fire"), "interrupt": KeyboardInterrupt(), "memory": MemoryError()}[fault]
 
 
-def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Load into a live model with a fault on one rank; return the kind of the cause and the names done and torn."""
+def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tuple[str, ...], list[int]]:
+    """Load into a live model with a fault on one rank.
+
+    Returns:
+        Kind of the cause of the ``PartialLoadError``, the names done and torn, and the ranks that failed.
+    """
     model = sharded("cpu")
     with pytest.MonkeyPatch.context() as patch:
         if torch.distributed.get_rank() == culprit:
@@ -234,7 +248,7 @@ def live_failing_load(path: str, culprit: int) -> tuple[str, tuple[str, ...], tu
         except sluice.RankError as error:
             cause = error.__cause__
             assert isinstance(cause, sluice.PartialLoadError), repr(cause)
-            return type(cause.__cause__).__name__, cause.done, cause.torn
+            return type(cause.__cause__).__name__, cause.done, cause.torn, sorted(error.ranks)
     raise AssertionError("no error")
 
 

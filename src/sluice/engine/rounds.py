@@ -95,6 +95,7 @@ def run_rounds(
     plan: LoadPlan,
     targets: TargetMemory,
     transport: Transport,
+    pool: StagingPool,
     *,
     progress: Callable[[int], None] | None = None,
     completed: Callable[[Read], None] | None = None,
@@ -106,6 +107,7 @@ def run_rounds(
         plan: The plan.
         targets: Where the bytes go.
         transport: Transfers.
+        pool: One staging buffer; the caller allocates it before the ranks wait for each other, because that may fail.
         progress: Called with the bytes of this rank's rounds so far.
         completed: Called with each read of a round whose bytes have arrived.
 
@@ -119,7 +121,6 @@ def run_rounds(
     read_bytes = {"direct": 0, "buffered": 0}
     received = total = 0
     ended = False
-    pool = StagingPool(buffer_bytes=plan.staging_buffer_bytes, count=1, huge_pages=plan.huge_staging)
     buffer = pool.borrow()
 
     def finish(each: Round, arrived: _Arrival) -> None:

@@ -91,7 +91,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             return function(*args, **kwargs)
         except BaseException as error:  # noqa: BLE001  raised by the next ``settle``, when every rank knows
             self._failure = error
-        if not isinstance(self._failure, OtherRankError):
+        if not _follows_from_another(self._failure):
             self.group.warn(describe(self._failure))
         return None
 
@@ -143,6 +143,11 @@ class Agreement(AbstractContextManager["Agreement"]):
         raise rank_error(self._verb, verdict.failed, self.group.ranks, state) from cause
 
 
+def _follows_from_another(error: BaseException) -> bool:
+    """Return whether a rank failed only because a different one did, perhaps with live tensors half filled."""
+    return isinstance(error, OtherRankError) or isinstance(error.__cause__, OtherRankError)
+
+
 def describe(error: BaseException) -> str:
     """Return an error as one line: its class and its text, and those of its cause."""
     text = str(error)
@@ -164,7 +169,11 @@ def rank_error(verb: str, failed: Mapping[int, str], ranks: tuple[int, ...], aft
         alike[text].append(rank)
     lines = [f"rank {', '.join(map(str, members))}: {text}" for text, members in alike.items()]
     what = f"the {verb} failed on {len(failed)} of {len(ranks)} ranks, and {after}"
-    text = f"{what}; {lines[0]}" if len(lines) == 1 else f"{what}\n{section('failures', lines[:SHOWN], lines)}\n"
+    text = (
+        f"{what}; {lines[0].rstrip('.')}"
+        if len(lines) == 1
+        else f"{what}\n{section('failures', lines[:SHOWN], lines)}\n"
+    )
     return RankError(text, ranks=failed)
 
 

@@ -121,7 +121,8 @@ class StoreGroup:
             except RuntimeError as error:  # torch's errors of a store
                 return Verdict(failed=self._without_store(error))
             if last or verdict.failed:
-                self._forget()
+                with suppress(RuntimeError):  # the verdict holds without the store
+                    self._forget()
             return verdict
 
     def warn(self, text: str) -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.rounds import Transport, run_rounds
 from sluice.engine.running_plan import RunResult
+from sluice.engine.staging import StagingPool
 from sluice.engine.targets import Targets
 from sluice.reading.reader import CheckpointReader
 from sluice.records import LoadPlan, Read
@@ -42,20 +43,22 @@ def run_shared(
         for position in _targets(read):
             part_done(position)
 
-    result, error = None, None
+    result, pool, error = None, None, None
     try:
         with CheckpointReader(checkpoint) as reader:
             result = reader.run(plan, targets, progress=progress, completed=part_done)
+        pool = StagingPool(buffer_bytes=plan.staging_buffer_bytes, count=1, huge_pages=plan.huge_staging)
     except BaseException as raised:  # noqa: BLE001  raised by ``begin``, when the other ranks know
         error = raised
     transport.begin(error)
-    assert result is not None  # otherwise begin has raised
+    assert result is not None and pool is not None  # noqa: PT018  otherwise begin has raised
     own_bytes = plan.read_bytes
     rounds = run_rounds(
         checkpoint.sources,
         plan,
         targets,
         transport,
+        pool,
         progress=None if progress is None else lambda nbytes: progress(own_bytes + nbytes),
         completed=arrived,
     )
