@@ -23,6 +23,7 @@ __all__ = [
     "outlines",
     "refuse_unsupported",
     "storage_key",
+    "tensor_items",
 ]
 
 
@@ -102,7 +103,7 @@ def collect_spans(tensors: Iterable[torch.Tensor]) -> dict[Hashable, StorageSpan
     return spans
 
 
-def flat_tensors(state: Mapping[str, object], *, dense: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def flat_tensors(state: object, *, dense: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a flat state dict.
 
     Args:
@@ -110,8 +111,21 @@ def flat_tensors(state: Mapping[str, object], *, dense: bool) -> Iterator[tuple[
         dense: Whether the format stores dense tensors only.
 
     Raises:
-        SaveError: A name is not a string, or a value is not a tensor that the format stores.
+        SaveError: It is not a mapping, a name is not a string, or a value is not a tensor that the format stores.
     """
+    for name, value in tensor_items(state):
+        refuse_unsupported(value, name, dense=dense)
+        yield name, value
+
+
+def tensor_items(state: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the items of a flat state dict, which may be tensors of any class.
+
+    Raises:
+        SaveError: It is not a mapping, a name is not a string, or a value is not a tensor.
+    """
+    if not isinstance(state, Mapping):
+        raise SaveError("this format can only hold a state dict", found=type(state).__name__)
     for name, value in state.items():
         if not isinstance(name, str):
             raise SaveError(f"tensor names must be strings, not {type(name).__name__}", tensor=repr(name))
@@ -121,7 +135,6 @@ def flat_tensors(state: Mapping[str, object], *, dense: bool) -> Iterator[tuple[
                 tensor=name,
                 found=type(value).__name__,
             )
-        refuse_unsupported(value, name, dense=dense)
         yield name, value
 
 

@@ -27,7 +27,7 @@ from sluice.writing.shards import write_model_directory
 from sluice.writing.torch_zip import lay_out_torch_zip, write_torch_zip
 from sluice.writing.write_queue import write_queue
 
-__all__ = ["SaveJob", "SavedFiles", "save_state"]
+__all__ = ["SaveJob", "SavedFiles", "counting", "header_metadata", "save_state"]
 
 
 class SaveJob(Struct, frozen=True, kw_only=True):
@@ -62,6 +62,8 @@ class SavedFiles(Struct, frozen=True, kw_only=True):
     nbytes: int
     #: Names that are not stored because another name has the same tensor: ``{name: stored name}``.
     tied: Mapping[str, str]
+    #: Bytes of tensor data that each rank wrote; empty if one process wrote all of it.
+    ranks: tuple[int, ...] = ()
 
 
 def save_state(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
@@ -82,18 +84,18 @@ def _save_torch(job: SaveJob, state: object) -> SavedFiles:
     names = named_tensors(state) if job.manifest else {}
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
-        wrote = stack.enter_context(_counting(job, nbytes))
+        wrote = stack.enter_context(counting(job, nbytes))
         out.commit(nbytes=write_torch_zip(saved, out, job.staging, wrote, job.manifest, names))
     return SavedFiles(files=[job.destination], tensors=saved.tensors, nbytes=nbytes, tied={})
 
 
 def _save_safetensors(job: SaveJob, state: object) -> SavedFiles:
     tensors, aliases = stored_once(_flat(state), _identity)
-    layout = lay_out_safetensors(outlines(tensors, job.dtype), declare_ties(aliases, _metadata(job)))
+    layout = lay_out_safetensors(outlines(tensors, job.dtype), declare_ties(aliases, header_metadata(job)))
     nbytes = layout.nbytes - len(layout.header)
     with ExitStack() as stack:
         out = stack.enter_context(Replacement(job.destination, overwrite=job.overwrite))
-        wrote = stack.enter_context(_counting(job, nbytes))
+        wrote = stack.enter_context(counting(job, nbytes))
         _write_safetensors(layout, tensors, out, job, wrote)
         out.commit(nbytes=layout.nbytes)
     return _saved(job, [job.destination], tensors, aliases, nbytes)
@@ -103,12 +105,12 @@ def _save_directory(job: SaveJob, state: object) -> SavedFiles:
     tensors, aliases = stored_once(_flat(state), _identity)
     described = outlines(tensors, job.dtype)
     nbytes = sum(tensor.nbytes for tensor in described.values())
-    with _counting(job, nbytes) as wrote:
+    with counting(job, nbytes) as wrote:
         files = write_model_directory(
             job.destination,
             described,
             ties=aliases,
-            metadata=_metadata(job),
+            metadata=header_metadata(job),
             limit_bytes=job.limit_bytes,
             overwrite=job.overwrite,
             write=lambda layout, out: _write_safetensors(layout, tensors, out, job, wrote),
@@ -132,7 +134,7 @@ def _save_parameters(job: SaveJob, state: object) -> SavedFiles:
     stored, aliases = stored_once(tensors, _identity_in_pickle)
     nbytes = sum(lay_out_torch_zip(tensor, job.dtype).writer.nbytes for tensor in stored.values())
     with ExitStack() as stack:
-        wrote = stack.enter_context(_counting(job, nbytes))
+        wrote = stack.enter_context(counting(job, nbytes))
         hidden = stack.enter_context(parameter_directory(job.destination, tensors, overwrite=job.overwrite))
         for name, tensor in stored.items():
             same = [name, *(other for other, kept in aliases.items() if kept == name)]
@@ -155,12 +157,10 @@ _WRITERS: dict[SaveFormat, Callable[[SaveJob, object], SavedFiles]] = {
 
 
 def _flat(state: object, *, dense: bool = True) -> dict[str, torch.Tensor]:
-    if not isinstance(state, Mapping):
-        raise SaveError("this format can only hold a state dict", found=type(state).__name__)
     return dict(flat_tensors(state, dense=dense))
 
 
-def _metadata(job: SaveJob) -> Mapping[str, str]:
+def header_metadata(job: SaveJob) -> Mapping[str, str]:
     """Return the caller's metadata for a safetensors header."""
     invalid = next((part for item in job.metadata.items() for part in item if not isinstance(part, str)), None)
     if invalid is not None:
@@ -217,7 +217,7 @@ def _write_from(file: NewFile, start: int, at: int, piece: memoryview) -> None:
 
 
 @contextmanager
-def _counting(job: SaveJob, total_bytes: int) -> Iterator[Callable[[int], None]]:
+def counting(job: SaveJob, total_bytes: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that is called with the bytes of each piece and reports their sum."""
     with byte_progress(job.progress, str(job.destination), total_bytes) as report:
         done = 0

@@ -34,7 +34,7 @@ from sluice.writing.durable.partial_files import hidden_stem, saving, syncing
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
 
-__all__ = ["ModelFiles", "plan_model_directory", "split_shards", "write_model_directory"]
+__all__ = ["ModelFiles", "lay_out_shards", "plan_model_directory", "split_shards", "write_model_directory"]
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -106,21 +106,37 @@ def plan_model_directory(
     Raises:
         SaveError: The format cannot store a name or a dtype.
     """
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    shards = split_shards(sizes, limit_bytes)
+    layouts = lay_out_shards(tensors, ties=ties, metadata=metadata, limit_bytes=limit_bytes)
     with saving(str(directory)):
         old = _model_files(directory) if directory.is_dir() else []
-    names = _shard_names(len(shards), taken=old)
+    names = _shard_names(len(layouts), taken=old)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    held = {name: [tensor for tensor, _, _ in layout.tensors] for name, layout in zip(names, layouts, strict=True)}
+    index = _index(held, total) if len(layouts) > 1 else b""
+    return ModelFiles(shards=tuple(zip(names, layouts, strict=True)), index=index, old=tuple(old))
+
+
+def lay_out_shards(
+    tensors: Mapping[str, TensorOutline],
+    *,
+    ties: Mapping[str, str],
+    metadata: Mapping[str, str],
+    limit_bytes: int | None,
+) -> list[SafetensorsLayout]:
+    """Return the layout of each file of tensors; the arguments are those of ``plan_model_directory``.
+
+    Raises:
+        SaveError: The format cannot store a name or a dtype.
+    """
+    shards = split_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit_bytes)
     tied_to = _by_stored_name(ties)
-    layouts = [
+    return [
         lay_out_safetensors(
             {name: tensors[name] for name in shard},
             declare_ties({other: name for name in shard for other in tied_to.get(name, ())}, metadata),
         )
         for shard in shards
     ]
-    index = _index(dict(zip(names, shards, strict=True)), sum(sizes.values())) if len(shards) > 1 else b""
-    return ModelFiles(shards=tuple(zip(names, layouts, strict=True)), index=index, old=tuple(old))
 
 
 def write_model_directory(

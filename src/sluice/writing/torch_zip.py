@@ -13,6 +13,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec import Struct
 
@@ -92,6 +94,18 @@ class TorchZipWriter:
         file.write_at(self.offset(storage) + at, piece)
         if account:
             self._archive.account(self._first + storage, at, piece)
+
+    def account_runs(self, storage: int, ends: npt.NDArray[np.int64], crcs: npt.NDArray[np.uint32]) -> None:
+        """Add pieces of a storage that were written in a different way to its CRC; see ``Archive.account_all``."""
+        self._archive.account_all(self._first + storage, ends, crcs)
+
+    def sums(self) -> bytes:
+        """Return the CRCs of what this process has written, for ``add_sums`` of an equal writer."""
+        return self._archive.sums()
+
+    def add_sums(self, sums: bytes) -> None:
+        """Add the CRCs of what another process has written to the same file."""
+        self._archive.add_sums(sums)
 
     def read(self, file: NewFile, storage: int, at: int, nbytes: int) -> bytes:
         """Return up to ``nbytes`` written bytes of a storage from ``at`` on."""

@@ -88,6 +88,9 @@ class NewFile:
                 except OSError as error:
                     if error.errno not in _NO_RESERVE:
                         raise
+        self._bypass_cache(nbytes, staging)
+
+    def _bypass_cache(self, nbytes: int, staging: StagingPool | None) -> None:
         if staging is not None and nbytes >= options.DIRECT_FILE_BYTES:
             self._direct = direct_writes(self._made, self._descriptor, staging)
 
@@ -254,6 +257,11 @@ class Replacement(NewFile):
             if isinstance(error, FileExistsError) or error.errno in _NO_LINKS:
                 raise SaveError("another process created the file in the meantime", file=self.path) from error
             raise
+
+    @property
+    def hidden(self) -> str:
+        """The current path of the file, under which other processes write to it."""
+        return self._hidden
 
     @property
     def is_published(self) -> bool:
