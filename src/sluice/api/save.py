@@ -105,5 +105,6 @@ def save(
         nbytes=saved.nbytes,
         seconds=time.perf_counter() - started,
         tied=saved.tied,
+        written_by_rank=saved.ranks,
         file_bytes=tuple(os.path.getsize(file) for file in saved.files),
     )

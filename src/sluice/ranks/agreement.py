@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Literal, ParamSpec, Self, TypeVar
+from typing import ParamSpec, Self, TypeVar
 
 import msgspec
 
@@ -105,11 +105,12 @@ class Agreement(AbstractContextManager["Agreement"]):
 
     def settle(
         self,
-        step: Literal["meet", "plan", "read", "done"],
+        step: str,
         own: bytes = b"",
         judge: Judge | None = None,
         *,
         last: bool = False,
+        after: str | None = None,
         changed: Callable[[], BaseException | None] = lambda: None,
     ) -> bytes:
         """Return the decision of a step if every rank succeeded.
@@ -119,6 +120,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             own: Contribution of this rank to the decision.
             judge: Decides from all contributions.
             last: Whether the call ends with this step.
+            after: State after a failure, as a clause; None for that of the steps of a load.
             changed: Called after a failure; returns an error that names what changed on this rank, or None.
 
         Raises:
@@ -136,7 +138,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         cause = changed() if failure is None or isinstance(failure, OtherRankError) else failure
-        raise rank_error(self._verb, verdict.failed, self.group.ranks, _AFTER[step]) from cause
+        raise rank_error(self._verb, verdict.failed, self.group.ranks, after or _AFTER[step]) from cause
 
 
 def describe(error: BaseException) -> str:

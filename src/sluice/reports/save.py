@@ -44,6 +44,8 @@ class SaveReport(Report):
     key: str | None = None
     #: Bytes of each of ``files``.
     file_bytes: tuple[int, ...]
+    #: Bytes of tensor data that each rank of a process group wrote; empty if one process wrote all of it.
+    written_by_rank: tuple[int, ...] = ()
     #: Existing files that were replaced or removed.
     replaced: tuple[str, ...] = ()
     #: Number of tensors for each change of dtype: ``{"float32 -> bfloat16": 148}``.
@@ -71,6 +73,9 @@ class SaveReport(Report):
             yield Strong(f"wrote {written} in {format_rate(self.nbytes, self.seconds)}")
         sizes = zip(self.files, self.file_bytes, strict=True)
         yield Grid.first(("file", ">bytes"), ((file, f"{nbytes:,}") for file, nbytes in sizes), len(self.files))
+        if self.written_by_rank:
+            least, most = map(format_bytes, (min(self.written_by_rank), max(self.written_by_rank)))
+            yield f"written by {counted(len(self.written_by_rank), 'rank')}, {least} to {most} each"
         yield from cast_lines(self.casts)
         if self.tied:
             yield listed("stored once", [f"{name} = {stored}" for name, stored in self.tied.items()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -67,11 +68,17 @@ class SavedFiles(Struct, frozen=True, kw_only=True):
 
 
 def save_state(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
-    """Write a state dict or a nested training state, and its manifest.
+    """Write a state dict or a nested training state, and its manifest; by all ranks together if it has DTensors.
 
     Raises:
         SaveError: The format cannot hold the object, or the operating system failed.
     """
+    if "torch.distributed.tensor" in sys.modules:  # otherwise there is no DTensor
+        from sluice.writing.ranks.held import dtensors_in
+        from sluice.writing.ranks.save import save_by_ranks
+
+        if dtensors_in(state):
+            return save_by_ranks(state, save_format, job)
     saved = _WRITERS[save_format](job, state)
     if job.manifest:
         job.manifest.commit()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
-from sluice._errors import RankError
+import msgspec
 
-__all__ = ["LEAD", "Alone", "RankGroup", "together"]
+from sluice._errors import RankError
+from sluice.ranks.agreement import Agreement
+from sluice.ranks.protocol import Ruling
+
+__all__ = ["LEAD", "AgreedSave", "Alone", "RankGroup", "together"]
+
+_INTACT = "existing files are intact"
 
 #: Position of the rank that creates files and puts them in place.
 LEAD = 0
@@ -27,6 +33,10 @@ class RankGroup(Protocol):
         """Number of ranks."""
         ...
 
+    def look(self) -> None:
+        """Raise an exception that ends the work of this rank if a different one has failed; it does not wait."""
+        ...
+
     def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:
         """Do the work of one step; return the results of all ranks, once every rank is done with it.
 
@@ -40,14 +50,49 @@ class RankGroup(Protocol):
         ...
 
 
+class AgreedSave:
+    """The steps of a save as those of an agreement, by number: a rank that fails joins the step the others wait in."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        """Take part in a save."""
+        self._agreement = agreement
+        self._step = 0
+
+    @property
+    def position(self) -> int:
+        group = self._agreement.group
+        return group.ranks.index(group.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self._agreement.group.ranks)
+
+    def look(self) -> None:
+        self._agreement.look()
+
+    def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:
+        own = self._agreement.attempt(work) or b""
+        self._step += 1
+        after = "existing files are intact unless the first rank put the new ones in place" if last else _INTACT
+        value = self._agreement.settle(f"save {self._step}", own, _collect, last=last, after=after)
+        return msgspec.msgpack.decode(value, type=list[bytes])
+
+
 class Alone:
     """The group of a process that saves by itself."""
 
     position = LEAD
     size = 1
 
+    def look(self) -> None:
+        pass
+
     def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:  # noqa: ARG002 - see above
         return [work()]
+
+
+def _collect(answers: Mapping[int, bytes]) -> Ruling:
+    return Ruling(value=msgspec.msgpack.encode([answers[rank] for rank in sorted(answers)]))
 
 
 def together(group: RankGroup, work: Callable[[], bytes]) -> bytes:

@@ -13,7 +13,22 @@ from sluice.writing.aliases import stored_once
 from sluice.writing.items import finished_dtype, refuse_unsupported
 from sluice.writing.ranks.division import HeldTensor
 
-__all__ = ["held_region", "held_tensors"]
+__all__ = ["dtensors_in", "held_region", "held_tensors"]
+
+
+def dtensors_in(state: object) -> list[torch.Tensor]:
+    """Return the DTensors in the containers of an object."""
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+    waiting = [state]
+    while waiting:
+        value = waiting.pop()
+        if is_dtensor(value):
+            found.append(value)  # type: ignore[arg-type]
+        elif isinstance(value, (Mapping, list, tuple, set)) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, Mapping) else value
+    return found
 
 
 def held_tensors(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict[str, HeldTensor]:

@@ -26,14 +26,18 @@ from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
+from sluice._errors import SaveError
 from sluice.formats.safetensors.ties import declare_ties
+from sluice.machine.processes import this_process
+from sluice.ranks.agreement import Agreement
+from sluice.ranks.membership import group_of
 from sluice.sharding.regions import shape_of
 from sluice.writing.chunks import Staging
 from sluice.writing.durable.replacement import Replacement
 from sluice.writing.items import tensor_items
 from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide
-from sluice.writing.ranks.group import LEAD, RankGroup, together
-from sluice.writing.ranks.held import held_tensors
+from sluice.writing.ranks.group import LEAD, AgreedSave, Alone, RankGroup, together
+from sluice.writing.ranks.held import dtensors_in, held_tensors
 from sluice.writing.ranks.shared_writes import FilePlan, RankWriter, check_equal
 from sluice.writing.ranks.torch_object import outline_object, pickle_outlined, storage_sizes
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
@@ -43,6 +47,8 @@ from sluice.writing.shards import lay_out_shards, write_model_directory
 from sluice.writing.torch_zip import TorchZipWriter
 
 __all__ = ["save_by_ranks"]
+
+_NO_MANIFEST = "Nothing was written. Save without manifest=; convert(path, copy, manifest=...) writes one."
 
 
 class _Contribution(Struct, frozen=True, kw_only=True):
@@ -76,33 +82,40 @@ class _Division(Struct, frozen=True, kw_only=True):
         return SavedFiles(files=files, tensors=tensors, nbytes=sum(self.written), tied=self.ties, ranks=self.written)
 
 
-def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob, group: RankGroup, host: str) -> SavedFiles:
-    """Write a state with DTensors; called by every rank of the group.
-
-    Args:
-        state: What this rank holds.
-        save_format: The format.
-        job: The arguments, the same on every rank.
-        group: The ranks.
-        host: Identity of the host of this rank.
+def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
+    """Write a state with DTensors; called by every rank that holds parts of it.
 
     Raises:
+        SaveError: The format cannot hold DTensors, or there is no process group.
         RankError: A rank failed. Its cause on that rank is a ``SaveError`` if the format cannot hold the state, or if
             the ranks hold parts that do not fit together.
     """
+    if save_format not in _WRITERS:
+        expected = f"one of {', '.join(_WRITERS)}"
+        raise SaveError("this format cannot hold DTensors", expected=expected, found=save_format)
+    if job.manifest:
+        raise SaveError("a manifest of DTensors cannot be written", advice=_NO_MANIFEST)
+    group = group_of(dtensors_in(state))
+    if group is None:
+        return _saved_by(Alone(), state, save_format, job)
+    with Agreement(group, verb="save") as agreement:
+        return _saved_by(AgreedSave(agreement), state, save_format, job)
+
+
+def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:
     saved: list[SavedFiles] = []
 
     def work() -> bytes:
-        saved.append(_WRITERS[save_format](job, state, group, host))
+        saved.append(_WRITERS[save_format](job, state, group))
         return msgspec.json.encode([str(file) for file in saved[0].files])
 
     files = msgspec.json.decode(together(group, work), type=list[str])
     return replace(saved[0], files=list(map(Path, files)))
 
 
-def _save_torch(job: SaveJob, state: object, group: RankGroup, host: str) -> SavedFiles:
+def _save_torch(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
     outlined = outline_object(state)
-    division = _divided(job, partial(held_tensors, outlined.storages, job.dtype), group, host)
+    division = _divided(job, partial(held_tensors, outlined.storages, job.dtype), group)
     pickled = pickle_outlined(outlined, division.tensors, division.ties, job.dtype)
     writer = TorchZipWriter(pickled, storage_sizes(division.tensors))
     numbers = {name: number for number, name in enumerate(division.tensors)}
@@ -120,8 +133,8 @@ def _save_torch(job: SaveJob, state: object, group: RankGroup, host: str) -> Sav
     return division.saved([job.destination], outlined.walked.places)
 
 
-def _save_safetensors(job: SaveJob, state: object, group: RankGroup, host: str) -> SavedFiles:
-    held, division = _flat(job, state, group, host)
+def _save_safetensors(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
+    held, division = _flat(job, state, group)
     layout = lay_out_safetensors(division.outlines(), declare_ties(division.ties, header_metadata(job)))
     with _rank_writer(division, held, group) as ranks:
         if group.position != LEAD:
@@ -133,30 +146,28 @@ def _save_safetensors(job: SaveJob, state: object, group: RankGroup, host: str) 
     return division.saved([job.destination], len(division.tensors) + len(division.ties))
 
 
-def _save_directory(job: SaveJob, state: object, group: RankGroup, host: str) -> SavedFiles:
-    held, division = _flat(job, state, group, host)
-    lay_out = {
-        "tensors": division.outlines(),
-        "ties": division.ties,
-        "metadata": header_metadata(job),
-        "limit_bytes": job.limit_bytes,
-    }
+def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
+    held, division = _flat(job, state, group)
+    outlines, ties, metadata = division.outlines(), division.ties, header_metadata(job)
     files: list[Path] = []
     with _rank_writer(division, held, group) as ranks:
         if group.position != LEAD:
-            for layout in lay_out_shards(**lay_out):
+            for layout in lay_out_shards(outlines, ties=ties, metadata=metadata, limit_bytes=job.limit_bytes):
                 _write_safetensors(layout, ranks, None)
         else:
             files = write_model_directory(
                 job.destination,
-                **lay_out,
+                outlines,
+                ties=ties,
+                metadata=metadata,
+                limit_bytes=job.limit_bytes,
                 overwrite=job.overwrite,
                 write=lambda layout, out: _write_safetensors(layout, ranks, out),
             )
     return division.saved(files, len(division.tensors) + len(division.ties))
 
 
-_WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup, str], SavedFiles]] = {
+_WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] = {
     "torch": _save_torch,
     "safetensors": _save_safetensors,
     "huggingface": _save_directory,
@@ -181,7 +192,7 @@ def _account(
     writer.account_runs(numbers[name], ends, crcs)
 
 
-def _flat(job: SaveJob, state: object, group: RankGroup, host: str) -> tuple[dict[str, torch.Tensor], _Division]:
+def _flat(job: SaveJob, state: object, group: RankGroup) -> tuple[dict[str, torch.Tensor], _Division]:
     """Return the tensors of a flat state dict, and what all ranks hold."""
     held: dict[str, torch.Tensor] = {}
 
@@ -189,16 +200,17 @@ def _flat(job: SaveJob, state: object, group: RankGroup, host: str) -> tuple[dic
         held.update(tensor_items(state))
         return held_tensors(held, job.dtype)
 
-    return held, _divided(job, describe, group, host)
+    return held, _divided(job, describe, group)
 
 
-def _divided(job: SaveJob, describe: Callable[[], dict[str, HeldTensor]], group: RankGroup, host: str) -> _Division:
+def _divided(job: SaveJob, describe: Callable[[], dict[str, HeldTensor]], group: RankGroup) -> _Division:
     """Tell all ranks what this one holds, and return what all hold.
 
     Raises:
         RankError: A rank cannot describe what it holds.
         SaveError: The ranks have different arguments, or their parts do not fit together; the same on every rank.
     """
+    host = this_process().host
 
     def contribute() -> bytes:
         own = _Contribution(host=host, arguments=_arguments(job), held=describe())
@@ -234,5 +246,10 @@ def _written(tensors: Mapping[str, DividedTensor], ranks: int) -> tuple[int, ...
 
 @contextmanager
 def _rank_writer(division: _Division, held: Mapping[str, torch.Tensor], group: RankGroup) -> Iterator[RankWriter]:
-    with counting(division.job, division.written[group.position]) as wrote:
+    with counting(division.job, division.written[group.position]) as count:
+
+        def wrote(nbytes: int) -> None:
+            count(nbytes)
+            group.look()
+
         yield RankWriter(group=group, tensors=division.tensors, held=held, staging=division.job.staging, wrote=wrote)
