@@ -21,7 +21,7 @@ from sluice.formats.manifest import HashAlgorithm
 from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
 from sluice.writing.manifest import manifest_writer
-from sluice.writing.save_formats import SaveFormat, choose_format
+from sluice.writing.save_formats import ConvertFormat, choose_format
 
 __all__ = ["convert"]
 
@@ -33,7 +33,7 @@ def convert(
     destination: str | os.PathLike[str],
     *,
     key: str | None = None,
-    format: SaveFormat | None = None,  # noqa: A002  (the name that every library has for it)
+    format: ConvertFormat | None = None,  # noqa: A002  (the name that every library has for it)
     dtype: DType | None = None,
     rename: Rename | None = None,
     rules: Sequence[Rule] = (),

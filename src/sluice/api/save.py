@@ -21,7 +21,7 @@ from sluice.reports.save import SaveReport
 from sluice.writing.chunks import Staging
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save import SaveJob, save_state
-from sluice.writing.save_formats import SaveFormat, choose_format
+from sluice.writing.save_formats import SaveFormat, choose_save_format
 
 __all__ = ["save"]
 
@@ -81,7 +81,7 @@ def save(
     state = state_to_save(obj, path)
     check_load(progress=progress)
     destination = Path(path_argument(path))
-    chosen = choose_format(destination, format, max_shard_size)
+    chosen = choose_save_format(destination, format, max_shard_size)
     check_save(metadata, chosen)
     manifest_path = None if manifest is None else path_argument(manifest, "manifest")
     job = SaveJob(

@@ -18,7 +18,7 @@ from sluice.converting.stream import Stream
 from sluice.records import Entry
 from sluice.writing.manifest import ManifestWriter
 from sluice.writing.safetensors import TensorOutline
-from sluice.writing.save_formats import SaveFormat
+from sluice.writing.save_formats import ConvertFormat
 
 __all__ = ["Conversion", "Written", "existing"]
 
@@ -31,7 +31,7 @@ class Conversion(Struct, frozen=True, kw_only=True):
     #: The file or directory to write.
     destination: Path
     #: Format to write.
-    save_format: SaveFormat
+    save_format: ConvertFormat
     #: Dtype to which real floating-point tensors are cast; None keeps theirs.
     dtype: str | None
     #: Largest size of the tensors in one shard, in bytes; None for a single file.

@@ -16,14 +16,14 @@ from sluice.entries.rules import Rule
 from sluice.entries.tree import every_entry, walk
 from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
-from sluice.writing.save_formats import SaveFormat
+from sluice.writing.save_formats import ConvertFormat
 
 __all__ = ["convert_checkpoint"]
 
 #: Formats whose files are pickles, which can describe sparse and quantized tensors.
 _TORCH_FILES = frozenset({"torch", "per-parameter"})
 
-_WRITERS: Mapping[SaveFormat, Callable[[Conversion, object], Written]] = {
+_WRITERS: Mapping[ConvertFormat, Callable[[Conversion, object], Written]] = {
     "torch": convert_to_torch,
     "safetensors": convert_to_safetensors,
     "huggingface": convert_to_directory,

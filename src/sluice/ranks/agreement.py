@@ -110,7 +110,7 @@ class Agreement(AbstractContextManager["Agreement"]):
         judge: Judge | None = None,
         *,
         last: bool = False,
-        after: str | None = None,
+        after: Callable[[Mapping[int, str]], str] | None = None,
         changed: Callable[[], BaseException | None] = lambda: None,
     ) -> bytes:
         """Return the decision of a step if every rank succeeded.
@@ -120,7 +120,7 @@ class Agreement(AbstractContextManager["Agreement"]):
             own: Contribution of this rank to the decision.
             judge: Decides from all contributions.
             last: Whether the call ends with this step.
-            after: State after a failure, as a clause; None for that of the steps of a load.
+            after: Returns the state after failures of ranks as a clause; None for that of the steps of a load.
             changed: Called after a failure; returns an error that names what changed on this rank, or None.
 
         Raises:
@@ -138,7 +138,8 @@ class Agreement(AbstractContextManager["Agreement"]):
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         cause = changed() if failure is None or isinstance(failure, OtherRankError) else failure
-        raise rank_error(self._verb, verdict.failed, self.group.ranks, after or _AFTER[step]) from cause
+        state = _AFTER[step] if after is None else after(verdict.failed)
+        raise rank_error(self._verb, verdict.failed, self.group.ranks, state) from cause
 
 
 def describe(error: BaseException) -> str:

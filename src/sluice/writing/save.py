@@ -73,11 +73,11 @@ def save_state(state: object, save_format: SaveFormat, job: SaveJob) -> SavedFil
     Raises:
         SaveError: The format cannot hold the object, or the operating system failed.
     """
-    if "torch.distributed.tensor" in sys.modules:  # otherwise there is no DTensor
+    if save_format == "dcp" or "torch.distributed.tensor" in sys.modules:  # otherwise there is no DTensor
         from sluice.writing.ranks.held import dtensors_in
         from sluice.writing.ranks.save import save_by_ranks
 
-        if dtensors_in(state):
+        if save_format == "dcp" or dtensors_in(state):
             return save_by_ranks(state, save_format, job)
     saved = _WRITERS[save_format](job, state)
     if job.manifest:

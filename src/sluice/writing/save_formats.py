@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
-__all__ = ["SAVE_FORMATS", "SaveFormat", "choose_format"]
+__all__ = ["CONVERT_FORMATS", "ConvertFormat", "SaveFormat", "choose_format", "choose_save_format"]
 
 #: ``huggingface`` is a directory: one safetensors file, or shards and their index.
-SaveFormat = Literal["safetensors", "torch", "huggingface", "per-parameter"]
+ConvertFormat = Literal["safetensors", "torch", "huggingface", "per-parameter"]
 
-SAVE_FORMATS: tuple[SaveFormat, ...] = get_args(SaveFormat)
+#: ``dcp`` is a directory of torch.distributed.checkpoint.
+SaveFormat = Literal["safetensors", "torch", "huggingface", "per-parameter", "dcp"]
 
-_SUFFIXES: dict[str, SaveFormat] = {
+CONVERT_FORMATS: tuple[ConvertFormat, ...] = get_args(ConvertFormat)
+
+_SUFFIXES: dict[str, ConvertFormat] = {
     ".safetensors": "safetensors",
     ".pt": "torch",
     ".pth": "torch",
@@ -21,19 +25,46 @@ _SUFFIXES: dict[str, SaveFormat] = {
 }
 
 
-def choose_format(path: Path, requested: str | None, max_shard_size: int | str | None) -> SaveFormat:
+def choose_save_format(path: Path, requested: str | None, max_shard_size: int | str | None) -> SaveFormat:
     """Return the format for a path and the arguments of ``save``.
+
+    Raises:
+        ValueError: See ``choose_format``.
+    """
+    if requested != "dcp":
+        return choose_format(path, requested, max_shard_size, get_args(SaveFormat))
+    named = _SUFFIXES.get(path.suffix.lower())
+    if named is not None:
+        raise ValueError(f"format='dcp' contradicts the suffix {path.suffix!r}, which means {named!r}")
+    if max_shard_size is not None:
+        raise ValueError("max_shard_size applies to a directory of shards, not to 'dcp'")
+    return "dcp"
+
+
+def choose_format(
+    path: Path,
+    requested: str | None,
+    max_shard_size: int | str | None,
+    formats: Sequence[str] = CONVERT_FORMATS,
+) -> ConvertFormat:
+    """Return the format for a path and the arguments of ``convert``.
+
+    Args:
+        path: The destination.
+        requested: The argument ``format``.
+        max_shard_size: The argument.
+        formats: The formats that an error lists.
 
     Raises:
         ValueError: The format is unknown or cannot be derived, or the arguments contradict each other.
     """
-    if requested is not None and requested not in SAVE_FORMATS:
-        raise ValueError(f"unknown format {requested!r}: one of {', '.join(SAVE_FORMATS)}")
+    if requested is not None and requested not in CONVERT_FORMATS:
+        raise ValueError(f"unknown format {requested!r}: one of {', '.join(formats)}")
     suffix = path.suffix.lower()
     named = _SUFFIXES.get(suffix)
     if named is None and (suffix == "" or max_shard_size is not None):
         named = "huggingface"
-    chosen = next((each for each in SAVE_FORMATS if each == requested), named)
+    chosen = next((each for each in CONVERT_FORMATS if each == requested), named)
     if chosen is None:
         raise ValueError(f"no format for the suffix {path.suffix!r}: name one with format=")
     if suffix in _SUFFIXES and chosen != named:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from sluice.writing.torch_tensors import Described, Geometry
 from sluice.writing.write_queue import write_queue
 from sluice.writing.zip_archive import Archive
 
-__all__ = ["SavedObject", "TorchZipWriter", "lay_out_torch_zip", "write_torch_zip"]
+__all__ = ["SavedObject", "TorchZipWriter", "Writable", "lay_out_torch_zip", "write_torch_zip"]
 
 #: Small records that torch writes next to the object and its data.
 _SMALL_RECORDS = {".format_version": b"1", ".storage_alignment": b"64", "byteorder": sys.byteorder.encode()}
@@ -40,6 +40,14 @@ _VERSION = b"3\n"
 
 #: Bytes per write of the central directory, and per read of a storage for its CRC.
 _PIECE_BYTES = 1 << 20
+
+
+class Writable(Protocol):
+    """A file, or a part of one, whose bytes are written in any order."""
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Write all of ``data`` at byte ``offset``; each byte once. Thread-safe."""
+        ...
 
 
 class TorchZipWriter:
@@ -81,7 +89,7 @@ class TorchZipWriter:
         """Return the first byte of a storage in the file."""
         return self._archive.data(self._first + storage)
 
-    def write(self, file: NewFile, storage: int, at: int, piece: bytes | memoryview, *, account: bool = True) -> None:
+    def write(self, file: Writable, storage: int, at: int, piece: bytes | memoryview, *, account: bool = True) -> None:
         """Write a piece of a storage; each byte once, in any order. Thread-safe.
 
         Args:
@@ -121,7 +129,7 @@ class TorchZipWriter:
             self._archive.account(number, at, piece)
             at += len(piece)
 
-    def finish(self, file: NewFile) -> int:
+    def finish(self, file: Writable) -> int:
         """Write everything but the storages, after all of them; return the size of the file in bytes."""
         for number, content in enumerate((*self._small.values(), _VERSION)):
             record = number if number < self._first else self._version

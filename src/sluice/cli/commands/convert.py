@@ -27,7 +27,7 @@ from sluice.cli.options import (
 from sluice.cli.terminal import allow_replacing, progress_wanted
 from sluice.cli.views.report import show_report
 from sluice.formats.manifest import HashAlgorithm, new_hash
-from sluice.writing.save_formats import SAVE_FORMATS, choose_format
+from sluice.writing.save_formats import CONVERT_FORMATS, choose_format
 
 __all__ = ["convert_command"]
 
@@ -36,7 +36,7 @@ __all__ = ["convert_command"]
 @click.argument("source", type=click.Path())
 @click.argument("destination", type=click.Path())
 @click.option("--key", help="Part of the checkpoint, such as model_state_dict. Default: all of it, or the state dict.")
-@click.option("--format", "kind", type=click.Choice(SAVE_FORMATS), help="Default: by the suffix of DESTINATION.")
+@click.option("--format", "kind", type=click.Choice(CONVERT_FORMATS), help="Default: by the suffix of DESTINATION.")
 @click.option("--dtype", type=DTypeName(), help="bf16, half, float32, ... for real floats. Default: auto, no cast.")
 @rename_option
 @rename_regex_option

@@ -15,6 +15,7 @@ from sluice.ranks.protocol import Ruling
 __all__ = ["LEAD", "AgreedSave", "Alone", "RankGroup", "together"]
 
 _INTACT = "existing files are intact"
+_REPLACED = "the new files are in place"
 
 #: Position of the rank that creates files and puts them in place.
 LEAD = 0
@@ -71,10 +72,14 @@ class AgreedSave:
         self._agreement.look()
 
     def exchange(self, work: Callable[[], bytes], *, last: bool = False) -> list[bytes]:
-        own = self._agreement.attempt(work) or b""
+        own = self._agreement.attempt(work)
         self._step += 1
-        after = "existing files are intact unless the first rank put the new ones in place" if last else _INTACT
-        value = self._agreement.settle(f"save {self._step}", own, _collect, last=last, after=after)
+        lead = self._agreement.group.ranks[LEAD]
+
+        def after(failed: Mapping[int, str]) -> str:
+            return _REPLACED if last and own is not None and lead not in failed else _INTACT
+
+        value = self._agreement.settle(f"save {self._step}", own or b"", _collect, last=last, after=after)
         return msgspec.msgpack.decode(value, type=list[bytes])
 
 

@@ -38,6 +38,8 @@ from sluice.writing.items import tensor_items
 from sluice.writing.ranks.division import DividedTensor, HeldTensor, agreed_ties, divide
 from sluice.writing.ranks.group import LEAD, AgreedSave, Alone, RankGroup, together
 from sluice.writing.ranks.held import dtensors_in, held_tensors
+from sluice.writing.ranks.item_files import ItemFiles
+from sluice.writing.ranks.items import flatten, value_item
 from sluice.writing.ranks.shared_writes import FilePlan, RankWriter, check_equal
 from sluice.writing.ranks.torch_object import outline_object, pickle_outlined, storage_sizes
 from sluice.writing.safetensors import SafetensorsLayout, TensorOutline, lay_out_safetensors
@@ -167,10 +169,30 @@ def _save_directory(job: SaveJob, state: object, group: RankGroup) -> SavedFiles
     return division.saved(files, len(division.tensors) + len(division.ties))
 
 
+def _save_distributed(job: SaveJob, state: object, group: RankGroup) -> SavedFiles:
+    flat, paths = flatten(state)
+    held = {name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    values = {name: value_item(value, name) for name, value in flat.items() if name not in held}
+    division = _divided(job, partial(held_tensors, held, job.dtype), group, tied=False)
+    with _progress(division, group) as wrote:
+        items = ItemFiles(
+            group=group,
+            tensors=division.tensors,
+            held=held,
+            values=values,
+            paths=paths,
+            staging=division.job.staging,
+            wrote=wrote,
+        )
+        files = items.write(job.destination, overwrite=job.overwrite)
+    return division.saved(files, len(division.tensors))
+
+
 _WRITERS: dict[SaveFormat, Callable[[SaveJob, object, RankGroup], SavedFiles]] = {
     "torch": _save_torch,
     "safetensors": _save_safetensors,
     "huggingface": _save_directory,
+    "dcp": _save_distributed,
 }
 
 
@@ -203,8 +225,16 @@ def _flat(job: SaveJob, state: object, group: RankGroup) -> tuple[dict[str, torc
     return held, _divided(job, describe, group)
 
 
-def _divided(job: SaveJob, describe: Callable[[], dict[str, HeldTensor]], group: RankGroup) -> _Division:
+def _divided(
+    job: SaveJob, describe: Callable[[], dict[str, HeldTensor]], group: RankGroup, *, tied: bool = True
+) -> _Division:
     """Tell all ranks what this one holds, and return what all hold.
+
+    Args:
+        job: The arguments.
+        describe: Returns what this rank holds.
+        group: The ranks.
+        tied: Whether a tensor with several names is stored once.
 
     Raises:
         RankError: A rank cannot describe what it holds.
@@ -220,7 +250,7 @@ def _divided(job: SaveJob, describe: Callable[[], dict[str, HeldTensor]], group:
     ranks = [decode(zlib.decompress(each)) for each in group.exchange(contribute)]
     check_equal([rank.arguments for rank in ranks], "were called with different arguments")
     held = [rank.held for rank in ranks]
-    ties = agreed_ties(held)
+    ties = agreed_ties(held) if tied else {}
     stored = [{name: each for name, each in own.items() if name not in ties} for own in held]
     tensors = divide(stored)
     local = sum(rank.host == host for rank in ranks)
@@ -246,10 +276,17 @@ def _written(tensors: Mapping[str, DividedTensor], ranks: int) -> tuple[int, ...
 
 @contextmanager
 def _rank_writer(division: _Division, held: Mapping[str, torch.Tensor], group: RankGroup) -> Iterator[RankWriter]:
+    with _progress(division, group) as wrote:
+        yield RankWriter(group=group, tensors=division.tensors, held=held, staging=division.job.staging, wrote=wrote)
+
+
+@contextmanager
+def _progress(division: _Division, group: RankGroup) -> Iterator[Callable[[int], None]]:
+    """Yield a function that reports the bytes of each piece, and ends the work if a different rank has failed."""
     with counting(division.job, division.written[group.position]) as count:
 
         def wrote(nbytes: int) -> None:
             count(nbytes)
             group.look()
 
-        yield RankWriter(group=group, tensors=division.tensors, held=held, staging=division.job.staging, wrote=wrote)
+        yield wrote

@@ -1,0 +1,205 @@
+"""The items of a distributed checkpoint: which chunks and values each rank stores, and where in its file.
+
+An item is a ``torch.save`` file of one chunk or of one value. The region of a rank is one chunk for each of its boxes,
+because a chunk is contiguous in the tensor. Values that are not tensors are the same on every rank; the lead stores
+them. All sizes are known beforehand, so that every rank knows the places of all items. Tensors are described, not held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+from msgspec import Struct
+
+from sluice._dtypes import ITEM_BYTES
+from sluice._errors import SaveError
+from sluice._geometry import contiguous_stride, round_up
+from sluice.writing.dcp_metadata import ItemPlace, StoredChunk, StoredTensor
+from sluice.writing.pickle_walk import walk_object
+from sluice.writing.ranks.division import Box, DividedTensor, boxes
+from sluice.writing.ranks.group import LEAD
+from sluice.writing.torch_pickle import is_plain, pickle_object, refusal
+from sluice.writing.torch_tensors import Described, Geometry
+from sluice.writing.torch_zip import TorchZipWriter
+
+__all__ = ["ItemLayout", "OwnChunk", "chunk_writer", "flatten", "lay_out_items", "value_item"]
+
+_Path = tuple[str | int, ...]
+
+#: Alignment of items, in bytes: that of the data in a zip record.
+_ALIGNMENT_BYTES = 64
+
+
+class OwnChunk(Struct, frozen=True, kw_only=True):
+    """A chunk that a rank writes."""
+
+    #: Name of the tensor.
+    name: str
+    #: The chunk as a box of what the rank holds of the tensor.
+    box: Box
+    #: First byte of the item in the file of the rank.
+    offset: int
+
+
+class ItemLayout(Struct, frozen=True, kw_only=True):
+    """The items of all ranks."""
+
+    #: Size of the file of each rank that stores anything, in bytes.
+    sizes: dict[int, int]
+    #: Chunks of each rank.
+    chunks: dict[int, list[OwnChunk]]
+    #: First byte of each value in the file of the lead.
+    values: dict[str, int]
+    #: Start and shape of each chunk of a tensor, its rank, and first byte and size of its item.
+    stored: dict[str, list[tuple[Box, int, int, int]]]
+
+    def tensors(self, tensors: Mapping[str, DividedTensor], names: Mapping[int, str]) -> dict[str, StoredTensor]:
+        """Return the tensors for the metadata; ``names`` are the files of ranks."""
+        return {
+            name: StoredTensor(
+                dtype=tensors[name].dtype,
+                shape=tensors[name].shape,
+                chunks=tuple(
+                    StoredChunk(
+                        start=start, shape=shape, place=ItemPlace(file=names[rank], offset=offset, nbytes=nbytes)
+                    )
+                    for (start, shape), rank, offset, nbytes in chunks
+                ),
+            )
+            for name, chunks in self.stored.items()
+        }
+
+
+def lay_out_items(tensors: Mapping[str, DividedTensor], values: Mapping[str, bytes]) -> ItemLayout:
+    """Return the place of each item.
+
+    Args:
+        tensors: The tensors of all ranks.
+        values: Items of the values.
+    """
+    layout = ItemLayout(sizes={}, chunks={}, values={}, stored={name: [] for name in tensors})
+
+    def take(rank: int, nbytes: int) -> int:
+        offset = round_up(layout.sizes.get(rank, 0), _ALIGNMENT_BYTES)
+        layout.sizes[rank] = offset + nbytes
+        return offset
+
+    for name, item in values.items():
+        layout.values[name] = take(LEAD, len(item))
+    for name, tensor in tensors.items():
+        for region, rank in zip(tensor.regions, tensor.writers, strict=True):
+            for box, own in zip(boxes(region), boxes(_local(region)), strict=True):
+                nbytes = _item_bytes(tensor.dtype, box[1])
+                offset = take(rank, nbytes)
+                layout.chunks.setdefault(rank, []).append(OwnChunk(name=name, box=own, offset=offset))
+                layout.stored[name].append((box, rank, offset, nbytes))
+        if not tensor.regions:  # readers expect an item of every tensor
+            box = (0,) * len(tensor.shape), tensor.shape
+            nbytes = _item_bytes(tensor.dtype, tensor.shape)
+            offset = take(LEAD, nbytes)
+            layout.chunks.setdefault(LEAD, []).append(OwnChunk(name=name, box=box, offset=offset))
+            layout.stored[name].append((box, LEAD, offset, nbytes))
+    return layout
+
+
+def _local(region: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the intervals of a region as intervals of the tensor that holds its elements."""
+    local = []
+    for intervals in region:
+        at, own = 0, []
+        for start, stop in intervals:
+            own.append((at, at + stop - start))
+            at += stop - start
+        local.append(tuple(own))
+    return tuple(local)
+
+
+def chunk_writer(dtype: str, shape: tuple[int, ...]) -> TorchZipWriter:
+    """Return a writer of the item of a chunk, whose data is storage 0."""
+    return TorchZipWriter(_chunk_pickle(dtype, shape), [prod(shape) * ITEM_BYTES[dtype]])
+
+
+@lru_cache(maxsize=4096)
+def _chunk_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
+    chunk = object()  # described, not held
+    geometry = Geometry(
+        storage=0, elements=prod(shape), dtype=dtype, start=0, shape=shape, stride=contiguous_stride(shape)
+    )
+    walked = walk_object(chunk, lambda _: {})
+    return bytes(pickle_object(chunk, walked, [Described(content=geometry)]))
+
+
+@lru_cache(maxsize=4096)
+def _item_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return chunk_writer(dtype, shape).file_bytes
+
+
+def value_item(value: object, name: str) -> bytes:
+    """Return the item of a value that is not a tensor.
+
+    Raises:
+        SaveError: It contains something that ``torch.load(weights_only=True)`` would refuse, or a tensor.
+    """
+
+    def attributes(inside: object) -> None:
+        if isinstance(inside, torch.Tensor):
+            raise SaveError("a tensor in a tuple or a set cannot be saved in this format", tensor=name)
+        if not is_plain(inside):
+            raise refusal(inside)
+
+    walked = walk_object(value, attributes, by_value=True)
+    writer = TorchZipWriter(pickle_object(value, walked, []), [])
+    out = _Memory(writer.file_bytes)
+    writer.finish(out)
+    return bytes(out.content)
+
+
+class _Memory:
+    def __init__(self, nbytes: int) -> None:
+        self.content = bytearray(nbytes)
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        self.content[offset : offset + len(data)] = data
+
+
+def flatten(state: object) -> tuple[dict[str, object], dict[str, _Path]]:
+    """Return the values of a nested state dict by flat name, and their paths, as torch.distributed.checkpoint does.
+
+    Dicts are always flattened, lists only if they contain tensors or dicts.
+
+    Raises:
+        SaveError: It is not a mapping, or two values have one name.
+    """
+    if not isinstance(state, Mapping):
+        raise SaveError("this format can only hold a state dict", found=type(state).__name__)
+    values: dict[str, object] = {}
+    paths: dict[str, _Path] = {}
+    waiting: list[tuple[_Path, object]] = [((), state)]
+    while waiting:
+        path, value = waiting.pop()
+        inside: list[tuple[_Path, object]] | None = None
+        if isinstance(value, Mapping):
+            inside = [((*path, str(key)), child) for key, child in value.items()]
+        elif isinstance(value, list) and not _is_terminal(value):
+            inside = [((*path, index), child) for index, child in enumerate(value)]
+        if inside is not None:
+            waiting += reversed(inside)
+            continue
+        name = ".".join(map(str, path))
+        if name in values:
+            raise SaveError("two values have the same flat name", tensor=name)
+        values[name], paths[name] = value, path
+    return values, paths
+
+
+def _is_terminal(values: Sequence[object]) -> bool:
+    """Return whether a list is one value: it has no tensor, dict, or list with one of these."""
+    for value in values:
+        if isinstance(value, (Mapping, torch.Tensor)):
+            return False
+        if isinstance(value, list) and not _is_terminal(value):
+            return False
+    return True
