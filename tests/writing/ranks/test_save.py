@@ -114,3 +114,111 @@ def test_a_process_alone_saves_a_distributed_checkpoint(tmp_path: Path) -> None:
     with sluice.open(tmp_path / "dcp") as checkpoint:
         assert checkpoint.tree["steps"] == [1, 2.5]
     assert (report.format, report.written_by_rank) == ("dcp", (report.nbytes,))
+
+
+def training_state(directory: Path) -> list[str]:
+    """Train a divided model for a step, save all of its state, and load it; return what differs on this rank."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer), "step": 1}
+    sluice.save(state, directory / "state.pth")
+    sluice.save(state, directory / "dcp", format="dcp")
+    sluice.save(optimizer, directory / "optimizer.pth")
+
+    problems = []
+    own: Any = state["optim"]
+    moments: dict[str, DTensor] = {name: each["exp_avg_sq"] for name, each in own["state"].items()}
+    by_name = torch.load(directory / "state.pth", weights_only=True)["optim"]["state"]
+    by_number = torch.load(directory / "optimizer.pth", weights_only=True)["state"]
+    for number, (name, moment) in enumerate(moments.items()):
+        whole = moment.full_tensor()
+        if not torch.equal(by_name[name]["exp_avg_sq"], whole) or by_name[name]["step"] != 1:
+            problems.append(f"state.pth: {name}")
+        if not torch.equal(by_number[number]["exp_avg_sq"], whole):
+            problems.append(f"optimizer.pth: {name}")
+    before = {name: moment.to_local().clone() for name, moment in moments.items()}
+    for moment in moments.values():
+        moment.to_local().zero_()
+    loaded: dict[str, Any] = {
+        "optim": {"state": {name: {"exp_avg_sq": moment} for name, moment in moments.items()}},
+        "step": 0,
+    }
+    dcp.load(loaded, checkpoint_id=directory / "dcp")  # type: ignore[attr-defined]
+    problems += [f"dcp: {name}" for name, moment in moments.items() if not torch.equal(moment.to_local(), before[name])]
+    return problems + ["dcp: step"] * (loaded["step"] != 1)
+
+
+def test_the_state_of_an_optimizer(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(training_state, tmp_path) == [[], []]
+
+
+def of_part_of_the_ranks(path: Path) -> str:
+    try:
+        sluice.save(divided_model("part-of-the-ranks"), path)
+    except sluice.SluiceError as error:
+        return str(error.__cause__ or error)
+    return ""
+
+
+def test_ranks_outside_of_the_mesh_raise_and_the_others_save(four_ranks: Ranks, tmp_path: Path) -> None:
+    texts = four_ranks.run(of_part_of_the_ranks, tmp_path / "model.safetensors")
+    assert (texts[1], texts[3]) == ("", "")
+    assert all("this rank is not part of the mesh" in text for text in (texts[0], texts[2]))
+    check_equal(dict(sluice.load_state_dict(tmp_path / "model.safetensors")), expected_state())
+
+
+def refused(directory: Path) -> list[str]:
+    """Return the error of each save that ranks do not agree on, or that their formats do not allow."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    summand = DTensor.from_local(torch.ones(2), mesh, [Partial()])
+    longer = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    calls: list[tuple[object, str, dict[str, Any]]] = [
+        ({"w": weight, "seed": rank}, "a.pth", {}),
+        ({"w": weight, "seed": rank}, "a", {"format": "dcp"}),
+        ({"w": weight if rank else longer}, "a.safetensors", {}),
+        ({"w": weight}, "a.safetensors", {"dtype": "bf16" if rank else None}),
+        ({"w": weight, "x": summand}, "a.safetensors", {}),
+        ({"w": weight, "x": 1} if rank else {"w": weight}, "a.safetensors", {}),
+        ({"w": weight}, "a", {"format": "per-parameter"}),
+        ({"w": weight}, "a.pth", {"manifest": directory / "m.json"}),
+    ]
+    texts = []
+    for state, path, options in calls:
+        try:
+            sluice.save(state, directory / path, **options)  # type: ignore[arg-type]
+            texts.append("")
+        except sluice.SluiceError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_what_ranks_do_not_agree_on_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    texts = two_ranks.run(refused, tmp_path)
+    assert texts[0] == texts[1]
+    expected = [
+        "ranks 0 and 1 have different values in the object",
+        "ranks 0 and 1 have different values in the object",
+        "ranks 0 and 1 hold different tensors under one name; expected float32 [5, 2]; found float32 [4, 2]",
+        "ranks 0 and 1 were called with different arguments",
+        "tensor 'x': the tensor is a DTensor with the placement",
+        "rank 1: SaveError: tensor 'x': this format stores tensors only",
+        "this format cannot hold DTensors",
+        "a manifest of DTensors cannot be written",
+    ]
+    for text, problem in zip(texts[0], expected, strict=True):
+        assert problem in text
+    assert list(tmp_path.iterdir()) == []
