@@ -46,13 +46,18 @@ def save(
     Tensors that are cast, strided or on an accelerator pass through one buffer; no tensor is copied as a whole. The
     file is written next to its final name, synced and renamed, so that a crash leaves the old file or the new one.
 
+    If ``obj`` has DTensors, every rank of their device mesh calls this function with the same arguments. Each writes
+    the bytes that it holds; no tensor is gathered. Plain tensors and other values have to be the same on all ranks. The
+    files are put in place once, for all ranks, or not at all. Not with ``manifest`` or ``"per-parameter"``.
+
     Args:
         obj: A module or an optimizer (its ``state_dict()`` is saved), a state dict, or a nested training state.
         path: A file or a directory. It may be the file that the weights were loaded from.
         format: ``"torch"`` (``torch.load(weights_only=True)`` reads it), ``"safetensors"``, ``"huggingface"`` (a
-            directory with ``model.safetensors``, or shards and an index) or ``"per-parameter"`` (a directory with a
-            file per tensor). None chooses by the suffix: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` and
-            ``.ckpt`` are torch; without a suffix, or with ``max_shard_size``, a Hugging Face directory.
+            directory with ``model.safetensors``, or shards and an index), ``"per-parameter"`` (a directory with a
+            file per tensor) or ``"dcp"`` (a directory that ``torch.distributed.checkpoint`` reads). None chooses by
+            the suffix: ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` and ``.ckpt`` are torch; without a suffix, or
+            with ``max_shard_size``, a Hugging Face directory.
         dtype: Dtype that real floating-point tensors are cast to, as a ``torch.dtype`` or a name such as ``"bf16"``;
             None keeps each dtype.
         max_shard_size: Bytes of tensors in one shard, such as ``"5GB"`` (5 * 1000**3); only for ``"huggingface"``.
@@ -69,6 +74,7 @@ def save(
 
     Raises:
         SaveError: The format cannot hold ``obj``, or the operating system failed; existing files are intact.
+        RankError: The save failed on a rank; raised on every rank.
         ValueError: The format is unknown or contradicts the other arguments, or an argument has none of its accepted
             values.
         TypeError: An argument has a wrong type, such as a file object for the path.

@@ -1,4 +1,7 @@
-"""Memory of saves by ranks, measured from outside of their processes: a fixed amount that the ranks of a host share."""
+"""Large files that ranks write around the page cache: their bytes, and the memory of each rank, from outside of it.
+
+The memory is a fixed amount that the ranks of a host share.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,41 @@ from support.ranks import Ranks
 
 _MIB = 1 << 20
 
-#: What is saved, kept between two functions on a rank.
+#: The tensors to save, kept between two functions on a rank.
 _STATE: dict[str, torch.Tensor] = {}
 
 
+def numbered(rows: range, columns: range, width: int) -> torch.Tensor:
+    """Return a part of a tensor whose elements have their positions as values."""
+    return torch.tensor(rows).float()[:, None] * width + torch.tensor(columns).float()
+
+
 def prepare(directory: Path) -> None:
-    """Make one tensor that is much larger than staging, divided by columns, and import everything."""
+    """Make tensors that are much larger than staging, divided by columns and by rows, and import everything."""
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = init_device_mesh("cpu", (2,))
-    for name, size in (("small", 2), ("w", 4096)):
-        _STATE[name] = DTensor.from_local(torch.full((size, size // 2), 1.5), mesh, [Shard(1)], run_check=False)
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+
+    def divided(local: torch.Tensor, dim: int, *shape: int) -> torch.Tensor:
+        made: torch.Tensor = DTensor.from_local(
+            local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+        )
+        return made
+
+    _STATE["small"] = divided(torch.ones(2, 1), 1, 2, 2)
+    _STATE["columns"] = divided(numbered(range(4096), range(2048 * rank, 2048 * (rank + 1)), 4096), 1, 4096, 4096)
+    _STATE["rows"] = divided(
+        numbered(range(2050 * rank, min(2050 * (rank + 1), 4099)), range(1023), 1023), 0, 4099, 1023
+    )
     for path, form in (("a.pth", None), ("a.safetensors", None), ("a", "dcp")):
         sluice.save({"small": _STATE["small"]}, directory / path, format=form)  # type: ignore[arg-type]
 
 
 def save(path: Path, dtype: torch.dtype | None) -> None:
-    sluice.save({"w": _STATE["w"]}, path, format=None if path.suffix else "dcp", dtype=dtype)
+    state = {name: tensor for name, tensor in _STATE.items() if name != "small"}
+    sluice.save(state, path, format=None if path.suffix else "dcp", dtype=dtype)
 
 
 def forget() -> None:
@@ -59,4 +79,7 @@ def test_every_rank_takes_its_share_of_staging(two_ranks: Ranks, tmp_path: Path)
                 assert growth <= options.SAVE_STAGING_BYTES // 2 + 8 * _MIB, f"{path}: {growth / _MIB:.1f} MiB"
     finally:
         two_ranks.run(forget)
-    assert bool((sluice.load_state_dict(tmp_path / "w.pth")["w"] == 1.5).all())
+    for path, dtype in (("w.pth", torch.float32), ("w.safetensors", torch.bfloat16), ("w", torch.float64)):
+        loaded = sluice.load_state_dict(tmp_path / path)
+        assert torch.equal(loaded["columns"], numbered(range(4096), range(4096), 4096).to(dtype))
+        assert torch.equal(loaded["rows"], numbered(range(4099), range(1023), 1023).to(dtype))
