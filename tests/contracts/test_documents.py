@@ -22,6 +22,7 @@ SKIPPED = {
     "docs/recipes/limited-ram.md": 1,
     "docs/recipes/notebook-gpu.md": 2,
     "docs/reliability.md": 1,
+    "docs/saving.md": 1,  # several ranks
     "docs/scaling.md": 1,
     "docs/versions.md": 1,  # builds environments of several gigabytes
 }

@@ -161,6 +161,25 @@ def test_the_state_of_an_optimizer(two_ranks: Ranks, tmp_path: Path) -> None:
     assert two_ranks.run(training_state, tmp_path) == [[], []]
 
 
+def stages(directory: Path) -> None:
+    """Save a layer of this rank: each stage of a pipeline is on a mesh of its own, cut from one mesh of all ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    stage = dist.get_rank() // 2
+    layer = distribute_tensor(torch.arange(15.0).reshape(5, 3) + 100 * stage, mesh, [Shard(0)])
+    sluice.save({f"layers.{stage}": layer}, directory / "model", max_shard_size=50)
+
+
+def test_stages_of_a_pipeline_hold_different_tensors(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(stages, tmp_path)
+    expected = {f"layers.{stage}": torch.arange(15.0).reshape(5, 3) + 100 * stage for stage in range(2)}
+    check_equal(dict(sluice.load_state_dict(tmp_path / "model")), expected)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 2
+
+
 def of_part_of_the_ranks(path: Path) -> str:
     try:
         sluice.save(divided_model("part-of-the-ranks"), path)

@@ -40,7 +40,7 @@ class HeldTensor(Struct, frozen=True, kw_only=True, array_like=True):
     dtype: str
     #: Shape of the whole tensor.
     shape: tuple[int, ...]
-    #: What the rank holds of it.
+    #: Region that the rank holds.
     region: Region
     #: First name in alphabetical order of the tensors in the same memory; None if the rank holds no element.
     tied_to: str | None
@@ -106,7 +106,7 @@ def divide(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, DividedTensor
 
 
 def agreed_ties(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, str]:
-    """Return the names that are not stored, because every rank has their tensor in the memory of another.
+    """Return the names that are not stored, because every rank has their tensor in that of a different one.
 
     Returns:
         ``{name: stored name}``. A rank without elements of a tensor cannot tell, and follows the others.

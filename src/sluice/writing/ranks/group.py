@@ -1,4 +1,4 @@
-"""What a save needs of the process group: steps in which every rank takes part."""
+"""The steps of a save, in which every rank of a process group takes part."""
 
 from __future__ import annotations
 

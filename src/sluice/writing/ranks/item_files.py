@@ -35,7 +35,7 @@ class ItemFiles(Struct, frozen=True, kw_only=True):
     group: RankGroup
     #: The tensors of all ranks, by flat name.
     tensors: Mapping[str, DividedTensor]
-    #: What this rank holds, by flat name.
+    #: Tensors of this rank, by flat name: DTensors or plain ones.
     held: Mapping[str, torch.Tensor]
     #: Items of the values, by flat name; the same on every rank.
     values: Mapping[str, bytes]

@@ -54,18 +54,18 @@ _NO_MANIFEST = "Nothing was written. Save without manifest=; convert(path, copy,
 
 
 class _Contribution(Struct, frozen=True, kw_only=True):
-    """What a rank tells the others before anything is written."""
+    """The message of a rank to the others before anything is written."""
 
     #: Its host, whose ranks share one amount of staging memory.
     host: str
     #: Its arguments.
     arguments: str
-    #: What it holds, by name.
+    #: Its tensors, by name.
     held: dict[str, HeldTensor]
 
 
 class _Division(Struct, frozen=True, kw_only=True):
-    """What all ranks hold, and this rank's part in writing it."""
+    """The tensors of all ranks, and the part of this one in writing them."""
 
     #: The arguments, with the staging memory of this rank.
     job: SaveJob

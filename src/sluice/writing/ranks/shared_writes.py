@@ -73,7 +73,7 @@ class RankWriter(Struct, frozen=True, kw_only=True):
     group: RankGroup
     #: The tensors of all ranks, by name.
     tensors: Mapping[str, DividedTensor]
-    #: What this rank holds, by name: DTensors or plain tensors.
+    #: Tensors of this rank, by name: DTensors or plain ones.
     held: Mapping[str, torch.Tensor]
     #: Buffers of this rank.
     staging: Staging
