@@ -15,7 +15,7 @@ from typing import Any, cast, get_args
 from sluice._dtypes import DType, parse_dtype, torch_dtype
 from sluice._errors import UnsupportedError
 from sluice._messages import type_of
-from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place
+from sluice._options import Limits, Memory, MemoryLimits, PageCache, Place, Share
 from sluice._units import parse_bytes
 
 __all__ = [
@@ -131,7 +131,7 @@ def size_or_none(argument: str, size: int | str | None) -> int | None:
         raise type(error)(f"{argument}=: {error}") from None
 
 
-def check_load(
+def check_load(  # noqa: PLR0913  one for each argument that functions share
     *,
     key: object = None,
     limits: object = None,
@@ -141,14 +141,15 @@ def check_load(
     allow_empty: object = False,
     place: object = "copy",
     page_cache: object = "auto",
+    share: object = "auto",
     progress: object = False,
 ) -> None:
     """Check arguments that several functions share, before anything is opened.
 
     Raises:
         TypeError: One has a wrong type.
-        ValueError: ``allow_empty`` is given without ``strict=False``, ``place`` or ``page_cache`` is not one of its
-            choices, or a pattern is not a regular expression.
+        ValueError: ``allow_empty`` is given without ``strict=False``, a pattern is not a regular expression, or
+            ``place``, ``page_cache`` or ``share`` is not one of its choices.
     """
     if key is not None and not isinstance(key, str):
         raise TypeError(f"key= is {type_of(key)}; write a text such as 'model_state_dict' or 'ema.model'")
@@ -168,6 +169,7 @@ def check_load(
         )
     _check_choice("place", place, get_args(Place))
     _check_choice("page_cache", page_cache, get_args(PageCache))
+    _check_choice("share", share, get_args(Share))
 
 
 def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:

@@ -367,8 +367,15 @@ class RankError(SluiceError, RuntimeError):
 
     advice = "Repair what the named ranks report, then call again on every rank."
 
-    def __init__(self, problem: str, *, ranks: Mapping[int, str] | None = None, file: str | None = None) -> None:
-        super().__init__(problem, file=file)
+    def __init__(
+        self,
+        problem: str,
+        *,
+        ranks: Mapping[int, str] | None = None,
+        file: str | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        super().__init__(problem, file=file, tensor=tensor)
         self.ranks = dict(ranks or {})
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from sluice._public import public
 from sluice._units import parse_bytes
 
-__all__ = ["Limits", "Memory", "MemoryLimits", "PageCache", "Place", "TransferOptions"]
+__all__ = ["Limits", "Memory", "MemoryLimits", "PageCache", "Place", "Share", "TransferOptions"]
 
 #: ``auto``: direct reads of ranges that are not cached, buffered reads of the rest. ``keep``: buffered reads only, so
 #: that the file is cached for the next load. ``bypass``: direct reads; pages of unavoidable buffered reads are dropped.
@@ -19,6 +19,10 @@ PageCache = Literal["auto", "keep", "bypass"]
 
 #: ``copy``: every tensor gets its own memory. ``map``: CPU tensors that need no change are mapped pages of the file.
 Place = Literal["copy", "map"]
+
+#: Bytes that several ranks of a load need. ``once``: one of them reads each and hands it to the others. ``none``: each
+#: reads for itself. ``auto``: once if the ranks are on several hosts and the files are not on local disks.
+Share = Literal["auto", "once", "none"]
 
 #: Default encoding of the text in files from Python 2, which do not declare it; torch.load has the same.
 TEXT_ENCODING = "utf-8"

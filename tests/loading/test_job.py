@@ -14,6 +14,7 @@ import sluice
 from sluice._options import TransferOptions
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint, borrow
+from sluice.engine.running_plan import RunResult
 from sluice.loading.job import Loaded, LoadJob, LoadRequest, decide, load, load_report, run
 from sluice.loading.module_job import EntriesRequest, ModuleRequest
 from sluice.loading.optimizer_job import OptimizerRequest
@@ -73,8 +74,11 @@ class RowsRequest(LoadRequest, frozen=True, kw_only=True):
 
 
 class RowsJob(LoadJob, frozen=True, kw_only=True):
-    def fill(self, progress: Progress) -> Loaded:
-        tensors, result = self.read(progress)
+    def fetch(self, progress: Progress) -> tuple[list[torch.Tensor], RunResult]:
+        return self.read(progress)
+
+    def install(self, fetched: tuple[list[torch.Tensor], RunResult]) -> Loaded:
+        tensors, result = fetched
         return Loaded(result=result, value=tensors[0])
 
 

@@ -1,4 +1,4 @@
-"""Loads of several ranks: all of them succeed, or none changes a model on meta, whatever happens to one of them."""
+"""Loads of several ranks: all of them succeed, or none changes a model on meta, for any failure of one of them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import sluice
 from support.joint_loads import (
+    ROUND_STEPS,
     STEPS,
     failing_load,
     live_failing_load,
     load,
     load_differently,
+    load_divided,
     saved,
     state_after,
+    truth,
     with_options,
 )
 from support.ranks import Ranks
@@ -73,7 +77,7 @@ def test_a_rank_that_is_killed(checkpoint: str, step: str) -> None:
 
 
 def test_a_rank_that_is_stopped(two_ranks: Ranks, checkpoint: str) -> None:
-    """It goes on when the other one has given up, and then gets the same verdict."""
+    """It continues when the other one has given up, and then gets the same verdict."""
     options = {"RANK_STOPPED_SECONDS": 0.5}
     outcomes = two_ranks.run(with_options, options, state_after, checkpoint, "later read", "stop", 1)
     assert [outcome[0] for outcome in outcomes] == ["RankError"] * 2
@@ -82,7 +86,7 @@ def test_a_rank_that_is_stopped(two_ranks: Ranks, checkpoint: str) -> None:
 
 
 def test_live_tensors_that_changed_are_named(two_ranks: Ranks, checkpoint: str) -> None:
-    """On the rank that failed some are torn; the other one may have finished, and says so."""
+    """On the rank that failed some are torn; the other one may have finished, and names its own."""
     outcomes = two_ranks.run(live_failing_load, checkpoint, 0)
     kind, done, torn = outcomes[0]
     assert kind == "OSError"
@@ -111,7 +115,7 @@ def test_the_same_file_under_two_names(two_ranks: Ranks, checkpoint: str, tmp_pa
 
 
 def test_a_limit_of_the_host_counts_all_ranks(two_ranks: Ranks, checkpoint: str) -> None:
-    """What one rank needs fits; what both need does not."""
+    """The needs of one rank fit; those of both together do not."""
     (first, _), (second, _) = two_ranks.run(load, checkpoint)
     needed = [each.predicted_bytes for each in first.ranks]
     limit = sum(needed) - 1
@@ -121,3 +125,48 @@ def test_a_limit_of_the_host_counts_all_ranks(two_ranks: Ranks, checkpoint: str)
     assert "the ranks 0, 1 of host" in failed[0][0]
     assert two_ranks.run(load_differently, [checkpoint] * 2, [{"memory": sum(needed)}] * 2) == [{}, {}]
     assert first.read_bytes + second.read_bytes < 1.1 * Path(checkpoint).stat().st_size
+
+
+@pytest.mark.parametrize("arguments", [{}, {"dtype": torch.bfloat16}, {"memory": sluice.MemoryLimits(staging="2MiB")}])
+def test_shared_bytes_are_read_once(four_ranks: Ranks, checkpoint: str, arguments: dict[str, object]) -> None:
+    """Small tensors and their neighbors, replicated tensors and columns: no byte is read by two ranks."""
+    results = four_ranks.run(load_divided, checkpoint, "once", arguments)
+    assert [right for _, right in results] == [True] * 4
+    reports = [report for report, _ in results]
+    assert sum(each.read_bytes for each in reports[0].ranks) <= 1.02 * sum(each.nbytes for each in truth().values())
+    assert all(each.received_bytes for each in reports[0].ranks)
+    assert any("are read once, in" in note for note in reports[0].notes)
+
+
+def test_each_rank_reads_for_itself_on_one_host(four_ranks: Ranks, checkpoint: str) -> None:
+    results = four_ranks.run(load_divided, checkpoint, "auto", {})
+    assert [right for _, right in results] == [True] * 4
+    assert not any(each.received_bytes for each in results[0][0].ranks)
+    assert any("all ranks are on one host" in note for note in results[0][0].notes)
+
+
+@pytest.mark.parametrize("step", ["first read", *ROUND_STEPS])
+@pytest.mark.parametrize("fault", ["error", "interrupt"])
+def test_a_rank_that_fails_while_ranks_read_for_each_other(
+    four_ranks: Ranks, checkpoint: str, step: str, fault: str
+) -> None:
+    """Every rank ends at the same round, and the group transfers the next load."""
+    culprit = 1 + ROUND_STEPS.index(step) if step in ROUND_STEPS else 0
+    outcomes = four_ranks.run(failing_load, checkpoint, step, fault, culprit, "once")
+    assert [usable for *_, usable in outcomes] == [True] * 4
+    kinds = ["RankError"] * 4
+    if fault == "interrupt":
+        kinds[culprit] = "KeyboardInterrupt"
+    assert [kind for kind, *_ in outcomes] == kinds
+    assert {tuple(outcome[2]) for outcome in outcomes if outcome[0] == "RankError"} == {(culprit,)}
+
+
+@pytest.mark.parametrize(("step", "culprit"), [("first read", 1), ("read of a round", 1), ("copy of a round", 0)])
+def test_a_rank_that_is_killed_while_ranks_read_for_each_other(checkpoint: str, step: str, culprit: int) -> None:
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(state_after, checkpoint, step, "kill", culprit, "once", timeout=60)
+    ok, (kind, text, failed, _) = outcomes[1 - culprit]
+    assert ok
+    assert kind == "RankError", text
+    assert set(failed) == {culprit}
+    assert "gone" in failed[culprit]

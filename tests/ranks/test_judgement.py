@@ -1,4 +1,4 @@
-"""What ranks compare before any of them reads."""
+"""Comparison of ranks before any of them reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROPOSAL = Proposal(
     files=(("/data/model.pth", 100),),
     index="1f",
     arguments={"dtype": "None"},
-    wants="2e",
+    requested="2e",
     growth_bytes=10 * _MIB,
     limit_bytes=20 * _MIB,
     limit_origin="free memory",
@@ -34,7 +34,7 @@ def test_equal_proposals() -> None:
         ({"files": (("/mnt/model.pth", 99),)}, "/mnt/model.pth with 99 bytes, rank 0 /data/model.pth with 100 bytes"),
         ({"files": ()}, "a checkpoint of 0 files, rank 0 one of 1"),
         ({"index": "3d"}, "different headers"),
-        ({"wants": "3d"}, "other names, shapes or dtypes"),
+        ({"requested": "3d"}, "other names, shapes or dtypes"),
     ],
 )
 def test_a_rank_that_differs(change: dict[str, object], text: str) -> None:

@@ -198,5 +198,5 @@ def test_a_store_that_does_not_answer() -> None:
     store = FakeStore()
     own = group(store, 1)
     store.fails = True
-    own.warn("nobody can be told")
+    own.warn("no rank can be told")
     assert "Connection reset by peer" in own.decide("read", b"", joined).failed[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ import sluice
 # mypy: disable-error-code="no-untyped-call"
 
 __all__ = [
+    "ROUND_STEPS",
     "STEPS",
     "Net",
     "failing_load",
     "live_failing_load",
     "load",
     "load_differently",
+    "load_divided",
     "load_part",
     "saved",
     "sharded",
@@ -31,8 +34,11 @@ __all__ = [
     "with_options",
 ]
 
-#: Where a fault can happen, and the function of ``sluice.loading.joint`` or of the engine that it replaces.
+#: Steps at which a fault can happen.
 STEPS = ("open", "plan", "first read", "later read", "before the vote", "install")
+
+#: Further steps of a load in which ranks read for each other.
+ROUND_STEPS = ("read of a round", "copy of a round")
 
 
 class Net(nn.Module):
@@ -42,6 +48,7 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(512, 1024)
         self.second = nn.Linear(1024, 7)
+        self.third = nn.Linear(512, 1024, bias=False)
         self.norm = nn.LayerNorm(7)
         self.register_buffer("scale", torch.ones(3))
 
@@ -77,6 +84,39 @@ def load(path: str, device: str = "meta", **arguments: Any) -> tuple[sluice.Load
     return report, is_loaded(model)
 
 
+def divided(device: str) -> nn.Module:
+    """Return a model on a mesh of two rows: replicated over rows and divided along them, by rows and by columns."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+    with torch.device(device):
+        model = Net()
+    layouts: dict[str, list[Placement]] = {
+        "first.weight": [Replicate(), Shard(1)],
+        "second.weight": [Shard(0), Shard(1)],
+        "third.weight": [Shard(0), Shard(0)],
+        "first.bias": [Replicate(), Replicate()],
+        "second.bias": [Replicate(), Shard(0)],
+    }
+    for name, placements in layouts.items():
+        owner, _, own = name.rpartition(".")
+        module = model.get_submodule(owner)
+        tensor = distribute_tensor(module.get_parameter(own).detach(), mesh, placements)
+        module.register_parameter(own, nn.Parameter(tensor))
+    return model
+
+
+def load_divided(
+    path: str, share: str, arguments: dict[str, Any], device: str = "meta"
+) -> tuple[sluice.LoadReport, bool]:
+    """Load a model that ranks hold in part together; return the report, and whether every tensor is right."""
+    model = divided(device)
+    report = sluice.load_into(model, path, share=share, **arguments)  # type: ignore[arg-type]
+    return replace(report, rows=tuple), is_loaded(model, arguments.get("dtype"))
+
+
 def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
     """Load a model that only some ranks hold; return the ranks of the report, and None on the others."""
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,25 +132,25 @@ def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:
     return tuple(each.rank for each in report.ranks)
 
 
-def is_loaded(model: nn.Module) -> bool:
+def is_loaded(model: nn.Module, dtype: torch.dtype | None = None) -> bool:
     """Return whether the full tensors equal the checkpoint; every rank has to call it."""
     expected = truth()
     found = {
         name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         for name, tensor in model.state_dict().items()
     }
-    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    return all(torch.equal(found[name], tensor.to(dtype or tensor.dtype)) for name, tensor in expected.items())
 
 
 def state_after(
-    path: str, step: str, fault: str, culprit: int, device: str = "meta"
+    path: str, step: str, fault: str, culprit: int, share: str = "auto"
 ) -> tuple[str, str, dict[int, str], str]:
-    """Load with a fault on one rank; a rank that was stopped goes on when another one has given up.
+    """Load with a fault on one rank; a rank that was stopped continues when another one has given up.
 
     Returns:
         Kind of the error, its text, failures by rank, and kind of its cause.
     """
-    model = sharded(device)
+    model = divided("meta") if share == "once" else sharded("meta")
     processes: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(processes, os.getpid())
     fails = torch.distributed.get_rank() == culprit
@@ -120,26 +160,28 @@ def state_after(
         if fails:
             inject(patch, step, fault)
         try:
-            sluice.load_into(model, path)
+            sluice.load_into(model, path, share=share)  # type: ignore[arg-type]
         except BaseException as error:  # noqa: BLE001  the test judges it
             kind, text, cause = type(error).__name__, str(error), type(error.__cause__).__name__
             failed = getattr(error, "ranks", {})
     if step != "install":
-        assert device != "meta" or all(tensor.is_meta for tensor in model.parameters()), "touched"
+        assert all(tensor.is_meta for tensor in model.parameters()), "touched"
     if fault == "stop" and not fails:
         os.kill(processes[culprit], signal.SIGCONT)
     return kind, text, failed, cause
 
 
-def failing_load(path: str, step: str, fault: str, culprit: int) -> tuple[str, str, dict[int, str], str, bool]:
+def failing_load(
+    path: str, step: str, fault: str, culprit: int, share: str = "auto"
+) -> tuple[str, str, dict[int, str], str, bool]:
     """Load with a fault on one rank, and then once more without; the last value says whether that worked."""
-    result = state_after(path, step, fault, culprit)
-    return *result, load(path)[1]
+    result = state_after(path, step, fault, culprit, share)
+    return *result, load_divided(path, "once", {})[1] if share == "once" else load(path)[1]
 
 
 def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
     """Make this process fail at a step of its next load."""
-    from sluice.engine import session
+    from sluice.engine import rounds, session
     from sluice.loading import joint, module_fill, module_job
 
     def fail(*_: object, **__: object) -> Any:
@@ -159,6 +201,10 @@ def inject(patch: pytest.MonkeyPatch, step: str, fault: str) -> None:
         patch.setattr("sluice.checkpoint.open_checkpoint.open_path", fail)
     elif step == "plan":
         patch.setattr(joint, "_proposal", fail)
+    elif step == "read of a round":
+        patch.setattr(rounds._Arrival, "fetch", fail)
+    elif step == "copy of a round":
+        patch.setattr(rounds._Arrival, "take", fail)
     elif "read" in step:
         patch.setattr(session.Session, "_fetch", nth_read)
     elif step == "before the vote":

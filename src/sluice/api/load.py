@@ -11,7 +11,7 @@ import torch
 from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
 from sluice._keywords import explain_keywords
-from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, TransferOptions
+from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
@@ -44,6 +44,7 @@ def load_into(
     encoding: str = TEXT_ENCODING,
     progress: Progress = False,
     page_cache: PageCache = "auto",
+    share: Share = "auto",
 ) -> LoadReport:
     """Fill a module with the weights of a checkpoint: peak memory = the finished model + the staging buffers.
 
@@ -82,6 +83,9 @@ def load_into(
         progress: True draws a bar; a function is called with each ``ProgressEvent``.
         page_cache: ``"auto"`` bypasses the page cache for data that is not in it, ``"keep"`` leaves the file cached
             for the next load, ``"bypass"`` leaves nothing in the cache.
+        share: For a model of DTensors: who reads bytes that several ranks need. ``"once"``: one of the ranks, which
+            hands them to the others through the process group. ``"none"``: each of them. ``"auto"``: each of them if
+            they are on one host or the files are on local disks, otherwise one. The report says which and why.
 
     Returns:
         How many of the module's tensors came from the checkpoint, reads and their methods, missing, tied and cast
@@ -97,6 +101,7 @@ def load_into(
         ReadError: The operating system failed a read.
         SourceChangedError: The file changed during the load.
         PartialLoadError: One of the above, after live tensors began to change.
+        RankError: The model has DTensors, and one of their ranks raised any of the above, or ended.
 
     Example:
         >>> with sluice.empty_init():
@@ -116,6 +121,7 @@ def load_into(
         allow_empty=allow_empty,
         place=place,
         page_cache=page_cache,
+        share=share,
         progress=progress,
     )
     request = ModuleRequest(
@@ -127,6 +133,7 @@ def load_into(
         rules=rules,
         strict=strict,
         allow_empty=allow_empty,
+        share=share,
         options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
     )
     return load(request, borrow(source, limits=limits, encoding=encoding), progress=progress)

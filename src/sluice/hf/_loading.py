@@ -5,9 +5,10 @@ It follows the steps of transformers' ``from_pretrained``, with sluice reading t
 1. The configuration comes from ``config.json``, the class from its ``architectures``. Both are looked up in the
    registry of transformers, so that no code named in a file is imported.
 2. The model is built under ``empty_init`` in the requested dtype, without initialization and without ties.
-3. The library's key conversions run on the names, and on symbolic tensors if they merge, split or reorder weights. The
+3. With a ``distributed_config`` the library divides the parameters, still without memory, over the ranks.
+4. The library's key conversions run on the names, and on symbolic tensors if they merge, split or reorder weights. The
    results are entries that are read directly into place. A conversion that computes is refused.
-4. The library ties weights that the checkpoint has once, sluice fills the model as in ``load_into``, and the library
+5. The library ties weights that the checkpoint has once, sluice fills the model as in ``load_into``, and the library
    computes the buffers that no checkpoint holds and, without ``strict``, missing weights.
 
 Private functions of transformers are imported in ``_library`` only.
@@ -34,6 +35,7 @@ from sluice._public import public
 from sluice.api.checkpoint import open as open_checkpoint
 from sluice.entries import tree as trees
 from sluice.hf._configuration import class_and_config, settle_dtype
+from sluice.hf._distribution import Ranks
 from sluice.hf._library import find_library
 from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tensor_of, tie
 from sluice.loading.devices import Device
@@ -59,6 +61,8 @@ def from_pretrained(
     dtype: DType = "auto",
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
+    distributed_config: Any = None,
+    tp_plan: Any = None,
     strict: bool = True,
     allow_empty: bool = False,
     place: Place = "copy",
@@ -80,6 +84,9 @@ def from_pretrained(
             first floating-point tensor. Modules that the library keeps in float32 keep it.
         attn_implementation: Passed to the library: ``"eager"``, ``"sdpa"``, ...
         experts_implementation: Passed to the library.
+        distributed_config: A ``DistributedConfig`` of the library, or a dict of its options: the model is divided over
+            the ranks of the process group, and each rank reads only what it holds. Every rank makes the call.
+        tp_plan: Short for ``DistributedConfig(tp_plan=tp_plan)``, as in older code: ``"auto"`` or a dict.
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
         allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
@@ -123,6 +130,10 @@ def from_pretrained(
         config._attn_implementation = attn_implementation
     if experts_implementation is not None:
         config._experts_implementation = experts_implementation
+    ranks = Ranks.prepare(library, model_class, distributed_config, tp_plan)
+    if ranks is not None:
+        config.distributed_config = ranks.config
+        device = ranks.device if device is None else device
     with open_checkpoint(path, limits=limits) as checkpoint:
         for name, leaf in trees.opaques(checkpoint.index.tree).items():
             if isinstance(leaf, UnsupportedValue):  # the conversions may need it
@@ -131,6 +142,8 @@ def from_pretrained(
         model = _build(library, model_class, config, chosen)
         names = MatchedWeights.of(library, model, checkpoint.entries, path)
         apply_dtype_plan(model, chosen, names.entries)
+        if ranks is not None:
+            model = ranks.divide(model)
         notes = tie(model, names, checkpoint)
         check(model, names, strict=strict, allow_empty=allow_empty)
         make_real(model, names.missing)

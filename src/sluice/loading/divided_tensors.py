@@ -1,4 +1,4 @@
-"""What is decided in addition for a model whose tensors are divided over ranks (DTensors)."""
+"""Decisions for models whose tensors are divided over ranks (DTensors): devices, and copies made after the load."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice._errors import PartialLoadError
-from sluice._options import MemoryLimits, TransferOptions
+from sluice._options import MemoryLimits, Share, TransferOptions
 from sluice._progress import Progress, byte_progress
 from sluice._units import format_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
@@ -41,9 +41,10 @@ from sluice.reports.report_rows import casts, request_rows
 from sluice.reports.table import TensorRow
 
 if TYPE_CHECKING:
+    from sluice.engine.rounds import Transport
     from sluice.ranks.protocol import Group
 
-__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load", "load_report", "run"]
+__all__ = ["LoadJob", "LoadRequest", "Loaded", "decide", "load", "load_report", "run", "with_reason"]
 
 
 class LoadRequest(Struct, frozen=True, kw_only=True):
@@ -51,6 +52,9 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
 
     #: How the bytes are moved.
     options: TransferOptions
+
+    #: Whether ranks that load together read for each other.
+    share: Share = "auto"
 
     #: Whether ``place="map"`` is possible.
     can_map: ClassVar[bool] = False
@@ -75,6 +79,10 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
     def group(self) -> Group | None:
         """Return the ranks that make this load together; None for a load of this process alone."""
         return None
+
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """Return the process groups for transfers between the ranks of ``group``, by their ranks."""
+        return {}
 
     def arguments(self) -> dict[str, str]:
         """Return the arguments that must be equal on all ranks of a group, as text by name."""
@@ -136,8 +144,10 @@ class LoadJob(Struct, frozen=True, kw_only=True):
 
     #: Called between two reads, in the thread of the caller; it may raise to end the load.
     look: Callable[[], None] | None = None
+    #: Transfers between ranks, if the plan has rounds.
+    transport: Transport | None = None
 
-    def want_lines(self) -> Iterator[str]:
+    def request_lines(self) -> Iterator[str]:
         """Yield a description of what is loaded that must be equal on all ranks of a group."""
         yield f"{self.key} {self.prefix} {self.missing} {self.unexpected}"
 
@@ -172,6 +182,7 @@ class LoadJob(Struct, frozen=True, kw_only=True):
                 Targets(plan) if targets is None else targets,
                 progress=_with_look(report, self.look),
                 completed=completed,
+                transport=self.transport,
             )
 
     def row_maker(self) -> Callable[[], Iterable[TensorRow]]:
@@ -244,6 +255,12 @@ def run(job: LoadJob, *, progress: Progress) -> Loaded:
     before = transfer.allocator_state(job.plan)
     loaded = job.install(job.fetch(progress))
     return replace(loaded, device_memory=transfer.device_memory(job.plan, before))
+
+
+def with_reason(job: LoadJob, reason: str) -> LoadJob:
+    """Return a job whose report gives a further reason."""
+    plan = replace(job.plan, reasons=(*job.plan.reasons, reason))
+    return replace(job, prepared=replace(job.prepared, plan=plan))
 
 
 def _with_look(report: Callable[[int], None] | None, look: Callable[[], None] | None) -> Callable[[int], None] | None:

@@ -42,7 +42,7 @@ class ModuleData(Struct, frozen=True, kw_only=True):
     #: Reads and times.
     result: RunResult
     #: Tensors that the checkpoint does not fill, by slot.
-    initial: Mapping[int, torch.Tensor]
+    initial: dict[int, torch.Tensor]
     #: Extra state of modules by name.
     extra_state: Mapping[str, object]
     #: Tensors that become attributes, by full name.
@@ -105,6 +105,10 @@ def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
     """Install what was read, then run the load hooks of modules."""
     with collector_paused():
         replaced = install(job.state, job.match, data.tensors, data.initial, placement=job.placement)
+    # The module alone holds its memory when hooks run: those of fully_shard copy tensors one after the other, and each
+    # frees its memory then.
+    data.tensors.clear()
+    data.initial.clear()
     missing, unexpected = finish_loading(
         job.state,
         job.match,

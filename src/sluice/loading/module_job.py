@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -32,6 +32,7 @@ from sluice.matching.placement import Placement, device_of
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
+from sluice.modules.fully_sharded import reshard
 from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
 from sluice.modules.refused_models import advice_for, refuse_quantized
@@ -75,6 +76,7 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
 
     def group(self) -> Group | None:
         """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
+        reshard(self.model)  # a gathered parameter is an ordinary tensor
         tensors = list(chain(self.model.parameters(), self.model.buffers()))
         if not any(map(is_dtensor, tensors)):
             return None
@@ -82,6 +84,12 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
         from sluice.ranks.membership import group_of
 
         return group_of(tensors)
+
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """See ``LoadRequest.process_groups``."""
+        from sluice.ranks.membership import process_groups_of
+
+        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
@@ -92,6 +100,7 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
             "rename": "a function" if callable(self.rename) else repr(self.rename),
             "rules": ", ".join(type(rule).__name__ for rule in self.rules),
             "place": self.options.place,
+            "share": self.share,
         }
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
@@ -213,8 +222,8 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.total``; parameters and persistent buffers."""
         return len(self.state.outline.slots)
 
-    def want_lines(self) -> Iterator[str]:
-        """See ``LoadJob.want_lines``: also each name of the model, and the entry that fills it."""
+    def request_lines(self) -> Iterator[str]:
+        """See ``LoadJob.request_lines``: also each name of the model, and the entry that fills it."""
         yield f"{self.key} {self.prefix} {self.missing} {self.unexpected}"
         filled = dict(zip(self.match.slots, self.requests, strict=True))
         for position, slot in enumerate(self.state.outline.slots):

@@ -7,9 +7,9 @@ the finished tensors at the end and has nothing left to move or cast: it merges 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from msgspec.structs import replace
@@ -21,18 +21,25 @@ from sluice._messages import SHOWN, section
 from sluice._private_torch import is_traceable_wrapper_subclass
 from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.dtensors.description import UndescribedError, is_dtensor, region_held
+from sluice.dtensors.local_ranks import local_rank_count
 from sluice.engine.running_plan import RunResult
 from sluice.entries.tree import every_entry, refuse_opaques
 from sluice.loading.deferred_state import keep_devices, move_at_first_step
+from sluice.loading.divided_state import as_dtensors
 from sluice.loading.job import Loaded, LoadJob, LoadRequest
 from sluice.loading.optimizer_leaves import LeafDecisions
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline, ParameterOutline, find_state
 from sluice.matching.renaming import Rename
+from sluice.modules.fully_sharded import reshard
 from sluice.planning.alternatives import Change
 from sluice.reading.composites import with_tensors
 from sluice.reading.transfer import changed, plan_transfer
 from sluice.records import Entry
 from sluice.reports.document import Subject
+
+if TYPE_CHECKING:
+    from sluice.ranks.protocol import Group
 
 __all__ = ["OptimizerJob", "OptimizerRequest"]
 
@@ -54,21 +61,49 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
     #: Device of the state until the first step; None for the devices of the parameters.
     device: str | int | torch.device | None = None
 
+    def group(self) -> Group | None:
+        """See ``LoadRequest.group``: the ranks of the meshes of its parameters."""
+        parameters = list(self._parameters())
+        if not any(map(is_dtensor, parameters)):
+            return None
+        # Here, not above: most optimizers are those of one process.
+        from sluice.ranks.membership import group_of
+
+        return group_of(parameters)
+
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """See ``LoadRequest.process_groups``."""
+        from sluice.ranks.membership import process_groups_of
+
+        return process_groups_of(self._parameters())
+
+    def arguments(self) -> dict[str, str]:
+        """See ``LoadRequest.arguments``."""
+        rename = "a function" if callable(self.rename) else repr(self.rename)
+        return {"key": str(self.key), "device": str(self.device), "rename": rename, "share": self.share}
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        optimizer = _unwrapped(self.optimizer)
+        return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
     def job(self, checkpoint: OpenCheckpoint) -> OptimizerJob:
         """See ``LoadRequest.job``; the errors are those of ``sluice.load_optimizer``."""
         device = None if self.device is None else device_name(self.device)
         optimizer, outline = _unwrapped(self.optimizer), self.outline()
-        _refuse_parameters(optimizer, outline, checkpoint.path, on_meta=device is None)
+        _refuse_parameters(optimizer, outline, checkpoint.path, device)
         matched = self.find(checkpoint, outline)
         decisions = LeafDecisions(optimizer, matched, outline, device)
         state_dict = decisions.state_dict()
         refuse_opaques(state_dict, checkpoint.path)
         entries = tuple(every_entry(state_dict))
         requests = tuple(chain.from_iterable(decisions.requests(entry) for entry in entries))
+        options = self.options
+        if decisions.divided:
+            options = replace(options, host_ranks=options.host_ranks or local_rank_count())
         return OptimizerJob(
             checkpoint=checkpoint,
             requests=requests,
-            prepared=plan_transfer(checkpoint, requests, share_storages=True, options=self.options),
+            prepared=plan_transfer(checkpoint, requests, share_storages=True, options=options),
             key=matched.key,
             missing=matched.missing,
             unexpected=matched.unexpected,
@@ -77,6 +112,7 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
             state_dict=state_dict,
             entries=entries,
             deferred=decisions.deferred,
+            divided=decisions.divided,
             state_tensors=(matched.used, matched.saved),
         )
 
@@ -94,6 +130,8 @@ class OptimizerRequest(LoadRequest, frozen=True, kw_only=True):
 
     def outline(self) -> OptimizerOutline:
         """Return the description of the optimizer's parameters for matching."""
+        if self.model is not None:
+            reshard(self.model)  # the optimizer has the parameters that fully_shard divided
         return _outline(_unwrapped(self.optimizer), self.model)
 
 
@@ -108,6 +146,8 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
     entries: tuple[Entry, ...]
     #: ids of leaves kept on another device until the first step.
     deferred: frozenset[int]
+    #: Parameters that are divided over ranks, by the ids of leaves that are parts of their state.
+    divided: Mapping[int, torch.Tensor]
     #: Tensors of the state that belong to a parameter of the optimizer, and all of them.
     state_tensors: tuple[int, int]
 
@@ -136,6 +176,8 @@ class OptimizerJob(LoadJob, frozen=True, kw_only=True):
         file = self.checkpoint.path
         tensors, result = fetched
         state_dict = with_tensors(self.state_dict, self.entries, tensors, file=file)
+        if self.divided:
+            state_dict["state"] = as_dtensors(self.state_dict["state"], state_dict["state"], self.divided)
         if self.deferred:
             state_dict["state"] = keep_devices(self.state_dict["state"], state_dict["state"], self.deferred)
         try:
@@ -176,14 +218,14 @@ def _outline(optimizer: Optimizer, model: torch.nn.Module | None) -> OptimizerOu
     )
 
 
-def _refuse_parameters(optimizer: Optimizer, outline: OptimizerOutline, file: str, *, on_meta: bool) -> None:
-    """Refuse parameters whose state cannot be a plain tensor on their device.
+def _refuse_parameters(optimizer: Optimizer, outline: OptimizerOutline, file: str, device: str | None) -> None:
+    """Refuse parameters whose state cannot be a tensor, or a part of one, on their device.
 
     Args:
         optimizer: The optimizer.
         outline: Its parameters.
         file: The checkpoint, for messages.
-        on_meta: Whether to refuse parameters on meta.
+        device: Device of the state until the first step; None for the devices of the parameters.
     """
     problems = []
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -194,10 +236,24 @@ def _refuse_parameters(optimizer: Optimizer, outline: OptimizerOutline, file: st
                 f"parameter {name} is a flat parameter of FSDP1, which has no name and no shape in a checkpoint: wrap "
                 "the model with use_orig_params=True, or use FSDP.optim_state_dict_to_load"
             )
+        elif is_dtensor(parameter):
+            problems += [f"parameter {name} {problem}" for problem in _problems_of_dtensor(parameter, device)]
         elif is_traceable_wrapper_subclass(parameter):
             problems.append(f"parameter {name} is a {type(parameter).__qualname__}, whose state is not a plain tensor")
-        elif on_meta and parameter.is_meta:
+        elif device is None and parameter.is_meta:
             problems.append(f"parameter {name} is on the meta device: load the model first, or pass device=")
     if problems:
         text = section("reasons", problems[:SHOWN], problems)
         raise MismatchError(f"the optimizer cannot be filled\n{text}\nNothing was read", file=file)
+
+
+def _problems_of_dtensor(parameter: torch.Tensor, device: str | None) -> Iterator[str]:
+    """Yield why the state of a parameter that is divided over ranks cannot be loaded."""
+    try:
+        region_held(parameter)
+    except UndescribedError as error:
+        yield f"is {error}"
+    if parameter.is_meta:
+        yield "is on the meta device: load the model first"
+    elif device not in {None, str(parameter.device)}:
+        yield f"is divided over ranks (DTensor), and its state can only be on {parameter.device}: omit device="

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from torch.optim import Optimizer
 
 from sluice._dtypes import dtype_name, why_no_cast
+from sluice.loading.divided_state import part_of_state, stride_of_state
 from sluice.matching.optimizer_states import MatchedState, OptimizerOutline
 from sluice.reading.composites import component_requests
 from sluice.records import Entry, Request
@@ -53,6 +54,8 @@ class LeafDecisions:
         pairs = zip(chain.from_iterable(matched.ids), parameters, outline.parameters, strict=not outline.adapts)
         self._owners = {owner: (parameter, known.names) for owner, parameter, known in pairs}
         self._decisions: dict[int, _Decision] = {}  # by the id of each leaf
+        #: Parameters that are divided over ranks, by the id of each leaf that is a part of their state.
+        self.divided: dict[int, torch.Tensor] = {}
 
     @property
     def deferred(self) -> frozenset[int]:
@@ -72,6 +75,10 @@ class LeafDecisions:
         decision = self._decisions[id(entry)]
         changed = (decision.dtype, decision.device) != (entry.dtype, "cpu")
         requests = component_requests(decision.name, entry, device=decision.device, dtype=decision.dtype)
+        parameter = self.divided.get(id(entry))
+        if parameter is not None:
+            stride = stride_of_state(entry, parameter)
+            return [replace(request, alone=True, stride=stride) for request in requests]
         # torch copies what it converts; tensors that it keeps unchanged may share memory.
         return [replace(request, alone=changed) for request in requests]
 
@@ -100,7 +107,12 @@ class LeafDecisions:
         on_device = bool(group_of[owner].get("capturable") or group_of[owner].get("fused"))
 
         def owned(entry: Entry, path: str, key: object) -> Entry:
-            return self._leaf(entry, self._choice(entry, path, key, parameter, on_device=on_device))
+            decision = self._choice(entry, path, key, parameter, on_device=on_device)
+            part = part_of_state(entry, path, key, parameter)
+            leaf = self._leaf(part or entry, decision)
+            if part is not None:
+                self.divided[id(leaf)] = parameter
+            return leaf
 
         return self._map(value, f"state.{names[0] if names else owner}", None, owned)
 

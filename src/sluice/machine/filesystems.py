@@ -12,7 +12,15 @@ import sys
 
 import psutil
 
-__all__ = ["filesystem_type"]
+__all__ = ["LOCAL_FILESYSTEMS", "filesystem_type"]
+
+#: File systems on disks or in memory of the host itself; ``"memory"`` for sources in memory.
+LOCAL_FILESYSTEMS = frozenset(
+    {
+        *("ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "erofs", "overlay", "zfs", "bcachefs", "squashfs"),
+        *("apfs", "hfs", "ntfs", "ntfs3", "exfat", "vfat", "tmpfs", "ramfs", "memory"),
+    }
+)
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 

@@ -1,4 +1,4 @@
-"""What ``fully_shard`` (FSDP2) does with the parameters of a module around a load.
+"""The parameters of modules that ``fully_shard`` (FSDP2) divided, before and after a load.
 
 After a load, its ``load_state_dict`` post-hook copies a new local tensor into memory padded to the size of the first
 rank's, and into page-locked memory if parameters are offloaded to the CPU. No public function tells which; where torch
@@ -23,7 +23,7 @@ class ShardMemory(Struct, frozen=True, kw_only=True):
 
     #: Its elements, with padding.
     elements: int
-    #: Whether it is in host memory, whatever the device of the mesh.
+    #: Whether it is in host memory, also if the mesh is of accelerators.
     offloaded: bool
     #: Whether it is page-locked.
     pinned: bool

@@ -39,6 +39,7 @@ R = TypeVar("R")
 _AFTER = {
     "meet": "nothing was read or changed",
     "plan": "nothing was read or changed",
+    "share": "nothing was read or changed",
     "read": "nothing was installed",
     "done": "all data is in place on the other ranks",
 }

@@ -1,4 +1,4 @@
-"""What ranks compare before any of them reads: pure functions from the proposals of all ranks to their failures."""
+"""Comparison of ranks before any of them reads: pure functions from the proposals of all ranks to their failures."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from msgspec import Struct
 
 from sluice._units import format_bytes
 
-__all__ = ["Proposal", "hosts_of", "judge_proposals"]
+__all__ = ["Proposal", "SharingDecision", "decide_sharing", "hosts_of", "judge_proposals"]
 
 
 class Proposal(Struct, frozen=True, kw_only=True):
-    """What one rank is about to do."""
+    """Description of the load of one rank."""
 
     #: Identity of its host: ranks with the same one share memory.
     host: str
@@ -26,17 +26,28 @@ class Proposal(Struct, frozen=True, kw_only=True):
     #: Arguments that must be equal on all ranks, as text by name.
     arguments: Mapping[str, str]
     #: Digest of the names of the model and of the tensors of the checkpoint that fill them.
-    wants: str
+    requested: str
     #: Predicted growth of host memory, in bytes.
     growth_bytes: int
     #: Limit on the growth of host memory that this rank knows, in bytes; it counts all ranks of the host.
     limit_bytes: int
     #: Origin of the limit.
     limit_origin: str
+    #: Whether all files that it reads are on local disks or in memory.
+    local_files: bool = True
+
+
+class SharingDecision(Struct, frozen=True, kw_only=True):
+    """Whether one rank reads the bytes that several ranks need."""
+
+    #: Whether one rank reads them for all.
+    once: bool
+    #: The reason, as a sentence without a full stop.
+    reason: str
 
 
 def judge_proposals(proposals: Mapping[int, Proposal]) -> dict[int, str]:
-    """Return the failures by rank: whoever differs from the first rank, and the ranks of hosts with too little memory.
+    """Return the failures by rank: ranks that differ from the first one, or ranks of hosts with too little memory.
 
     Args:
         proposals: The proposal of each rank.
@@ -50,6 +61,24 @@ def judge_proposals(proposals: Mapping[int, Proposal]) -> dict[int, str]:
     return found or _shortages(proposals)
 
 
+def decide_sharing(share: str, proposals: Mapping[int, Proposal]) -> SharingDecision:
+    """Return who reads bytes that several ranks need.
+
+    Args:
+        share: The argument of the call.
+        proposals: The proposal of each rank.
+    """
+    if share != "auto":
+        return SharingDecision(once=share == "once", reason=f"each rank reads for itself, because share={share!r}")
+    if len(hosts_of(proposals)) == 1:
+        why = "all ranks are on one host, whose page cache fetches once what several of them read"
+    elif all(proposal.local_files for proposal in proposals.values()):
+        why = "the files are on local disks of each host"
+    else:
+        return SharingDecision(once=True, reason="")
+    return SharingDecision(once=False, reason=f"each rank reads for itself, because {why}")
+
+
 def hosts_of(proposals: Mapping[int, Proposal]) -> dict[str, tuple[int, ...]]:
     """Return the ranks of each host."""
     ranks: defaultdict[str, list[int]] = defaultdict(list)
@@ -59,7 +88,7 @@ def hosts_of(proposals: Mapping[int, Proposal]) -> dict[str, tuple[int, ...]]:
 
 
 def _difference(own: Proposal, other: Proposal, rank: int) -> str:
-    """Return what distinguishes a proposal from that of another rank; empty if nothing does."""
+    """Return what distinguishes a proposal from that of a different rank; empty if nothing does."""
     for name, value in own.arguments.items():
         if other.arguments.get(name) != value:
             return f"was called with {name}={value}, rank {rank} with {name}={other.arguments.get(name)}"
@@ -70,7 +99,7 @@ def _difference(own: Proposal, other: Proposal, rank: int) -> str:
             return f"has {path} with {nbytes} bytes, rank {rank} {other_path} with {other_bytes} bytes"
     if own.index != other.index:
         return f"has a checkpoint of the same size as rank {rank} with different headers"
-    if own.wants != other.wants:
+    if own.requested != other.requested:
         return f"has a model with other names, shapes or dtypes than rank {rank}, or maps other tensors to them"
     return ""
 

@@ -13,7 +13,7 @@ import torch
 from sluice.dtensors.description import is_dtensor
 from sluice.ranks.protocol import Group
 
-__all__ = ["group_of"]
+__all__ = ["group_of", "process_groups_of"]
 
 
 def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
@@ -37,6 +37,24 @@ def group_of(tensors: Iterable[torch.Tensor]) -> Group | None:
     from sluice.ranks.store_group import StoreGroup
 
     return StoreGroup(_default_store(), own, ranks)
+
+
+def process_groups_of(tensors: Iterable[torch.Tensor]) -> dict[tuple[int, ...], Any]:
+    """Return the process groups that exist for a model and to which this rank belongs, by their ranks.
+
+    None is made, because that needs every rank of the default group.
+    """
+    import torch.distributed as dist
+
+    meshes = {id(mesh): mesh for tensor in tensors if is_dtensor(tensor) for mesh in _with_whole(tensor)}
+    groups: list[Any] = [
+        mesh.get_group(dim) for mesh in meshes.values() if mesh.get_coordinate() is not None for dim in range(mesh.ndim)
+    ]
+    return {tuple(sorted(dist.get_process_group_ranks(group))): group for group in (*groups, dist.group.WORLD)}
+
+
+def _with_whole(tensor: Any) -> tuple[Any, Any]:
+    return tensor.device_mesh, _whole(tensor.device_mesh)
 
 
 def _whole(mesh: Any) -> Any:

@@ -15,7 +15,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
 
     #: Failures that end the call on every rank, by rank; empty if the step succeeded.
     failed: dict[int, str] = {}
-    #: What the judge decided; empty after a failure.
+    #: Decision of the judge; empty after a failure.
     value: bytes = b""
 
 
@@ -68,6 +68,10 @@ class Group(Protocol):
         """Announce that this rank has failed; the next verdict contains it. It does not wait."""
         ...
 
-    def look(self) -> bool:
-        """Return whether a rank has failed, as far as known without waiting; also tell that this rank is alive."""
+    def look(self, *, now: bool = False) -> bool:
+        """Return whether a rank has failed, as far as known without waiting; also tell that this rank is alive.
+
+        Args:
+            now: Whether to ask even if that was done less than a second ago.
+        """
         ...

@@ -8,10 +8,10 @@ rank writes after it has read all of the others. The store serves this better th
 - It is the same for every backend, and for any set of ranks. ``new_group`` would need ranks that do not take part.
 - A rank can announce that it has failed while the others read, without their help.
 
-While a rank waits or reads, it looks for ranks that have failed: those that said so, those of its host whose process
-has ended or is stopped, and those without a sign of life for minutes. The first rank writes at most one verdict of a
-step, so all ranks agree. One window remains: if the process that serves the store ends right after a verdict, ranks
-that have not read it count it as a failure.
+While a rank waits or reads, it looks for ranks that have failed: those that announced it, those of its host whose
+process has ended or is stopped, and those without a sign of life for minutes. The first rank writes at most one verdict
+of a step, so all ranks agree. One window remains: if the process that serves the store ends right after a verdict,
+ranks that have not read it count it as a failure.
 """
 
 from __future__ import annotations
@@ -129,20 +129,20 @@ class StoreGroup:
         if self._warned:
             return
         self._warned = True
-        with suppress(RuntimeError):  # without a store nobody can be told
+        with suppress(RuntimeError):  # without a store no rank can be told
             self._set(f"warning/{self.rank}", text.encode())
             self._announce()
 
-    def look(self) -> bool:
+    def look(self, *, now: bool = False) -> bool:
         """See ``Group.look``."""
-        now = self._clock()
-        if now - self._looked < options.RANK_LOOK_SECONDS:
+        time_now = self._clock()
+        if not now and time_now - self._looked < options.RANK_LOOK_SECONDS:
             return False
-        self._looked = now
-        self._pulse(now)
+        self._looked = time_now
+        self._pulse(time_now)
         if self._store.check([self._key("warnings")]):
             return True
-        lost = {rank: text for rank in self.ranks if (text := self._lost(rank, now))}
+        lost = {rank: text for rank in self.ranks if (text := self._lost(rank, time_now))}
         for rank, text in lost.items():  # ranks of other hosts do not see it
             self._set(f"lost/{rank}", text.encode())
         if lost:
@@ -151,9 +151,9 @@ class StoreGroup:
 
     def _lead(self, step: str, judge: Judge, *, last: bool) -> Verdict:
         """Collect the contributions and write the verdict, unless it was written before an interrupt."""
-        key = self._key(f"{step}/verdict")
-        if self._store.check([key]):
-            return _verdict(self._store.get(key))
+        known = self._known_verdict(step)
+        if known is not None:
+            return known
         answers, failed = self._collect(step)
         if failed:
             verdict = Verdict(failed=failed)
@@ -162,8 +162,15 @@ class StoreGroup:
             verdict = Verdict(failed=ruling.failed, value=b"" if ruling.failed else ruling.value)
         if last or verdict.failed:
             self._store.add(f"{self._name}/calls", 1)  # before the verdict: a rank that has it begins the next call
-        self._set(f"{step}/verdict", msgspec.json.encode(verdict))
+        self._set("end" if verdict.failed else f"{step}/verdict", msgspec.json.encode(verdict))
         return verdict
+
+    def _known_verdict(self, step: str) -> Verdict | None:
+        """Return the verdict of a step, or of the failure that ended the call at any step, if there is one."""
+        for name in (f"{step}/verdict", "end"):
+            if self._store.check([self._key(name)]):
+                return msgspec.json.decode(self._store.get(self._key(name)), type=Verdict)
+        return None
 
     def _collect(self, step: str) -> tuple[dict[int, bytes], dict[int, str]]:
         """Wait for every contribution; return them and the failures."""
@@ -191,11 +198,11 @@ class StoreGroup:
 
     def _follow(self, step: str) -> Verdict:
         """Wait for the verdict."""
-        key, leader = self._key(f"{step}/verdict"), self.ranks[0]
+        leader = self.ranks[0]
         lost: dict[int, str] = {}
 
         def complete() -> bool:
-            if self._store.check([key]):
+            if self._known_verdict(step) is not None:
                 return True
             text = self._lost(leader, self._clock(), silent=True)
             if text:
@@ -203,8 +210,9 @@ class StoreGroup:
             return bool(text)
 
         self._wait(complete)
-        if self._store.check([key]):  # the leader may have written it right before its end
-            return _verdict(self._store.get(key))
+        known = self._known_verdict(step)  # the leader may have written it right before its end
+        if known is not None:
+            return known
         self.warn(f"gave up waiting for rank {leader}, which {lost[leader]}")
         return Verdict(failed=lost)
 
@@ -302,7 +310,3 @@ class StoreGroup:
         if self._store.check([before]):
             for key in (*msgspec.json.decode(self._store.get(before), type=list[str]), before):
                 self._store.delete_key(key)
-
-
-def _verdict(value: bytes) -> Verdict:
-    return msgspec.json.decode(value, type=Verdict)

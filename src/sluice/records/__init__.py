@@ -41,6 +41,7 @@ from sluice.records.plan import (
     Method,
     Read,
     Reservation,
+    Round,
     Swap,
 )
 from sluice.records.targets import Constant, Fill, Finisher, Request, Target, View
@@ -76,6 +77,7 @@ __all__ = [
     "Read",
     "Request",
     "Reservation",
+    "Round",
     "RowKernel",
     "Sparse",
     "Storage",

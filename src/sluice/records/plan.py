@@ -22,6 +22,7 @@ __all__ = [
     "Method",
     "Read",
     "Reservation",
+    "Round",
     "Swap",
 ]
 
@@ -99,6 +100,25 @@ class Read(Struct, frozen=True, kw_only=True, gc=False):
     #: Without ``into``: number of copies, from the first, that precede the swaps: they need the stored bytes of ranges
     #: that other copies need byteswapped.
     copies_before_swaps: int = 0
+
+
+class Round(Struct, frozen=True, kw_only=True):
+    """One range of one file that a rank reads and hands to the other ranks that need it."""
+
+    #: Position of the file in ``LoadPlan.files``.
+    file: int
+    #: First byte in the file.
+    offset: int
+    #: Bytes of the range, which fit a staging buffer.
+    nbytes: int
+    #: Rank that reads it.
+    owner: int
+    #: Number of the process group that transfers it.
+    group: int
+    #: Whether this rank belongs to that group.
+    takes_part: bool
+    #: Parts that this rank needs, as reads within the range.
+    reads: tuple[Read, ...]
 
 
 class Block(Struct, frozen=True, kw_only=True, gc=False):
@@ -206,6 +226,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     most_unfinished_reads: int = 0
     #: Ranges of the files that stay mapped, for targets with a ``mapped`` block.
     mapped_ranges: tuple[MappedRange, ...] = ()
+    #: Ranges that several ranks need, in the order in which all ranks go through them after their own reads.
+    rounds: tuple[Round, ...] = ()
     #: Whether staging is on huge pages. For reads of less than one, zeroing it would take longer than the read.
     huge_staging: bool = False
 

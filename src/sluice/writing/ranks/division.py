@@ -106,7 +106,7 @@ def divide(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, DividedTensor
 
 
 def agreed_ties(ranks: Sequence[Mapping[str, HeldTensor]]) -> dict[str, str]:
-    """Return the names that are not stored, because every rank has their tensor in that of a different one.
+    """Return the names that are not stored, because every rank has their tensor in the memory of a different name.
 
     Returns:
         ``{name: stored name}``. A rank without elements of a tensor cannot tell, and follows the others.

@@ -1,0 +1,238 @@
+"""Loads into models that are divided over ranks: every layout, from every format, on meta and live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sluice
+from support.divided_models import LAYOUTS, Net, differences, divide, local, locals_of, mesh_of
+from support.ranks import Ranks
+
+
+def save_distributed(whole: Path, directory: Path) -> None:
+    """Write the state dict with torch.distributed.checkpoint, as the ranks of an FSDP2 job do."""
+    from torch.distributed.checkpoint import state_dict_saver
+
+    model = divide("fsdp", meta=False)
+    sluice.load_into(model, whole)
+    state_dict_saver.save(model.state_dict(), checkpoint_id=directory)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a file that torch reads."""
+    path: Path = tmp_path_factory.mktemp("whole") / "m.pth"
+    model = Net()
+    state = model.state_dict()
+    state["norm.num_batches_tracked"].fill_(7)
+    torch.save(state, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def formats(whole: Path, four_ranks: Ranks) -> Mapping[str, Path]:
+    """Return the same state dict in every format."""
+    state, folder = torch.load(whole, weights_only=True), whole.parent
+    paths = {name: folder / name for name in ("legacy", "m.safetensors", "shards", "parameters", "dcp", "nested")}
+    torch.save(state, paths["legacy"], _use_new_zipfile_serialization=False)
+    torch.save({"epoch": 3, "model": {f"module.{name}": one for name, one in state.items()}}, paths["nested"])
+    sluice.save(state, paths["m.safetensors"])
+    sluice.save(state, paths["shards"], max_shard_size=500)
+    sluice.save(state, paths["parameters"], format="per-parameter")
+    four_ranks.run(save_distributed, whole, paths["dcp"])
+    return {"zip": whole, **paths}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_rank_gets_its_part_from_every_format(
+    layout: str, whole: Path, formats: Mapping[str, Path], four_ranks: Ranks
+) -> None:
+    assert four_ranks.run(differences, layout, whole, formats) == [[]] * 4
+    few = {name: formats[name] for name in ("zip", "shards", "dcp")}
+    assert four_ranks.run(differences, layout, whole, few, torch.bfloat16) == [[]] * 4
+    assert four_ranks.run(differences, layout, whole, few, None, "map") == [[]] * 4
+
+
+def after_to_empty(layout: str, whole: Path) -> list[str]:
+    """Load as torchtitan does: on meta, divided, then ``to_empty``; return what differs."""
+    model, truth = divide(layout, meta=True), divide(layout, meta=True)
+    sluice.load_into(truth, whole)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    sluice.load_into(model, whole)
+    loaded, expected = locals_of(model), locals_of(truth)
+    return [name for name in expected if not torch.equal(loaded[name], expected[name])]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp"])
+def test_models_that_got_their_memory_before(layout: str, whole: Path, four_ranks: Ranks) -> None:
+    assert four_ranks.run(after_to_empty, layout, whole) == [[]] * 4
+
+
+def refusals(whole: Path, other: Path) -> list[str]:
+    """Return the errors of loads that cannot be done, and what they changed."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    texts = []
+    for path, prepare in ((whole, "summands"), (other, "shapes"), (other, "missing")):
+        model = divide("fsdp" if prepare == "shapes" else "columns", meta=True)
+        if prepare == "summands":
+            row: Any = model.row
+            placements = [Partial(), *row.placements[1:]]
+            model.row = torch.nn.Parameter(DTensor.from_local(row.to_local(), row.device_mesh, placements))
+        try:
+            sluice.load_into(model, path, strict=prepare != "missing")
+        except sluice.MismatchError as error:
+            texts.append(str(error))
+        texts += [name for name, tensor in model.named_parameters() if not tensor.is_meta]
+    return texts
+
+
+def test_what_cannot_be_loaded_is_named_before_anything_is_read(whole: Path, tmp_path: Path, four_ranks: Ranks) -> None:
+    state = torch.load(whole, weights_only=True)
+    state["up.weight"] = torch.zeros(8, 8)
+    torch.save(state, tmp_path / "shapes.pth")
+    for summands, shapes, *rest in four_ranks.run(refusals, whole, tmp_path / "shapes.pth"):
+        assert "'row' is a DTensor with the placement Partial(sum): its ranks hold summands" in summands
+        assert "up.weight" in shapes
+        assert "[9, 8]" in shapes
+        assert "[8, 8]" in shapes
+        assert len(rest) == 1
+
+
+def without_a_weight(path: Path) -> list[object]:
+    texts: list[object] = []
+    for meta in (True, False):
+        model = divide("fsdp", meta=meta)
+        before = local(model.up.bias).clone()
+        try:
+            report = sluice.load_into(model, path, strict=False)
+            texts += [report.missing, torch.equal(local(model.up.bias), before)]
+        except sluice.MismatchError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_missing_parts_keep_live_values_and_are_refused_on_meta(whole: Path, tmp_path: Path, four_ranks: Ranks) -> None:
+    state = torch.load(whole, weights_only=True)
+    del state["up.bias"]
+    torch.save(state, tmp_path / "less.pth")
+    for refused, missing, kept in four_ranks.run(without_a_weight, tmp_path / "less.pth"):
+        assert "'up.bias' is on the meta device and not in the checkpoint, and it is divided over ranks" in refused
+        assert missing == ("up.bias",)
+        assert kept
+
+
+def with_options(folder: Path) -> list[bool]:
+    model = divide("fsdp-tp", meta=True)
+    truth = divide("fsdp-tp", meta=True)
+    sluice.load_into(truth, folder / "plain.pth")
+    sluice.load_into(
+        model,
+        folder / "trained.pth",
+        key="model",
+        rename={"rows": "row"},
+        rules=[sluice.rules.transpose("up.weight")],
+    )
+    loaded = locals_of(model)
+    return [torch.equal(loaded[name], tensor) for name, tensor in locals_of(truth).items()]
+
+
+def test_key_rename_and_rules(whole: Path, tmp_path: Path, four_ranks: Ranks) -> None:
+    state = torch.load(whole, weights_only=True)
+    torch.save(state, tmp_path / "plain.pth")
+    state["up.weight"], state["rows"] = state["up.weight"].t().contiguous(), state.pop("row")
+    torch.save({"model": state, "optimizer": {"a": torch.ones(2)}}, tmp_path / "trained.pth")
+    assert all(all(same) for same in four_ranks.run(with_options, tmp_path))
+
+
+def tied_apart(path: Path) -> str:
+    try:
+        sluice.load_into(divide("fsdp", meta=True), path)
+    except sluice.MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_copies_of_tied_tensors_are_compared_where_a_rank_holds_them(
+    whole: Path, tmp_path: Path, four_ranks: Ranks
+) -> None:
+    state = torch.load(whole, weights_only=True)
+    state["head.weight"] = state["head.weight"].clone()
+    torch.save(state, tmp_path / "equal.pth")
+    assert four_ranks.run(tied_apart, tmp_path / "equal.pth") == [""] * 4
+    state["head.weight"][4] += 1  # of the second rank
+    torch.save(state, tmp_path / "different.pth")
+    texts = four_ranks.run(tied_apart, tmp_path / "different.pth")
+    assert [bool(text) for text in texts] == [False, True, False, False]
+    assert "are tied in the model and differ" in texts[1]
+
+
+def after_a_forward(whole: Path) -> list[bool]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net()
+    fully_shard(model, mesh=mesh_of(4), reshard_after_forward=False)
+    tokens = torch.tensor([1, 2, 3])
+    model(tokens)
+    gathered = not hasattr(model.row, "to_local")
+    sluice.load_into(model, whole)
+    real = Net()
+    real.load_state_dict(torch.load(whole, weights_only=True))
+    loss, expected = model(tokens), real(tokens)
+    loss.backward()
+    return [gathered, torch.equal(loss, expected), model.row.grad is not None]
+
+
+def test_parameters_that_are_gathered_for_a_forward_are_divided_again(whole: Path, four_ranks: Ranks) -> None:
+    assert four_ranks.run(after_a_forward, whole) == [[True] * 3] * 4
+
+
+class Hooked(Net):
+    """A model with what ``load_state_dict`` runs besides copying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+        self.seen = 0
+        self._register_load_state_dict_pre_hook(self._renamed)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(Hooked._count)  # type: ignore[no-untyped-call]
+
+    def _renamed(self, state: dict[str, torch.Tensor], prefix: str, *_: object) -> None:
+        if f"{prefix}old" in state:
+            state[f"{prefix}row"] = state.pop(f"{prefix}old")
+
+    def _count(self, _: object) -> None:
+        self.seen += 1
+
+    def get_extra_state(self) -> object:
+        return {"epoch": self.epoch}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.epoch = state["epoch"]
+
+
+def with_hooks(path: Path) -> list[object]:
+    with torch.device("meta"):
+        model = Hooked()
+    model.table = torch.ones(3, 4)
+    LAYOUTS["columns"](model)
+    sluice.load_into(model, path)
+    return [model.epoch, model.seen, bool((model.table == 1).all()), local(model.row).tolist()]
+
+
+def test_hooks_extra_state_and_buffers_that_are_not_saved(tmp_path: Path, four_ranks: Ranks) -> None:
+    model = Hooked()
+    model.epoch = 5
+    state = model.state_dict()
+    state["old"] = state.pop("row")
+    torch.save(state, tmp_path / "hooked.pth")
+    rows = [chunk.tolist() for chunk in torch.chunk(model.row.detach(), 2, 1)]
+    assert four_ranks.run(with_hooks, tmp_path / "hooked.pth") == [[5, 1, True, rows[rank % 2]] for rank in range(4)]

@@ -1,0 +1,112 @@
+"""State of optimizers whose parameters are divided over ranks, from files of whole state and from ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sluice
+from support.divided_models import LAYOUTS, Net, divide, local, locals_of
+from support.ranks import Ranks
+
+
+def trained(kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> tuple[Net, torch.optim.Optimizer]:
+    """Return a whole model and its optimizer after two steps."""
+    torch.manual_seed(5)
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.arange(6)).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def by_name(model: Net, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state in the form of full state dicts of FSDP and torch.distributed.checkpoint."""
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    groups = [{**group, "params": [names[at] for at in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[at]: held for at, held in state["state"].items()}, "param_groups": groups}
+
+
+def differences(layout: str, path: Path, by_name: Path) -> list[str]:
+    """Load the state of a divided model; return what differs from the divided state of the whole one."""
+    expected = torch.load(by_name, weights_only=True)["state"]
+    model = divide(layout, meta=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    report = sluice.load_optimizer(optimizer, path, model=model)
+    names = set(expected)
+    problems = [] if report.loaded == report.total else [str(report)]
+    for key in ("exp_avg", "exp_avg_sq"):
+        truth = Net()
+        for name, held in expected.items():
+            truth.get_parameter(name).data.copy_(held[key])
+        LAYOUTS[layout](truth)
+        wanted = locals_of(truth)
+        for name, parameter in model.named_parameters():
+            found = optimizer.state[parameter][key]
+            names.discard(name)
+            if type(found) is not type(torch.zeros_like(parameter)) or not torch.equal(local(found), wanted[name]):
+                problems.append(f"{name}.{key}")
+    steps = {float(optimizer.state[parameter]["step"]) for parameter in model.parameters()}
+    if steps != {2.0} or names or optimizer.param_groups[0]["lr"] != 0.01:
+        problems.append("steps, names or options")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return problems
+
+
+def save_distributed(whole: Path, directory: Path) -> None:
+    """Write the state as FSDP2 jobs do."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = divide("fsdp", meta=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sluice.load_optimizer(optimizer, whole, model=model)
+    state_dict_saver.save({"optim": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=directory)
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory, four_ranks: Ranks) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("states")
+    model, optimizer = trained()
+    torch.save({"optimizer": optimizer.state_dict()}, folder / "by_number.pth")
+    torch.save(by_name(model, optimizer), folder / "by_name.pth")
+    four_ranks.run(save_distributed, folder / "by_name.pth", folder / "dcp")
+    return {name: folder / name for name in ("by_number.pth", "by_name.pth", "dcp")}
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp", "part-of-the-ranks", "fused"])
+def test_state_is_divided_like_its_parameter(layout: str, states: dict[str, Path], four_ranks: Ranks) -> None:
+    for path in states.values():
+        assert four_ranks.run(differences, layout, path, states["by_name.pth"]) == [[]] * 4
+
+
+def refusals(path: Path) -> list[str]:
+    texts = []
+    for meta, device in ((True, None), (True, "cpu"), (False, None)):
+        model = divide("columns", meta=meta)
+        optimizer = torch.optim.Adafactor(model.parameters())
+        try:
+            sluice.load_optimizer(optimizer, path, model=model, device=device)
+        except sluice.MismatchError as error:
+            texts.append(str(error))
+        texts += ["state"] * len(optimizer.state)
+    return texts
+
+
+def test_what_cannot_be_divided_is_named(tmp_path: Path, four_ranks: Ranks) -> None:
+    model, optimizer = trained(torch.optim.Adafactor)
+    torch.save(by_name(model, optimizer), tmp_path / "factors.pth")
+    for meta, device, factors in four_ranks.run(refusals, tmp_path / "factors.pth"):
+        assert "is on the meta device: load the model first" in meta
+        assert "is on the meta device: load the model first" in device
+        assert "row_var' is [" in factors
+        assert "if it has the parameter's shape" in factors
