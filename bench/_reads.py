@@ -162,7 +162,7 @@ def _work(
         with torch.device("meta"):
             model = Pattern(job.nbytes)
         if method == "sluice":
-            _import_everything()
+            _import_everything(job.path.suffix)
         _claim_memory(job.nbytes)
         if limit_file:
             limit_file.write_text(str(_used_bytes(limit_file) + _contract_bytes(model)), encoding="ascii")
@@ -181,13 +181,18 @@ def _work(
         answers.send(Outcome(problem=f"{type(error).__name__}: {text}"))
 
 
-def _import_everything() -> None:
-    """Load a file of one tensor, so that the clock measures reads and not imports."""
+def _import_everything(suffix: str) -> None:
+    """Load a file of one tensor in the same format, so that the clock measures reads and not imports."""
+    state = {"weight": torch.ones(1, 1)}
     with tempfile.TemporaryDirectory() as folder:
-        save_file({"weight": torch.ones(1, 1)}, Path(folder) / "one.safetensors")
+        path = Path(folder) / f"one{suffix}"
+        if suffix == ".safetensors":
+            save_file(state, path)
+        else:
+            torch.save(state, path)
         with torch.device("meta"):
             model = torch.nn.Linear(1, 1, bias=False)
-        sluice.load_into(model, Path(folder) / "one.safetensors")
+        sluice.load_into(model, path)
 
 
 def _claim_memory(nbytes: int) -> None:

@@ -23,7 +23,7 @@ def counted(name: str, value: str) -> int:
     [
         ("UNRELATED", "1", 2),
         ("LOCAL_WORLD_SIZE", "1", 1),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE", "8", 2),  # of another job
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "8", 2),  # from an outer job
         ("SLURM_NTASKS_PER_NODE", "2(x4)", 2),
     ],
 )

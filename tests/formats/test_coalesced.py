@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import resource
 import threading
@@ -54,14 +55,14 @@ def test_the_end_of_the_file(distance: int) -> None:
 
 
 class Readers(MemorySource):
-    """Records the names of the reading threads."""
+    """Records the name of the thread of each read."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(content)
-        self.names: set[str] = set()
+        self.names: list[str] = []
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        self.names.add(threading.current_thread().name)
+        self.names.append(threading.current_thread().name)
         return super().read_at(offset, nbytes)
 
 
@@ -77,16 +78,33 @@ def address_space() -> Iterator[None]:
 FAR = list(range(0, 90_000, 3_000))
 
 
-def test_several_threads_read_what_is_far_apart() -> None:
+@pytest.fixture
+def slow_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each look at the clock, of which there is one for each read, find that a millisecond has passed."""
+    seconds = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: next(seconds) / 1000)
+
+
+@pytest.mark.usefixtures("slow_clock")
+def test_several_threads_read_what_is_far_apart_after_the_caller_has_waited_for_the_first_reads() -> None:
     source = Readers(CONTENT)
     assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
-    assert source.names
+    assert source.names.pop(0) == threading.current_thread().name
+    assert source.names.count(threading.current_thread().name) == 0
     assert all(name.startswith("sluice-headers") for name in source.names)
+    assert len(source.names) == 29
 
 
-@pytest.mark.usefixtures("address_space")
+def test_only_the_caller_reads_what_arrives_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.perf_counter", lambda: 0.0)
+    source = Readers(CONTENT)
+    assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
+    assert set(source.names) == {threading.current_thread().name}
+
+
+@pytest.mark.usefixtures("address_space", "slow_clock")
 def test_under_a_limit_on_virtual_memory_only_the_caller_reads() -> None:
     """A thread's stack and malloc arena count against the limit, and the weights need that memory."""
     source = Readers(CONTENT)
     assert read_ranges(source, FAR, [8] * 30, gap_bytes=100) == [CONTENT[start : start + 8] for start in FAR]
-    assert source.names == {threading.current_thread().name}
+    assert set(source.names) == {threading.current_thread().name}

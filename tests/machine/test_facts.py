@@ -262,3 +262,15 @@ def test_a_control_group_without_a_limit_is_not_asked_for_its_usage(
     assert not any(path.endswith(("memory.current", "memory.stat")) for path in asked)
     make(tmp_path, {f"{group}/memory.max": "3\n"})  # a limit can be set while the process runs
     assert cgroup_headroom(root) == 2
+
+
+@pytest.mark.parametrize("filesystem", ["tmpfs", "ramfs"])
+def test_files_in_memory_are_cached_and_their_pages_are_not_counted(
+    file: LocalFile, monkeypatch: pytest.MonkeyPatch, filesystem: str
+) -> None:
+    monkeypatch.setattr(_facts, "filesystem_type", lambda _: filesystem)
+    monkeypatch.setattr(_facts, "probe_cache", lambda *_: pytest.fail("counted"))
+    monkeypatch.setattr("sluice._options.DIRECT_FILE_BYTES", 1)
+    monkeypatch.setattr("sluice._options.PROBE_STEP_BYTES", 102_400)
+    known = file_facts(file)
+    assert (known.direct_io, known.cached) == (False, (1.0, 1.0, 1.0))

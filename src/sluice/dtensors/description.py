@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sluice.sharding.regions import Region, Sharding, Split, region_of, shape_of
+if TYPE_CHECKING:  # a load without a DTensor needs none of it
+    from sluice.sharding.regions import Region, Sharding, Split
 
 __all__ = ["UndescribedError", "home", "is_dtensor", "local_of", "region_held", "sharding_of", "with_local"]
 
@@ -44,6 +45,8 @@ def sharding_of(tensor: torch.Tensor) -> Sharding:
     Raises:
         UndescribedError: A placement leaves the ranks with something other than elements of the tensor, or is unknown.
     """
+    from sluice.sharding.regions import Sharding
+
     dtensor: Any = tensor
     for entry in getattr(dtensor._spec, "shard_order", None) or ():
         if list(entry.mesh_dims) != sorted(entry.mesh_dims):
@@ -62,6 +65,8 @@ def region_held(tensor: torch.Tensor) -> Region:
     Raises:
         UndescribedError: A placement is not known, or the local tensor has another shape than the placements say.
     """
+    from sluice.sharding.regions import region_of, shape_of
+
     sharding = sharding_of(tensor)
     try:
         region = region_of(tensor.shape, sharding)
@@ -98,6 +103,8 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def _split(placement: Any, dimensions: int) -> Split | None:
     """Return a placement as a record; None if the ranks along its mesh dimension hold the same elements."""
+    from sluice.sharding.regions import Split
+
     kind, module = type(placement), sys.modules[_MODULE]
     if kind is module.Replicate:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -16,6 +17,9 @@ _SPAN_BYTES = 1 << 20
 
 #: Fewest reads for which threads pay: starting them takes about as long as reading eight cold pages.
 _READS_FOR_THREADS = 8
+
+#: Seconds for which the caller reads alone, about as long as threads take to start: 100 cached headers need no threads.
+_ALONE_SECONDS = 0.002
 
 
 def read_ranges(
@@ -38,15 +42,22 @@ def read_ranges(
 
     access = source.access
     spans = list(_spans(starts, sizes, access.gap_bytes if gap_bytes is None else gap_bytes))
+    pieces: list[bytes] = []
+    alone_until = time.perf_counter() + _ALONE_SECONDS
+    done = 0
+    while done < len(spans) and (len(spans) - done < _READS_FOR_THREADS or time.perf_counter() < alone_until):
+        pieces += read(spans[done : done + 1])
+        done += 1
+    left = spans[done:]
     # Each thread waits for one cold page: more threads than cores pay.
-    threads = spare_threads(access.parallel_requests) if len(spans) >= _READS_FOR_THREADS else 0
+    threads = spare_threads(access.parallel_requests) if left else 0
     if not threads:
-        return read(spans)
-    share = -(-len(spans) // threads)
-    shares = [spans[first : first + share] for first in range(0, len(spans), share)]
+        return pieces + read(left)
+    share = -(-len(left) // threads)
+    shares = [left[first : first + share] for first in range(0, len(left), share)]
     with Workers(len(shares), "sluice-headers") as workers:
         jobs = [workers.start(partial(read, some)) for some in shares]
-        return list(chain.from_iterable(job.result() for job in jobs))
+        return pieces + list(chain.from_iterable(job.result() for job in jobs))
 
 
 def _spans(starts: Sequence[int], sizes: Sequence[int], gap_bytes: int) -> Iterator[range]:

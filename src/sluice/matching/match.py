@@ -22,6 +22,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -33,7 +34,9 @@ from sluice.entries.regions import select_region
 from sluice.entries.slicing import slice_entry
 from sluice.matching.placement import Placement, device_of
 from sluice.records import Entry, Request
-from sluice.sharding.regions import Region, shape_of
+
+if TYPE_CHECKING:
+    from sluice.sharding.regions import Region
 
 __all__ = ["Match", "Outline", "Slot", "finished_dtype", "match"]
 
@@ -76,7 +79,11 @@ class Slot(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def held_shape(self) -> tuple[int, ...]:
         """Size of each dimension of its memory, in elements."""
-        return self.shape if self.region is None else shape_of(self.region)
+        if self.region is None:
+            return self.shape
+        from sluice.sharding.regions import shape_of  # most models hold whole tensors
+
+        return shape_of(self.region)
 
 
 class Outline(Struct, frozen=True, kw_only=True):

@@ -11,8 +11,10 @@ and those on the meta device that no state dict fills (non-persistent buffers, p
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct, field
@@ -26,13 +28,15 @@ from sluice.dtensors.description import UndescribedError, home, is_dtensor, loca
 from sluice.matching.match import Outline, Slot
 from sluice.modules.emptied import original_of
 from sluice.modules.followers import Follower, place_in_memory
-from sluice.modules.fully_sharded import ShardMemory, reshard, shard_memories
 from sluice.modules.leftovers import find_leftovers
 from sluice.modules.load_hooks import extra_state_names
 from sluice.modules.moves import home_of
 from sluice.modules.regions import Region as MemoryRegion
 from sluice.modules.swap import is_plain
-from sluice.sharding.regions import Region
+
+if TYPE_CHECKING:
+    from sluice.modules.fully_sharded import ShardMemory
+    from sluice.sharding.regions import Region
 
 __all__ = ["Holding", "ModuleState", "Owner", "collect", "reset_of", "undivided"]
 
@@ -123,7 +127,7 @@ def collect(module: nn.Module) -> ModuleState:
 
     Tensors that cannot be loaded into are described in ``outline.problems``, to be reported with all other problems.
     """
-    reshard(module)
+    memories = _shard_memories(module)
     collected: dict[int, _Collected] = {}
     extra_state: list[str] = []
     visited: set[int] = set()
@@ -145,7 +149,6 @@ def collect(module: nn.Module) -> ModuleState:
         collected,
     )
     geometries: dict[tuple[int, ...], tuple[int, ...]] = {}
-    memories = shard_memories(module)
     shards = {slot: memories[id(held.tensor)] for slot, held in enumerate(slots) if id(held.tensor) in memories}
     resettable = {key for key, owner in on_meta.items() if reset_of(owner)}
     return ModuleState(
@@ -173,6 +176,16 @@ def collect(module: nn.Module) -> ModuleState:
         followers={slot: tuple(found) for slot, found in leftovers.followers.items()},
         shards=shards,
     )
+
+
+def _shard_memories(module: nn.Module) -> Mapping[int, ShardMemory]:
+    """Return the memory of parameters that ``fully_shard`` divided, by their ids. Gathered ones are divided again."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return {}
+    from sluice.modules.fully_sharded import reshard, shard_memories
+
+    reshard(module)
+    return shard_memories(module)
 
 
 def _add_tensors(prefix: str, module: nn.Module, collected: dict[int, _Collected], *, known: bool) -> None:
