@@ -96,7 +96,7 @@ def refusals(path: Path) -> list[str]:
         optimizer = torch.optim.Adafactor(model.parameters())
         try:
             sluice.load_optimizer(optimizer, path, model=model, device=device)
-        except sluice.MismatchError as error:
+        except sluice.RankError as error:
             texts.append(str(error))
         texts += ["state"] * len(optimizer.state)
     return texts

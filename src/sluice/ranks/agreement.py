@@ -164,7 +164,11 @@ def rank_error(verb: str, failed: Mapping[int, str], ranks: tuple[int, ...], aft
         alike[text].append(rank)
     lines = [f"rank {', '.join(map(str, members))}: {text}" for text, members in alike.items()]
     what = f"the {verb} failed on {len(failed)} of {len(ranks)} ranks, and {after}"
-    text = f"{what}; {lines[0]}" if len(lines) == 1 else f"{what}\n{section('failures', lines[:SHOWN], lines)}\n"
+    text = (
+        f"{what}; {lines[0].rstrip('.')}"
+        if len(lines) == 1
+        else f"{what}\n{section('failures', lines[:SHOWN], lines)}\n"
+    )
     return RankError(text, ranks=failed)
 
 
