@@ -88,6 +88,29 @@ def _faulty(path: Path, rank: int, write: int) -> str:
     return saved(path, 2, rank=rank, write=write, fault="error")
 
 
+def unpublished(path: Path) -> str:
+    """Save on all ranks; the lead cannot rename the files."""
+    import torch.distributed as dist
+
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    if dist.get_rank():
+        return saved(path, 2)
+    with patch("os.replace", refused):
+        return saved(path, 2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_failed_rename_fails_every_rank(four_ranks: Ranks, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    four_ranks.run(saved, path, 1)
+    (text,) = set(four_ranks.run(unpublished, path))
+    assert "existing files are intact; rank 0: SaveError" in text
+    assert same(loaded(path), 1)
+    assert hidden(tmp_path) == []
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_killed_rank_fails_the_others(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
