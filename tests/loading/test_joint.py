@@ -11,6 +11,7 @@ import sluice
 from support.joint_loads import (
     ROUND_STEPS,
     STEPS,
+    bytes_recorded,
     failing_load,
     live_failing_load,
     load,
@@ -136,6 +137,16 @@ def test_shared_bytes_are_read_once(four_ranks: Ranks, checkpoint: str, argument
     assert sum(each.read_bytes for each in reports[0].ranks) <= 1.02 * sum(each.nbytes for each in truth().values())
     assert all(each.received_bytes for each in reports[0].ranks)
     assert any("are read once, in" in note for note in reports[0].notes)
+
+
+def test_sources_see_each_byte_once(four_ranks: Ranks, tmp_path: Path) -> None:
+    """The reads that reach the file, not those of the report."""
+    state_dict = truth()
+    file = tmp_path / "model.safetensors"
+    sluice.save(state_dict, file)
+    nbytes = sum(each.nbytes for each in state_dict.values())
+    assert sum(four_ranks.run(bytes_recorded, str(file), "once")) <= 1.02 * nbytes
+    assert sum(four_ranks.run(bytes_recorded, str(file), "none")) > 1.5 * nbytes
 
 
 def test_each_rank_reads_for_itself_on_one_host(four_ranks: Ranks, checkpoint: str) -> None:

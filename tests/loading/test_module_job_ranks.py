@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import sluice
 from support.divided_models import LAYOUTS, Net, differences, divide, local, locals_of, mesh_of
@@ -236,3 +237,44 @@ def test_hooks_extra_state_and_buffers_that_are_not_saved(tmp_path: Path, four_r
     torch.save(state, tmp_path / "hooked.pth")
     rows = [chunk.tolist() for chunk in torch.chunk(model.row.detach(), 2, 1)]
     assert four_ranks.run(with_hooks, tmp_path / "hooked.pth") == [[5, 1, True, rows[rank % 2]] for rank in range(4)]
+
+
+class Loader(nn.Module):
+    """A part that loads its weight itself, in a model that passes it other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(7, 3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *_: object) -> None:
+        with torch.no_grad():
+            self.weight.copy_(state[f"{prefix}transposed"].t())
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Loader()
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(
+            {name.replace("old.", "part."): one for name, one in state.items()}, strict, assign
+        )
+
+
+def with_loaders(path: Path) -> list[list[float]]:
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = Renamed()
+    fully_shard(model, mesh=mesh_of(4))
+    sluice.load_into(model, path)
+    rows: list[list[float]] = local(model.part.weight).tolist()
+    return rows
+
+
+def test_code_that_loads_by_itself_gets_whole_tensors(tmp_path: Path, four_ranks: Ranks) -> None:
+    whole = torch.arange(21.0).reshape(7, 3)
+    torch.save({"old.transposed": whole.t().contiguous()}, tmp_path / "m.pth")
+    expected = [chunk.tolist() for chunk in torch.chunk(whole, 4)]
+    assert four_ranks.run(with_loaders, tmp_path / "m.pth") == expected

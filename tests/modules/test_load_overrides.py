@@ -418,3 +418,17 @@ def test_a_method_of_one_object_is_refused(tmp_path: Path) -> None:
     model.load_state_dict = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(sluice.MismatchError, match="is set on the instance, not the class"):
         sluice.load_into(model, tmp_path / "f.pth")
+
+
+def test_tensors_without_a_stand_in_are_refused_by_name(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 2).to_sparse(), requires_grad=False)
+
+        def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+            return super().load_state_dict(state_dict, strict, assign)
+
+    torch.save({"weight": torch.ones(2, 2)}, tmp_path / "m.pth")
+    with pytest.raises(sluice.MismatchError, match="loads 'weight', which is a Parameter"):
+        sluice.load_into(Own(), tmp_path / "m.pth")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import sluice
+from sluice.testing import record_reads
 
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
@@ -21,6 +22,7 @@ __all__ = [
     "ROUND_STEPS",
     "STEPS",
     "Net",
+    "bytes_recorded",
     "failing_load",
     "live_failing_load",
     "load",
@@ -115,6 +117,14 @@ def load_divided(
     model = divided(device)
     report = sluice.load_into(model, path, share=share, **arguments)  # type: ignore[arg-type]
     return replace(report, rows=tuple), is_loaded(model, arguments.get("dtype"))
+
+
+def bytes_recorded(path: str, share: str) -> int:
+    """Load in the same way; return the bytes of tensor data that this rank read from the file."""
+    with sluice.open(path) as checkpoint:
+        recordings = record_reads(checkpoint)
+        sluice.load_into(divided("meta"), checkpoint, share=share)  # type: ignore[arg-type]
+        return sum(recording.read_bytes for recording in recordings)
 
 
 def load_part(path: str, ranks: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -5,9 +5,9 @@ It follows the steps of transformers' ``from_pretrained``, with sluice reading t
 1. The configuration comes from ``config.json``, the class from its ``architectures``. Both are looked up in the
    registry of transformers, so that no code named in a file is imported.
 2. The model is built under ``empty_init`` in the requested dtype, without initialization and without ties.
-3. With a ``distributed_config`` the library divides the parameters, still without memory, over the ranks.
-4. The library's key conversions run on the names, and on symbolic tensors if they merge, split or reorder weights. The
+3. The library's key conversions run on the names, and on symbolic tensors if they merge, split or reorder weights. The
    results are entries that are read directly into place. A conversion that computes is refused.
+4. With a ``distributed_config`` the library divides the parameters, still without memory, over the ranks.
 5. The library ties weights that the checkpoint has once, sluice fills the model as in ``load_into``, and the library
    computes the buffers that no checkpoint holds and, without ``strict``, missing weights.
 

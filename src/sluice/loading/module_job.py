@@ -5,6 +5,7 @@ All that headers can show is settled here, before a byte of tensor data is read:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -32,7 +33,6 @@ from sluice.matching.placement import Placement, device_of
 from sluice.matching.renaming import Rename, rename_entries
 from sluice.matching.selection import Selection, select
 from sluice.modules.collect import ModuleState, collect
-from sluice.modules.fully_sharded import reshard
 from sluice.modules.load_hooks import follow_loading
 from sluice.modules.moves import describe_moves
 from sluice.modules.refused_models import advice_for, refuse_quantized
@@ -52,11 +52,38 @@ __all__ = ["EntriesRequest", "ModuleJob", "ModuleRequest"]
 _SMALLER_DTYPE = "bfloat16"
 
 
-class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
-    """Arguments of ``sluice.load_into``."""
+class _IntoModule(LoadRequest, frozen=True, kw_only=True):
+    """A load into a module, which several ranks may hold."""
 
     #: The module to load into.
     model: nn.Module
+
+    can_map: ClassVar[bool] = True
+
+    def group(self) -> Group | None:
+        """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
+        if "torch.distributed.fsdp" in sys.modules:  # otherwise no module is divided by it
+            from sluice.modules.fully_sharded import reshard
+
+            reshard(self.model)  # a gathered parameter is an ordinary tensor
+        tensors = list(chain(self.model.parameters(), self.model.buffers()))
+        if not any(map(is_dtensor, tensors)):
+            return None
+        # Here, not above: most models are those of one process.
+        from sluice.ranks.membership import group_of
+
+        return group_of(tensors)
+
+    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
+        """See ``LoadRequest.process_groups``."""
+        from sluice.ranks.membership import process_groups_of
+
+        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
+
+
+class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
+    """Arguments of ``sluice.load_into``."""
+
     #: Device, devices by prefix of names, ``"auto"``, or None. ``job`` resolves it, because that can create a context.
     device: Device = None
     #: Name of a real floating-point dtype, ``"auto"`` for the checkpoint's, or None for the module's.
@@ -71,25 +98,6 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
     strict: bool = True
     #: Whether it is accepted that no tensor of the module is in the checkpoint.
     allow_empty: bool = False
-
-    can_map: ClassVar[bool] = True
-
-    def group(self) -> Group | None:
-        """See ``LoadRequest.group``: the ranks of the meshes of its DTensors."""
-        reshard(self.model)  # a gathered parameter is an ordinary tensor
-        tensors = list(chain(self.model.parameters(), self.model.buffers()))
-        if not any(map(is_dtensor, tensors)):
-            return None
-        # Here, not above: most models are those of one process.
-        from sluice.ranks.membership import group_of
-
-        return group_of(tensors)
-
-    def process_groups(self) -> Mapping[tuple[int, ...], Any]:
-        """See ``LoadRequest.process_groups``."""
-        from sluice.ranks.membership import process_groups_of
-
-        return process_groups_of(chain(self.model.parameters(), self.model.buffers()))
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
@@ -170,21 +178,17 @@ class ModuleRequest(LoadRequest, frozen=True, kw_only=True):
         return [*_other_places(self.device, self.options), *(Change(dtype=dtype) for dtype in dtypes)]
 
 
-class EntriesRequest(LoadRequest, frozen=True, kw_only=True):
+class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
     """A load of entries that have the module's names already, because a library converted them.
 
     Nothing is searched, and load hooks of modules are not followed: the library has handled both. Tensors without an
     entry must be real and keep their values.
     """
 
-    #: The module to load into.
-    model: nn.Module
     #: The entry of each parameter and persistent buffer, by name.
     entries: Mapping[str, Entry]
     #: As in ``ModuleRequest``.
     device: Device = None
-
-    can_map: ClassVar[bool] = True
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``."""

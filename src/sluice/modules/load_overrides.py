@@ -159,12 +159,12 @@ def follow_override(
         MismatchError: It needs values, or what it passes on does not fit.
     """
     outline = collect(module).outline
-    follower = _Follower(module, outline, loader)
     state: OrderedDict[str, Any] = OrderedDict((name, SymbolicTensor(entry)) for name, entry in entries.items())
     state.update({n: SymbolicTensor(v) if isinstance(v, Entry) else v for n, v in extra_state.items()})
     if versions:
         state._metadata = OrderedDict((path, {"version": version}) for path, version in versions.items())  # type: ignore[attr-defined]  # torch's own name  # noqa: SLF001
     try:
+        follower = _Follower(module, outline, loader)
         follower.run(state)
     except NotFollowedError as error:
         problem = f"{loader.name} {error}; {_ADVICE}"

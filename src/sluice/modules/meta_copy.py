@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from sluice.dtensors.description import is_dtensor, local_of
 from sluice.modules.swap import is_plain, with_data
 from sluice.modules.symbolic_tensors import CannotFollow, SymbolicTensor, entry_of_values
 from sluice.records import Entry
@@ -147,9 +148,9 @@ class MetaCopy:
     def _stand_in(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
         if tensor is None:
             return None
-        if not is_plain(tensor):
+        if not is_plain(local_of(tensor)):
             raise NotFollowedError(f"loads {name!r}, which is a {type(tensor).__name__}")
-        stand_in = with_data(tensor, torch.empty_like(tensor, device="meta", requires_grad=False))
+        stand_in = _whole(tensor) if is_dtensor(tensor) else _empty(tensor)
         self.tensors[id(stand_in)] = (name, stand_in)
         return stand_in
 
@@ -188,6 +189,16 @@ class MetaCopy:
                 else:
                     raise NotFollowedError(f"sets the attribute {name!r} of {type(part).__name__}")
         return entries
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    return with_data(tensor, torch.empty_like(tensor, device="meta", requires_grad=False))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor of the shape of a DTensor: code gets whole tensors, of which the match takes the part."""
+    whole = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(whole, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
 
 
 def _contents(value: Any, depth: int = _NESTING) -> Any:

@@ -108,7 +108,7 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
 
 
 def _check_alone(dtensors: Sequence[Any]) -> None:
-    """Refuse DTensors of which other ranks hold parts, where there are no other ranks."""
+    """Refuse DTensors of which other ranks hold parts, if no process group has these ranks."""
     if any(tensor.device_mesh.size() > 1 and tensor.device_mesh.get_coordinate() for tensor in dtensors):
         raise SaveError(
             "the state has DTensors of several ranks, but there is no process group of them",
