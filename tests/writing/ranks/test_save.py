@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ import safetensors.torch
 import torch
 
 import sluice
+from support import fresh_process
 from support.distributed import torch_loaded
 from support.divided_models import LAYOUTS, Net, locals_of
 from support.ranks import Ranks
@@ -114,6 +116,40 @@ def test_a_process_alone_saves_a_distributed_checkpoint(tmp_path: Path) -> None:
     with sluice.open(tmp_path / "dcp") as checkpoint:
         assert checkpoint.tree["steps"] == [1, 2.5]
     assert (report.format, report.written_by_rank) == ("dcp", (report.nbytes,))
+    with pytest.raises(sluice.SaveError, match="already contains a checkpoint"):
+        sluice.save({}, tmp_path / "dcp", format="dcp")
+    sluice.save({"w": torch.ones(2, 0)}, tmp_path / "dcp", format="dcp", overwrite=True)
+    assert torch_loaded(tmp_path / "dcp")["w"].shape == (2, 0)
+    assert len(list((tmp_path / "dcp").iterdir())) == 2
+
+
+def test_contradictions_of_the_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contradicts the suffix"):
+        sluice.save({}, tmp_path / "a.pth", format="dcp")
+    with pytest.raises(ValueError, match="max_shard_size"):
+        sluice.save({}, tmp_path / "a", format="dcp", max_shard_size=5)
+    with pytest.raises(sluice.SaveError, match="can only hold a state dict"):
+        sluice.save(torch.ones(2), tmp_path / "a", format="dcp")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dtensors_of_ranks_that_are_gone(fresh_processes: None, tmp_path: Path) -> None:
+    code = """
+        import sys, torch, sluice
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import DTensor, Shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        weight = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        try:
+            sluice.save({"w": weight}, sys.argv[1])
+        except sluice.SaveError as error:
+            print(error.problem)
+    """
+    result = fresh_process.run(textwrap.dedent(code), tmp_path / "w.pth")
+    assert "there is no process group of them" in result.stdout, result.stderr
 
 
 def training_state(directory: Path) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -23,6 +25,9 @@ LEAD = 0
 
 class RankGroup(Protocol):
     """The ranks that save together."""
+
+    #: Hidden paths of files of the save, which this rank removes if it fails: the lead may have died.
+    hidden: list[str]
 
     @property
     def position(self) -> int:
@@ -56,6 +61,7 @@ class AgreedSave:
 
     def __init__(self, agreement: Agreement) -> None:
         """Take part in a save."""
+        self.hidden: list[str] = []
         self._agreement = agreement
         self._step = 0
 
@@ -89,6 +95,9 @@ class Alone:
     position = LEAD
     size = 1
 
+    def __init__(self) -> None:
+        self.hidden: list[str] = []
+
     def look(self) -> None:
         pass
 
@@ -104,11 +113,21 @@ def together(group: RankGroup, work: Callable[[], bytes]) -> bytes:
     """Run a save, which takes part in the same steps on every rank; return the result of the lead on every rank.
 
     If it fails on a rank between two steps, the failure is the part of this rank in the next step: the others wait
-    there, or at the end.
+    there, or at the end. Files that have lost their hidden names cannot be put in place any more.
 
     Raises:
         RankError: A rank failed.
     """
+    try:
+        return _joined(group, work)
+    except BaseException:
+        for path in group.hidden:
+            with suppress(OSError):
+                os.unlink(path)
+        raise
+
+
+def _joined(group: RankGroup, work: Callable[[], bytes]) -> bytes:
     result, failure = b"", None
     try:
         result = work()

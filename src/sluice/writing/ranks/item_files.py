@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -78,15 +76,10 @@ class ItemFiles(Struct, frozen=True, kw_only=True):
         everywhere, digests = zip(
             *(msgspec.json.decode(each, type=tuple[dict[int, str], str]) for each in created), strict=True
         )
-        path = everywhere[LEAD].get(self.group.position)
-        try:
-            check_equal(digests, "have different values in the object")
-            self.group.exchange(partial(self._write, layout, path))
-        except BaseException:
-            if path is not None:
-                with suppress(OSError):  # the lead may have died; it cannot put the file in place now
-                    os.unlink(path)
-            raise
+        paths = everywhere[LEAD]
+        self.group.hidden.extend(paths.values())
+        check_equal(digests, "have different values in the object")
+        self.group.exchange(partial(self._write, layout, paths.get(self.group.position)))
 
     def _write(self, layout: ItemLayout, path: str | None) -> bytes:
         if path is None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -97,11 +98,22 @@ def save_by_ranks(state: object, save_format: SaveFormat, job: SaveJob) -> Saved
         raise SaveError("this format cannot hold DTensors", expected=expected, found=save_format)
     if job.manifest:
         raise SaveError("a manifest of DTensors cannot be written", advice=_NO_MANIFEST)
-    group = group_of(dtensors_in(state))
+    dtensors = dtensors_in(state)
+    group = group_of(dtensors)
     if group is None:
+        _check_alone(dtensors)
         return _saved_by(Alone(), state, save_format, job)
     with Agreement(group, verb="save") as agreement:
         return _saved_by(AgreedSave(agreement), state, save_format, job)
+
+
+def _check_alone(dtensors: Sequence[Any]) -> None:
+    """Refuse DTensors of which other ranks hold parts, if no process group has these ranks."""
+    if any(tensor.device_mesh.size() > 1 and tensor.device_mesh.get_coordinate() for tensor in dtensors):
+        raise SaveError(
+            "the state has DTensors of several ranks, but there is no process group of them",
+            advice="Nothing was written. Save before destroy_process_group(), on every rank.",
+        )
 
 
 def _saved_by(group: RankGroup, state: object, save_format: SaveFormat, job: SaveJob) -> SavedFiles:

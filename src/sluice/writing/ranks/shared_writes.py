@@ -12,10 +12,8 @@ tensors are, and every exchange is one more step in which ranks wait for each ot
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -97,18 +95,13 @@ class RankWriter(Struct, frozen=True, kw_only=True):
             sums: Called after the last write.
 
         Raises:
-            RankError: A rank failed; the hidden file is removed.
+            RankError: A rank failed.
         """
         created = self.group.exchange(partial(self._created, plan, out))
         paths, digests = zip(*(msgspec.json.decode(each, type=tuple[str, str]) for each in created), strict=True)
-        path = paths[LEAD]
-        try:
-            check_equal(digests, "have different values in the object")
-            return self.group.exchange(partial(self._write, plan, path, crcs, sums))
-        except BaseException:
-            with suppress(OSError):  # the lead may have died; it cannot put the file in place now
-                os.unlink(path)
-            raise
+        self.group.hidden.append(paths[LEAD])
+        check_equal(digests, "have different values in the object")
+        return self.group.exchange(partial(self._write, plan, paths[LEAD], crcs, sums))
 
     def _created(self, plan: FilePlan, out: Replacement | None) -> bytes:
         if out is not None:
