@@ -42,7 +42,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 class Loaded(Struct, frozen=True, kw_only=True):
-    """What one rank found."""
+    """Result of the load of one rank."""
 
     seconds: float = 0.0
     #: Growth of memory, in bytes.

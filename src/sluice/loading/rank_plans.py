@@ -1,6 +1,6 @@
 """Plan the loads of all ranks of a mesh in one process, without a process group.
 
-Each rank gets the plan that ``load_into`` would make there. The module stays as it is: its description is divided, for
+Each rank gets the plan that ``load_into`` would make there. The module is not changed: its description is divided, for
 one rank after the other, as ``sharding.layouts`` says.
 """
 
@@ -51,7 +51,7 @@ class DividedRequest(ModuleRequest, frozen=True, kw_only=True):
 
 
 class _Reads(Struct, frozen=True, kw_only=True):
-    """What one rank holds and reads."""
+    """Memory and reads of one rank."""
 
     final_bytes: int
     peak_bytes: int

@@ -1,4 +1,4 @@
-"""What many ranks read of the same files: sums, and the union of their ranges."""
+"""The union of the ranges that many ranks read of a file."""
 
 from __future__ import annotations
 
