@@ -65,6 +65,13 @@ def four_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need a process group."""
+    for item in items:
+        if {"two_ranks", "four_ranks"}.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip GPU tests if the machine has no accelerator, with that as the reason."""
     if item.get_closest_marker("gpu") is None:

@@ -8,7 +8,7 @@ registry is slow, is a row with the reason. The exit status is 1 if a test fails
 ``--build`` only builds. ``--within SECONDS`` is for CI, which has a limit for everything together: what is not built or
 tested by then is a row with the reason.
 
-The core profile is every test that is not marked ``long`` and not in ``NOT_CORE``: those parts do not depend on the
+The core profile is every test that is not marked ``long`` or ``ranks`` and not in ``NOT_CORE``: those parts do not depend on the
 version of torch, or take long. It takes about two minutes on two cores.
 """
 
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def core_profile() -> list[str]:
     """Return arguments of pytest that select the core profile."""
-    return ["tests", *(f"--ignore={folder}" for folder in NOT_CORE)]
+    return ["tests", "-m", "not long and not ranks", *(f"--ignore={folder}" for folder in NOT_CORE)]
 
 
 def build_all(environments: Sequence[Environment], deadline: float) -> int:

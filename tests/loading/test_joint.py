@@ -25,6 +25,9 @@ from support.joint_loads import (
 from support.ranks import Ranks
 
 
+pytestmark = pytest.mark.ranks
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(str(tmp_path_factory.mktemp("joint") / "model.pth"))

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Self
@@ -125,6 +126,7 @@ def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
         world_size=size,
         timeout=timedelta(seconds=_GROUP_TIMEOUT),
     )
+    _keep_meshes()
     while True:
         try:
             function, arguments = pipe.recv()
@@ -136,3 +138,17 @@ def _serve(rank: int, size: int, directory: str, pipe: Connection) -> None:
             outcome = False, traceback.format_exc()
         pipe.send(outcome)
     dist.destroy_process_group()
+
+
+def _keep_meshes() -> None:
+    """Make every function get the same mesh of a shape, and so the same groups.
+
+    Each group has threads that wake a hundred times a second, and torch's caches keep old meshes alive.
+    """
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+    from torch.distributed import tensor as dtensor
+
+    kept = cache(device_mesh.init_device_mesh)
+    for module in (device_mesh, dist, dtensor):
+        module.__dict__["init_device_mesh"] = kept

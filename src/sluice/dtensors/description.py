@@ -22,6 +22,9 @@ __all__ = ["UndescribedError", "home", "is_dtensor", "local_of", "region_held", 
 
 _MODULE = "torch.distributed.tensor"
 
+#: In torch 2.6 fully_shard keeps other memory than the local tensor for columns of live parameters.
+_OLDEST_TORCH = "2.8"
+
 
 class UndescribedError(ValueError):
     """The part of a DTensor that this rank holds is not known. The text completes "the tensor is ..."."""
@@ -67,6 +70,11 @@ def region_held(tensor: torch.Tensor) -> Region:
     """
     from sluice.sharding.regions import region_of, shape_of
 
+    if TorchVersion(torch.__version__) < _OLDEST_TORCH:
+        raise UndescribedError(
+            f"a DTensor of torch {torch.__version__}: sluice needs torch {_OLDEST_TORCH} or newer for models that are "
+            "divided over ranks"
+        )
     sharding = sharding_of(tensor)
     try:
         region = region_of(tensor.shape, sharding)
