@@ -8,8 +8,8 @@ registry is slow, is a row with the reason. The exit status is 1 if a test fails
 ``--build`` only builds. ``--within SECONDS`` is for CI, which has a limit for everything together: what is not built or
 tested by then is a row with the reason.
 
-The core profile is every test that is not marked ``long`` or ``ranks`` and not in ``NOT_CORE``: those parts do not depend on the
-version of torch, or take long. It takes about two minutes on two cores.
+The core profile is every test that is not marked ``long`` or ``ranks`` and not in ``NOT_CORE``: those parts do not
+depend on the version of torch, or take long. It takes about two minutes on two cores.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from support.joint_loads import (
 )
 from support.ranks import Ranks
 
-
 pytestmark = pytest.mark.ranks
 
 

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 if TYPE_CHECKING:  # a load without a DTensor needs none of it
     from sluice.sharding.regions import Region, Sharding, Split
