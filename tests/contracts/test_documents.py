@@ -13,10 +13,10 @@ from support.documents import DOCUMENTS, ROOT, run_document
 SKIPPED = {
     "CONTRIBUTING.md": 1,
     "README.md": 1,
-    "bench/README.md": 14,
+    "bench/README.md": 15,
     "docs/benchmarking.md": 1,  # many processes
     "docs/own-loading.md": 1,
-    "docs/performance.md": 6,
+    "docs/performance.md": 7,
     "docs/quickstart.md": 1,
     "docs/ranks.md": 3,  # several ranks
     "docs/recipes/hugging-face-directory.md": 1,

@@ -68,7 +68,7 @@ def cgroup_headroom(root: Path = Path("/")) -> int | None:
         root: Directory of ``proc`` and ``sys``.
     """
     # A group without a limit is not asked for its usage: a load of a small file would wait for that.
-    limits = [(place, _limit(place)) for place in _places(root)]
+    limits = [(place, _limit(place)) for place in _places(root) if _can_be_limited(place.limit_file)]
     groups = [_group(place, limit) for place, limit in limits if limit is not None]
     found = tightest([group for group in groups if group is not None])
     return None if found is None else found.room_bytes
@@ -96,10 +96,7 @@ def _places(root: Path) -> tuple[_Place, ...]:
 
 @lru_cache(maxsize=8)
 def _places_of(top: str, memberships: bytes) -> tuple[_Place, ...]:
-    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors.
-
-    Groups that can never have a limit are left out: see ``_can_be_limited``.
-    """
+    """Return the places of the groups that ``/proc/self/cgroup`` lists, each followed by its ancestors."""
     places: list[_Place] = []
     for line in memberships.decode(errors="replace").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -122,19 +119,18 @@ def _ancestors(
     for count in range(len(parts), -1, -1):
         below = "/".join(parts[:count])
         directory = f"{mount}/{below}" if below else mount
-        if not _can_be_limited(directory, names[0]):
-            continue
         limit, usage, statistics = (f"{directory}/{name}" for name in names)
         yield _Place(version, f"/{below}", limit, usage, statistics, reclaimable)
 
 
-def _can_be_limited(directory: str, limit_file: str) -> bool:
+@lru_cache(maxsize=64)
+def _can_be_limited(limit_file: str) -> bool:
     """Return whether a group has a limit, or may get one later, when the controller is turned on for it.
 
     The root of a hierarchy never has one in version 2, and is the only group without ``cgroup.type``. A namespace can
     hide groups, and a hierarchy may not be mounted.
     """
-    return any(os.path.exists(f"{directory}/{name}") for name in (limit_file, "cgroup.type"))
+    return os.path.exists(limit_file) or os.path.exists(os.path.join(os.path.dirname(limit_file), "cgroup.type"))
 
 
 def _group(place: _Place, limit_bytes: int | None) -> MemoryGroup | None:

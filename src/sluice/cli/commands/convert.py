@@ -120,6 +120,8 @@ def convert_command(
       tied         {name: the name that its tensor is stored under}
       casts        {"float32 -> bfloat16": number of tensors}
       replaced     files that existed
+      written_by_rank
+                   empty: one process writes a conversion
     """
     rules = changes_of(renames, regexes, rule_lists)
     run = partial(
