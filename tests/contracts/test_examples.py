@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[2]
     ("example", "ranks"),
     [
         ("fsdp2.py", 2),
-        ("tensor_parallel.py", 2),
         pytest.param("tensor_parallel.py", 4, marks=pytest.mark.long),
     ],
 )

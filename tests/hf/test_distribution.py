@@ -52,7 +52,13 @@ def _compared(folder: Path, options: dict[str, Any]) -> Iterator[str]:
         yield "nothing is divided"
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Phi3ForCausalLM", "MixtralForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Phi3ForCausalLM",
+        *(pytest.param(each, marks=pytest.mark.long) for each in ("LlamaForCausalLM", "MixtralForCausalLM")),
+    ],
+)
 def test_each_rank_gets_the_weights_that_the_library_gives_it(
     name: str, transformers: Any, tmp_path: Path, two_ranks: Ranks
 ) -> None:

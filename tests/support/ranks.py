@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
 import time
 import traceback
@@ -77,10 +78,19 @@ class Ranks:
         self, function: Callable[..., Any], *arguments: object, timeout: float = _TIMEOUT
     ) -> list[tuple[bool, Any]]:
         """Call a function on every rank; return for each whether it returned, and its result or its traceback."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((function, arguments))
         until = time.monotonic() + timeout
-        return [self._outcome(rank, until) for rank in range(self.size)]
+        outcomes = [self._outcome(rank, until) for rank in range(self.size)]
+        # Until the next call: the threads of the group wake a hundred times a second.
+        self._signal(signal.SIGSTOP)
+        return outcomes
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, number)
 
     def _outcome(self, rank: int, until: float) -> tuple[bool, Any]:
         try:
@@ -94,6 +104,7 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.close()
         for process in self.processes:
