@@ -13,6 +13,7 @@ from bench.ranks import Cell, main, table
 
 @pytest.mark.ranks
 def test_every_method_finishes_with_the_same_weights(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
     command = ["--size", "tiny", "--ranks", "2", "--runs", "1", "--file", "shards", "--dtype", "float32"]
     done = CliRunner().invoke(main, [*command, "--directory", str(tmp_path / "files"), "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
