@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from bench.ranks import Cell, main, table
 
 
-@pytest.mark.ranks
+@pytest.mark.usefixtures("two_ranks")  # starts the server that forks processes, which stays
 def test_every_method_finishes_with_the_same_weights(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     command = ["--size", "tiny", "--ranks", "2", "--runs", "1", "--file", "shards", "--dtype", "float32"]
