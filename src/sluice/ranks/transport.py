@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sluice import _options as options
 from sluice._errors import ReadError
 from sluice.ranks.agreement import OtherRankError, describe
 from sluice.ranks.protocol import Group, Ruling
@@ -94,9 +95,18 @@ class GroupTransport:
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
             work.wait()
         except RuntimeError as error:  # of the backend: the connection to another rank was closed
-            if self._group.look(now=True):
+            if self._lost_a_rank():
                 raise self.other_failed() from error
             raise ReadError(f"the process group failed to transfer data: {error}") from error
+
+    def _lost_a_rank(self) -> bool:
+        """Return whether a different rank has failed; the connections of a process close a little before it is gone."""
+        until = time.monotonic() + options.RANK_FAREWELL_SECONDS
+        while not self._group.look(now=True):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_LONGEST_PAUSE)
+        return True
 
 
 def _accept(_: Mapping[int, bytes]) -> Ruling:
