@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from sluice.engine import targets as engine_targets
 from sluice.engine.host_memory import HostMemory
@@ -43,3 +44,23 @@ def test_large_targets_are_mapped_before_the_first_read(tmp_path: Path, monkeypa
         assert all(torch.equal(new, old) for new, old in zip(memory.tensors(views), tensors, strict=True))
     finally:
         source.close()
+
+
+@pytest.mark.parametrize("reclaimed", [False, True])
+def test_targets_are_on_small_pages_where_the_host_takes_free_memory_back(
+    monkeypatch: pytest.MonkeyPatch, reclaimed: bool
+) -> None:
+    used: list[bool] = []
+
+    def mapped(nbytes: int, *, huge_pages: bool) -> HostMemory:
+        used.append(huge_pages)
+        return HostMemory(nbytes, huge_pages=huge_pages)
+
+    monkeypatch.setattr(engine_targets, "HostMemory", mapped)
+    index = index_of([(0, 4 * MIB)])
+    targets, _ = single_targets([request("t", entry_of(torch.empty(MIB), 0))], index, {})
+    machine = replace(facts(cached=False), reclaimed_by_host=reclaimed)
+    plan = plan_load(targets, index.files, machine, staging_bytes=8 * MIB)
+    Targets(plan).window(0, 0, 4 * MIB)
+    assert used == [not reclaimed]
+    assert plan.huge_staging

@@ -316,7 +316,7 @@ class Targets:
     def _mapping_locked(self, position: int) -> HostMemory:
         if position not in self._mappings:
             nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
-            self._mappings[position] = HostMemory(nbytes, huge_pages=self._plan.facts.huge_pages)
+            self._mappings[position] = HostMemory(nbytes, huge_pages=self._plan.facts.huge_targets)
         return self._mappings[position]
 
 
