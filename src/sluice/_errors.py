@@ -385,8 +385,8 @@ class SaveError(SluiceError, RuntimeError):
     advice = "Existing files are intact."
 
 
-class RemoteError(SluiceError):
-    """A remote source failed."""
+class RemoteError(ReadError):
+    """A server failed a request, or could not be reached, after the last attempt."""
 
     advice = "Check the address, the credentials and the network, then try again."
 

@@ -325,3 +325,27 @@ RANK_STOPPED_SECONDS = 5.0
 
 #: Seconds that a failed load waits for ranks that have not noticed: each notices between two reads.
 RANK_FAREWELL_SECONDS = 10.0
+
+#: Bytes of the first request for a remote object: the headers of most files, or their beginning.
+REMOTE_FIRST_BYTES = 64 << 10
+
+#: Largest request for a remote object, as object stores recommend.
+REMOTE_READ_BYTES = 8 << 20
+
+#: Largest gap between two ranges of a remote object that are read in one request: a request takes as long as the
+#: transfer of about 1 MiB, which the Rust crate object_store uses as well.
+REMOTE_GAP_BYTES = 1 << 20
+
+#: Requests for one remote object in flight at once.
+REMOTE_REQUESTS = 16
+
+#: Attempts in a row at one range without a byte received, after the first; and seconds after which it is given up.
+REMOTE_RETRIES = 6
+REMOTE_PATIENCE_SECONDS = 120.0
+
+#: Longest pauses before the first repeated attempt and before any; each is drawn between zero and its limit, which
+#: doubles ("full jitter", Marc Brooker, Exponential Backoff and Jitter, AWS Architecture Blog, 2015).
+REMOTE_FIRST_PAUSE, REMOTE_LONGEST_PAUSE = 0.2, 10.0
+
+#: Seconds without a byte after which a request counts as failed.
+REMOTE_TIMEOUT_SECONDS = 30.0

@@ -1,0 +1,95 @@
+"""The protocol of remote objects, which every kind of server implements in a module of its own."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from msgspec import Struct
+
+__all__ = ["Body", "ObjectFacts", "RemoteObject", "RequestFailedError"]
+
+
+class RequestFailedError(Exception):
+    """One request failed; a signal between layers, never seen by users."""
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        temporary: bool,
+        status: int | None = None,
+        retry_after: float | None = None,
+        advice: str | None = None,
+    ) -> None:
+        """Describe the failure.
+
+        Args:
+            problem: What happened, as one clause without credentials.
+            temporary: Whether the same request may succeed later.
+            status: Status of the answer, for HTTP.
+            retry_after: Seconds that the server asks to wait.
+            advice: What the user can do; None for the advice of ``RemoteError``.
+        """
+        super().__init__(problem)
+        self.problem, self.temporary, self.status = problem, temporary, status
+        self.retry_after, self.advice = retry_after, advice
+
+
+class ObjectFacts(Struct, frozen=True, kw_only=True):
+    """What the first answer says about an object; every later answer is held against it."""
+
+    #: Size in bytes.
+    nbytes: int
+    #: Version id, generation or strong ETag, with which later requests are made conditional; None if there is none.
+    version: str | None = None
+    #: Time of the last change as the server writes it, compared where there is no version.
+    modified: str | None = None
+
+
+class Body(Protocol):
+    """The body of one answer."""
+
+    def readinto(self, buffer: memoryview) -> int:
+        """Receive some bytes into a buffer that is not empty; return their number, 0 at the end of the body.
+
+        Raises:
+            RequestFailedError: The connection failed, or no byte arrived within the timeout.
+        """
+        ...
+
+
+class RemoteObject(Protocol):
+    """One object of a server.
+
+    Each call makes one request, from any thread. It does not retry, and raises ``RequestFailedError`` if the request
+    fails and ``SourceChangedError`` if the object is not the one of ``facts``. Messages hold no credentials.
+    """
+
+    @property
+    def path(self) -> str:
+        """Address as the user would type it, without credentials."""
+        ...
+
+    def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
+        """Request the first ``nbytes`` bytes, or all of a smaller object; return what the answer says, and its body.
+
+        Raises:
+            MissingFileError: There is no such object.
+            UnsupportedError: The server does not answer ranges.
+        """
+        ...
+
+    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> AbstractContextManager[Body]:
+        """Request exactly the bytes from ``offset`` of the object that ``facts`` describe; return the body.
+
+        A body may end early, when the connection is lost; it never has bytes of a different range or version.
+
+        Raises:
+            SourceChangedError: The object is no longer the one of ``facts``.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close idle connections."""
+        ...
