@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from msgspec import Struct
 
 from sluice._public import public
 from sluice._units import parse_bytes
+
+if TYPE_CHECKING:
+    from sluice.records import MachineFacts
 
 __all__ = ["Limits", "Memory", "MemoryLimits", "PageCache", "Place", "Share", "TransferOptions"]
 
@@ -127,6 +130,8 @@ class TransferOptions(Struct, frozen=True, kw_only=True):
     #: Processes of this host that load at the same time and share staging and the limits of host memory; 0 if it is not
     #: known: one, or for a model of DTensors what its launcher says.
     host_ranks: int = 0
+    #: Facts of the machine and of all files, if several transfers are planned at once; None to collect them.
+    facts: MachineFacts | None = None
 
 
 #: Bytes of one read and of one staging buffer. Direct reads lose bandwidth below 4 MiB and gain none above 16 MiB.

@@ -1,4 +1,4 @@
-"""Options of ``sluice plan`` that describe the ranks of a mesh."""
+"""Options of ``sluice plan`` and ``sluice load`` that describe the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sluice._units import format_bytes
 from sluice.cli.options import Size
 from sluice.reports.ranks import RanksPlan
 
-__all__ = ["mesh_options", "mesh_sizes", "parse_styles", "speed_lines"]
+__all__ = ["load_mesh_options", "mesh_options", "mesh_sizes", "parse_styles", "speed_lines"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -33,6 +33,20 @@ class MeshSizes(click.ParamType[dict[str, int]]):
         return sizes
 
 
+_STYLES = click.option(
+    "--tp-plan", metavar="JSON", help="Style by pattern of module names. Default: the model's tp_plan."
+)
+
+_LOAD_OPTIONS = (
+    click.option(
+        "--mesh",
+        type=MeshSizes(),
+        help="Divide the model over the ranks of torchrun, such as dp=2,tp=2: dp is fully_shard, ddp are copies, tp is "
+        "tensor parallelism.",
+    ),
+    _STYLES,
+)
+
 _OPTIONS = (
     click.option(
         "--mesh",
@@ -42,15 +56,22 @@ _OPTIONS = (
     ),
     click.option("--ranks", type=click.IntRange(1), help="Number of ranks; alone the same as --mesh dp=RANKS."),
     click.option("--ranks-per-host", type=click.IntRange(1), help="Ranks that share a host. Default: all."),
-    click.option("--tp-plan", metavar="JSON", help="Style by pattern of module names. Default: the model's tp_plan."),
+    _STYLES,
     click.option("--disk-speed", type=Size(), help="Bytes that one host reads in a second, such as 3GB."),
     click.option("--network-speed", type=Size(), help="Bytes that shared storage sends to all hosts in a second."),
 )
 
 
 def mesh_options(command: _Command) -> _Command:
-    """Add the options to a command."""
+    """Add the options of ``sluice plan``."""
     for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def load_mesh_options(command: _Command) -> _Command:
+    """Add the options of ``sluice load``."""
+    for option in reversed(_LOAD_OPTIONS):
         command = option(command)
     return command
 

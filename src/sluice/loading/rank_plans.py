@@ -17,6 +17,7 @@ from sluice._geometry import contiguous_stride
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.patterns import compile_pattern
 from sluice.loading.module_job import ModuleRequest
+from sluice.machine.facts import machine_facts
 from sluice.matching.match import Slot
 from sluice.modules.collect import ModuleState, collect
 from sluice.records import LoadPlan
@@ -100,7 +101,11 @@ def plan_ranks(
     """
     whole = collect(request.model)
     fields = {name: getattr(request, name) for name in ModuleRequest.__struct_fields__}
-    fields["options"] = replace(request.options, host_ranks=layout.ranks_per_host)
+    fields["options"] = replace(
+        request.options,
+        host_ranks=layout.ranks_per_host,
+        facts=machine_facts(checkpoint.sources, host_ranks=layout.ranks_per_host),
+    )
     known: dict[tuple[Region | None, ...], _Reads] = {}  # ranks that hold the same read the same
     reads: list[_Reads] = []
     fullest = None

@@ -82,12 +82,15 @@ def plan_transfer(
         can_map = [i in wanted and mappable(source) for i, source in enumerate(checkpoint.sources)]
         mapped = plan_mapping(targets, can_map)
     read = {fill.file for i, target in enumerate(targets) if i not in mapped.blocks for fill in target.fills}
+    devices = tuple(device_facts(device) for device in sorted({target.device for target in targets} - {"cpu"}))
     plan = plan_load(
         targets,
         checkpoint.index.files,
-        machine_facts(
+        replace(options.facts, devices=devices)
+        if options.facts
+        else machine_facts(
             [source if i in read else None for i, source in enumerate(checkpoint.sources)],
-            tuple(device_facts(device) for device in sorted({target.device for target in targets} - {"cpu"})),
+            devices,
             host_ranks=options.host_ranks or 1,
         ),
         staging_bytes=_staging_share(memory, options.host_ranks or 1),

@@ -21,11 +21,12 @@ from msgspec import Struct
 
 from sluice.sharding.regions import Sharding, Split
 
-__all__ = ["STYLES", "Mesh", "divided_dim", "mesh_of", "sharding_on"]
+__all__ = ["REPLICATING", "SHARDING", "STYLES", "TENSOR_PARALLEL", "Mesh", "divided_dim", "mesh_of", "sharding_on"]
 
-_SHARDING = ("dp", "fsdp", "dp_shard", "shard")
-_REPLICATING = ("ddp", "dp_replicate", "replicate")
-_TENSOR_PARALLEL = "tp"
+#: Names of mesh dimensions, by what they do.
+SHARDING = ("dp", "fsdp", "dp_shard", "shard")
+REPLICATING = ("ddp", "dp_replicate", "replicate")
+TENSOR_PARALLEL = "tp"
 
 #: Dimension that a style divides, for the weight of a linear layer, its bias and the table of an embedding. The longer
 #: names are those of transformers; they differ in how activations are passed on.
@@ -62,7 +63,7 @@ def mesh_of(sizes: Mapping[str, int]) -> Mesh:
     Raises:
         ValueError: A name has no meaning here, two dimensions shard parameters, or a size is not positive.
     """
-    known = (*_SHARDING, *_REPLICATING, _TENSOR_PARALLEL)
+    known = (*SHARDING, *REPLICATING, TENSOR_PARALLEL)
     if not sizes:
         raise ValueError("a mesh needs at least one dimension, such as dp=8")
     for name, size in sizes.items():
@@ -70,7 +71,7 @@ def mesh_of(sizes: Mapping[str, int]) -> Mesh:
             raise ValueError(f"mesh dimension {name!r} has no known meaning; use one of {', '.join(known)}")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"mesh dimension {name!r} must have a positive number of ranks, not {size!r}")
-    several = [name for name in sizes if name in _SHARDING]
+    several = [name for name in sizes if name in SHARDING]
     if len(several) > 1:
         raise ValueError(f"{' and '.join(several)} both shard every parameter: give their product as one dimension")
     return Mesh(names=tuple(sizes), sizes=tuple(sizes.values()))
@@ -105,16 +106,16 @@ def sharding_on(mesh: Mesh, coordinate: tuple[int, ...], *, dimensions: int, tp_
     """
     placements: list[Split | None] = []
     for axis, name in enumerate(mesh.names):
-        if name in _REPLICATING:
+        if name in REPLICATING:
             placements.append(None)
-        elif name == _TENSOR_PARALLEL:
+        elif name == TENSOR_PARALLEL:
             placements.append(None if tp_dim is None else Split(dim=tp_dim))
         elif not dimensions:
             raise ValueError("fully_shard refuses scalar parameters: give it one dimension of one element")
         else:
             later = mesh.sizes[axis + 1 :] if tp_dim == 0 else ()
             tensor_parallel = [
-                size for size, other in zip(later, mesh.names[axis + 1 :], strict=False) if other == _TENSOR_PARALLEL
+                size for size, other in zip(later, mesh.names[axis + 1 :], strict=False) if other == TENSOR_PARALLEL
             ]
             placements.append(Split(dim=0, pieces=prod(tensor_parallel)))
     return Sharding(mesh=mesh.sizes, coordinate=coordinate, placements=tuple(placements))
