@@ -56,6 +56,14 @@ def test_a_model_is_divided_as_its_mesh_says(four_ranks: Ranks, checkpoint: Path
     assert four_ranks.run(loaded, str(checkpoint), mesh) == [True] * 4
 
 
+@pytest.mark.ranks
+def test_three_dimensions_of_eight_ranks(checkpoint: Path) -> None:
+    """Copies of FSDP2 over tensor parallelism; a rank holds an eighth, or less of 11 and 6 rows."""
+    with Ranks(8) as ranks:
+        assert ranks.run(loaded, str(checkpoint), {"ddp": 2, "dp": 2, "tp": 2}) == [True] * 8
+        assert ranks.run(loaded, str(checkpoint), {"dp": 8}) == [True] * 8
+
+
 def test_the_first_rank_prints_the_report(two_ranks: Ranks, checkpoint: Path) -> None:
     model = f"{Net.__module__}:Net"
     results: list[Any] = two_ranks.run(command, "load", str(checkpoint), "--model", model, "--mesh", "tp=2", "--json")
