@@ -279,7 +279,7 @@ def test_files_in_memory_are_cached_and_their_pages_are_not_counted(
 
 @pytest.mark.parametrize(("features", "expected"), [("0110011", True), ("0110001", False), ("011", False)])
 def test_a_host_that_takes_free_memory_back(tmp_path: Path, features: str, expected: bool) -> None:
-    """Bit 5 of the features of the balloon; the driver's directory holds files beside its devices."""
+    """Bit 5 of the features of the balloon; the driver's directory holds files and devices."""
     (tmp_path / "bind").touch()
     assert not reclaimed_by_host(str(tmp_path))
     (tmp_path / "virtio0").mkdir()

@@ -1,4 +1,4 @@
-"""What a rank concludes from a transfer that its process group fails."""
+"""Transfers that the process group fails, because a rank was lost or for a different reason."""
 
 from __future__ import annotations
 

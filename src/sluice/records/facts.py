@@ -94,7 +94,7 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
 
     @property
     def huge_targets(self) -> bool:
-        """Whether the memory of finished tensors goes on huge pages.
+        """Whether finished tensors are on huge pages.
 
         Not where the host takes free memory back: it does so in blocks of 2 MiB, and gives each back slowly when it is
         touched, while pages of 4 KiB mostly come from smaller blocks, which it never took.

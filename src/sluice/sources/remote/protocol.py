@@ -37,13 +37,13 @@ class RequestFailedError(Exception):
 
 
 class ObjectFacts(Struct, frozen=True, kw_only=True):
-    """What the first answer says about an object; every later answer is held against it."""
+    """Size and version of an object in the first answer; every later answer is held against them."""
 
     #: Size in bytes.
     nbytes: int
-    #: Version id, generation or strong ETag, with which later requests are made conditional; None if there is none.
+    #: Version id, generation or strong ETag, with which later requests are made conditional; None without one.
     version: str | None = None
-    #: Time of the last change as the server writes it, compared where there is no version.
+    #: Time of the last change as the server writes it, compared if there is no version.
     modified: str | None = None
 
 
