@@ -16,6 +16,7 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.row_kernels import RowFunction, cast, row_function, scaled
 from sluice.engine.targets import Targets
 from sluice.entries.assembly import join, multiply, pad
+from sluice.entries.regions import select_region
 from sluice.entries.slicing import slice_entry
 from sluice.reading import transfer
 from sluice.records import DeviceFacts, Elements, Entry, Request, RowKernel
@@ -126,6 +127,13 @@ def test_parts_of_rows_are_refused(tmp_path: Path) -> None:
             transfer.prepare(checkpoint, [Request(name="w", entry=turned, dtype="float32", device="cpu")])
 
 
+def test_a_region_has_whole_rows() -> None:
+    whole = with_kernel(entry((10, 8), storage=0), "scales", 1)
+    assert select_region(whole, (((2, 5),), ((0, 8),))).shape == (3, 8)
+    with pytest.raises(ValueError, match="a region of whole rows"):
+        select_region(whole, (((0, 5),), ((0, 4),)))
+
+
 def test_a_row_larger_than_a_buffer_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot hold a row of 400 bytes"):
         list(cut_rows(CopyPiece(0, 800, (2, 100), (100, 1), (100, 0), 0), 4, limit_bytes=396))
@@ -158,12 +166,11 @@ def test_factors_come_before_a_kernel(tmp_path: Path) -> None:
     [
         ({"existing": True}, "new, row-major"),
         ({"stride": (1, 10)}, "new, row-major"),
-        ({"region": (((0, 5),), ((0, 4),))}, "whole rows"),
         ({"entry": entry((), storage=0)}, "rows with elements"),
         ({"entry": entry((3, 0), storage=0)}, "rows with elements"),
         ({"entry": pad(entry((3, 4), storage=0), 0, 5, 0.0)}, "no constants"),
     ],
-    ids=["live memory", "columns first", "parts of rows", "a scalar", "empty rows", "a constant"],
+    ids=["live memory", "columns first", "a scalar", "empty rows", "a constant"],
 )
 def test_requests_that_a_kernel_cannot_fill(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
     torch.save({"w": torch.randn(10, 8)}, tmp_path / "w.pt")

@@ -41,7 +41,8 @@ def positions(region: Region) -> tuple[np.ndarray, ...]:
 
 def read(path: Path, region: Region) -> torch.Tensor:
     with OpenCheckpoint.open(path) as checkpoint:
-        request = Request(name="w", entry=checkpoint.entries["w"], dtype="float32", device="cpu", region=region)
+        entry = select_region(checkpoint.entries["w"], region)
+        request = Request(name="w", entry=entry, dtype="float32", device="cpu")
         prepared = transfer.prepare(checkpoint, [request])
         return transfer.run(checkpoint, prepared, Targets(prepared.plan))[0][0]
 
@@ -63,7 +64,8 @@ def test_only_the_bytes_of_the_region_are_read(tmp_path: Path) -> None:
     region: Region = (((0, 100), (2000, 2100)), ((0, 1024),))
     with sluice.open(tmp_path / "w.pt") as checkpoint:
         (recording,) = record_reads(checkpoint)
-        request = Request(name="w", entry=checkpoint.entries["w"], dtype="float32", device="cpu", region=region)
+        entry = select_region(checkpoint.entries["w"], region)
+        request = Request(name="w", entry=entry, dtype="float32", device="cpu")
         prepared = transfer.prepare(checkpoint, [request])
         ((tensor,), _) = transfer.run(checkpoint, prepared, Targets(prepared.plan))
     assert torch.equal(tensor, torch.cat([whole[:100], whole[2000:2100]]))

@@ -16,7 +16,6 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.accelerators import allocator_bytes, device_facts
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
-from sluice.entries.regions import select_region
 from sluice.machine.facts import machine_facts, mappable
 from sluice.planning.alternatives import Change, check_budget
 from sluice.planning.mappings import NOTHING_MAPPED, plan_mapping
@@ -68,7 +67,6 @@ def plan_transfer(
     """
     options = options or TransferOptions()
     memory = options.memory or MemoryLimits()
-    requests = [_selected(request) for request in requests]
     offsets = checkpoint.locate(
         {storage for request in requests if request.entry.numel for storage in request.entry.storages}
     )
@@ -109,17 +107,6 @@ def _staging_share(memory: MemoryLimits, host_ranks: int) -> int:
     """Return the staging of one of the ranks of a host, in bytes, but not less than a load needs."""
     whole = parse_bytes(memory.staging)
     return whole if host_ranks == 1 else max(whole // host_ranks, min(whole, SMALLEST_STAGING_BYTES))
-
-
-def _selected(request: Request) -> Request:
-    """Return a request whose entry is the requested region."""
-    if request.region is None:
-        return request
-    whole = request.entry
-    whole_rows = tuple(((0, size),) for size in whole.shape[1:])
-    if whole.kernel is not None and request.region[1:] != whole_rows:
-        raise ValueError("a row kernel needs a region of whole rows")
-    return replace(request, entry=select_region(whole, request.region), region=None)
 
 
 def prepare(

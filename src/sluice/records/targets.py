@@ -40,9 +40,6 @@ class Request(Struct, frozen=True, kw_only=True, gc=False):
     replaces: bool = False
     #: Whether it must not share memory with other tensors, even if they share storage in the file.
     alone: bool = False
-    #: Part of the entry that the tensor holds: for each dimension ascending intervals ``(start, stop)`` of positions;
-    #: None for the whole entry.
-    region: tuple[tuple[tuple[int, int], ...], ...] | None = None
     #: Computation on the complete tensor; only for a row-major tensor on the host.
     finisher: Finisher | None = None
 
