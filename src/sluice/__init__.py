@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from sluice.reports.plan import PlanReport
     from sluice.reports.save import SaveReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
+    from sluice.sources.remote.location import Remote
 
 __version__ = "0.1.0"
 
@@ -90,6 +91,7 @@ __all__ = [
     "RankReport",
     "ReadError",
     "ReadPermissionError",
+    "Remote",
     "RemoteError",
     "SaveError",
     "SaveReport",
@@ -131,6 +133,7 @@ _HOMES = {
     "Peaks": "records",
     "PlanReport": "reports.plan",
     "RankReport": "reports.load",
+    "Remote": "sources.remote.location",
     "UnsupportedValue": "records",
     "ProgressEvent": "_progress",
     "SaveReport": "reports.save",

@@ -344,6 +344,12 @@ REMOTE_GAP_BYTES = 1 << 20
 #: Requests for one remote object in flight at once.
 REMOTE_REQUESTS = 16
 
+#: The same of files that fsspec reads. Each request is a bytes object of its own, and some file systems join it from
+#: pieces: 8 requests of 2 MiB are 16 to 32 MiB in addition to the staging buffers.
+FSSPEC_READ_BYTES = 2 << 20
+FSSPEC_GAP_BYTES = 256 << 10
+FSSPEC_REQUESTS = 8
+
 #: Attempts in a row at one range without a byte received, after the first; and seconds after which it is given up.
 REMOTE_RETRIES = 6
 REMOTE_PATIENCE_SECONDS = 120.0

@@ -41,7 +41,7 @@ from sluice.reading.scan import (
 from sluice.reading.sparse_indices import index_lines
 from sluice.records import Entry
 from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
-from sluice.sources.opening import path_list, source_path
+from sluice.sources.opening import location_list, location_of, location_text, source_path
 
 __all__ = ["Verification", "verify_checkpoint"]
 
@@ -109,9 +109,12 @@ def verify_checkpoint(
 
 def _path(source: CheckpointSource) -> str:
     if isinstance(source, (list, tuple)):
-        return list_title(path_list(source))
-    path = source if isinstance(source, (str, os.PathLike)) else getattr(source, "name", "")
-    return source_path(path) if isinstance(path, (str, os.PathLike)) else ""
+        return list_title(location_list(source))
+    location = location_of(source)
+    if location is not None:
+        return location_text(location)
+    name = getattr(source, "name", "")
+    return source_path(name) if isinstance(name, (str, os.PathLike)) else ""
 
 
 class Verification:

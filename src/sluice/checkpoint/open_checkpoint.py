@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +23,15 @@ from sluice.entries import tree as trees
 from sluice.entries.lookup import subtree
 from sluice.formats.protocol import Checksum
 from sluice.records import Entry, Index, Opaque
-from sluice.sources.opening import SourceLocation, path_list, source_path, stream_source
+from sluice.sources.opening import (
+    Location,
+    PathOrAddress,
+    SourceLocation,
+    location_list,
+    location_of,
+    location_text,
+    stream_source,
+)
 from sluice.sources.protocol import Source
 
 __all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
@@ -33,9 +40,14 @@ __all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
 class OpenCheckpoint:
     """The index of a checkpoint and its open files. A context manager that closes them."""
 
-    def __init__(self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits) -> None:
-        #: Path of the file or directory that was opened; of a list of files, the first, and the number of the others.
+    def __init__(
+        self, path: str, index: Index, files: tuple[OpenFile, ...], limits: Limits, location: Location | None = None
+    ) -> None:
+        #: Path of the file or directory that was opened, or its address without credentials; of a list of files, the
+        #: first, and the number of the others.
         self.path = path
+        #: Where it was opened; None for lists of files and file objects.
+        self.location = location
         #: The records of every tensor, which do not need torch.
         self.index = index
         self._files = files
@@ -57,7 +69,8 @@ class OpenCheckpoint:
         If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files.
         """
         if isinstance(source, OpenCheckpoint):
-            opened = cls(source.path, source.index, source._files, source.limits)  # noqa: SLF001  (its own class)
+            files = source._files  # noqa: SLF001  (its own class)
+            opened = cls(source.path, source.index, files, source.limits, source.location)
             owned = False
         else:
             opened, owned = cls._open_files(source, limits or Limits(), check_encoding(encoding)), True
@@ -71,26 +84,21 @@ class OpenCheckpoint:
         return opened
 
     @classmethod
-    def _open_files(
-        cls, source: SourceLocation | Sequence[str | os.PathLike[str]], limits: Limits, encoding: str
-    ) -> Self:
-        if isinstance(source, (str, os.PathLike)):
-            path = source_path(source)
-            index, files = open_path(path, limits, encoding)
-        elif isinstance(source, (list, tuple)):
+    def _open_files(cls, source: SourceLocation | Sequence[PathOrAddress], limits: Limits, encoding: str) -> Self:
+        if isinstance(source, (list, tuple)):
             # Here, not above: most checkpoints are one file.
             from sluice.checkpoint.survey import list_title
 
-            paths = path_list(source)
-            path = list_title(paths)
-            index, files = open_list(paths, limits, encoding)
-        else:
-            stream = cast("BinaryIO", source)
-            opened, start = stream_source(stream)
-            path = opened.path
-            index, files, end = open_section(opened, start, limits, encoding)
-            stream.seek(end)
-        return cls(path, index, files, limits)
+            paths = location_list(source)
+            return cls(list_title(paths), *open_list(paths, limits, encoding), limits)
+        location = location_of(source)
+        if location is not None:
+            return cls(location_text(location), *open_path(location, limits, encoding), limits, location)
+        stream = cast("BinaryIO", source)
+        opened, start = stream_source(stream)
+        index, files, end = open_section(opened, start, limits, encoding)
+        stream.seek(end)
+        return cls(opened.path, index, files, limits)
 
     @property
     def format(self) -> str:
@@ -202,7 +210,7 @@ class OpenCheckpoint:
 
 
 #: Types of every ``source`` argument.
-CheckpointSource: TypeAlias = "SourceLocation | Sequence[str | os.PathLike[str]] | OpenCheckpoint"
+CheckpointSource: TypeAlias = "SourceLocation | Sequence[PathOrAddress] | OpenCheckpoint"
 
 
 def _part(tree: object, key: str, path: str) -> object:

@@ -14,18 +14,18 @@ from sluice.checkpoint.one_file import one_file
 from sluice.checkpoint.open_file import OpenFile, open_file
 from sluice.formats.detection import detect
 from sluice.records import Index
-from sluice.sources.opening import open_source
+from sluice.sources.opening import Location, is_remote, location_name, open_source
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
 __all__ = ["open_list", "open_path", "open_section"]
 
 
-def open_path(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple[Index, tuple[OpenFile, ...]]:
+def open_path(path: Location, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open a file, a directory or the index file of a sharded checkpoint; reads no tensor data.
 
-    A path that ends in ``.json`` must be an index file; a path to ``.metadata`` means its directory.
-    ``encoding`` is that of text which Python 2 wrote.
+    ``path`` is a path, a URL or a ``Remote``. One that ends in ``.json`` must be an index file; ``.metadata`` means its
+    directory. ``encoding`` is that of text which Python 2 wrote.
 
     Returns:
         The index of the checkpoint, and its files in the order of ``Index.files``.
@@ -34,13 +34,17 @@ def open_path(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple
         IncompleteCheckpointError: Files are missing.
         CheckpointError: A file is damaged, unsafe or of an unknown format, or the files contradict each other.
         ReadError: A file cannot be read.
-        UnsupportedError: The path is a URL, or the format is one that sluice does not read.
+        RemoteError: A server does not answer.
+        UnsupportedError: The format is one that sluice does not read, or the library of a URL is not installed.
     """
-    if os.path.isdir(path) or path.endswith(".json") or os.path.basename(path) == METADATA_FILE:
+    name = location_name(path)
+    if is_remote(path) or os.path.isdir(str(path)) or name.endswith(".json") or name == METADATA_FILE:
         # Here, not above: most checkpoints are one file.
         from sluice.checkpoint.several_files import open_files_at
 
-        return open_files_at(path, limits, encoding)
+        found = open_files_at(path, limits, encoding)
+        if found is not None:
+            return found
     file = open_file(open_source(path), limits, encoding)
     try:
         return one_file(file.index, limits), (file,)
@@ -50,7 +54,7 @@ def open_path(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple
 
 
 def open_list(
-    paths: Sequence[str], limits: Limits, encoding: str = TEXT_ENCODING
+    paths: Sequence[Location], limits: Limits, encoding: str = TEXT_ENCODING
 ) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open files that are one checkpoint together; returns and raises as ``open_path`` does.
 

@@ -20,30 +20,49 @@ from sluice.checkpoint.open_file import OpenFile, open_file
 from sluice.checkpoint.survey import CheckpointLayout, index_layout, listed_layout, open_member, survey
 from sluice.records import Index
 from sluice.records.bulk import collector_paused
-from sluice.sources.opening import check_listed, open_directory, open_source, parent_directory
+from sluice.sources.opening import (
+    Location,
+    check_listed,
+    is_remote,
+    location_name,
+    location_text,
+    open_directory,
+    open_source,
+    parent_directory,
+)
 
 __all__ = ["open_files_at", "open_layout", "open_listed"]
 
 
-def open_files_at(path: str, limits: Limits, encoding: str = TEXT_ENCODING) -> tuple[Index, tuple[OpenFile, ...]]:
+def open_files_at(
+    path: Location, limits: Limits, encoding: str = TEXT_ENCODING
+) -> tuple[Index, tuple[OpenFile, ...]] | None:
     """Open a directory, an index file of shards or the metadata of a distributed checkpoint; see ``opening.open_path``.
 
-    A path that ends in ``.json`` must be an index file; a path to ``.metadata`` means its directory.
+    A path that ends in ``.json`` must be an index file; a path to ``.metadata`` means its directory. Returns None for
+    any other file.
     """
-    directory = open_directory(path)
+    name = location_name(path)
+    single = is_remote(path) and (name.endswith(".json") or name == METADATA_FILE)  # asks no server for a directory
+    directory = None if single else open_directory(path)
     if directory is not None:
         return open_layout(survey(directory, limits), limits, encoding)
-    parent, name = parent_directory(path)
     if name == METADATA_FILE:
-        layout = CheckpointLayout(path=path, directory=parent, kind="distributed", files=(METADATA_FILE,))
+        parent, _ = parent_directory(path)
+        layout = CheckpointLayout(
+            path=location_text(path), directory=parent, kind="distributed", files=(METADATA_FILE,)
+        )
         return open_layout(layout, limits, encoding)
-    with closing(open_source(path)) as index_file:
+    if not name.endswith(".json"):
+        return None
+    parent, _ = parent_directory(path)
+    with closing(parent.open(name) if is_remote(path) else open_source(path)) as index_file:
         layout = index_layout(index_file, parent, limits)
     return open_layout(layout, limits, encoding)
 
 
 def open_listed(
-    paths: Sequence[str], limits: Limits, encoding: str = TEXT_ENCODING
+    paths: Sequence[Location], limits: Limits, encoding: str = TEXT_ENCODING
 ) -> tuple[Index, tuple[OpenFile, ...]]:
     """Open two or more files that are one checkpoint together; see ``opening.open_list``."""
     layout = listed_layout(paths, limits)

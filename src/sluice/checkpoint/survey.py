@@ -27,7 +27,6 @@ not searched. FIFOs, sockets and devices are skipped, with a note if their names
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from contextlib import closing
@@ -41,6 +40,7 @@ from sluice._errors import (
     FormatError,
     IncompleteCheckpointError,
     LimitError,
+    MissingFileError,
     SluiceError,
     UnsupportedError,
 )
@@ -51,8 +51,8 @@ from sluice.checkpoint.names import METADATA_FILE
 from sluice.formats.divided import divided_directory
 from sluice.formats.foreign import HINTING_NAME, directory_hint
 from sluice.formats.shard_index import ShardIndex, read_shard_index
-from sluice.sources.directory import Directory, NamedFiles
-from sluice.sources.opening import open_directory
+from sluice.sources.directory import Directory
+from sluice.sources.opening import Location, NamedFiles, file_below, location_text, open_directory
 from sluice.sources.protocol import Source
 
 __all__ = [
@@ -136,12 +136,13 @@ class CheckpointLayout(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def list_title(paths: Sequence[str]) -> str:
+def list_title(paths: Sequence[Location]) -> str:
     """Return the text that stands for a list of files: the first, and the number of the others."""
-    return paths[0] if len(paths) == 1 else f"{paths[0]} and {counted(len(paths) - 1, 'more file')}"
+    first = location_text(paths[0])
+    return first if len(paths) == 1 else f"{first} and {counted(len(paths) - 1, 'more file')}"
 
 
-def listed_layout(paths: Sequence[str], limits: Limits) -> CheckpointLayout:
+def listed_layout(paths: Sequence[Location], limits: Limits) -> CheckpointLayout:
     """Return the layout of files that the caller listed as one checkpoint; each holds a state dict.
 
     Raises:
@@ -151,15 +152,16 @@ def listed_layout(paths: Sequence[str], limits: Limits) -> CheckpointLayout:
     if len(paths) > limits.files:
         expected = f"at most {limits.files}"
         raise LimitError("the list exceeds the limit 'files'", file=path, expected=expected, found=len(paths))
-    return CheckpointLayout(path=path, directory=NamedFiles(path), kind="parts", files=tuple(paths))
+    return CheckpointLayout(
+        path=path, directory=NamedFiles(path, paths), kind="parts", files=tuple(map(location_text, paths))
+    )
 
 
-def optimizer_files(path: str) -> list[str]:
-    """Return the paths of the optimizer states in a directory, next to a model; an empty list if it is a file.
+def optimizer_files(path: Location) -> list[Location]:
+    """Return the locations of the optimizer states in a directory, next to a model; an empty list if it is a file.
 
     Raises:
         ReadError: The directory cannot be listed.
-        UnsupportedError: The path is a URL.
     """
     directory = open_directory(path)
     if directory is None:
@@ -170,14 +172,15 @@ def optimizer_files(path: str) -> list[str]:
         if _OPTIMIZER_FILE.fullmatch(entry.name)
         or (_OPTIMIZER_DIRECTORY.fullmatch(entry.name) and _exists(directory, f"{entry.name}/{METADATA_FILE}"))
     )
-    return [os.path.join(path, name) for name in names]
+    return [file_below(path, name) for name in names]
 
 
 def _exists(directory: Directory, name: str) -> bool:
     try:
         directory.open(name).close()
     except SluiceError as error:
-        return not isinstance(error.__cause__, OSError)  # otherwise it exists, but is empty or not a file
+        # Otherwise it exists, but is empty or not a file.
+        return not isinstance(error, MissingFileError) and not isinstance(error.__cause__, OSError)
     return True
 
 
@@ -259,7 +262,7 @@ def open_member(directory: Directory, name: str, limits: Limits) -> Source | Non
     try:
         return directory.open(name)
     except CheckpointError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if isinstance(error, MissingFileError) or isinstance(error.__cause__, FileNotFoundError):
             return None
         raise
 

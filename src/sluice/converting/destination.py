@@ -34,7 +34,7 @@ def check_destination(checkpoint: OpenCheckpoint, destination: Path, chosen: str
     elif chosen == "per-parameter" and any(_inside(path, final) for path in sources):
         problem = "the destination directory contains source files that are still to be read"
         raise SaveError(problem, file=str(destination))
-    if not os.path.isdir(checkpoint.path):
+    if not os.path.isdir(checkpoint.path):  # also if it is remote
         return
     directory = os.path.realpath(checkpoint.path)
     same = final == directory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -13,7 +12,7 @@ from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, 
 from sluice.checkpoint.survey import optimizer_files
 from sluice.formats.divided import divided_directory
 from sluice.loading.optimizer_job import OptimizerRequest
-from sluice.sources.opening import open_directory, source_path
+from sluice.sources.opening import location_of, location_text, open_directory
 
 __all__ = ["optimizer_checkpoint"]
 
@@ -36,10 +35,10 @@ def optimizer_checkpoint(
         MismatchError: The directory holds the state of several optimizers, and none or more than one of them fits.
         UnsupportedError: It holds a state that was divided over ranks.
     """
-    path = source.path if isinstance(source, OpenCheckpoint) else source
-    directory = source_path(path) if isinstance(path, (str, os.PathLike)) else ""
-    files = optimizer_files(directory) if directory else []
-    listed = open_directory(directory) if directory and not files else None
+    place = source.location if isinstance(source, OpenCheckpoint) else location_of(source)
+    directory = location_text(place) if place else ""
+    files = optimizer_files(place) if place else []
+    listed = open_directory(place) if place and not files else None
     divided = divided_directory(listed) if listed else None
     if divided is not None:
         raise UnsupportedError(f"the directory holds {divided.what}", file=directory, advice=divided.advice)
@@ -54,9 +53,9 @@ def optimizer_checkpoint(
             try:
                 request.find(checkpoint, outline)
             except MismatchError as error:
-                lines.append(f"{file}: {' '.join(error.problem.split())}")
+                lines.append(f"{location_text(file)}: {' '.join(error.problem.split())}")
             else:
-                lines.append(f"{file}: fits")
+                lines.append(f"{location_text(file)}: fits")
                 fitting.append(checkpoint)
         if len(fitting) != 1:
             text = section("choose one", lines[:SHOWN], lines)

@@ -12,7 +12,7 @@ from sluice._system_errors import read_error
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 
-__all__ = ["Directory", "DirectoryEntry", "EntryKind", "LocalDirectory", "NamedFiles"]
+__all__ = ["Directory", "DirectoryEntry", "EntryKind", "LocalDirectory"]
 
 #: ``link``: a symbolic link to anything, which was not followed. ``special``: a FIFO, a socket or a device.
 EntryKind: TypeAlias = Literal["file", "directory", "link", "special"]
@@ -96,23 +96,6 @@ class LocalDirectory:
         real = Path(os.path.realpath(path))
         if not real.is_relative_to(os.path.realpath(self.path)):
             raise PathEscapeError("a symbolic link leads out of the checkpoint directory", file=path, found=str(real))
-
-
-class NamedFiles:
-    """Local files that the caller named one by one; see ``Directory``. The names are paths."""
-
-    def __init__(self, path: str) -> None:
-        """Keep a text that stands for all of them in messages."""
-        self.path = path
-
-    def entries(self) -> Iterator[DirectoryEntry]:
-        return iter(())
-
-    def open(self, name: str) -> Source:
-        return LocalFile(name)
-
-    def check_inside(self, name: str) -> None:
-        """Return: the caller chose each file, links included."""
 
 
 class _LocalEntry:

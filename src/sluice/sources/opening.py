@@ -4,68 +4,134 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping, Sequence
-from typing import BinaryIO, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, BinaryIO, TypeAlias, cast
 
 from sluice._errors import MissingFileError, UnsupportedError
 from sluice._messages import first_names, type_of
-from sluice.sources.directory import Directory, LocalDirectory
+from sluice.sources.directory import Directory, DirectoryEntry, LocalDirectory
 from sluice.sources.file_objects import local_path
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
 
+if TYPE_CHECKING:
+    from sluice.sources.remote.location import Remote
+
 __all__ = [
+    "Location",
+    "NamedFiles",
+    "PathOrAddress",
     "SourceLocation",
     "check_listed",
+    "file_below",
+    "is_remote",
+    "location_list",
+    "location_name",
+    "location_of",
+    "location_text",
     "open_directory",
     "open_source",
     "parent_directory",
-    "path_list",
     "refuse_url",
     "source_path",
     "stream_source",
 ]
 
-#: Types of paths and file objects that ``open_source`` accepts.
-SourceLocation: TypeAlias = "str | os.PathLike[str] | BinaryIO"
+#: Where a file or directory is: a path, a URL, or a ``Remote``.
+Location: TypeAlias = "str | Remote"
+
+#: Types of paths and addresses.
+PathOrAddress: TypeAlias = "str | os.PathLike[str] | Remote"
+
+#: Types of paths, addresses and file objects that ``open_source`` accepts.
+SourceLocation: TypeAlias = "PathOrAddress | BinaryIO"
 
 
 def source_path(where: str | os.PathLike[str]) -> str:
-    """Return a path as text, with ``~`` expanded unless that name exists."""
+    """Return a path as text, with ``~`` expanded unless that name exists; ``file://`` URLs are paths as well."""
     path = os.fsdecode(where)
+    if path.startswith("file://") and not os.path.lexists(path):
+        # Here, not above: a path needs no URL.
+        from sluice.sources.remote_names import path_of_file_url
+
+        return path_of_file_url(path)
     return os.path.expanduser(path) if path.startswith("~") and not os.path.lexists(path) else path
 
 
-def path_list(where: Sequence[object]) -> list[str]:
-    """Return the paths of a list of files that are one checkpoint.
+def location_of(where: object) -> Location | None:
+    """Return where something is that a user passed as a source; None for file objects and everything else."""
+    if isinstance(where, (str, os.PathLike)):
+        return source_path(where)
+    if hasattr(where, "read") or isinstance(where, (list, tuple, dict)):
+        return None
+    # Here, not above: a path does not need it.
+    from sluice.sources.remote.location import remote_location
+
+    return remote_location(where)
+
+
+def is_remote(where: Location) -> bool:
+    """Return whether a location is a ``Remote``, or a URL that is not the name of a local file or directory."""
+    if not isinstance(where, str):
+        return True
+    if "://" not in where:
+        return False
+    # Here, not above: a path of a file does not need it.
+    from sluice.sources.remote_names import is_url
+
+    return is_url(where) and not os.path.lexists(where)
+
+
+def location_text(where: Location) -> str:
+    """Return a location for messages and reports, without credentials."""
+    if not isinstance(where, str):
+        return where.address
+    if not is_remote(where):
+        return where
+    from sluice.sources.remote_names import without_credentials
+
+    return without_credentials(where)
+
+
+def location_name(where: Location) -> str:
+    """Return the last part of a location, without the query of a URL."""
+    return location_text(where).rstrip("/").rpartition("/")[2] if is_remote(where) else os.path.basename(str(where))
+
+
+def location_list(where: Sequence[object]) -> list[Location]:
+    """Return the locations of a list of files that are one checkpoint.
 
     Raises:
-        TypeError: A member is not a path.
+        TypeError: A member is neither a path nor a URL.
         ValueError: The list is empty, or names a file twice.
     """
-    wrong = next((each for each in where if not isinstance(each, (str, os.PathLike))), None)
-    if wrong is not None:
-        raise TypeError(f"source is a list with {type_of(wrong)}; a list holds paths of files")
-    paths = [source_path(each) for each in where if isinstance(each, (str, os.PathLike))]
-    if not paths:
+    locations = []
+    for each in where:
+        location = location_of(each)
+        if location is None:
+            raise TypeError(f"source is a list with {type_of(each)}; a list holds paths of files")
+        locations.append(location)
+    if not locations:
         raise ValueError("source is an empty list; it holds the paths of the files of one checkpoint")
-    twice = next((path for position, path in enumerate(paths) if path in paths[:position]), None)
+    texts = list(map(location_text, locations))
+    twice = next((text for position, text in enumerate(texts) if text in texts[:position]), None)
     if twice is not None:
         raise ValueError(f"source is a list that names {twice!r} twice")
-    return paths
+    return locations
 
 
-def check_listed(paths: Sequence[str]) -> None:
+def check_listed(locations: Sequence[Location]) -> None:
     """Check that the paths of a list can be files. What else is wrong with a file, its opening says.
 
     Raises:
         MissingFileError: There is nothing at some of them.
-        UnsupportedError: One is a directory, or a URL.
+        UnsupportedError: One is a directory.
     """
     missing = []
-    for path in paths:
-        refuse_url(path)
+    for path in locations:
+        if is_remote(path) or not isinstance(path, str):
+            continue
         if os.path.isdir(path):
             problem = "the list names a directory among files"
             raise UnsupportedError(problem, file=path, advice="Name files, or pass the directory alone.")
@@ -91,15 +157,20 @@ def open_source(where: SourceLocation) -> Source:
     Raises:
         CheckpointError: The file does not exist, is empty or is not a regular file.
         ReadError: The file cannot be examined.
-        UnsupportedError: It is a directory, or a URL: remote sources are not supported yet.
+        UnsupportedError: It is a directory, or a URL whose library is not installed.
+        RemoteError: A server does not answer.
         TypeError: It is neither a path nor a file object that can be read.
     """
-    if not isinstance(where, (str, os.PathLike)):
-        return stream_source(where)[0]
-    path = source_path(where)
+    path = location_of(where)
+    if path is None:
+        return stream_source(cast("BinaryIO", where))[0]
     if not path:
         raise MissingFileError("the path is empty", advice="Pass the path of a file or a directory.")
-    refuse_url(path)
+    if is_remote(path) or not isinstance(path, str):
+        # Here, and in the functions below: local files do without.
+        from sluice.sources.remote.opening import open_remote
+
+        return open_remote(path)
     try:
         return LocalFile(path)
     except MissingFileError as error:
@@ -118,46 +189,88 @@ def stream_source(stream: BinaryIO) -> tuple[Source, int]:
         return MemoryFile(stream), stream.tell()
     if not hasattr(stream, "read"):
         raise TypeError(f"source is {type_of(stream)}; {_instead(stream)}")
+    if hasattr(stream, "fs"):
+        from sluice.sources.remote.location import remote_location
+        from sluice.sources.remote.opening import open_remote
+
+        remote = remote_location(stream)
+        if remote is not None:
+            return open_remote(remote), stream.tell()
     path = local_path(stream)
     if stream.writable():
         stream.flush()
     return LocalFile(path), stream.tell()
 
 
-def open_directory(where: str | os.PathLike[str]) -> Directory | None:
-    """Return the directory at a path, or None if the path is anything else, or nothing.
+def open_directory(where: str | os.PathLike[str] | Remote) -> Directory | None:
+    """Return the directory at a location, or None if that is anything else, or nothing.
 
     Raises:
-        UnsupportedError: It is a URL: remote sources are not supported yet.
+        UnsupportedError: It is a URL whose library is not installed.
+        RemoteError: A server does not answer.
     """
-    path = source_path(where)
-    if os.path.isdir(path):
-        return LocalDirectory(path)
-    refuse_url(path)
-    return None
+    path = source_path(where) if isinstance(where, (str, os.PathLike)) else where
+    if isinstance(path, str) and not is_remote(path):
+        return LocalDirectory(path) if os.path.isdir(path) else None
+    from sluice.sources.remote.opening import open_remote_directory
+
+    return open_remote_directory(path)
 
 
-def parent_directory(path: str) -> tuple[Directory, str]:
+def parent_directory(where: Location) -> tuple[Directory, str]:
     """Return the directory that holds a file, and the name of the file in it."""
-    directory, name = os.path.split(path)
-    return LocalDirectory(directory), name
+    if isinstance(where, str) and not is_remote(where):
+        directory, name = os.path.split(where)
+        return LocalDirectory(directory), name
+    from sluice.sources.remote.opening import remote_parent
+
+    return remote_parent(where)
+
+
+def file_below(where: Location, name: str) -> Location:
+    """Return the location of a file in a directory."""
+    if isinstance(where, str) and not is_remote(where):
+        return os.path.join(where, name)
+    from sluice.sources.remote.directory import below
+
+    return below(where, name)
+
+
+class NamedFiles:
+    """Files that the caller named one by one; see ``Directory``. The names are locations as text."""
+
+    def __init__(self, path: str, locations: Sequence[Location]) -> None:
+        """Keep the files.
+
+        Args:
+            path: Text that stands for all of them in messages.
+            locations: The files.
+        """
+        self.path = path
+        self._locations = {location_text(each): each for each in locations}
+
+    def entries(self) -> Iterator[DirectoryEntry]:
+        return iter(())
+
+    def open(self, name: str) -> Source:
+        return open_source(self._locations[name])
+
+    def check_inside(self, name: str) -> None:
+        """Return: the caller chose each file, links included."""
 
 
 def refuse_url(path: str) -> None:
-    """Refuse a URL, unless a local file or directory has that name.
+    """Refuse a URL where only a local path will do, unless a local file or directory has that name.
 
     Raises:
-        UnsupportedError: It is a URL: remote sources are not supported yet.
+        UnsupportedError: It is a URL.
     """
-    if "://" not in path:
-        return
-    # Here, not above: a path of a file does not need it.
-    from sluice.sources.remote_names import download_advice, is_url, without_credentials
+    if is_remote(path):
+        # Here, not above: a path of a file does not need it.
+        from sluice.sources.remote_names import download_advice, without_credentials
 
-    if is_url(path) and not os.path.lexists(path):
-        raise UnsupportedError(
-            "remote sources are not supported yet", file=without_credentials(path), advice=download_advice(path)
-        )
+        problem = "a local path is needed here, not a URL"
+        raise UnsupportedError(problem, file=without_credentials(path), advice=download_advice(path))
 
 
 def _missing_advice(path: str) -> str:
@@ -176,6 +289,6 @@ def _instead(value: object) -> str:
     if isinstance(value, Mapping):
         return "a state dict in memory needs no loading: pass it to load_state_dict of the module or optimizer"
     return (
-        "write the path of a file or directory, a list of files, an object that open(path, 'rb') returned, or "
+        "write the path or URL of a file or directory, a list of files, an object that open(path, 'rb') returned, or "
         "io.BytesIO(stream.read())"
     )

@@ -9,10 +9,13 @@ import os
 import re
 from itertools import islice
 
-__all__ = ["download_advice", "is_url", "missing_advice", "without_credentials"]
+__all__ = ["download_advice", "is_chained", "is_url", "missing_advice", "path_of_file_url", "without_credentials"]
 
 #: A scheme has at least two characters: one is the drive of a Windows path.
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
+
+#: Between the links of a chained URL of fsspec: ``zip://model.pth::https://host/model.zip``.
+_LINK = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+://)")
 
 _DOWNLOAD = "Download the checkpoint first and pass its local path."
 
@@ -47,8 +50,17 @@ def is_url(path: str) -> bool:
     return _URL.match(path) is not None
 
 
+def is_chained(url: str) -> bool:
+    """Return whether a text is several URLs of fsspec in one, such as ``simplecache::s3://bucket/key``."""
+    return _LINK.search(re.split("[?#]", url, maxsplit=1)[0]) is not None
+
+
 def without_credentials(url: str) -> str:
-    """Return a URL without user, password, query and fragment."""
+    """Return a URL without user, password, query and fragment; of a chained one, all its links."""
+    return "::".join(map(_plain, _LINK.split(url)))
+
+
+def _plain(url: str) -> str:
     if not is_url(url):
         return url
     scheme, _, rest = re.split("[?#]", url, maxsplit=1)[0].partition("://")
@@ -64,14 +76,19 @@ def download_advice(url: str) -> str:
         return f"{_DOWNLOAD} huggingface_hub.hf_hub_download({hub['repository']!r}, {hub['file']!r}) returns it."
     if hub is not None:
         return f"{_DOWNLOAD} {_snapshot(hub['repository'])}"
-    scheme, _, rest = plain.partition("://")
+    scheme = plain.partition("://")[0]
     if scheme == "file":
-        # Here, not above: only errors need it, and it takes longer to import than this module.
-        from urllib.parse import unquote
-
-        return f"{_DOWNLOAD} A local file needs no URL: {unquote('/' + rest.partition('/')[2])!r}."
+        return f"{_DOWNLOAD} A local file needs no URL: {path_of_file_url(plain)!r}."
     command = _COMMANDS.get(scheme.lower())
     return f"{_DOWNLOAD} {command} does that." if command else _DOWNLOAD
+
+
+def path_of_file_url(url: str) -> str:
+    """Return the path of a ``file`` URL."""
+    # Here, not above: it takes longer to import than this module.
+    from urllib.parse import unquote
+
+    return unquote("/" + url.partition("://")[2].partition("/")[2])
 
 
 def missing_advice(path: str, *, checkpoint: bool = True) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
-__all__ = ["Body", "ObjectFacts", "RemoteObject", "RequestFailedError"]
+__all__ = ["Body", "ObjectFacts", "RemoteObject", "RemoteSettings", "RequestFailedError"]
 
 
 class RequestFailedError(Exception):
@@ -45,6 +46,24 @@ class ObjectFacts(Struct, frozen=True, kw_only=True):
     version: str | None = None
     #: Time of the last change as the server writes it, compared if there is no version.
     modified: str | None = None
+    #: ETag that does not promise equal bytes; a different one shows a change all the same.
+    weak_version: str | None = None
+
+
+class RemoteSettings(Struct, frozen=True, kw_only=True):
+    """Settings of a remote source that are not in its address."""
+
+    #: Additional headers of each request, names and values; they may be credentials.
+    headers: tuple[tuple[str, str], ...] = ()
+    #: Whether certificates are checked, or the path of the certificates that are trusted.
+    verify: bool | str = True
+    #: Seconds without a byte after which a request counts as failed; None for the default.
+    timeout: float | None = None
+    #: Options of the library that makes the requests.
+    options: Mapping[str, object] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return "RemoteSettings(...)"  # headers and options may be credentials
 
 
 class Body(Protocol):

@@ -1,0 +1,104 @@
+"""Remote directories: what those of all transports share, and files next to a file of a server that lists nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from urllib.parse import quote
+
+from sluice._errors import PathEscapeError, UnsupportedError
+from sluice.sources.directory import Directory, DirectoryEntry
+from sluice.sources.protocol import Source
+from sluice.sources.remote.location import Remote
+from sluice.sources.remote_names import is_chained, is_url
+
+__all__ = ["SiblingFiles", "TunedDirectory", "below", "check_relative"]
+
+
+def check_relative(name: str, directory: str) -> None:
+    """Check that a name leads to a place below its directory, whichever server interprets it.
+
+    Raises:
+        PathEscapeError: It is absolute, a URL, or has an empty part, ``.`` or ``..``.
+    """
+    if "\\" in name or is_url(name) or {"", ".", ".."} & set(name.split("/")):
+        problem = "the name leads out of the remote directory"
+        raise PathEscapeError(problem, file=directory, expected="a relative name with forward slashes", found=name)
+
+
+def below(where: str | Remote, name: str) -> Remote:
+    """Return the address of a file in a remote directory."""
+    remote = Remote(where) if isinstance(where, str) else where
+    before, query = _divided(remote)
+    text = quote(name) if _has_query(remote) else name
+    slash = "/" if before and not before.endswith("/") else ""
+    return dataclasses.replace(remote, url=f"{before}{slash}{text}{query}")
+
+
+class TunedDirectory:
+    """A directory whose files are passed through a function when they are opened; see ``Directory``."""
+
+    def __init__(self, directory: Directory, tune: Callable[[Source], Source]) -> None:
+        """Keep the directory and the function."""
+        self._directory, self._tune = directory, tune
+
+    @property
+    def path(self) -> str:
+        return self._directory.path
+
+    def entries(self) -> Iterator[DirectoryEntry]:
+        return self._directory.entries()
+
+    def open(self, name: str) -> Source:
+        check_relative(name, self.path)
+        return self._tune(self._directory.open(name))
+
+    def check_inside(self, name: str) -> None:
+        check_relative(name, self.path)
+
+
+class SiblingFiles:
+    """The files next to a remote file, which can be opened by name but not listed; see ``Directory``."""
+
+    def __init__(self, remote: Remote, opened: Callable[[Remote], Source]) -> None:
+        """Divide an address into directory and name.
+
+        Args:
+            remote: The file.
+            opened: Opens a file of the same server.
+        """
+        self._opened = opened
+        before, query = _divided(remote)
+        parent, slash, self.name = before.rpartition("/")
+        #: The directory itself.
+        self.location = dataclasses.replace(remote, url=parent + slash + query)
+
+    @property
+    def path(self) -> str:
+        return self.location.address
+
+    def entries(self) -> Iterator[DirectoryEntry]:
+        problem = "the server has no listing of files"
+        raise UnsupportedError(problem, file=self.path, advice="Pass the URL of a file or of the index of shards.")
+
+    def open(self, name: str) -> Source:
+        check_relative(name, self.path)
+        return self._opened(below(self.location, name))
+
+    def check_inside(self, name: str) -> None:
+        check_relative(name, self.path)
+
+
+def _divided(remote: Remote) -> tuple[str, str]:
+    """Return the address of a file or directory up to the query, and the query with its mark."""
+    if not _has_query(remote):
+        return remote.url, ""
+    before, mark, query = remote.url.partition("?")
+    return before, mark + query
+
+
+def _has_query(remote: Remote) -> bool:
+    """Return whether the address is percent-encoded and may have a query: that of HTTP, not the key of a store."""
+    return (
+        remote.store is None and remote.url.lower().startswith(("http://", "https://")) and not is_chained(remote.url)
+    )

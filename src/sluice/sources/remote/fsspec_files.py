@@ -1,0 +1,269 @@
+"""Files of fsspec file systems: any scheme that fsspec or an installed package of its kind knows.
+
+A range is read with ``cat_file`` in pieces, because each piece takes memory in addition to the target. fsspec
+cannot make a request conditional: the file is examined again at the end, as local files are. File systems without
+asyncio, such as FTP and SFTP, share one connection and take one request at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import fsspec
+from fsspec.core import url_to_fs
+from msgspec import Struct
+
+from sluice import _options as options
+from sluice._errors import MissingFileError, ReadError, RemoteError, SourceChangedError, UnsupportedError
+from sluice.records import AccessFacts
+from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
+from sluice.sources.protocol import Source
+from sluice.sources.remote.directory import check_relative
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.protocol import ObjectFacts, RemoteSettings, RequestFailedError
+from sluice.sources.remote_names import without_credentials
+
+__all__ = ["FilesystemFile", "filesystem_directory", "filesystem_source", "open_directory", "open_source"]
+
+#: Keys of ``info`` that identify the bytes, and those that hold the time of the last change.
+_VERSIONS = ("ETag", "etag", "e_tag", "VersionId", "version_id", "generation", "CRC", "checksum")
+_TIMES = ("LastModified", "last_modified", "mtime", "modified", "modify", "updated", "created", "date_time")
+
+#: Errors that another attempt does not cure; ``OSError`` and errors of network libraries may be temporary.
+_FINAL = (PermissionError, IsADirectoryError, NotImplementedError, TypeError, ValueError, LookupError, ImportError)
+
+_KINDS: dict[str, EntryKind] = {"file": "file", "directory": "directory", "link": "link"}
+
+_locks: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
+
+
+def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
+    """Return the file at a URL.
+
+    Raises:
+        MissingFileError: There is no such file.
+        UnsupportedError: fsspec does not know the scheme, or its package is not installed.
+        RemoteError: The file cannot be read.
+    """
+    filesystem, path = _resolved(url, settings or RemoteSettings())
+    return FilesystemFile(filesystem, path, without_credentials(url))
+
+
+def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:
+    """Return the directory at a URL; None if there is a file, or nothing; raises as ``open_source`` does."""
+    filesystem, path = _resolved(url, settings or RemoteSettings())
+    return _directory(filesystem, path, without_credentials(url))
+
+
+def filesystem_source(filesystem: Any, path: str) -> Source:
+    """Return a file of a file system that the user has made; raises as ``open_source`` does."""
+    return FilesystemFile(filesystem, path, _shown(filesystem, path))
+
+
+def filesystem_directory(filesystem: Any, path: str) -> Directory | None:
+    """Return a directory of a file system that the user has made; None if there is a file, or nothing."""
+    return _directory(filesystem, path, _shown(filesystem, path))
+
+
+class FilesystemFile(RemoteFile):
+    """A file of fsspec; see ``Source``."""
+
+    def __init__(self, filesystem: Any, path: str, shown: str) -> None:
+        """Examine the file, and read its first bytes.
+
+        Args:
+            filesystem: The file system.
+            path: Path in it.
+            shown: Address for messages, without credentials.
+        """
+        self._object = _FilesystemObject(filesystem, path, shown)
+        access = AccessFacts(
+            request_bytes=options.FSSPEC_READ_BYTES,
+            gap_bytes=options.FSSPEC_GAP_BYTES,
+            parallel_requests=options.FSSPEC_REQUESTS if _is_parallel(filesystem) else 1,
+        )
+        super().__init__(self._object, access=access)
+
+    def check_unchanged(self) -> None:
+        try:
+            found = self._object.facts()
+        except MissingFileError as error:
+            raise SourceChangedError("the file was removed while it was being read", file=self.path) from error
+        except RequestFailedError as error:
+            raise RemoteError(error.problem, file=self.path) from error
+        if found != self._facts:
+            raise SourceChangedError(
+                "the file was changed while it was being read",
+                file=self.path,
+                expected=_described(self._facts),
+                found=_described(found),
+            )
+
+
+class _FilesystemObject:
+    """One file of a file system; see ``RemoteObject``."""
+
+    def __init__(self, filesystem: Any, path: str, shown: str) -> None:
+        self._filesystem, self._path = filesystem, path
+        self.path = shown
+        self._lock = None if _is_parallel(filesystem) else _locks.setdefault(filesystem, threading.Lock())
+
+    def facts(self) -> ObjectFacts:
+        """Return what the file system says about the file now.
+
+        Raises:
+            RequestFailedError: It does not answer.
+            MissingFileError: There is no such file.
+        """
+        info = self._call(_fresh_info, self._filesystem, self._path)
+        if info.get("type") == "directory":
+            raise MissingFileError("it is a directory, not a file", file=self.path)
+        size = info.get("size")
+        if not isinstance(size, int):
+            problem = "the file system does not say how large the file is"
+            raise UnsupportedError(problem, file=self.path, advice="Download the checkpoint first.")
+        return ObjectFacts(nbytes=size, version=_first(info, _VERSIONS), modified=_first(info, _TIMES))
+
+    def open_first(self, nbytes: int) -> tuple[ObjectFacts, _Body]:
+        facts = self.facts()
+        return facts, _Body(self, 0, min(nbytes, facts.nbytes))
+
+    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> _Body:  # noqa: ARG002  (checked at the end)
+        return _Body(self, offset, offset + nbytes)
+
+    def close(self) -> None:
+        """Do nothing: file systems belong to fsspec, which keeps one for each set of options."""
+
+    def piece(self, start: int, end: int) -> bytes:
+        """Return a range of the file."""
+        data = self._call(self._filesystem.cat_file, self._path, start=start, end=end)
+        if not isinstance(data, bytes) or len(data) > end - start:
+            raise RequestFailedError("the file system returned other bytes than the range", temporary=False)
+        return data
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self._lock is None:
+                return function(*args, **kwargs)
+            with self._lock:
+                return function(*args, **kwargs)
+        except FileNotFoundError as error:
+            raise MissingFileError("there is no such file", file=self.path) from error
+        except Exception as error:
+            raise _failure(error) from error
+
+
+class _Body:
+    """A range that is read in pieces; see ``Body``."""
+
+    def __init__(self, remote: _FilesystemObject, start: int, end: int) -> None:
+        self._remote, self._position, self._end = remote, start, end
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end = self._position
+
+    def readinto(self, buffer: memoryview) -> int:
+        count = min(len(buffer), self._end - self._position, options.FSSPEC_READ_BYTES)
+        if not count:
+            return 0
+        data = self._remote.piece(self._position, self._position + count)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+
+class _FilesystemDirectory:
+    """A directory of a file system; see ``Directory``."""
+
+    def __init__(self, filesystem: Any, path: str, shown: str) -> None:
+        self._filesystem, self._path, self.path = filesystem, path.rstrip("/"), shown.rstrip("/")
+
+    def entries(self) -> Iterator[DirectoryEntry]:
+        try:
+            listing = self._filesystem.ls(self._path, detail=True)
+        except Exception as error:
+            raise ReadError(f"the directory cannot be listed ({type(error).__name__})", file=self.path) from error
+        for info in listing:
+            name = str(info["name"]).rstrip("/").rpartition("/")[2]
+            if name:
+                yield _Entry(name, _KINDS.get(info.get("type", ""), "special"))
+
+    def open(self, name: str) -> Source:
+        check_relative(name, self.path)
+        return FilesystemFile(self._filesystem, f"{self._path}/{name}", f"{self.path}/{name}")
+
+    def check_inside(self, name: str) -> None:
+        check_relative(name, self.path)
+
+
+class _Entry(Struct, frozen=True):
+    name: str
+    kind: EntryKind
+
+
+def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it."""
+    shown = without_credentials(url)
+    if settings.headers or settings.verify is not True or settings.timeout is not None:
+        problem = "headers=, verify= and timeout= are for http and object stores; fsspec reads this address"
+        raise UnsupportedError(problem, file=shown, advice="Write them in options=, as the file system names them.")
+    try:
+        filesystem, path = url_to_fs(url, **settings.options)
+    except ImportError as error:
+        raise UnsupportedError("fsspec needs another package for it", file=shown, advice=f"{error}.") from error
+    except ValueError as error:
+        scheme = url.partition("://")[0]
+        advice = f"Known: {', '.join(sorted(fsspec.available_protocols()))}."
+        raise UnsupportedError(f"fsspec knows no file system {scheme!r}", file=shown, advice=advice) from error
+    except Exception as error:  # a connection is made here by some
+        raise RemoteError(str(_failure(error)), file=shown) from error
+    return filesystem, path
+
+
+def _directory(filesystem: Any, path: str, shown: str) -> Directory | None:
+    try:
+        found = filesystem.isdir(path)
+    except Exception as error:
+        raise RemoteError(str(_failure(error)), file=shown) from error
+    return _FilesystemDirectory(filesystem, path, shown) if found else None
+
+
+def _fresh_info(filesystem: Any, path: str) -> dict[str, Any]:
+    """Return what a file system says about a file, not what it remembers of a listing."""
+    parent = path.rstrip("/").rpartition("/")[0]
+    filesystem.invalidate_cache(parent)
+    info: dict[str, Any] = filesystem.info(path)
+    return info
+
+
+def _failure(error: Exception) -> RequestFailedError:
+    """Return the signal for an error of a file system; its text may hold credentials, its class does not."""
+    return RequestFailedError(
+        f"the file system failed ({type(error).__name__})", temporary=not isinstance(error, _FINAL)
+    )
+
+
+def _first(info: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    return next((str(info[key]) for key in keys if info.get(key) is not None), None)
+
+
+def _described(facts: ObjectFacts) -> str:
+    return ", ".join(str(each) for each in (f"{facts.nbytes} bytes", facts.version, facts.modified) if each)
+
+
+def _is_parallel(filesystem: Any) -> bool:
+    """Return whether a file system takes several requests at once."""
+    return bool(getattr(filesystem, "async_impl", False))
+
+
+def _shown(filesystem: Any, path: str) -> str:
+    try:
+        return without_credentials(str(filesystem.unstrip_protocol(path)))
+    except (NotImplementedError, ValueError, TypeError):
+        return path

@@ -1,0 +1,158 @@
+"""``sluice.Remote``: an address with headers and options; and the objects of fsspec that stand for an address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any
+
+from sluice._errors import UnsupportedError
+from sluice._messages import type_of
+from sluice._public import public
+from sluice._units import parse_bytes
+from sluice.records import AccessFacts
+from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote_names import is_url, without_credentials
+
+__all__ = ["Remote", "remote_location"]
+
+#: Smallest request; the planner needs a multiple of 4 KiB.
+_SMALLEST_REQUEST = 1 << 20
+
+#: Fields that a repr may show: the others can hold credentials.
+_SHOWN = ("verify", "connections", "request_bytes", "gap_bytes", "timeout")
+
+
+@public()
+@dataclass(frozen=True, slots=True, repr=False)
+class Remote:
+    """Address of a remote checkpoint, with headers, options and the requests that suit its server.
+
+    It is accepted wherever a path is; a URL alone is enough if the defaults suit. The repr shows no credentials.
+
+    Example:
+        >>> source = sluice.Remote("https://host/model.safetensors", headers={"Authorization": "Bearer ..."})
+        >>> source
+        Remote('https://host/model.safetensors', headers=...)
+    """
+
+    #: URL of a file or directory; with ``store``, the path in that store.
+    url: str
+    _: KW_ONLY
+    #: Additional headers of each request, such as credentials; for ``http``, ``https`` and object stores.
+    headers: Mapping[str, str] | None = None
+    #: Whether certificates are checked, or the path of the certificates that are trusted.
+    verify: bool | str = True
+    #: Requests for one file in flight at once; None for the default of the server's kind.
+    connections: int | None = None
+    #: Largest request, in bytes or as text such as ``"8MiB"``; a multiple of 4 KiB, at least 1 MiB.
+    request_bytes: int | str | None = None
+    #: Largest gap between two ranges that are read in one request, in bytes or as text.
+    gap_bytes: int | str | None = None
+    #: Seconds without a byte after which a request counts as failed.
+    timeout: float | None = None
+    #: Options of the library that makes the requests: the configuration of an obstore store, or the storage options of
+    #: an fsspec file system.
+    options: Mapping[str, Any] | None = None
+    #: A store of obstore or a file system of fsspec that holds ``url``.
+    store: Any = None
+
+    def __post_init__(self) -> None:
+        """Check the arguments.
+
+        Raises:
+            TypeError: An argument has a wrong type.
+            ValueError: An argument has a wrong value, or contradicts ``store``.
+        """
+        if not isinstance(self.url, str):
+            raise TypeError(f"url is {type_of(self.url)}; write a text such as 's3://bucket/model.safetensors'")
+        if self.store is None and not is_url(self.url):
+            raise ValueError(
+                f"url: {self.url!r} is not a URL; a path needs no Remote, and a path in a store needs store="
+            )
+        if self.store is not None and not (_is_filesystem(self.store) or is_obstore(self.store)):
+            raise TypeError(f"store is {type_of(self.store)}; pass a store of obstore or a file system of fsspec")
+        self._check_settings()
+        if self.connections is not None and (isinstance(self.connections, bool) or self.connections < 1):
+            raise ValueError(f"connections={self.connections!r}: write a number from 1 on")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout={self.timeout!r}: write seconds above 0")
+        request = self.request_bytes
+        if request is not None and (parse_bytes(request) < _SMALLEST_REQUEST or parse_bytes(request) % 4096):
+            raise ValueError(f"request_bytes={request!r}: write a multiple of 4 KiB, at least 1 MiB")
+        if self.gap_bytes is not None:
+            parse_bytes(self.gap_bytes)
+
+    def __repr__(self) -> str:
+        """Return the address without credentials, and the names of the other arguments."""
+        parts = [repr(self.address)]
+        for each in fields(self)[1:]:
+            value = getattr(self, each.name)
+            if value != each.default:
+                parts.append(f"{each.name}={value!r}" if each.name in _SHOWN else f"{each.name}=...")
+        return f"Remote({', '.join(parts)})"
+
+    @property
+    def address(self) -> str:
+        """The address for messages and reports, without credentials."""
+        return without_credentials(self.url)
+
+    @property
+    def settings(self) -> RemoteSettings:
+        """The part that transports use."""
+        return RemoteSettings(
+            headers=tuple((self.headers or {}).items()),
+            verify=self.verify,
+            timeout=self.timeout,
+            options=dict(self.options or {}),
+        )
+
+    def tuned(self, access: AccessFacts) -> AccessFacts:
+        """Return the requests that suit the server, with those that the user chose instead."""
+        given = (self.request_bytes, self.gap_bytes)
+        request_bytes, gap_bytes = (None if size is None else parse_bytes(size) for size in given)
+        return AccessFacts(
+            request_bytes=access.request_bytes if request_bytes is None else request_bytes,
+            gap_bytes=access.gap_bytes if gap_bytes is None else gap_bytes,
+            parallel_requests=access.parallel_requests if self.connections is None else self.connections,
+        )
+
+    def _check_settings(self) -> None:
+        for name in ("headers", "options"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Mapping):
+                raise TypeError(f"{name} is {type_of(given)}; write a dict")
+        used = [name for name in ("headers", "options", "timeout") if getattr(self, name) is not None]
+        used += ["verify"] if self.verify is not True else []
+        if self.store is not None and used:
+            raise ValueError(f"{used[0]}= has no effect with store=: the store was made with its own settings")
+
+
+def remote_location(thing: object) -> Remote | None:
+    """Return the remote address that an object stands for, or None.
+
+    Besides ``Remote`` these are the objects of fsspec that have a file system and a path: ``OpenFile`` and its file
+    objects, and the paths of universal_pathlib.
+
+    Raises:
+        UnsupportedError: The object decompresses what it reads.
+    """
+    if isinstance(thing, Remote):
+        return thing
+    filesystem, path = getattr(thing, "fs", None), getattr(thing, "path", None)
+    if not isinstance(path, str) or not _is_filesystem(filesystem):
+        return None
+    if getattr(thing, "compression", None):
+        raise UnsupportedError(
+            "the file object decompresses what it reads", file=path, advice="Pass the bytes in a BytesIO."
+        )
+    return Remote(path, store=filesystem)
+
+
+def is_obstore(store: object) -> bool:
+    """Return whether an object is a store of obstore."""
+    return any(each.__module__.partition(".")[0] in {"obstore", "_obstore"} for each in type(store).__mro__)
+
+
+def _is_filesystem(store: object) -> bool:
+    return all(hasattr(store, name) for name in ("cat_file", "info", "ls"))

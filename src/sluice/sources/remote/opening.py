@@ -1,0 +1,145 @@
+"""The one place where the address of a remote file or directory meets the library that reads it.
+
+Each scheme has a transport, a module of this package that is imported when an address needs it:
+
+- ``open_object(url, settings)`` returns the ``RemoteObject`` of a URL, and ``open_source(url, settings)`` its source
+  instead where that may be a local file or needs checks of its own;
+- ``open_directory(url, settings)`` returns the directory of a URL, or None if the URL names one object.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, cast
+
+from sluice._errors import MissingFileError, RemoteError, UnsupportedError
+from sluice.sources.directory import Directory
+from sluice.sources.protocol import Source
+from sluice.sources.remote.directory import SiblingFiles, TunedDirectory
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.location import Remote, is_obstore
+from sluice.sources.remote_names import is_chained
+
+__all__ = ["open_remote", "open_remote_directory", "remote_parent"]
+
+#: Transport of each scheme; fsspec has all others.
+_TRANSPORTS = {
+    "http": "http",
+    "https": "http",
+    **dict.fromkeys(("s3", "s3a", "gs", "az", "azure", "abfs", "abfss"), "stores"),
+    "hf": "hub",
+}
+
+#: Transports whose directories share a client or a revision between their files.
+_PINNED = ("stores", "hub")
+
+#: Extra that brings the library of a transport, and the library.
+_EXTRAS = {
+    "http": ("remote", "urllib3"),
+    "stores": ("remote", "obstore"),
+    "hub": ("hub", "huggingface_hub"),
+    "fsspec_files": ("remote", "fsspec"),
+}
+
+
+def open_remote(where: str | Remote) -> Source:
+    """Return a remote file as a source; its first bytes are read.
+
+    Raises:
+        MissingFileError: There is no such file.
+        UnsupportedError: A library is missing, or no library reads addresses of this kind.
+        RemoteError: The server does not answer.
+    """
+    remote = _remote(where)
+    return _tuned(_source(remote), remote)
+
+
+def open_remote_directory(where: str | Remote) -> Directory | None:
+    """Return a remote directory; None if the address names one file, or nothing.
+
+    Raises:
+        UnsupportedError: A library is missing, or no library reads addresses of this kind.
+        RemoteError: The server does not answer.
+    """
+    remote = _remote(where)
+    directory = _directory(remote)
+    return None if directory is None else TunedDirectory(directory, lambda source: _tuned(source, remote))
+
+
+def remote_parent(where: str | Remote) -> tuple[Directory, str]:
+    """Return the directory that holds a remote file, and the name of the file in it.
+
+    The address of the directory is that of the file up to its last part: same server, same query.
+
+    Raises:
+        UnsupportedError: A library is missing.
+    """
+    remote = _remote(where)
+    parent = SiblingFiles(remote, open_remote)
+    if _transport(remote) in _PINNED:
+        # One client, or one revision, for all files. Reading a file does not imply the permission to list.
+        with suppress(RemoteError, MissingFileError):
+            directory = open_remote_directory(parent.location)
+            if directory is not None:
+                return directory, parent.name
+    return parent, parent.name
+
+
+def _remote(where: str | Remote) -> Remote:
+    return where if isinstance(where, Remote) else Remote(where)
+
+
+def _source(remote: Remote) -> Source:
+    transport = _module(remote)
+    if remote.store is not None:
+        if is_obstore(remote.store):
+            return RemoteFile(transport.stored_object(remote.store, remote.url))
+        return cast("Source", transport.filesystem_source(remote.store, remote.url))
+    if hasattr(transport, "open_source"):
+        return cast("Source", transport.open_source(remote.url, remote.settings))
+    return RemoteFile(transport.open_object(remote.url, remote.settings))
+
+
+def _directory(remote: Remote) -> Directory | None:
+    transport = _module(remote)
+    if remote.store is None:
+        found = transport.open_directory(remote.url, remote.settings)
+    elif is_obstore(remote.store):
+        found = transport.stored_directory(remote.store, remote.url)
+    else:
+        found = transport.filesystem_directory(remote.store, remote.url)
+    return cast("Directory | None", found)
+
+
+def _tuned(source: Source, remote: Remote) -> Source:
+    if isinstance(source, RemoteFile):
+        source.access = remote.tuned(source.access)
+    return source
+
+
+def _transport(remote: Remote) -> str:
+    """Return the name of the module that reads an address."""
+    if remote.store is not None:
+        return "stores" if is_obstore(remote.store) else "fsspec_files"
+    if is_chained(remote.url):
+        return "fsspec_files"
+    return _TRANSPORTS.get(remote.url.partition("://")[0].lower(), "fsspec_files")
+
+
+def _module(remote: Remote) -> Any:
+    """Import the transport of an address.
+
+    Raises:
+        UnsupportedError: Its library is not installed.
+    """
+    transport = _transport(remote)
+    extra, library = _EXTRAS[transport]
+    try:
+        return import_module(f"sluice.sources.remote.{transport}")
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        problem = f"remote files of this kind need the library {library}, which is not installed"
+        advice = f"pip install 'sluice[{extra}]'"
+        raise UnsupportedError(problem, file=remote.address, advice=advice) from error
