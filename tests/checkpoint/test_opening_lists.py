@@ -62,11 +62,9 @@ def test_missing_files_are_missing_files(shards: list[Path]) -> None:
     assert one.value.file == str(shards[0].with_name("on.safetensors"))
 
 
-def test_a_list_of_files_has_neither_directories_nor_urls(shards: list[Path]) -> None:
+def test_a_list_of_files_has_no_directories(shards: list[Path]) -> None:
     with pytest.raises(sluice.UnsupportedError, match=r"Name files, or pass the directory alone\."):
         sluice.open([shards[0].parent, shards[1]])
-    with pytest.raises(sluice.UnsupportedError, match="remote sources are not supported yet"):
-        sluice.open([shards[0], "https://huggingface.co/gpt2/resolve/main/model.safetensors"])
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,17 @@ import pytest
 
 import sluice
 from sluice import CheckpointError, TruncatedError, UnsupportedError
-from sluice._options import Limits
-from sluice.checkpoint.survey import optimizer_files
-from sluice.formats.manifest import read_manifest
 from sluice.sources.directory import LocalDirectory
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
-from sluice.sources.opening import SourceLocation, open_directory, open_source, parent_directory, stream_source
+from sluice.sources.opening import (
+    SourceLocation,
+    open_directory,
+    open_source,
+    parent_directory,
+    refuse_url,
+    stream_source,
+)
 
 URLS = pytest.mark.parametrize(
     "url",
@@ -53,19 +57,20 @@ def test_other_objects_are_refused(stream: SourceLocation) -> None:
 
 
 @URLS
-def test_urls_are_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+def test_urls_are_refused_where_a_path_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     """The error does not claim that a file is missing, and it does not show credentials."""
     monkeypatch.chdir(tmp_path)
     signed = url.replace("://", "://me:secret@", 1) + "?signature=secret#secret"
-    for opening in (open_source, open_directory, sluice.open, sluice.verify, optimizer_files):
-        with pytest.raises(UnsupportedError, match="remote sources are not supported yet") as caught:
-            opening(signed)
-        assert caught.value.file == url
-        assert "Download the checkpoint first and pass its local path." in str(caught.value)
-        assert "secret" not in str(caught.value)
-        assert "not exist" not in str(caught.value)
-    with pytest.raises(UnsupportedError, match="remote sources"):
-        read_manifest(url, Limits())
+    with pytest.raises(UnsupportedError, match="a local path is needed here, not a URL") as caught:
+        refuse_url(signed)
+    assert caught.value.file == url
+    assert "Download the checkpoint first and pass its local path." in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "not exist" not in str(caught.value)
+    for path, manifest in ((signed, None), ("x.pt", signed)):
+        with pytest.raises(UnsupportedError, match=r"Write to a local path, then copy the files\."):
+            sluice.save({}, path, manifest=manifest)
+    assert not list(tmp_path.iterdir())
 
 
 def test_local_paths_win_over_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

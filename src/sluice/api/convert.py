@@ -20,6 +20,7 @@ from sluice.entries.rules import Rule
 from sluice.formats.manifest import HashAlgorithm
 from sluice.matching.renaming import Rename
 from sluice.reports.save import SaveReport
+from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save_formats import ConvertFormat, choose_format
 
@@ -98,9 +99,9 @@ def convert(
         >>> report = sluice.convert("run.pt", "hf-model", key="model", max_shard_size="5GB")
     """
     started = time.perf_counter()
-    path = Path(path_argument(destination, "destination"))
+    path = Path(refuse_url(path_argument(destination, "destination"), advice=UPLOAD_ADVICE))
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)
-    manifest_path = None if manifest is None else path_argument(manifest, "manifest")
+    manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
     chosen = choose_format(path, format, max_shard_size)
     with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         conversion = Conversion(

@@ -18,6 +18,7 @@ from sluice._progress import Progress
 from sluice._public import public
 from sluice.formats.manifest import HashAlgorithm
 from sluice.reports.save import SaveReport
+from sluice.sources.opening import UPLOAD_ADVICE, refuse_url
 from sluice.writing.chunks import Staging
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save import SaveJob, save_state
@@ -86,10 +87,10 @@ def save(
     started = time.perf_counter()
     state = state_to_save(obj, path)
     check_load(progress=progress)
-    destination = Path(path_argument(path))
+    destination = Path(refuse_url(path_argument(path), advice=UPLOAD_ADVICE))
     chosen = choose_save_format(destination, format, max_shard_size)
     check_save(metadata, chosen)
-    manifest_path = None if manifest is None else path_argument(manifest, "manifest")
+    manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
     job = SaveJob(
         destination=destination,
         dtype=dtype_argument(dtype, auto_is_none=True),

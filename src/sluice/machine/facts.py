@@ -23,7 +23,7 @@ from sluice.machine.cgroups import cgroup_headroom
 from sluice.machine.filesystems import filesystem_type
 from sluice.machine.page_cache import probe_cache
 from sluice.machine.system_files import read_system_file
-from sluice.records import DeviceFacts, FileFacts, MachineFacts
+from sluice.records import REMOTE_FILESYSTEM, DeviceFacts, FileFacts, MachineFacts
 from sluice.sources.local import LocalFile
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import DirectIOUnavailable, MappableSource, Source
@@ -78,7 +78,9 @@ def file_facts(source: Source) -> FileFacts:
     if isinstance(source, MemoryFile):
         return replace(_UNKNOWN_FILE, filesystem="memory", access=source.access)
     if not isinstance(source, LocalFile):
-        return replace(_UNKNOWN_FILE, access=source.access)
+        # Sources of other packages may forward to a local file; the identity says so.
+        filesystem = "" if source.identity.inode else REMOTE_FILESYSTEM
+        return replace(_UNKNOWN_FILE, filesystem=filesystem, access=source.access)
     nbytes = source.identity.nbytes
     filesystem = filesystem_type(source.path)
     step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))

@@ -9,7 +9,7 @@ from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._options import PageCache
 from sluice._units import format_bytes
-from sluice.records import FileFacts, FileRecord, MachineFacts, Read, Target
+from sluice.records import REMOTE_FILESYSTEM, FileFacts, FileRecord, MachineFacts, Read, Target
 
 __all__ = ["cast_reasons", "read_reasons"]
 
@@ -34,6 +34,8 @@ def read_reasons(
 
 def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str:
     """Return the reason for the methods of the reads of a file."""
+    if known.filesystem == REMOTE_FILESYSTEM:
+        return "it is remote" if page_cache == "auto" else f"page_cache={page_cache!r} has no effect on a remote file"
     if page_cache != "auto":
         return f"page_cache={page_cache!r}"
     if known.direct_io:

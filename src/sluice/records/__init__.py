@@ -16,7 +16,15 @@ name says elements.
 from __future__ import annotations
 
 from sluice.records.elements import Elements, MathBit, RowKernel, elements_of
-from sluice.records.facts import AccessFacts, DeviceFacts, FileFacts, MachineFacts, largest_access, local_access
+from sluice.records.facts import (
+    REMOTE_FILESYSTEM,
+    AccessFacts,
+    DeviceFacts,
+    FileFacts,
+    MachineFacts,
+    largest_access,
+    local_access,
+)
 from sluice.records.index import (
     NO_STORAGE,
     Entry,
@@ -49,6 +57,7 @@ from sluice.records.torch_values import TorchSize, TorchText
 
 __all__ = [
     "NO_STORAGE",
+    "REMOTE_FILESYSTEM",
     "AccessFacts",
     "Block",
     "BlockKind",

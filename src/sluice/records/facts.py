@@ -8,7 +8,18 @@ from msgspec import Struct, field
 
 from sluice import _options as options
 
-__all__ = ["AccessFacts", "DeviceFacts", "FileFacts", "MachineFacts", "largest_access", "local_access"]
+__all__ = [
+    "REMOTE_FILESYSTEM",
+    "AccessFacts",
+    "DeviceFacts",
+    "FileFacts",
+    "MachineFacts",
+    "largest_access",
+    "local_access",
+]
+
+#: Name of the file system of files that are not on this machine.
+REMOTE_FILESYSTEM = "remote"
 
 
 class AccessFacts(Struct, frozen=True, kw_only=True):
@@ -47,7 +58,8 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
 class FileFacts(Struct, frozen=True, kw_only=True):
     """Facts about one file."""
 
-    #: Name of the file system: ``"ext4"``, ``"nfs4"``, ``"tmpfs"``; empty when unknown.
+    #: Name of the file system: ``"ext4"``, ``"nfs4"``, ``"tmpfs"``; empty when unknown, ``REMOTE_FILESYSTEM`` if the
+    #: file is not on this machine.
     filesystem: str
     #: Whether opening it for direct I/O is worth trying: a local disk whose file system accepts it.
     direct_io: bool

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sluice.sources.remote.location import Remote
 
 __all__ = [
+    "UPLOAD_ADVICE",
     "Location",
     "NamedFiles",
     "PathOrAddress",
@@ -37,6 +38,9 @@ __all__ = [
     "source_path",
     "stream_source",
 ]
+
+#: Advice for a URL as the destination of a save.
+UPLOAD_ADVICE = "Write to a local path, then copy the files."
 
 #: Where a file or directory is: a path, a URL, or a ``Remote``.
 Location: TypeAlias = "str | Remote"
@@ -259,8 +263,12 @@ class NamedFiles:
         """Return: the caller chose each file, links included."""
 
 
-def refuse_url(path: str) -> None:
-    """Refuse a URL where only a local path will do, unless a local file or directory has that name.
+def refuse_url(path: str, *, advice: str | None = None) -> str:
+    """Return a local path; a URL is one if a local file or directory has that name.
+
+    Args:
+        path: The path.
+        advice: What to do with a URL; None if it is to be read.
 
     Raises:
         UnsupportedError: It is a URL.
@@ -270,7 +278,8 @@ def refuse_url(path: str) -> None:
         from sluice.sources.remote_names import download_advice, without_credentials
 
         problem = "a local path is needed here, not a URL"
-        raise UnsupportedError(problem, file=without_credentials(path), advice=download_advice(path))
+        raise UnsupportedError(problem, file=without_credentials(path), advice=advice or download_advice(path))
+    return path
 
 
 def _missing_advice(path: str) -> str:

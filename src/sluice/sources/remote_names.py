@@ -98,6 +98,8 @@ def missing_advice(path: str, *, checkpoint: bool = True) -> str:
         path: The path.
         checkpoint: Whether it should be that of a checkpoint, which the hub may have.
     """
+    if is_url(path):
+        return "Check the address."
     may_be_on_hub = checkpoint and _HUB_ID.fullmatch(path) is not None
     parent, name = os.path.split(path)
     if any(letter in name for letter in "*?[") and (found := _matches(path)):

@@ -88,10 +88,10 @@ def convert_command(
 ) -> None:
     """Write the checkpoint at SOURCE to DESTINATION in another format, with a fixed amount of memory.
 
-    SOURCE is a file, a model directory, the index file of shards, a torch.distributed.checkpoint directory, or a
-    directory with one file per parameter. DESTINATION is a .safetensors file, a torch file (.pt, .pth, .bin, .ckpt), or
-    a directory in the Hugging Face layout. Existing files are replaced after a question, or with --force; they stay
-    intact until the new file is on the disk.
+    SOURCE is a file, a model directory, the index file of shards, a torch.distributed.checkpoint directory, a directory
+    with one file per parameter, or the URL of one of them. DESTINATION is a .safetensors file, a torch file (.pt, .pth,
+    .bin, .ckpt), or a directory in the Hugging Face layout. Existing files are replaced after a question, or with
+    --force; they stay intact until the new file is on the disk.
 
     \b
     Examples:

@@ -37,10 +37,10 @@ def diff_command(
 ) -> None:
     """Compare presence, dtype, shape and values of the tensors of the checkpoints at A and B.
 
-    A and B are files, directories or index files of shards, in any two formats. Tensors are compared by name, as
-    numbers: 0.0 and -0.0 are the same, and so are two NaNs. Elements differ when |a - b| > atol + rtol * |b|. A name
-    that only one of them has is not a difference if it is tied to a name that both have. Memory stays below 100 MiB
-    for files of any size.
+    A and B are files, directories, index files of shards or URLs of them, in any two formats. Tensors are compared by
+    name, as numbers: 0.0 and -0.0 are the same, and so are two NaNs. Elements differ when |a - b| > atol + rtol * |b|.
+    A name that only one of them has is not a difference if it is tied to a name that both have. Memory stays below 100
+    MiB for files of any size.
 
     Without --key-a and --key-b, two checkpoints with their state dicts under the same keys are compared as a whole,
     and so are two with full names of state dicts in common. Otherwise the state dict of each is compared, as

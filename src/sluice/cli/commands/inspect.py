@@ -26,8 +26,8 @@ def inspect_command(
 ) -> None:
     """Show format, contents, dtypes, bytes, largest tensors and shared storages of the checkpoint at PATH.
 
-    PATH is a file, a directory or the index file of shards; several files are one checkpoint together. Only headers
-    are read. No class or function that the file names is imported or called, and torch is not imported.
+    PATH is a file, a directory, the index file of shards, or the URL of one; several files are one checkpoint together.
+    Only headers are read. No class or function that the file names is imported or called, and torch is not imported.
 
     \b
     Examples:

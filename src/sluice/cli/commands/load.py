@@ -101,8 +101,8 @@ def load_command(
     """Build a model, fill it from the checkpoint at PATH, and report time and peak memory.
 
     MODULE:NAME is imported with the current directory on the path, and called inside sluice.empty_init(), so that its
-    parameters take no memory before they are read. PATH is a file, a directory or the index file of shards; several
-    files are one checkpoint together. The dtype is the model's, unless --dtype names one.
+    parameters take no memory before they are read. PATH is a file, a directory, the index file of shards, or the URL of
+    one; several files are one checkpoint together. The dtype is the model's, unless --dtype names one.
 
     \b
     Examples:

@@ -68,11 +68,11 @@ def verify_command(
 ) -> None:
     """Read the checkpoint at PATH once and report what is damaged.
 
-    PATH is a file, a directory or the index file of shards; several files are one checkpoint together. The checks are:
-    the structure, the CRC-32 of every record of torch.save files, a shard index against its shards, the indices of
-    sparse tensors, and that every byte can be read. safetensors files have no checksums: only a manifest detects a
-    changed byte. sluice.save writes one with manifest=, this command with --write-manifest. Memory stays below 100 MiB
-    for files of any size.
+    PATH is a file, a directory, the index file of shards, or the URL of one; several files are one checkpoint together.
+    The checks are: the structure, the CRC-32 of every record of torch.save files, a shard index against its shards, the
+    indices of sparse tensors, and that every byte can be read. safetensors files have no checksums: only a manifest
+    detects a changed byte. sluice.save writes one with manifest=, this command with --write-manifest. Memory stays
+    below 100 MiB for files of any size.
 
     \b
     Examples:

@@ -7,17 +7,17 @@ asyncio, such as FTP and SFTP, share one connection and take one request at a ti
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-import fsspec
 from fsspec.core import url_to_fs
 from msgspec import Struct
 
 from sluice import _options as options
-from sluice._errors import MissingFileError, ReadError, RemoteError, SourceChangedError, UnsupportedError
+from sluice._errors import MissingFileError, RemoteError, SourceChangedError, UnsupportedError
 from sluice.records import AccessFacts
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
@@ -85,7 +85,18 @@ class FilesystemFile(RemoteFile):
             gap_bytes=options.FSSPEC_GAP_BYTES,
             parallel_requests=options.FSSPEC_REQUESTS if _is_parallel(filesystem) else 1,
         )
+        self._was_closed = False
         super().__init__(self._object, access=access)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        if self._was_closed:  # as a local file is examined when it is opened again
+            self.check_unchanged()
+            self._was_closed = False
+        return super().read_into(offset, buffer, direct=direct)
+
+    def close(self) -> None:
+        super().close()
+        self._was_closed = True
 
     def check_unchanged(self) -> None:
         try:
@@ -151,9 +162,9 @@ class _FilesystemObject:
             with self._lock:
                 return function(*args, **kwargs)
         except FileNotFoundError as error:
-            raise MissingFileError("there is no such file", file=self.path) from error
-        except Exception as error:
-            raise _failure(error) from error
+            raise MissingFileError("there is no such file", file=self.path, advice="Check the address.") from error
+        except Exception as error:  # noqa: BLE001  (each file system has errors of its own)
+            raise _failure(error) from None
 
 
 class _Body:
@@ -187,8 +198,8 @@ class _FilesystemDirectory:
     def entries(self) -> Iterator[DirectoryEntry]:
         try:
             listing = self._filesystem.ls(self._path, detail=True)
-        except Exception as error:
-            raise ReadError(f"the directory cannot be listed ({type(error).__name__})", file=self.path) from error
+        except Exception as error:  # noqa: BLE001  (as above)
+            raise RemoteError(f"the directory cannot be listed: {_failure(error)}", file=self.path) from None
         for info in listing:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
             if name:
@@ -219,18 +230,21 @@ def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
         raise UnsupportedError("fsspec needs another package for it", file=shown, advice=f"{error}.") from error
     except ValueError as error:
         scheme = url.partition("://")[0]
-        advice = f"Known: {', '.join(sorted(fsspec.available_protocols()))}."
-        raise UnsupportedError(f"fsspec knows no file system {scheme!r}", file=shown, advice=advice) from error
-    except Exception as error:  # a connection is made here by some
-        raise RemoteError(str(_failure(error)), file=shown) from error
+        problem = f"fsspec has no file system for {scheme!r}, or it does not take the address or the options"
+        advice = "fsspec.available_protocols() lists the schemes."
+        raise UnsupportedError(problem, file=shown, advice=advice) from error
+    except FileNotFoundError as error:
+        raise MissingFileError("there is no such file", file=shown, advice="Check the address.") from error
+    except Exception as error:  # noqa: BLE001  (some make a connection here)
+        raise RemoteError(str(_failure(error)), file=shown) from None
     return filesystem, path
 
 
 def _directory(filesystem: Any, path: str, shown: str) -> Directory | None:
     try:
         found = filesystem.isdir(path)
-    except Exception as error:
-        raise RemoteError(str(_failure(error)), file=shown) from error
+    except Exception as error:  # noqa: BLE001  (as above)
+        raise RemoteError(str(_failure(error)), file=shown) from None
     return _FilesystemDirectory(filesystem, path, shown) if found else None
 
 
@@ -243,10 +257,11 @@ def _fresh_info(filesystem: Any, path: str) -> dict[str, Any]:
 
 
 def _failure(error: Exception) -> RequestFailedError:
-    """Return the signal for an error of a file system; its text may hold credentials, its class does not."""
-    return RequestFailedError(
-        f"the file system failed ({type(error).__name__})", temporary=not isinstance(error, _FINAL)
-    )
+    """Return the signal for an error of a file system, with its class only: its text may hold secrets."""
+    number = error.errno if isinstance(error, OSError) else None
+    text = f": {os.strerror(number)}" if isinstance(number, int) and number > 0 else ""
+    problem = f"the file system failed ({type(error).__name__}{text})"
+    return RequestFailedError(problem, temporary=not isinstance(error, _FINAL))
 
 
 def _first(info: dict[str, Any], keys: tuple[str, ...]) -> str | None:

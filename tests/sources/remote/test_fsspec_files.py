@@ -1,0 +1,181 @@
+"""Files of fsspec are sources: ranges in pieces, one request at a time without asyncio, changes noticed at the end."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from sluice import _options as options
+from sluice._errors import (
+    MissingFileError,
+    PathEscapeError,
+    RemoteError,
+    SourceChangedError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice.sources.remote.fsspec_files import filesystem_directory, filesystem_source, open_directory, open_source
+from sluice.sources.remote.protocol import RemoteSettings
+from sluice.testing import check_source
+from support.memory_files import filesystem
+
+__all__ = ["filesystem"]
+
+CONTENT = random.Random(0).randbytes(200_000)
+
+
+def test_a_file_is_a_source(filesystem: Any) -> None:
+    filesystem.pipe_file("/d/f", CONTENT)
+    check_source(
+        lambda: open_source("memory://d/f"), CONTENT, change=lambda: filesystem.pipe_file("/d/f", CONTENT[::-1])
+    )
+
+
+def test_a_range_is_read_in_pieces(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece is memory in addition to the target."""
+    filesystem.pipe_file("/f", CONTENT)
+    monkeypatch.setattr(options, "FSSPEC_READ_BYTES", 4096)
+    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 1000)
+    asked = _recorded(filesystem, monkeypatch)
+    source = filesystem_source(filesystem, "/f")
+    assert asked == [(0, 1000)]
+    assert source.read_at(100_000, 10_000) == CONTENT[100_000:110_000]
+    assert asked[1:] == [(100_000, 104_096), (104_096, 108_192), (108_192, 110_000)]
+
+
+def test_a_file_system_without_asyncio_takes_one_request_at_a_time(
+    filesystem: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem.pipe_file("/f", CONTENT)
+    inside, cat_file = [0, 0], filesystem.cat_file
+    waiting = threading.Barrier(2)
+
+    def counted(path: str, start: int, end: int) -> bytes:
+        inside[0] += 1
+        inside[1] = max(inside)
+        try:
+            return cat_file(path, start=start, end=end)
+        finally:
+            inside[0] -= 1
+
+    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 1)
+    monkeypatch.setattr(filesystem, "cat_file", counted)
+    sources = [filesystem_source(filesystem, "/f"), open_source("memory://f")]
+    assert {source.access.parallel_requests for source in sources} == {1}
+
+    def read(source: Any) -> None:
+        waiting.wait()
+        for _ in range(200):
+            source.read_at(10, 10)
+
+    threads = [threading.Thread(target=read, args=(source,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert inside == [0, 1]
+
+
+def test_a_replaced_or_removed_file_has_changed(filesystem: Any) -> None:
+    filesystem.pipe_file("/f", CONTENT)
+    source = open_source("memory://f")
+    source.check_unchanged()
+    filesystem.pipe_file("/f", CONTENT)
+    with pytest.raises(SourceChangedError, match="was changed while it was being read"):
+        source.check_unchanged()
+    filesystem.rm_file("/f")
+    with pytest.raises(SourceChangedError, match="was removed"):
+        source.check_unchanged()
+
+
+def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    filesystem.pipe_file("/f", CONTENT)
+    monkeypatch.setattr(options, "REMOTE_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 1)
+    monkeypatch.setattr(options, "REMOTE_FIRST_PAUSE", 0.0)
+    with closing(open_source("memory://f")) as source:
+        with _failing(filesystem, ConnectionError("secret"), times=2):
+            assert source.read_at(5, 5) == CONTENT[5:10]
+        with _failing(filesystem, ConnectionError("secret")), pytest.raises(RemoteError) as caught:
+            source.read_at(5, 5)
+        assert str(caught.value).startswith("memory://f, byte 5: the file system failed (ConnectionError) after 7")
+        assert "secret" not in str(caught.value)
+        with _failing(filesystem, PermissionError("no")) as calls, pytest.raises(RemoteError):
+            source.read_at(5, 5)
+        assert len(calls) == 1
+
+
+def test_answers_that_are_not_the_range_are_refused(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    filesystem.pipe_file("/f", CONTENT)
+    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 1)
+    source = open_source("memory://f")
+    monkeypatch.setattr(filesystem, "cat_file", lambda *_, **__: CONTENT)
+    with pytest.raises(RemoteError, match="other bytes than the range"):
+        source.read_at(5, 5)
+
+
+def test_files_that_are_not_there(filesystem: Any) -> None:
+    filesystem.pipe_file("/d/empty", b"")
+    with pytest.raises(MissingFileError, match="memory://d/none: there is no such file"):
+        open_source("memory://d/none")
+    with pytest.raises(MissingFileError, match="a directory, not a file"):
+        open_source("memory://d")
+    with pytest.raises(TruncatedError, match="the file is empty"):
+        open_source("memory://d/empty")
+    with pytest.raises(MissingFileError):
+        open_source("zip://inside::memory://none.zip")
+
+
+def test_directories_list_and_open_their_files(filesystem: Any) -> None:
+    filesystem.pipe_file("/d/f", CONTENT)
+    filesystem.pipe_file("/d/sub/g", b"x")
+    for directory in (open_directory("memory://d/"), filesystem_directory(filesystem, "/d")):
+        assert directory is not None
+        assert {entry.name: entry.kind for entry in directory.entries()} == {"f": "file", "sub": "directory"}
+        assert directory.open("sub/g").read_at(0, 1) == b"x"
+        assert directory.open("f").path.endswith("/d/f")
+        for name in ("../e", "/e", "memory://e", "sub//g", "a\\b"):
+            with pytest.raises(PathEscapeError):
+                directory.open(name)
+    assert open_directory("memory://d/f") is None
+    assert open_directory("memory://none") is None
+
+
+def test_unknown_schemes_and_settings_are_refused(filesystem: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"nope://host/f: fsspec has no file system for 'nope'"):
+        open_source("nope://me:secret@host/f")
+    with pytest.raises(UnsupportedError, match=r"headers=, verify= and timeout= are for http and object stores"):
+        open_source("memory://f", RemoteSettings(timeout=3.0))
+
+
+def _recorded(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    asked: list[tuple[int, int]] = []
+    cat_file = filesystem.cat_file
+
+    def recorded(path: str, start: int, end: int) -> bytes:
+        asked.append((start, end))
+        return cat_file(path, start=start, end=end)
+
+    monkeypatch.setattr(filesystem, "cat_file", recorded)
+    return asked
+
+
+@contextmanager
+def _failing(filesystem: Any, error: Exception, times: int = 1000) -> Iterator[list[str]]:
+    calls: list[str] = []
+    cat_file = filesystem.cat_file
+
+    def failing(path: str, start: int, end: int) -> bytes:
+        calls.append(path)
+        if len(calls) <= times:
+            raise error
+        return cat_file(path, start=start, end=end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filesystem, "cat_file", failing)
+        yield calls

@@ -1,0 +1,68 @@
+"""``sluice.Remote``: arguments are checked, and no text shows credentials."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+
+import sluice
+from sluice.records import AccessFacts
+from sluice.sources.remote.location import remote_location
+from support.memory_files import filesystem
+
+__all__ = ["filesystem"]
+
+
+def test_the_repr_shows_no_credentials() -> None:
+    remote = sluice.Remote(
+        "https://me:secret@host/model.pth?signature=secret",
+        headers={"Authorization": "secret"},
+        options={"key": "secret"},
+        connections=3,
+    )
+    assert repr(remote) == "Remote('https://host/model.pth', headers=..., connections=3, options=...)"
+    assert "secret" not in repr(remote.settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"url": 3}, TypeError, "url is an int"),
+        ({"url": "model.pth"}, ValueError, "is not a URL"),
+        ({"store": 3}, TypeError, "store is an int"),
+        ({"headers": "x"}, TypeError, "headers is a str"),
+        ({"connections": 0}, ValueError, "connections=0"),
+        ({"timeout": 0}, ValueError, "timeout=0"),
+        ({"request_bytes": "1MB"}, ValueError, "a multiple of 4 KiB"),
+        ({"gap_bytes": "much"}, ValueError, "much"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        sluice.Remote(**({"url": "s3://bucket/key"} | arguments))
+
+
+def test_a_store_has_its_own_settings(filesystem: Any) -> None:
+    with pytest.raises(ValueError, match="timeout= has no effect with store="):
+        sluice.Remote("/f", store=filesystem, timeout=3)
+
+
+def test_requests_that_the_user_chose_win() -> None:
+    access = AccessFacts(request_bytes=8 << 20, gap_bytes=1 << 20, parallel_requests=16)
+    assert sluice.Remote("s3://b/k").tuned(access) == access
+    chosen = sluice.Remote("s3://b/k", request_bytes="4MiB", gap_bytes=0, connections=2).tuned(access)
+    assert chosen == AccessFacts(request_bytes=4 << 20, gap_bytes=0, parallel_requests=2)
+
+
+def test_objects_of_fsspec_are_addresses(filesystem: Any) -> None:
+    filesystem.pipe_file("/f", b"x")
+    found = remote_location(fsspec.open("memory://f"))
+    assert found is not None
+    assert (found.url, found.store) == ("/f", filesystem)
+    assert remote_location(SimpleNamespace(fs=3, path="/f")) is None
+    assert remote_location(object()) is None
+    with pytest.raises(sluice.UnsupportedError, match="decompresses what it reads"):
+        remote_location(fsspec.open("memory://f", compression="gzip"))

@@ -1,0 +1,135 @@
+"""Verbs take URLs of every format and layout; the module of a transport is imported when an address needs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice.sources.opening import open_directory, open_source
+from support import oracles
+from support.memory_files import filesystem, put
+from support.whole_checkpoints import MAKERS
+
+__all__ = ["filesystem"]
+
+
+def _same(tensors: Any, expected: Any) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert oracles.same(tensors[name], tensor), name
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|BSC) tensor support is in beta", "ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_verbs_take_urls_of_every_format(filesystem: Any, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "checkpoint"
+    MAKERS[kind](path)
+    url = put(filesystem, path, "/bucket/checkpoint")
+    with sluice.open(url) as checkpoint, sluice.open(path) as local:
+        assert checkpoint.format == local.format
+        assert all(file.startswith("memory://bucket/") for file in checkpoint.files)
+        assert checkpoint.keys() == local.keys()
+        _same({name: tensor.read() for name, tensor in checkpoint.items()}, {k: v.read() for k, v in local.items()})
+        sliced = next(name for name, tensor in checkpoint.items() if len(tensor.shape) == 2)
+        assert oracles.same(checkpoint[sliced][1:3].read(), local[sliced][1:3].read())
+    assert sluice.verify(url).ok
+    assert sluice.diff(url, path).same
+    report = sluice.plan(None, url)
+    assert report.fits
+
+
+@pytest.mark.parametrize("kind", ["pth", "shards", "index", "list"])
+def test_modules_and_optimizers_are_loaded_from_urls(filesystem: Any, tmp_path: Path, kind: str) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(8)).sum().backward()
+    optimizer.step()
+    if kind == "pth":
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pth")
+        source: Any = put(filesystem, tmp_path / "f.pth", "/f.pth")
+        states = source
+    else:
+        sluice.save(net, tmp_path / "d", format="huggingface", max_shard_size=400)
+        torch.save(optimizer.state_dict(), tmp_path / "d" / "optimizer.pt")
+        source = states = put(filesystem, tmp_path / "d", "/d")
+        if kind == "index":
+            source += "/model.safetensors.index.json"
+        elif kind == "list":
+            source = [f"{source}/{file.name}" for file in sorted((tmp_path / "d").glob("*.safetensors"))]
+    with torch.device("meta"):
+        target = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    report = sluice.load_into(target, source, device="cpu")
+    _same(target.state_dict(), net.state_dict())
+    assert "because it is remote" in "\n".join(report.notes)
+    filled = torch.optim.AdamW(target.parameters())
+    sluice.load_optimizer(filled, states)
+    assert torch.equal(filled.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    sluice.convert(source, tmp_path / "out.safetensors")
+    _same(sluice.load_state_dict(tmp_path / "out.safetensors"), net.state_dict())
+
+
+def test_objects_of_fsspec_are_sources(filesystem: Any, tmp_path: Path) -> None:
+    sluice.save({"w": torch.arange(6.0)}, tmp_path / "f.safetensors")
+    url = put(filesystem, tmp_path / "f.safetensors", "/d/f.safetensors")
+    for source in (sluice.Remote("/d", store=filesystem), fsspec.open(url), sluice.Remote(url)):
+        _same(sluice.load_state_dict(source), {"w": torch.arange(6.0)})
+    with fsspec.open(f"simplecache::{url}", simplecache={"cache_storage": str(tmp_path / "cache")}) as stream:
+        _same(sluice.load_state_dict(stream), {"w": torch.arange(6.0)})
+
+
+def test_options_of_mapped_and_cached_pages_are_answered_by_name(filesystem: Any, tmp_path: Path) -> None:
+    sluice.save(nn.Linear(4, 4), tmp_path / "f.safetensors")
+    url = put(filesystem, tmp_path / "f.safetensors", "/f.safetensors")
+    with torch.device("meta"):
+        mapped, bypassing = nn.Linear(4, 4), nn.Linear(4, 4)
+    notes = sluice.load_into(mapped, url, device="cpu", place="map").notes
+    assert any("2 in a file that the system cannot map" in note for note in notes)
+    notes = sluice.load_into(bypassing, url, device="cpu", page_cache="bypass").notes
+    assert any("page_cache='bypass' has no effect on a remote file" in note for note in notes)
+
+
+def test_an_index_cannot_name_files_elsewhere(filesystem: Any, tmp_path: Path) -> None:
+    for file in ("../secret.safetensors", "https://host/x.safetensors", "/x.safetensors", "memory://x.safetensors"):
+        filesystem.pipe_file("/d/model.safetensors.index.json", b'{"weight_map": {"w": "%s"}}' % file.encode())
+        for url in ("memory://d", "memory://d/model.safetensors.index.json"):
+            with pytest.raises(sluice.PathEscapeError):
+                sluice.open(url)
+
+
+def test_a_checkpoint_that_changes_is_refused(filesystem: Any, tmp_path: Path) -> None:
+    sluice.save({"w": torch.zeros(100_000)}, tmp_path / "f.safetensors")
+    url = put(filesystem, tmp_path / "f.safetensors", "/f.safetensors")
+    with sluice.open(url) as checkpoint:
+        put(filesystem, tmp_path / "f.safetensors", "/f.safetensors")
+        with pytest.raises(sluice.SourceChangedError):
+            checkpoint["w"].read()
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.delitem(sys.modules, "fsspec.core", raising=False)
+    monkeypatch.delitem(sys.modules, "sluice.sources.remote.fsspec_files", raising=False)
+    for opening in (open_source, open_directory, sluice.open):
+        with pytest.raises(sluice.UnsupportedError, match=r"need the library fsspec.* pip install 'sluice\[remote\]'"):
+            opening("ftp://me:secret@host/f")
+
+
+def test_files_are_tuned_also_in_directories(filesystem: Any) -> None:
+    filesystem.pipe_file("/d/f", b"x")
+    assert open_source(sluice.Remote("memory://d/f", connections=5)).access.parallel_requests == 5
+    directory = open_directory(sluice.Remote("memory://d", request_bytes="3MiB"))
+    assert directory is not None
+    assert directory.open("f").access.request_bytes == 3 << 20
+
+
+def test_file_urls_are_paths(tmp_path: Path) -> None:
+    sluice.save({"w": torch.zeros(3)}, tmp_path / "a b.safetensors")
+    with sluice.open(f"file://{tmp_path}/a%20b.safetensors") as checkpoint:
+        assert checkpoint.files == (str(tmp_path / "a b.safetensors"),)
