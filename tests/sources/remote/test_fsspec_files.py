@@ -55,7 +55,7 @@ def test_a_file_system_without_asyncio_takes_one_request_at_a_time(
     inside, cat_file = [0, 0], filesystem.cat_file
     waiting = threading.Barrier(2)
 
-    def counted(path: str, start: int, end: int) -> bytes:
+    def counted(path: str, start: int, end: int) -> Any:
         inside[0] += 1
         inside[1] = max(inside)
         try:
@@ -157,7 +157,7 @@ def _recorded(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[in
     asked: list[tuple[int, int]] = []
     cat_file = filesystem.cat_file
 
-    def recorded(path: str, start: int, end: int) -> bytes:
+    def recorded(path: str, start: int, end: int) -> Any:
         asked.append((start, end))
         return cat_file(path, start=start, end=end)
 
@@ -170,7 +170,7 @@ def _failing(filesystem: Any, error: Exception, times: int = 1000) -> Iterator[l
     calls: list[str] = []
     cat_file = filesystem.cat_file
 
-    def failing(path: str, start: int, end: int) -> bytes:
+    def failing(path: str, start: int, end: int) -> Any:
         calls.append(path)
         if len(calls) <= times:
             raise error
