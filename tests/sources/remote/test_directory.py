@@ -6,17 +6,19 @@ import io
 
 import pytest
 
-from sluice import PathEscapeError, Remote, UnsupportedError
+from sluice import MissingFileError, PathEscapeError, Remote, UnsupportedError
 from sluice.sources.memory import MemoryFile
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import SiblingFiles, below
 
 
-def _siblings(url: str) -> tuple[SiblingFiles, list[str]]:
+def _siblings(url: str, has: str = "") -> tuple[SiblingFiles, list[str]]:
     opened: list[str] = []
 
     def record(remote: Remote) -> Source:
         opened.append(remote.url)
+        if has and not remote.address.endswith(f"/{has}"):
+            raise MissingFileError("there is no such file", file=remote.address)
         return MemoryFile(io.BytesIO(b"x"))
 
     return SiblingFiles(Remote(url, headers={"a": "b"}), record), opened
@@ -48,11 +50,14 @@ def test_names_that_lead_elsewhere_are_refused(name: str) -> None:
     assert not opened
 
 
-def test_siblings_are_not_listed() -> None:
-    directory, _ = _siblings("https://me:secret@host/dir/index.json?token=secret")
+def test_the_usual_names_are_tried_instead_of_a_listing() -> None:
+    directory, opened = _siblings("https://me:secret@host/dir/?token=secret", has="pytorch_model.bin")
+    assert [(entry.name, entry.kind) for entry in directory.entries()] == [("pytorch_model.bin", "file")]
+    assert len(opened) == 4
+    directory, _ = _siblings("https://me:secret@host/dir/index.json?token=secret", has="other")
     assert directory.name == "index.json"
     with pytest.raises(UnsupportedError, match=r"^https://host/dir/: the server has no listing of files"):
-        directory.entries()
+        list(directory.entries())
 
 
 def test_files_below_a_directory() -> None:

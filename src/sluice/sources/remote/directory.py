@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from urllib.parse import quote
 
-from sluice._errors import PathEscapeError, UnsupportedError
-from sluice.sources.directory import Directory, DirectoryEntry
+from msgspec import Struct
+
+from sluice._errors import MissingFileError, PathEscapeError, UnsupportedError
+from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote_names import is_chained, is_url
+
+#: Files that tell of the others of a checkpoint, in the order in which they are tried.
+_USUAL_NAMES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+    ".metadata",
+)
 
 __all__ = ["SiblingFiles", "TunedDirectory", "below", "check_relative"]
 
@@ -33,6 +45,11 @@ def below(where: str | Remote, name: str) -> Remote:
     text = quote(name) if _has_query(remote) else name
     slash = "/" if before and not before.endswith("/") else ""
     return dataclasses.replace(remote, url=f"{before}{slash}{text}{query}")
+
+
+class _Entry(Struct, frozen=True):
+    name: str
+    kind: EntryKind
 
 
 class TunedDirectory:
@@ -58,7 +75,10 @@ class TunedDirectory:
 
 
 class SiblingFiles:
-    """The files next to a remote file, which can be opened by name but not listed; see ``Directory``."""
+    """The files next to a remote file, which can be opened by name but not listed; see ``Directory``.
+
+    Its only entry is the first of the usual names of a checkpoint's main file that the server has.
+    """
 
     def __init__(self, remote: Remote, opened: Callable[[Remote], Source]) -> None:
         """Divide an address into directory and name.
@@ -78,7 +98,12 @@ class SiblingFiles:
         return self.location.address
 
     def entries(self) -> Iterator[DirectoryEntry]:
-        problem = "the server has no listing of files"
+        for name in _USUAL_NAMES:
+            with suppress(MissingFileError):
+                self.open(name).close()
+                yield _Entry(name, "file")
+                return
+        problem = f"the server has no listing of files, and there is none of {', '.join(_USUAL_NAMES)}"
         raise UnsupportedError(problem, file=self.path, advice="Pass the URL of a file or of the index of shards.")
 
     def open(self, name: str) -> Source:

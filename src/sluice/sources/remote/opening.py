@@ -64,6 +64,8 @@ def open_remote_directory(where: str | Remote) -> Directory | None:
     """
     remote = _remote(where)
     directory = _directory(remote)
+    if directory is None and _transport(remote) == "http" and remote.address.endswith("/"):
+        return SiblingFiles(remote, open_remote)
     return None if directory is None else TunedDirectory(directory, lambda source: _tuned(source, remote))
 
 
