@@ -185,10 +185,10 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     Args:
         source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one that
             torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file of a
-            sharded model; a list of files that are one checkpoint together; an open checkpoint; or a file opened with
-            ``open(path, "rb")`` or an ``io.BytesIO``: reading starts at its position. Afterwards the position is the
-            end of the object in a legacy ``torch.save`` file, and otherwise the end of the file. ``~`` is the home
-            directory.
+            sharded model; the URL of one of them, or a ``Remote``; a list of files that are one checkpoint together; an
+            open checkpoint; or a file opened with ``open(path, "rb")`` or an ``io.BytesIO``: reading starts at its
+            position. Afterwards the position is the end of the object in a legacy ``torch.save`` file, and otherwise
+            the end of the file. ``~`` is the home directory.
         key: Only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
         limits: Bounds for hostile files; None for the defaults.
         encoding: Encoding of text that Python 2 wrote, which does not declare it, as in ``torch.load``: ``"latin1"``,
@@ -202,7 +202,7 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
         MismatchError: ``key`` is not in the checkpoint.
         UnsafeContentError: The value at ``key``, or the whole file, is an object that only running code could build.
         UnsupportedError: The value at ``key`` is a tensor of a kind that sluice does not read.
-        ReadError: The file cannot be read.
+        ReadError: The file cannot be read; a ``RemoteError`` if a server does not answer.
         TypeError: ``source`` is a file object that can only be read in order, or one that decompresses or decodes; or
             an argument has a wrong type.
         ValueError: ``source`` is an empty list, or names a file twice; or ``encoding`` is unknown.

@@ -78,7 +78,7 @@ def file_facts(source: Source) -> FileFacts:
     if isinstance(source, MemoryFile):
         return replace(_UNKNOWN_FILE, filesystem="memory", access=source.access)
     if not isinstance(source, LocalFile):
-        # Sources of other packages may forward to a local file; the identity says so.
+        # Sources of other packages may forward to a local file, which has an inode.
         filesystem = "" if source.identity.inode else REMOTE_FILESYSTEM
         return replace(_UNKNOWN_FILE, filesystem=filesystem, access=source.access)
     nbytes = source.identity.nbytes
