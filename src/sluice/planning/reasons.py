@@ -35,7 +35,8 @@ def read_reasons(
 def _read_reason(file: FileRecord, known: FileFacts, page_cache: PageCache) -> str:
     """Return the reason for the methods of the reads of a file."""
     if known.filesystem == REMOTE_FILESYSTEM:
-        return "it is remote" if page_cache == "auto" else f"page_cache={page_cache!r} has no effect on a remote file"
+        why = "it is not a local file"
+        return why if page_cache == "auto" else f"{why}: page_cache={page_cache!r} has no effect"
     if page_cache != "auto":
         return f"page_cache={page_cache!r}"
     if known.direct_io:

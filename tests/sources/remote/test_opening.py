@@ -67,7 +67,7 @@ def test_modules_and_optimizers_are_loaded_from_urls(filesystem: Any, tmp_path: 
         target = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     report = sluice.load_into(target, source, device="cpu")
     _same(target.state_dict(), net.state_dict())
-    assert "because it is remote" in "\n".join(report.notes)
+    assert "because it is not a local file" in "\n".join(report.notes)
     filled = torch.optim.AdamW(target.parameters())
     sluice.load_optimizer(filled, states)
     assert torch.equal(filled.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
@@ -92,7 +92,7 @@ def test_options_of_mapped_and_cached_pages_are_answered_by_name(filesystem: Any
     notes = sluice.load_into(mapped, url, device="cpu", place="map").notes
     assert any("2 in a file that the system cannot map" in note for note in notes)
     notes = sluice.load_into(bypassing, url, device="cpu", page_cache="bypass").notes
-    assert any("page_cache='bypass' has no effect on a remote file" in note for note in notes)
+    assert any("page_cache='bypass' has no effect" in note for note in notes)
 
 
 def test_an_index_cannot_name_files_elsewhere(filesystem: Any, tmp_path: Path) -> None:
