@@ -345,10 +345,10 @@ REMOTE_GAP_BYTES = 1 << 20
 REMOTE_REQUESTS = 16
 
 #: The same of files that fsspec reads. Each request is a bytes object of its own, and some file systems join it from
-#: pieces: 8 requests of 2 MiB are 16 to 32 MiB in addition to the staging buffers.
+#: pieces. A load of 320 MiB grew by 30 MiB more than its tensors; with 8 requests by 52 MiB.
 FSSPEC_READ_BYTES = 2 << 20
 FSSPEC_GAP_BYTES = 256 << 10
-FSSPEC_REQUESTS = 8
+FSSPEC_REQUESTS = 4
 
 #: Attempts in a row at one range without a byte received, after the first; and seconds after which it is given up.
 REMOTE_RETRIES = 6

@@ -19,6 +19,9 @@ _LINK = re.compile(r"::(?=[A-Za-z][A-Za-z0-9+.-]+://)")
 
 _DOWNLOAD = "Download the checkpoint first and pass its local path."
 
+#: A URL that went through ``pathlib.Path``.
+_COLLAPSED_URL = re.compile(r"(?:https?|s3|gs|az|abfss?|hf|memory|ftp|sftp):/[^/]")
+
 #: Page or file of a model on the hub, and the scheme of its file system.
 _HUB_URL = re.compile(
     r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?!datasets/|spaces/|api/)|hf://(?:models/)?)"
@@ -100,6 +103,8 @@ def missing_advice(path: str, *, checkpoint: bool = True) -> str:
     """
     if is_url(path):
         return "Check the address."
+    if _COLLAPSED_URL.match(path):
+        return "It looks like a URL without a slash: pass URLs as str, because pathlib.Path changes them."
     may_be_on_hub = checkpoint and _HUB_ID.fullmatch(path) is not None
     parent, name = os.path.split(path)
     if any(letter in name for letter in "*?[") and (found := _matches(path)):

@@ -133,3 +133,8 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     sluice.save({"w": torch.zeros(3)}, tmp_path / "a b.safetensors")
     with sluice.open(f"file://{tmp_path}/a%20b.safetensors") as checkpoint:
         assert checkpoint.files == (str(tmp_path / "a b.safetensors"),)
+
+
+def test_a_url_in_a_pathlib_path_is_explained() -> None:
+    with pytest.raises(sluice.MissingFileError, match="pass URLs as str"):
+        sluice.open(Path("s3://bucket/model.pth"))
