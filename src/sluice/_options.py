@@ -360,3 +360,6 @@ REMOTE_FIRST_PAUSE, REMOTE_LONGEST_PAUSE = 0.2, 10.0
 
 #: Seconds without a byte after which a request counts as failed.
 REMOTE_TIMEOUT_SECONDS = 30.0
+
+#: Redirects that are followed for one request.
+REMOTE_REDIRECTS = 5

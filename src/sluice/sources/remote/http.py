@@ -1,0 +1,190 @@
+"""Objects of HTTP servers: single requests for ranges, each answer held against the object that was opened."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, closing
+from http import HTTPStatus
+
+import urllib3
+
+from sluice import _options as options
+from sluice._errors import RemoteError
+from sluice.sources.directory import Directory
+from sluice.sources.remote.http_addresses import (
+    HttpAddress,
+    is_signed,
+    next_address,
+    parse_address,
+    resolves_to_private,
+)
+from sluice.sources.remote.http_answers import Answer, check_range, conditions, first_facts, no_ranges, object_facts
+from sluice.sources.remote.http_body import HttpBody, discard
+from sluice.sources.remote.http_connections import lend_connections
+from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
+from sluice.sources.remote_names import without_credentials
+
+__all__ = ["HttpObject", "open_directory", "open_object"]
+
+_REDIRECTS = frozenset(
+    {
+        HTTPStatus.MOVED_PERMANENTLY,
+        HTTPStatus.FOUND,
+        HTTPStatus.SEE_OTHER,
+        HTTPStatus.TEMPORARY_REDIRECT,
+        HTTPStatus.PERMANENT_REDIRECT,
+    }
+)
+
+#: Statuses with which the target of a redirect says that it is no longer valid.
+_EXPIRED = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.GONE})
+
+
+def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObject:
+    """Return the object of an ``http`` or ``https`` URL; no request is made.
+
+    Raises:
+        RemoteError: The URL or a header is not valid.
+    """
+    return HttpObject(url, settings or RemoteSettings())
+
+
+def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:  # noqa: ARG001  (of all kinds)
+    """Return None: HTTP has no directories."""
+    return None
+
+
+class HttpObject:
+    """An object of an HTTP server; see ``RemoteObject``.
+
+    Redirects are followed once, and their target is remembered until it refuses a request: signatures in it expire.
+    Credentials and additional headers are sent only to the origin of the first address.
+    """
+
+    def __init__(self, url: str, settings: RemoteSettings) -> None:
+        self.path = without_credentials(url)
+        self._first, authorization = parse_address(url)
+        self._target = self._first
+        self._first_is_private: bool | None = None
+        self._headers = _own_headers(settings.headers, authorization, self.path)
+        self._verify = settings.verify
+        self._timeout = settings.timeout or options.REMOTE_TIMEOUT_SECONDS
+        self._connections, self._return = lend_connections(self, verify=self._verify)
+
+    def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
+        response, address = self._answer({"Range": f"bytes=0-{nbytes - 1}"})
+        try:
+            facts = first_facts(self._described(response, address), nbytes)
+            if facts is None:
+                return self._whole(response, address, nbytes)
+        except BaseException:
+            discard(response)
+            raise
+        return facts, HttpBody(response, min(nbytes, facts.nbytes))
+
+    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> AbstractContextManager[Body]:
+        wanted = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        response, address = self._answer(wanted | conditions(facts))
+        try:
+            check_range(self._described(response, address), offset, nbytes, facts)
+        except BaseException:
+            discard(response)
+            raise
+        return HttpBody(response, nbytes)
+
+    def close(self) -> None:
+        self._return()
+
+    def _whole(
+        self, response: urllib3.BaseHTTPResponse, address: HttpAddress, nbytes: int
+    ) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
+        """Receive a small object whose answer does not say its size."""
+        data = bytearray(nbytes + 1)
+        found = 0
+        with HttpBody(response, nbytes + 2) as body, memoryview(data) as view:
+            while found < len(data) and (some := body.readinto(view[found:])):
+                found += some
+        answer = self._described(response, address)
+        if found > nbytes:
+            raise no_ranges(answer)
+        return object_facts(answer, found), closing(_Received(data[:found]))
+
+    def _described(self, response: urllib3.BaseHTTPResponse, address: HttpAddress) -> Answer:
+        return Answer(status=response.status, headers=response.headers, path=self.path, signed=is_signed(address))
+
+    def _answer(self, wanted: Mapping[str, str]) -> tuple[urllib3.BaseHTTPResponse, HttpAddress]:
+        """Request something, follow redirects, and return the answer and the address that gave it."""
+        target = self._target
+        if target != self._first:
+            try:
+                response = self._get(target, wanted)
+            except RequestFailedError:
+                self._target = self._first  # the next attempt asks the first address, which may know a better one
+                raise
+            if response.status not in _EXPIRED | _REDIRECTS:
+                return response, target
+            discard(response)
+        return self._resolved(wanted)
+
+    def _resolved(self, wanted: Mapping[str, str]) -> tuple[urllib3.BaseHTTPResponse, HttpAddress]:
+        address = self._first
+        for _ in range(options.REMOTE_REDIRECTS + 1):
+            response = self._get(address, wanted)
+            if response.status not in _REDIRECTS:
+                self._target = address
+                return response, address
+            location = response.headers.get("Location")
+            discard(response)
+            address = next_address(address, location)
+        raise RequestFailedError(f"the server redirects more than {options.REMOTE_REDIRECTS} times", temporary=False)
+
+    def _get(self, address: HttpAddress, wanted: Mapping[str, str]) -> urllib3.BaseHTTPResponse:
+        own = address.origin == self._first.origin
+        if not self._return.alive:  # closed, and read again
+            self._connections, self._return = lend_connections(self, verify=self._verify)
+        return self._connections.get(
+            address,
+            {**(self._headers if own else {}), "User-Agent": "sluice", "Accept-Encoding": "identity", **wanted},
+            timeout=self._timeout,
+            public=not own and not self._began_private(),
+            path=self.path,
+        )
+
+    def _began_private(self) -> bool:
+        """Return whether the first address is private, so that redirects to private ones are no surprise."""
+        if self._first_is_private is None:
+            self._first_is_private = resolves_to_private(self._first.host)
+        return self._first_is_private
+
+
+class _Received:
+    """A body that was received whole; see ``Body``."""
+
+    def __init__(self, data: bytearray) -> None:
+        self._file = io.BytesIO(data)
+
+    def readinto(self, buffer: memoryview) -> int:
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        """Release the bytes."""
+        self._file.close()
+
+
+#: Headers that this module sends itself.
+_OURS = frozenset({"range", "accept-encoding", "if-match", "if-range", "if-unmodified-since", "host", "connection"})
+
+
+def _own_headers(headers: tuple[tuple[str, str], ...], authorization: str | None, path: str) -> dict[str, str]:
+    """Return the additional headers of requests to the first origin."""
+    own = {} if authorization is None else {"Authorization": authorization}
+    for name, value in headers:
+        legal = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
+        if not legal or not value.isprintable() or not value.isascii():
+            # The value is not shown: it may be a password or a token.
+            advice = "A header is a name and a value of printable ASCII characters."
+            raise RemoteError("a header is not valid", file=path, found=f"header {name!r}", advice=advice)
+        if name.lower() not in _OURS:
+            own = {each: text for each, text in own.items() if each.lower() != name.lower()} | {name: value}
+    return own

@@ -1,0 +1,114 @@
+"""Bodies of HTTP answers, and what failures of urllib3 mean."""
+
+from __future__ import annotations
+
+import re
+import socket
+from types import TracebackType
+from typing import Self
+
+from urllib3 import BaseHTTPResponse
+from urllib3.exceptions import (
+    ConnectTimeoutError,
+    HTTPError,
+    NameResolutionError,
+    NewConnectionError,
+    ProxyError,
+    ReadTimeoutError,
+    SSLError,
+)
+
+from sluice.sources.remote.protocol import RequestFailedError
+
+__all__ = ["HttpBody", "discard", "request_failure"]
+
+#: Smallest and largest receive, in bytes. Each allocates as much, so it follows what the last one brought: a record of
+#: TLS has 16 KiB.
+_SMALLEST_RECEIVE, _LARGEST_RECEIVE = 16 << 10, 256 << 10
+
+
+class HttpBody:
+    """The body of one answer; see ``Body``."""
+
+    def __init__(self, response: BaseHTTPResponse, nbytes: int) -> None:
+        """Take an answer.
+
+        Args:
+            response: The answer.
+            nbytes: Size of its body. More bytes are an error.
+        """
+        self._response, self._left = response, nbytes
+        self._receive = _SMALLEST_RECEIVE
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def readinto(self, buffer: memoryview) -> int:
+        if not self._left:
+            return 0
+        wanted = min(len(buffer), self._left, self._receive)
+        data = _received(self._response, wanted)
+        found = len(data)
+        buffer[:found] = data
+        self._left -= found
+        self._receive = max(_SMALLEST_RECEIVE, min(_LARGEST_RECEIVE, 2 * found))
+        # The end of a body without a size is read too: more bytes would be those of a different answer.
+        if found and not self._left and _received(self._response, 1):
+            raise RequestFailedError("the answer has more bytes than it should", temporary=True)
+        return found
+
+    def close(self) -> None:
+        """Return the connection if the answer was read to its end; close it otherwise."""
+        discard(self._response)
+
+
+def discard(response: BaseHTTPResponse) -> None:
+    """End an answer. Its connection is used again only if nothing of it is unread."""
+    response.close()
+    response.release_conn()
+
+
+def _received(response: BaseHTTPResponse, nbytes: int) -> bytes:
+    try:
+        data: bytes | None = response.read1(nbytes)
+    except (HTTPError, OSError, ValueError) as error:
+        raise request_failure(error) from error
+    return data or b""
+
+
+def request_failure(error: Exception) -> RequestFailedError:
+    """Return what a failure of urllib3 means. Its text is not repeated: it may name addresses with signatures."""
+    cause = error.__cause__ or error.__context__
+    if isinstance(error, ProxyError):
+        return RequestFailedError("the proxy does not answer", temporary=True, advice="Check the proxy.")
+    if isinstance(error, NameResolutionError):
+        again = isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_AGAIN
+        return RequestFailedError("the name of the host is unknown", temporary=again, advice="Check the address.")
+    if isinstance(error, SSLError):
+        return _tls_failure(error)
+    if isinstance(error, ReadTimeoutError):
+        return RequestFailedError("the server sent nothing for too long", temporary=True)
+    if isinstance(error, ConnectTimeoutError) and not isinstance(error, NewConnectionError):
+        return RequestFailedError("the server does not accept the connection", temporary=True)
+    if isinstance(error, HTTPError) and not isinstance(error, NewConnectionError):
+        return RequestFailedError("the connection was lost", temporary=True)
+    reason = getattr(cause, "strerror", None) or getattr(error, "strerror", None)
+    problem = "the server cannot be reached" + (f": {reason}" if reason else "")
+    return RequestFailedError(problem, temporary=isinstance(error, (HTTPError, OSError)))
+
+
+def _tls_failure(error: SSLError) -> RequestFailedError:
+    import ssl
+
+    reason = next((each for each in (*error.args, error.__cause__) if isinstance(each, ssl.SSLError)), None)
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        problem = f"the certificate of the server is not trusted: {reason.verify_message}"
+        advice = "Check the address, or pass the certificates to trust: verify='certificates.pem'."
+        return RequestFailedError(problem, temporary=False, advice=advice)
+    text = re.sub(r"[^A-Z0-9_]", "", reason.reason or "") if reason is not None else ""
+    return RequestFailedError(f"the TLS connection failed{f': {text}' if text else ''}", temporary=True)

@@ -1,0 +1,169 @@
+"""Connections to HTTP servers: urllib3, with proxies, and safe to use after a fork.
+
+Connections are kept alive and shared by all objects of a process that have the same settings, until the last of them
+is closed. A connection whose answer was not read to its end is closed, not used again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import urllib.request
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import urllib3
+from urllib3.exceptions import HTTPError
+from urllib3.util import parse_url
+
+from sluice._errors import UnsupportedError
+from sluice.sources.remote.http_addresses import HttpAddress, is_private
+from sluice.sources.remote.http_body import request_failure
+from sluice.sources.remote.http_security import (
+    PUBLIC_POOLS,
+    private_address_failure,
+    tls_context,
+    without_queries_in_logs,
+)
+
+__all__ = ["Connections", "lend_connections"]
+
+#: Origins with idle connections, and idle connections of each.
+_ORIGINS, _IDLE = 64, 64
+
+
+class Connections:
+    """The connections of all objects that have the same settings for TLS."""
+
+    def __init__(self, *, verify: bool | str) -> None:
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._managers: dict[tuple[str, str | None, bool], urllib3.PoolManager] = {}
+        _EVERY.add(self)
+
+    def get(
+        self, address: HttpAddress, headers: Mapping[str, str], *, timeout: float, public: bool, path: str
+    ) -> urllib3.BaseHTTPResponse:
+        """Make one request; return the answer with its body unread.
+
+        Args:
+            address: What is requested.
+            headers: Headers of the request.
+            timeout: Seconds without progress after which the request failed.
+            public: Whether private addresses are refused.
+            path: Address as the user typed it, for errors.
+
+        Raises:
+            RequestFailedError: There is no answer.
+            UnsupportedError: A proxy of the environment is of an unknown kind.
+        """
+        manager, absolute = self._manager(address, public=public, path=path)
+        pool = manager.connection_from_host(address.host, address.port, address.scheme)
+        try:
+            with without_queries_in_logs():
+                return pool.urlopen(
+                    "GET",
+                    address.url if absolute else address.target,
+                    headers=headers,
+                    retries=False,
+                    redirect=False,
+                    assert_same_host=False,
+                    timeout=urllib3.Timeout(connect=timeout, read=timeout),
+                    preload_content=False,
+                    decode_content=False,
+                )
+        except (HTTPError, OSError, ValueError) as error:
+            raise request_failure(error) from error
+
+    def close(self) -> None:
+        """Close idle connections."""
+        with self._lock:
+            managers = list(self._managers.values())
+            self._managers.clear()
+        for manager in managers:
+            manager.clear()
+
+    def start_anew(self) -> None:
+        """Forget connections and locks after a fork: they are those of the parent process."""
+        self._lock = threading.Lock()
+        self._managers = {}
+
+    def _manager(self, address: HttpAddress, *, public: bool, path: str) -> tuple[urllib3.PoolManager, bool]:
+        """Return the connections for an address, and whether its proxy wants the whole URL in a request."""
+        proxy = _proxy(address)
+        if proxy is not None and public and is_private(address.host):
+            raise private_address_failure()
+        with self._lock:
+            key = address.scheme, proxy, public
+            manager = self._managers.get(key)
+            if manager is None:
+                manager = self._managers[key] = self._new_manager(address.scheme, proxy, path)
+                if public:
+                    manager.pool_classes_by_scheme = PUBLIC_POOLS
+        return manager, proxy is not None and address.scheme == "http"
+
+    def _new_manager(self, scheme: str, proxy: str | None, path: str) -> urllib3.PoolManager:
+        arguments: dict[str, Any] = {"num_pools": _ORIGINS, "maxsize": _IDLE}
+        if scheme == "https":
+            arguments["ssl_context"] = tls_context(verify=self._verify)
+        if proxy is None:
+            return urllib3.PoolManager(**arguments)
+        try:
+            parts = parse_url(proxy if "://" in proxy else f"http://{proxy}")
+            headers = urllib3.make_headers(proxy_basic_auth=parts.auth) if parts.auth else None
+            return urllib3.ProxyManager(parts._replace(auth=None).url, proxy_headers=headers, **arguments)
+        except (HTTPError, ValueError, AssertionError):
+            # Not raised from the error: its text may have the password of the proxy.
+            problem = "the proxy of the environment is not one of HTTP"
+            advice = "Set http_proxy and https_proxy to http://host:port, or name the host in no_proxy."
+            raise UnsupportedError(problem, file=path, advice=advice) from None
+
+
+def lend_connections(borrower: object, *, verify: bool | str) -> tuple[Connections, weakref.finalize[..., object]]:
+    """Return the shared connections for some settings, and what returns them; they close when nobody has them.
+
+    Args:
+        borrower: The object that uses them. They are returned at the latest when it is collected.
+        verify: Whether certificates are checked, or the path of the certificates that are trusted.
+    """
+    with _shared_lock:
+        connections, borrowers = _SHARED.get(verify) or (Connections(verify=verify), 0)
+        _SHARED[verify] = connections, borrowers + 1
+    finalizer = weakref.finalize(borrower, _return_connections, connections, verify=verify)
+    finalizer.atexit = False
+    return connections, finalizer
+
+
+def _return_connections(connections: Connections, *, verify: bool | str) -> None:
+    with _shared_lock:
+        shared, borrowers = _SHARED.get(verify, (None, 0))
+        if shared is connections and borrowers > 1:
+            _SHARED[verify] = connections, borrowers - 1
+            return
+        if shared is connections:
+            del _SHARED[verify]
+    connections.close()
+
+
+def _after_fork() -> None:
+    global _shared_lock  # noqa: PLW0603  (the lock of the parent may be taken, and nobody here returns it)
+    _shared_lock = threading.RLock()
+    for connections in list(_EVERY):
+        connections.start_anew()
+
+
+#: Reentrant: a finalizer may run in the thread that holds it.
+_shared_lock = threading.RLock()
+_SHARED: dict[bool | str, tuple[Connections, int]] = {}
+_EVERY: weakref.WeakSet[Connections] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _proxy(address: HttpAddress) -> str | None:
+    """Return the proxy that the environment names for an address."""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    host = f"{address.host}:{address.port}"
+    return proxy if proxy and not urllib.request.proxy_bypass(host) else None

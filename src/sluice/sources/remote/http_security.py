@@ -1,0 +1,113 @@
+"""Security of HTTP connections: certificates, private addresses, and logs without signatures."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+
+from sluice._errors import RemoteError
+from sluice.sources.remote.http_addresses import is_private
+from sluice.sources.remote.protocol import RequestFailedError
+
+__all__ = ["PUBLIC_POOLS", "private_address_failure", "tls_context", "without_queries_in_logs"]
+
+
+def tls_context(*, verify: bool | str) -> ssl.SSLContext:
+    """Return the context with the certificates of the system, of certifi where it has none, or of a path.
+
+    Raises:
+        RemoteError: The path has no certificates.
+    """
+    if isinstance(verify, str):
+        directory = os.path.isdir(verify)
+        try:
+            return ssl.create_default_context(
+                cafile=None if directory else verify, capath=verify if directory else None
+            )
+        except OSError as error:
+            problem = f"the certificates cannot be loaded: {error.strerror or error}"
+            raise RemoteError(problem, file=verify, advice="Pass the path of a file of PEM certificates.") from error
+    context = ssl.create_default_context()
+    if not verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    elif not context.cert_store_stats()["x509_ca"] and not os.path.isdir(ssl.get_default_verify_paths().capath or ""):
+        try:
+            import certifi
+        except ModuleNotFoundError:
+            return context
+        context.load_verify_locations(certifi.where())
+    return context
+
+
+def private_address_failure() -> RequestFailedError:
+    """Return the failure of a redirect to a private address."""
+    return RequestFailedError(
+        "the server redirects to a private address",
+        temporary=False,
+        advice="A public server must not make this machine ask a private one. If that is intended, use its address.",
+    )
+
+
+def _refuse_private(connection: HTTPConnection) -> None:
+    """Refuse a connection before a request is sent, by the address that it has: names can change in between."""
+    connected = connection.sock
+    if connection.proxy is None and connected is not None and is_private(str(connected.getpeername()[0])):
+        connection.close()
+        raise private_address_failure()
+
+
+class _PublicConnection(HTTPConnection):
+    def connect(self) -> None:
+        super().connect()
+        _refuse_private(self)
+
+
+class _PublicTlsConnection(HTTPSConnection):
+    def connect(self) -> None:
+        super().connect()
+        _refuse_private(self)
+
+
+class _PublicPool(HTTPConnectionPool):
+    ConnectionCls = _PublicConnection
+
+
+class _PublicTlsPool(HTTPSConnectionPool):
+    ConnectionCls = _PublicTlsConnection
+
+
+#: Connections that refuse private addresses.
+PUBLIC_POOLS: dict[str, type[HTTPConnectionPool]] = {"http": _PublicPool, "https": _PublicTlsPool}
+
+
+@contextmanager
+def without_queries_in_logs() -> Iterator[None]:
+    """Remove queries, which may be signatures, from what urllib3 logs in this thread until the block ends."""
+    _REQUESTS.active = True
+    try:
+        yield
+    finally:
+        _REQUESTS.active = False
+
+
+class _WithoutQueries(logging.Filter):
+    """Remove queries from what urllib3 logs about requests of sluice."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(_REQUESTS, "active", False) and isinstance(record.args, tuple):
+            record.args = tuple(
+                each.partition("?")[0] + "?..." if isinstance(each, str) and "?" in each else each
+                for each in record.args
+            )
+        return True
+
+
+_REQUESTS = threading.local()
+logging.getLogger("urllib3.connectionpool").addFilter(_WithoutQueries())
