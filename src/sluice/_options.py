@@ -350,9 +350,11 @@ FSSPEC_READ_BYTES = 2 << 20
 FSSPEC_GAP_BYTES = 256 << 10
 FSSPEC_REQUESTS = 4
 
-#: Attempts in a row at one range without a byte received, after the first; and seconds after which it is given up.
+#: Attempts in a row at one range after the first, and seconds of them, after which it is given up. An attempt that
+#: brought this many bytes begins the count anew.
 REMOTE_RETRIES = 6
 REMOTE_PATIENCE_SECONDS = 120.0
+REMOTE_PROGRESS_BYTES = 64 << 10
 
 #: Longest pauses before the first repeated attempt and before any; each is drawn between zero and its limit, which
 #: doubles ("full jitter", Marc Brooker, Exponential Backoff and Jitter, AWS Architecture Blog, 2015).
@@ -360,6 +362,10 @@ REMOTE_FIRST_PAUSE, REMOTE_LONGEST_PAUSE = 0.2, 10.0
 
 #: Seconds without a byte after which a request counts as failed.
 REMOTE_TIMEOUT_SECONDS = 30.0
+
+#: Bytes per second below which an answer counts as failed if it stays there for this many seconds. Sixteen requests that
+#: share a line of 1 Mbit/s get twice as much each.
+REMOTE_SLOWEST_BYTES, REMOTE_SLOW_SECONDS = 4 << 10, 20.0
 
 #: Redirects that are followed for one request.
 REMOTE_REDIRECTS = 5

@@ -20,6 +20,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from email.message import Message
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,7 +35,8 @@ class Request:
     """One request that arrived."""
 
     path: str
-    headers: Mapping[str, str]
+    #: Names are found in any case.
+    headers: Message
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Answer:
     body: bytes = b""
     #: Bytes of the body that are sent; None for all of it.
     sent: int | None = None
-    #: What happens afterwards.
+    #: How the answer ends.
     end: Literal["keep", "close", "reset", "stall"] = "keep"
     #: The object that was asked for.
     whole: bytes = b""
@@ -93,7 +95,7 @@ def compressed(answer: Answer) -> Answer:
 
 
 def shifted(answer: Answer) -> Answer:
-    """Send the bytes that begin one byte later, and say so."""
+    """Declare a range that begins one byte later."""
     first, last, total = map(int, re.findall(r"\d+", answer.headers["Content-Range"]))
     moved_range = f"bytes {first + 1}-{last + 1}/{total}"
     return replace(answer, headers={**answer.headers, "Content-Range": moved_range})
@@ -267,7 +269,7 @@ def _handler(server: RangeServer) -> type[BaseHTTPRequestHandler]:
                 super().finish()
 
         def do_GET(self) -> None:
-            server.send(self, server.answer(Request(self.path, dict(self.headers.items()))))
+            server.send(self, server.answer(Request(self.path, self.headers)))
 
         def log_message(self, *arguments: object) -> None:
             """Log nothing."""
@@ -282,7 +284,7 @@ def make_certificate(directory: Path) -> Path | None:
         subprocess.run(
             shlex.split(
                 "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
-                " -addext subjectAltName=IP:127.0.0.1,DNS:localhost -keyout key.pem -out only.pem"
+                " -addext subjectAltName=IP:127.0.0.1 -keyout key.pem -out only.pem"
             ),
             cwd=directory,
             check=True,

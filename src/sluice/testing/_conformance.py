@@ -44,6 +44,7 @@ def check_source(
     *,
     change: Callable[[], object] | None = None,
     failing: Callable[[], AbstractContextManager[object]] | None = None,
+    pinned: bool = False,
 ) -> None:
     """Check that a source implements the ``Source`` protocol.
 
@@ -54,6 +55,8 @@ def check_source(
             whose bytes cannot change.
         failing: Returns a context in which every read fails in the system or the server. None for sources that cannot
             fail.
+        pinned: Whether every request names the version that was opened, so that the server refuses it after a change.
+            ``check_unchanged`` then needs no request, and reads are expected to fail in its place.
 
     Raises:
         AssertionError: Checks failed; the message lists all of them with the expected behavior.
@@ -71,7 +74,7 @@ def check_source(
     if failing:
         collect(_failures.__name__, problems, _failures, case, failing)
     if change:
-        collect(_changes.__name__, problems, _changes, case, change)
+        collect(_changes.__name__, problems, _changes, case, change, pinned)
     if problems:
         raise AssertionError("the source violates the protocol:\n" + "\n".join(problems))
 
@@ -322,13 +325,16 @@ def _failures(case: _Case, failing: Callable[[], AbstractContextManager[object]]
         require(source.read_at(11, 4) == case.content[11:15], "reads must work after a failed read")
 
 
-def _changes(case: _Case, change: Callable[[], object]) -> None:
+def _changes(case: _Case, change: Callable[[], object], pinned: bool) -> None:  # noqa: FBT001  (called by collect)
     with case.opened() as kept, case.opened() as closed:
         kept.read_at(0, 1)
         closed.read_at(0, 1)
         closed.close()
         change()
-        must_raise(SourceChangedError, "check_unchanged after a change", kept.check_unchanged)
+        if pinned:
+            must_raise(SourceChangedError, "a read after a change", lambda: kept.read_at(0, case.end))
+        else:
+            must_raise(SourceChangedError, "check_unchanged after a change", kept.check_unchanged)
         what = "a read after close and a change"
         must_raise(SourceChangedError, what, lambda: closed.read_at(0, 1))
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 
 from sluice import _options as options
-from sluice._errors import RemoteError, TruncatedError
+from sluice._errors import TruncatedError
 from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.protocol import DirectIOUnavailable
-from sluice.sources.remote.protocol import RemoteObject, RequestFailedError
+from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
+from sluice.sources.remote.retries import Attempts, Speed
 
 __all__ = ["RemoteFile"]
 
 
 class RemoteFile:
-    """An object of a server; see ``Source``."""
+    """An object of a server; see ``Source``.
+
+    A body that ends early is resumed at the byte that was reached. Reads are independent of each other, so any number
+    of threads may read.
+    """
 
     def __init__(
         self,
@@ -29,7 +33,7 @@ class RemoteFile:
         """Make the opening request, which also brings the first bytes.
 
         Args:
-            remote: The object.
+            remote: The object, which is closed if this fails.
             access: The requests that suit the server; None for the defaults of remote sources.
             sleep: Waits for some seconds.
             clock: Seconds.
@@ -46,24 +50,15 @@ class RemoteFile:
             gap_bytes=options.REMOTE_GAP_BYTES,
             parallel_requests=options.REMOTE_REQUESTS,
         )
-        head = memoryview(bytearray(options.REMOTE_FIRST_BYTES))
-        facts = None
-        attempts = _Attempts(remote.path, 0, sleep, clock)
-        while facts is None:
-            try:
-                facts, opened = remote.open_first(len(head))
-                with opened as body:
-                    found = 0
-                    while found < min(len(head), facts.nbytes) and (some := body.readinto(head[found:])):
-                        found += some
-            except RequestFailedError as error:
-                facts = None
-                attempts.failed(error)
-        self._facts = facts
-        self._head = bytes(head[:found])
-        self.identity = FileIdentity(nbytes=facts.nbytes, version=facts.version or facts.modified)
-        if not facts.nbytes:
-            raise TruncatedError("the file is empty", file=remote.path)
+        try:
+            self._facts, self._head = self._open()
+            if not self._facts.nbytes:
+                raise TruncatedError("the file is empty", file=remote.path)
+        except BaseException:
+            remote.close()
+            raise
+        facts = self._facts
+        self.identity = FileIdentity(nbytes=facts.nbytes, version=facts.version or facts.weak_version or facts.modified)
 
     @property
     def path(self) -> str:
@@ -82,34 +77,51 @@ class RemoteFile:
         if offset < 0:
             raise self._too_early(offset, len(buffer), 0)
         total = max(0, min(len(buffer), self.identity.nbytes - offset))
-        done = 0
-        if offset < len(self._head):
-            kept = self._head[offset : offset + total]
-            buffer[: len(kept)] = kept
-            done = len(kept)
-        attempts = _Attempts(self.path, offset, self._sleep, self._clock)
+        kept = self._head[offset : offset + total]
+        buffer[: len(kept)] = kept
+        done = len(kept)
+        attempts = Attempts(self.path, offset, sleep=self._sleep, clock=self._clock)
         while done < total:
             begun = done
             try:
                 with self._remote.open_range(offset + done, total - done, self._facts) as body:
-                    while done < total and (found := body.readinto(buffer[done:total])):
+                    speed = Speed(self._clock)
+                    while done < total:
+                        found = body.readinto(buffer[done:total])
+                        if not found:
+                            raise RequestFailedError("the answer ended too early", temporary=True)
                         done += found
-                if done < total:
-                    raise RequestFailedError("the answer ended too early", temporary=True)
+                        speed.received(found)
             except RequestFailedError as error:
-                if done > begun:
-                    attempts.progress()
-                attempts.failed(error)
+                attempts.failed(error, done - begun)
         return total
 
     def forget(self, offset: int, nbytes: int) -> None:
-        """Do nothing: no bytes are cached."""
+        """Do nothing: the few bytes that are kept are those of the header."""
 
     def check_unchanged(self) -> None:
         """Return: every answer was held against the object that was opened."""
 
     def close(self) -> None:
+        self._head = b""  # also of an object that has changed when it is read again
         self._remote.close()
+
+    def _open(self) -> tuple[ObjectFacts, bytes]:
+        """Return what the server says about the object, and its first bytes."""
+        attempts = Attempts(self.path, 0, sleep=self._sleep, clock=self._clock)
+        while True:
+            try:
+                facts, opened = self._remote.open_first(options.REMOTE_FIRST_BYTES)
+                head = bytearray(min(options.REMOTE_FIRST_BYTES, facts.nbytes))
+                with opened as body, memoryview(head) as view:
+                    done, speed = 0, Speed(self._clock)
+                    # Fewer bytes are not a failure: missing ones are requested when they are read.
+                    while done < len(head) and (found := body.readinto(view[done:])):
+                        done += found
+                        speed.received(found)
+                return facts, bytes(head[:done])
+            except RequestFailedError as error:
+                attempts.failed(error, 0)
 
     def _too_early(self, offset: int, nbytes: int, found: int) -> TruncatedError:
         return TruncatedError(
@@ -119,37 +131,3 @@ class RemoteFile:
             expected=f"{nbytes} bytes",
             found=f"{found} bytes",
         )
-
-
-class _Attempts:
-    """The attempts at one range: how long to wait after a failure, and when to give up."""
-
-    def __init__(self, path: str, offset: int, sleep: Callable[[float], None], clock: Callable[[], float]) -> None:
-        self._path, self._offset, self._sleep, self._clock = path, offset, sleep, clock
-        self._until = clock() + options.REMOTE_PATIENCE_SECONDS
-        self._failures = self._in_a_row = 0
-
-    def progress(self) -> None:
-        """Count the failures from here: some bytes have arrived."""
-        self._in_a_row = 0
-        self._until = self._clock() + options.REMOTE_PATIENCE_SECONDS
-
-    def failed(self, error: RequestFailedError) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            RemoteError: There is none.
-        """
-        self._failures += 1
-        longest = min(options.REMOTE_LONGEST_PAUSE, options.REMOTE_FIRST_PAUSE * 2**self._in_a_row)
-        pause = random.uniform(0, longest)  # noqa: S311  no secret
-        pause = max(pause, error.retry_after or 0.0)
-        self._in_a_row += 1
-        if error.temporary and self._in_a_row <= options.REMOTE_RETRIES and self._clock() + pause < self._until:
-            self._sleep(pause)
-            return
-        tries = f" after {self._failures} tries" if self._failures > 1 else ""
-        raised = RemoteError(f"{error.problem}{tries}", file=self._path, offset=self._offset)
-        if error.advice:
-            raised.advice = error.advice
-        raise raised from error

@@ -81,7 +81,7 @@ class HttpObject:
         except BaseException:
             discard(response)
             raise
-        return facts, HttpBody(response, min(nbytes, facts.nbytes))
+        return facts, HttpBody(response, min(nbytes, facts.nbytes), failed=self._forget_target)
 
     def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> AbstractContextManager[Body]:
         wanted = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
@@ -91,7 +91,7 @@ class HttpObject:
         except BaseException:
             discard(response)
             raise
-        return HttpBody(response, nbytes)
+        return HttpBody(response, nbytes, failed=self._forget_target)
 
     def close(self) -> None:
         self._return()
@@ -120,12 +120,16 @@ class HttpObject:
             try:
                 response = self._get(target, wanted)
             except RequestFailedError:
-                self._target = self._first  # the next attempt asks the first address, which may know a better one
+                self._forget_target()
                 raise
             if response.status not in _EXPIRED | _REDIRECTS:
                 return response, target
             discard(response)
         return self._resolved(wanted)
+
+    def _forget_target(self) -> None:
+        """Ask the first address again: it may know a better target."""
+        self._target = self._first
 
     def _resolved(self, wanted: Mapping[str, str]) -> tuple[urllib3.BaseHTTPResponse, HttpAddress]:
         address = self._first
@@ -152,7 +156,7 @@ class HttpObject:
         )
 
     def _began_private(self) -> bool:
-        """Return whether the first address is private, so that redirects to private ones are no surprise."""
+        """Return whether the first address is private, so that redirects to private ones are expected."""
         if self._first_is_private is None:
             self._first_is_private = resolves_to_private(self._first.host)
         return self._first_is_private

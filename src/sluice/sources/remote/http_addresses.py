@@ -21,7 +21,7 @@ __all__ = ["HttpAddress", "is_private", "is_signed", "next_address", "parse_addr
 
 _PORTS = {"http": 80, "https": 443}
 
-#: Characters that stay as they are in a path or query. ``%`` is one: an address is encoded by whoever wrote it.
+#: Characters that stay as they are in a path or query. ``%`` is one: addresses are encoded by their authors.
 _UNCHANGED = "%/:@!$&'()*+,;=-._~?[]"
 
 #: Parameters of signed URLs of S3, Google Cloud Storage, Azure and CloudFront.
@@ -45,7 +45,7 @@ class HttpAddress(Struct, frozen=True):
 
     @property
     def origin(self) -> tuple[str, str, int]:
-        """What may receive the credentials of an address: scheme, host and port."""
+        """Scheme, host and port: credentials stay with them."""
         return self.scheme, self.host, self.port
 
     @property

@@ -1,4 +1,4 @@
-"""What the answers of an HTTP server mean: each is held against the request and the object. Pure."""
+"""Answers of HTTP servers, compared with the request and with the object that was opened. Pure functions."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def check_range(answer: Answer, offset: int, nbytes: int, facts: ObjectFacts) ->
 
 
 def object_facts(answer: Answer, nbytes: int) -> ObjectFacts:
-    """Return the version that an answer names, of an object of so many bytes."""
+    """Return the version that an answer names for an object of ``nbytes`` bytes."""
     tag = answer.headers.get("ETag")
     strong = tag is not None and len(tag) > 2 and tag.startswith('"') and tag.endswith('"')
     return ObjectFacts(

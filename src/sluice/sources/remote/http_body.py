@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -30,14 +31,15 @@ _SMALLEST_RECEIVE, _LARGEST_RECEIVE = 16 << 10, 256 << 10
 class HttpBody:
     """The body of one answer; see ``Body``."""
 
-    def __init__(self, response: BaseHTTPResponse, nbytes: int) -> None:
+    def __init__(self, response: BaseHTTPResponse, nbytes: int, *, failed: Callable[[], None] = lambda: None) -> None:
         """Take an answer.
 
         Args:
             response: The answer.
             nbytes: Size of its body. More bytes are an error.
+            failed: Called when the connection fails.
         """
-        self._response, self._left = response, nbytes
+        self._response, self._left, self._failed = response, nbytes, failed
         self._receive = _SMALLEST_RECEIVE
 
     def __enter__(self) -> Self:
@@ -52,33 +54,33 @@ class HttpBody:
         if not self._left:
             return 0
         wanted = min(len(buffer), self._left, self._receive)
-        data = _received(self._response, wanted)
+        data = self._received(wanted)
         found = len(data)
         buffer[:found] = data
         self._left -= found
         self._receive = max(_SMALLEST_RECEIVE, min(_LARGEST_RECEIVE, 2 * found))
         # The end of a body without a size is read too: more bytes would be those of a different answer.
-        if found and not self._left and _received(self._response, 1):
-            raise RequestFailedError("the answer has more bytes than it should", temporary=True)
+        if found and not self._left and self._received(1):
+            raise RequestFailedError("the answer has more bytes than it should", temporary=False)
         return found
 
     def close(self) -> None:
         """Return the connection if the answer was read to its end; close it otherwise."""
         discard(self._response)
 
+    def _received(self, nbytes: int) -> bytes:
+        try:
+            data: bytes | None = self._response.read1(nbytes)
+        except (HTTPError, OSError, ValueError) as error:
+            self._failed()
+            raise request_failure(error) from error
+        return data or b""
+
 
 def discard(response: BaseHTTPResponse) -> None:
     """End an answer. Its connection is used again only if nothing of it is unread."""
     response.close()
     response.release_conn()
-
-
-def _received(response: BaseHTTPResponse, nbytes: int) -> bytes:
-    try:
-        data: bytes | None = response.read1(nbytes)
-    except (HTTPError, OSError, ValueError) as error:
-        raise request_failure(error) from error
-    return data or b""
 
 
 def request_failure(error: Exception) -> RequestFailedError:

@@ -82,7 +82,9 @@ class Connections:
             managers = list(self._managers.values())
             self._managers.clear()
         for manager in managers:
-            manager.clear()
+            for key in manager.pools.keys():  # noqa: SIM118  (it refuses to be iterated)
+                if (pool := manager.pools.get(key)) is not None:
+                    pool.close()
 
     def start_anew(self) -> None:
         """Forget connections and locks after a fork: they are those of the parent process."""
@@ -90,7 +92,7 @@ class Connections:
         self._managers = {}
 
     def _manager(self, address: HttpAddress, *, public: bool, path: str) -> tuple[urllib3.PoolManager, bool]:
-        """Return the connections for an address, and whether its proxy wants the whole URL in a request."""
+        """Return the connections for an address, and whether requests to its proxy have the whole URL."""
         proxy = _proxy(address)
         if proxy is not None and public and is_private(address.host):
             raise private_address_failure()
@@ -121,7 +123,9 @@ class Connections:
 
 
 def lend_connections(borrower: object, *, verify: bool | str) -> tuple[Connections, weakref.finalize[..., object]]:
-    """Return the shared connections for some settings, and what returns them; they close when nobody has them.
+    """Return the shared connections for some settings, and a finalizer that returns them.
+
+    They close when the last borrower has returned them.
 
     Args:
         borrower: The object that uses them. They are returned at the latest when it is collected.
@@ -147,7 +151,7 @@ def _return_connections(connections: Connections, *, verify: bool | str) -> None
 
 
 def _after_fork() -> None:
-    global _shared_lock  # noqa: PLW0603  (the lock of the parent may be taken, and nobody here returns it)
+    global _shared_lock  # noqa: PLW0603  (a thread of the parent process may hold it)
     _shared_lock = threading.RLock()
     for connections in list(_EVERY):
         connections.start_anew()

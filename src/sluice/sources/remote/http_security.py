@@ -20,7 +20,7 @@ __all__ = ["PUBLIC_POOLS", "private_address_failure", "tls_context", "without_qu
 
 
 def tls_context(*, verify: bool | str) -> ssl.SSLContext:
-    """Return the context with the certificates of the system, of certifi where it has none, or of a path.
+    """Return the context with the certificates of the system, of certifi if it has none, or of a path.
 
     Raises:
         RemoteError: The path has no certificates.

@@ -1,0 +1,100 @@
+"""When a failed request is repeated, after which pause, and when it is given up; and which answers are too slow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from sluice import _options as options
+from sluice._errors import RemoteError
+from sluice._units import format_bytes
+from sluice.sources.remote.protocol import RequestFailedError
+
+__all__ = ["Attempts", "Speed", "TooSlowError"]
+
+
+class TooSlowError(RequestFailedError):
+    """An answer arrives more slowly than a working connection is."""
+
+    def __init__(self) -> None:
+        slowest = format_bytes(options.REMOTE_SLOWEST_BYTES)
+        problem = f"the server sent less than {slowest}/s for {options.REMOTE_SLOW_SECONDS:g} s"
+        super().__init__(problem, temporary=True)
+
+
+class Speed:
+    """The speed of one answer, measured over periods of ``REMOTE_SLOW_SECONDS``.
+
+    A timeout does not end an answer that arrives byte by byte.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since, self._nbytes = clock(), 0
+
+    def received(self, nbytes: int) -> None:
+        """Count some bytes.
+
+        Raises:
+            TooSlowError: They are too few for the time.
+        """
+        self._nbytes += nbytes
+        seconds = self._clock() - self._since
+        if seconds < options.REMOTE_SLOW_SECONDS:
+            return
+        if self._nbytes < seconds * options.REMOTE_SLOWEST_BYTES:
+            raise TooSlowError
+        self._since, self._nbytes = self._since + seconds, 0
+
+
+class Attempts:
+    """The attempts at one range.
+
+    It is given up after ``REMOTE_RETRIES`` attempts in a row that brought nothing worth mentioning, or after
+    ``REMOTE_PATIENCE_SECONDS`` of them. So a server that breaks every connection slows a load down, and a load ends.
+    """
+
+    def __init__(self, path: str, offset: int, *, sleep: Callable[[float], None], clock: Callable[[], float]) -> None:
+        self._path, self._offset, self._sleep, self._clock = path, offset, sleep, clock
+        self._began = self._last = clock()
+        self._failures = self._in_a_row = 0
+
+    def failed(self, error: RequestFailedError, received: int) -> None:
+        """Wait before the next attempt.
+
+        Args:
+            error: Why the last one failed.
+            received: Bytes that it brought.
+
+        Raises:
+            RemoteError: There is no next one.
+        """
+        now = self._clock()
+        self._failures += 1
+        if received >= options.REMOTE_PROGRESS_BYTES and not isinstance(error, TooSlowError):
+            self._in_a_row, self._last = 0, now
+        pause = pause_seconds(self._in_a_row, error.retry_after)
+        self._in_a_row += 1
+        in_time = now + pause < self._last + options.REMOTE_PATIENCE_SECONDS
+        if not error.temporary or self._in_a_row > options.REMOTE_RETRIES or not in_time:
+            raise self._given_up(error, now) from error
+        self._sleep(pause)
+
+    def _given_up(self, error: RequestFailedError, now: float) -> RemoteError:
+        problem = error.problem
+        if self._failures > 1:
+            problem += f", after {self._failures} tries in {now - self._began:.0f} s"
+        if error.retry_after:
+            problem += f"; it asks to wait {error.retry_after:.0f} s"
+        return RemoteError(problem, file=self._path, offset=self._offset, advice=error.advice)
+
+
+def pause_seconds(failures: int, retry_after: float | None) -> float:
+    """Return the pause before an attempt, random so that threads and processes do not return at the same time.
+
+    Args:
+        failures: Failures in a row before the last one.
+        retry_after: Seconds that the server asks to wait, or None.
+    """
+    longest = min(options.REMOTE_LONGEST_PAUSE, options.REMOTE_FIRST_PAUSE * 2**failures)
+    return (retry_after or 0.0) + random.uniform(0, longest)  # noqa: S311  (no secret)

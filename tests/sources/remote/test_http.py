@@ -1,0 +1,475 @@
+"""Objects of HTTP servers: conformance, faults of answers, versions, redirects, and what happens to credentials."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
+
+from sluice import _options as options
+from sluice._errors import (
+    MissingFileError,
+    RemoteError,
+    SluiceError,
+    SourceChangedError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.http import open_directory, open_object
+from sluice.sources.remote.protocol import RemoteSettings
+from sluice.testing import check_source
+from support.range_server import (
+    Answer,
+    Fault,
+    RangeServer,
+    chunked,
+    compressed,
+    cut,
+    headers,
+    make_certificate,
+    moved,
+    shifted,
+    status,
+    whole,
+)
+
+CONTENT = random.Random(17).randbytes(300_000)
+OTHER = random.Random(18).randbytes(300_000)
+
+#: Beyond the bytes that the opening request brings.
+FAR = 100_000
+
+QUICK = RemoteSettings(timeout=0.3)
+
+
+def opened(url: str, settings: RemoteSettings = QUICK) -> closing[RemoteFile]:
+    """Return a file that does not wait between its attempts."""
+    return closing(RemoteFile(open_object(url, settings), sleep=lambda _: None))
+
+
+@pytest.fixture
+def server() -> Iterator[RangeServer]:
+    with RangeServer({"/m.pth": CONTENT}) as running:
+        yield running
+
+
+def test_it_is_a_source(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = CONTENT[:30_000]
+    server.files["/m.pth"] = content
+    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 8)  # everything else takes requests
+
+    @contextmanager
+    def failing() -> Iterator[None]:
+        server.always = status(500)
+        yield
+        server.always = None
+
+    check_source(
+        lambda: RemoteFile(open_object(server.url("/m.pth", credentials="u:p@") + "?sig=x"), sleep=lambda _: None),
+        content,
+        change=lambda: server.files.update({"/m.pth": OTHER[:30_000]}),
+        failing=failing,
+        pinned=True,
+    )
+
+
+def test_the_opening_request_brings_the_first_bytes(server: RangeServer) -> None:
+    with opened(server.url("/m.pth")) as file:
+        assert file.identity.nbytes == len(CONTENT)
+        assert file.read_at(0, options.REMOTE_FIRST_BYTES) == CONTENT[: options.REMOTE_FIRST_BYTES]
+        assert len(server.requests) == 1
+        assert file.read_at(1000, 200_000) == CONTENT[1000:201_000]
+    asked = [request.headers["Range"] for request in server.requests]
+    assert asked == ["bytes=0-65535", "bytes=65536-200999"]
+    assert {request.headers["Accept-Encoding"] for request in server.requests} == {"identity"}
+    assert server.connections == 1
+
+
+def test_a_read_and_its_connection_hold_nothing_of_an_answer(server: RangeServer) -> None:
+    """An answer that is not read to its end takes its connection with it."""
+    remote = open_object(server.url("/m.pth"))
+    facts, first = remote.open_first(100)
+    with first:
+        pass
+    buffer = memoryview(bytearray(10))
+    with remote.open_range(FAR, 10, facts) as body:
+        assert body.readinto(buffer) == 10
+        assert body.readinto(buffer) == 0
+    with remote.open_range(FAR, 10, facts) as body:
+        assert body.readinto(buffer) == 10
+    remote.close()
+    assert server.connections == 2
+    assert bytes(buffer) == CONTENT[FAR : FAR + 10]
+
+
+#: Faults after which a request is repeated.
+PASSING: dict[str, Fault] = {
+    "500": status(500),
+    "503 with Retry-After": status(503, Retry_After="7"),
+    "429": status(429),
+    "reset before the body": cut(0, "reset"),
+    "reset in the body": cut(70_000, "reset"),
+    "closed in the body": cut(70_000, "close"),
+    "stalled in the body": cut(70_000, "stall"),
+    "shifted": shifted,
+    "no range": headers(Content_Range=""),
+    "two ranges": headers(Content_Type="multipart/byteranges", Content_Range=""),
+    "long": headers(Content_Length="200001"),
+    "whole": whole,
+}
+
+#: Faults that end a load.
+FINAL: dict[str, tuple[Fault, type[SluiceError], str]] = {
+    "404": (status(404), SourceChangedError, "it was removed"),
+    "412": (status(412), SourceChangedError, "a different version"),
+    "416": (status(416, Content_Range="bytes */5"), SourceChangedError, "found 5 bytes"),
+    "other ETag": (headers(ETag='"other"'), SourceChangedError, "other"),
+    "no ETag": (headers(ETag=""), SourceChangedError, "no version"),
+    "other size": (headers(Content_Range=f"bytes {FAR}-{FAR + 99_999}/300001"), SourceChangedError, "300001 bytes"),
+    "compressed": (compressed, UnsupportedError, "gzip"),
+    "401": (status(401), RemoteError, "401 Unauthorized"),
+    "403": (status(403, x_amz_request_id="A1/b="), RemoteError, r"403 Forbidden \(request A1/b=\)"),
+    "418": (status(418), RemoteError, "418"),
+    "redirect to nowhere": (status(302), RemoteError, "without an address"),
+    "redirect to a file": (moved("file:///etc/passwd"), RemoteError, "not a URL of HTTP"),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_failed_request_is_repeated(server: RangeServer, name: str) -> None:
+    server.faults = {1: PASSING[name], 3: PASSING[name]}
+    with opened(server.url("/m.pth")) as file:
+        assert file.read_at(FAR, 100_000) == CONTENT[FAR : FAR + 100_000]
+        assert file.read_at(FAR, 150_000) == CONTENT[FAR : FAR + 150_000]
+    assert len(server.requests) == 5
+
+
+def test_a_body_is_resumed_where_it_ended(server: RangeServer) -> None:
+    server.faults = {1: cut(70_000, "close"), 2: cut(10_000, "reset")}
+    with opened(server.url("/m.pth")) as file:
+        file.read_at(FAR, 100_000)
+    assert [request.headers["Range"] for request in server.requests[1:3]] == [
+        "bytes=100000-199999",
+        "bytes=170000-199999",
+    ]
+    assert {request.headers.get("If-Match") for request in server.requests[1:]} == {file.identity.version}
+
+
+@pytest.mark.parametrize("name", FINAL)
+def test_other_answers_are_refused(server: RangeServer, name: str) -> None:
+    fault, error, text = FINAL[name]
+    with opened(server.url("/m.pth")) as file:
+        server.faults = {1: fault}
+        with pytest.raises(error, match=text) as caught:
+            file.read_at(FAR, 100_000)
+    assert caught.value.file == server.url("/m.pth")
+    assert len(server.requests) == 2
+
+
+def test_a_body_without_a_size_is_read_to_its_end(server: RangeServer) -> None:
+    server.always = chunked
+    with opened(server.url("/m.pth")) as file:
+        assert file.read_at(FAR, 100_000) == CONTENT[FAR : FAR + 100_000]
+
+    def longer(answer: Answer) -> Answer:
+        more = chunked(answer)
+        return Answer(206, more.headers, answer.body + b"more", chunked=True)
+
+    with opened(server.url("/m.pth")) as file:
+        server.always = longer
+        with pytest.raises(RemoteError, match="more bytes than it should"):
+            file.read_at(FAR, 100_000)
+
+
+@pytest.mark.parametrize("name", ["weak", "modified"])
+def test_without_a_strong_etag_each_answer_is_compared(server: RangeServer, name: str) -> None:
+    server.validators = "weak" if name == "weak" else "modified"
+    server.ignores_conditions = True
+    with opened(server.url("/m.pth")) as file:
+        assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+        server.files["/m.pth"] = OTHER
+        with pytest.raises(SourceChangedError):
+            file.read_at(FAR, 9)
+
+
+def test_a_server_without_validators_is_held_to_the_size(server: RangeServer) -> None:
+    server.validators = "none"
+    with opened(server.url("/m.pth")) as file:
+        assert file.identity.version is None
+        assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+        server.files["/m.pth"] = OTHER[:-1]
+        with pytest.raises(SourceChangedError, match="299999 bytes"):
+            file.read_at(FAR, 9)
+
+
+def test_a_server_that_ignores_conditions_is_found_out(server: RangeServer) -> None:
+    server.ignores_conditions = True
+    with opened(server.url("/m.pth")) as file:
+        server.files["/m.pth"] = OTHER
+        with pytest.raises(SourceChangedError):
+            file.read_at(FAR, 9)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "text"),
+    [
+        (status(404), MissingFileError, "404 Not Found"),
+        (whole, UnsupportedError, "does not answer ranges: it sends the whole object of 293 KiB"),
+        (compressed, UnsupportedError, "compresses"),
+        (status(416, Content_Range="bytes */0"), TruncatedError, "empty"),
+        (status(401), RemoteError, "Check the credentials"),
+        (status(204), RemoteError, "204"),
+    ],
+    ids=["missing", "no ranges", "compressed", "empty", "refused", "no content"],
+)
+def test_an_object_that_cannot_be_opened(
+    server: RangeServer, fault: Fault, error: type[SluiceError], text: str
+) -> None:
+    server.always = fault
+    with pytest.raises(error, match=text):
+        RemoteFile(open_object(server.url("/m.pth"), QUICK), sleep=lambda _: None)
+
+
+@pytest.mark.parametrize("answers", [whole, lambda answer: chunked(whole(answer))], ids=["sized", "chunked"])
+def test_a_small_object_needs_no_ranges(server: RangeServer, answers: Fault) -> None:
+    server.always = answers
+    server.files = {"/index.json": b"{}", "/large": CONTENT}
+    with opened(server.url("/index.json")) as file:
+        assert file.read_at(0, 2) == b"{}"
+    with pytest.raises(UnsupportedError, match="does not answer ranges"):
+        RemoteFile(open_object(server.url("/large"), QUICK))
+
+
+def test_a_small_object_that_ends_with_its_connection_is_refused(server: RangeServer) -> None:
+    """The object may be longer than what was received."""
+    server.always = lambda answer: Answer(200, {"Connection": "close"}, answer.whole[:100], end="close")
+    with pytest.raises(UnsupportedError):
+        RemoteFile(open_object(server.url("/m.pth"), QUICK))
+
+
+def test_what_was_given_up_says_after_how_many_tries(server: RangeServer) -> None:
+    with opened(server.url("/m.pth")) as file:
+        server.always = status(503)
+        with pytest.raises(RemoteError, match="503 Service Unavailable, after 7 tries") as caught:
+            file.read_at(FAR, 9)
+        assert caught.value.offset == FAR
+    assert len(server.requests) == 1 + 1 + options.REMOTE_RETRIES
+
+
+def test_a_server_that_is_gone(server: RangeServer) -> None:
+    url = server.url("/m.pth")
+    with opened(url) as file:
+        server.__exit__(None, None, None)
+        with pytest.raises(RemoteError, match="cannot be reached: Connection refused, after 7 tries"):
+            file.read_at(FAR, 9)
+        server.__enter__()
+
+
+def test_redirects_are_followed_once(server: RangeServer) -> None:
+    with RangeServer({"/m.pth": b""}) as first:
+        first.faults = {0: moved("/a", 307), 1: moved("b?x=1", 308), 2: moved(server.url("/m.pth?sig=1"))}
+        with opened(first.url("/m.pth")) as file:
+            assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+            assert file.path == first.url("/m.pth")
+        assert [request.path for request in first.requests] == ["/m.pth", "/a", "/b?x=1"]
+    assert [request.path for request in server.requests] == ["/m.pth?sig=1"] * 2
+    assert server.requests[1].headers["Range"] == "bytes=100000-100008"
+
+
+@pytest.mark.parametrize("code", [401, 403, 404, 410])
+def test_a_target_that_expires_is_asked_for_again(server: RangeServer, code: int) -> None:
+    with RangeServer({}) as first:
+        first.faults = {0: moved(server.url("/m.pth?sig=1")), 1: moved(server.url("/m.pth?sig=2"))}
+        server.faults = {1: status(code)}
+        with opened(first.url("/m.pth")) as file:
+            assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+    assert [request.path for request in server.requests] == ["/m.pth?sig=1", "/m.pth?sig=1", "/m.pth?sig=2"]
+
+
+def test_a_target_that_cannot_be_reached_is_asked_for_again(server: RangeServer) -> None:
+    with RangeServer({"/m.pth": CONTENT}) as first, RangeServer({"/m.pth": CONTENT}) as lost:
+        first.faults = {0: moved(lost.url("/m.pth")), 1: moved(server.url("/m.pth"))}
+        with opened(first.url("/m.pth")) as file:
+            lost.always = cut(0, "reset")
+            lost.drop_connections()
+            assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+    assert len(server.requests) == 1
+
+
+def test_redirects_end(server: RangeServer) -> None:
+    server.always = moved("/m.pth")
+    with pytest.raises(RemoteError, match="redirects more than 5 times"):
+        RemoteFile(open_object(server.url("/m.pth"), QUICK))
+    assert len(server.requests) == 6
+
+
+def test_credentials_stay_with_their_origin(server: RangeServer) -> None:
+    settings = RemoteSettings(headers=(("X-Token", "geheim"), ("authorization", "Bearer abc"), ("Range", "bytes=1-2")))
+    with RangeServer({}) as first:
+        first.faults = {0: moved("/b"), 1: moved(server.url("/m.pth", credentials="other:one@"))}
+        with opened(first.url("/m.pth", credentials="user:pass@"), settings) as file:
+            assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+        for request in first.requests:
+            assert request.headers["authorization"] == "Bearer abc"
+            assert request.headers["X-Token"] == "geheim"
+            assert request.headers["Range"] == "bytes=0-65535"
+    for request in server.requests:
+        assert not [name for name in ("Authorization", "X-Token", "Cookie") if name in request.headers]
+
+
+def test_user_and_password_of_an_address(server: RangeServer) -> None:
+    with opened(server.url("/m.pth", credentials="user:p%40ss@")) as file:
+        assert file.path == server.url("/m.pth")
+    assert server.requests[0].headers["Authorization"] == "Basic dXNlcjpwQHNz"
+
+
+@pytest.mark.parametrize("fault", [status(403), status(503), cut(5, "reset"), cut(5, "stall"), headers(ETag='"x"')])
+def test_no_error_and_no_log_has_credentials(
+    server: RangeServer, caplog: pytest.LogCaptureFixture, fault: Fault
+) -> None:
+    settings = RemoteSettings(headers=(("X-Token", "geheim"),), timeout=0.1)
+    url = server.url("/m.pth", credentials="user:geheim@") + "?X-Amz-Signature=geheim"
+    with caplog.at_level(logging.DEBUG), opened(url, settings) as file:
+        server.always = fault
+        with pytest.raises(SluiceError) as caught:
+            file.read_at(FAR, 100)
+        told = (
+            "".join(traceback.format_exception(caught.value)) + repr(file) + repr(settings) + repr(vars(caught.value))
+        )
+    assert "GET /m.pth" in caplog.text or "GET" in caplog.text
+    assert "geheim" not in told + caplog.text
+
+
+def test_a_header_that_is_not_valid_is_not_shown() -> None:
+    with pytest.raises(RemoteError, match="header 'X-Token'") as caught:
+        open_object("http://127.0.0.1/x", RemoteSettings(headers=(("X-Token", "geheim\r\nX: y"),)))
+    assert "geheim" not in str(caught.value)
+
+
+def test_a_signature_that_expired(server: RangeServer) -> None:
+    server.always = status(403)
+    with pytest.raises(RemoteError, match="signatures expire: make a new one"):
+        RemoteFile(open_object(server.url("/m.pth?X-Amz-Signature=abc"), QUICK))
+
+
+def test_addresses_are_sent_as_they_are(server: RangeServer) -> None:
+    target = "/x//a%2Fb/%c3%a4 ü?v=1&x=%20"
+    server.files = {"/x//a%2Fb/%C3%A4%20%C3%BC": CONTENT}
+    with opened(server.url(target)) as file:
+        assert file.identity.nbytes == len(CONTENT)
+    assert server.requests[0].path == "/x//a%2Fb/%C3%A4%20%C3%BC?v=1&x=%20"
+
+
+def test_threads_share_connections(server: RangeServer) -> None:
+    found: list[bytes] = []
+    with opened(server.url("/m.pth")) as one, opened(server.url("/m.pth")) as other:
+        work = [partial(file.read_at, FAR + at, 10_000) for at in range(0, 50_000, 10_000) for file in (one, other)]
+        threads = [threading.Thread(target=lambda each=each: found.append(each())) for each in work]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        one.close()
+        assert other.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+    assert len(set(found)) == 5
+    assert server.connections <= 11
+
+
+def test_a_file_that_nobody_closes_is_closed_when_it_is_collected(server: RangeServer) -> None:
+    file = RemoteFile(open_object(server.url("/m.pth")))
+    assert file.read_at(0, 1) == CONTENT[:1]
+    del file
+    gc.collect()  # the test fails if descriptors remain
+
+
+def test_a_forked_process_has_connections_of_its_own(server: RangeServer) -> None:
+    with opened(server.url("/m.pth")) as file:
+        assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+        child = os.fork()
+        if not child:
+            right = file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+            os._exit(0 if right else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert server.connections == 2
+        assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+        assert server.connections == 2
+
+
+def test_tls(tmp_path: Path) -> None:
+    certificate = make_certificate(tmp_path)
+    if certificate is None:
+        pytest.skip("openssl is not installed")
+    with RangeServer({"/m.pth": CONTENT}, certificate=certificate) as server:
+        with pytest.raises(RemoteError, match="certificate of the server is not trusted"):
+            RemoteFile(open_object(server.url("/m.pth"), QUICK))
+        with opened(server.url("/m.pth"), RemoteSettings(verify=str(certificate))) as file:
+            assert file.read_at(FAR, 100_000) == CONTENT[FAR : FAR + 100_000]
+        with pytest.raises(RemoteError, match=r"certificate of the server is not trusted: .*mismatch"):
+            RemoteFile(open_object(server.url("/m.pth", host="localhost"), RemoteSettings(verify=str(certificate))))
+        with (
+            pytest.warns(Warning, match="Unverified"),
+            opened(server.url("/m.pth"), RemoteSettings(verify=False)) as file,
+        ):
+            assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+        server.always = moved("http://127.0.0.1:1/m.pth")
+        with pytest.raises(RemoteError, match="redirects from https to http"):
+            RemoteFile(open_object(server.url("/m.pth"), RemoteSettings(verify=str(certificate))))
+
+
+def test_an_address_of_ipv6() -> None:
+    running = RangeServer({"/m.pth": CONTENT}, host="::1")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(running)
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        with opened(running.url("/m.pth", host="[::1]")) as file:
+            assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+
+
+def test_a_proxy_of_the_environment(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", server.url("", credentials="me:geheim@"))
+    monkeypatch.setenv("no_proxy", "inside.example")
+    server.files = {"http://outside.example/m.pth": CONTENT}
+    with opened("http://outside.example/m.pth") as file:
+        assert file.read_at(FAR, 9) == CONTENT[FAR : FAR + 9]
+    assert server.requests[0].headers["Proxy-Authorization"] == "Basic bWU6Z2VoZWlt"
+    assert server.requests[0].headers["Host"] == "outside.example"
+    monkeypatch.setenv("http_proxy", "socks5://me:geheim@127.0.0.1:1")
+    with pytest.raises(UnsupportedError, match="proxy") as caught:
+        RemoteFile(open_object("http://outside.example/m.pth"))
+    assert "geheim" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_redirects_to_private_addresses(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first host counts as public here."""
+    monkeypatch.setattr("sluice.sources.remote.http.resolves_to_private", lambda _: False)
+    with RangeServer({}) as first:
+        first.always = moved(server.url("/m.pth"))
+        with pytest.raises(RemoteError, match="redirects to a private address"):
+            RemoteFile(open_object(first.url("/m.pth"), QUICK))
+        first.always = moved(server.url("/m.pth", host="localhost"))
+        with pytest.raises(RemoteError, match="redirects to a private address"):
+            RemoteFile(open_object(first.url("/m.pth"), QUICK))
+        monkeypatch.setenv("http_proxy", first.url(""))
+        monkeypatch.setenv("no_proxy", "")
+        first.always = moved("http://169.254.169.254/latest")
+        with pytest.raises(RemoteError, match="redirects to a private address"):
+            RemoteFile(open_object("http://outside.example/m.pth", QUICK))
+    assert not server.requests
+
+
+def test_http_has_no_directories() -> None:
+    assert open_directory("https://host/folder/") is None

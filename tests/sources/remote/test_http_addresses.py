@@ -1,0 +1,113 @@
+"""Addresses of HTTP: what is sent, what is refused, and which hosts are private."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from sluice._errors import RemoteError
+from sluice.sources.remote.http_addresses import (
+    HttpAddress,
+    is_private,
+    is_signed,
+    next_address,
+    parse_address,
+    resolves_to_private,
+)
+from sluice.sources.remote.protocol import RequestFailedError
+
+
+@pytest.mark.parametrize(
+    ("url", "address", "authorization"),
+    [
+        ("http://host", HttpAddress("http", "host", 80, "/"), None),
+        ("HTTPS://Host:8443/a%2fb?c=%20#d", HttpAddress("https", "host", 8443, "/a%2fb?c=%20"), None),
+        ("https://[::1]:1/x y", HttpAddress("https", "::1", 1, "/x%20y"), None),
+        ("https://bücher.example/ü", HttpAddress("https", "xn--bcher-kva.example", 443, "/%C3%BC"), None),
+        ("http://u:p%3A@host/", HttpAddress("http", "host", 80, "/"), "Basic dTpwOg=="),
+        ("http://token@host/", HttpAddress("http", "host", 80, "/"), "Basic dG9rZW46"),
+    ],
+)
+def test_parts_of_a_url(url: str, address: HttpAddress, authorization: str | None) -> None:
+    assert parse_address(url) == (address, authorization)
+    assert parse_address(address.url)[0] == address
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "http://u:geheim@:80/", "ftp://u:geheim@h/", "http://u:geheim@h:99999/", "http://u:geheim@[::/x"]
+)
+def test_what_is_not_a_url_of_http_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(RemoteError, match="not a URL of HTTP") as caught:
+        parse_address(url)
+    assert "geheim" not in str(caught.value)
+    assert caught.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    ("location", "url"),
+    [
+        ("/b", "https://host:8443/b"),
+        ("c?d", "https://host:8443/a/c?d"),
+        ("//other/e", "https://other/e"),
+        ("https://u:p@other:1/f", "https://other:1/f"),
+    ],
+)
+def test_where_a_redirect_leads(location: str, url: str) -> None:
+    assert next_address(parse_address("https://host:8443/a/b")[0], location).url == url
+
+
+@pytest.mark.parametrize("location", [None, "", "http://host:8443/a", "file:///x", "https://:1/"])
+def test_redirects_that_are_refused(location: str | None) -> None:
+    with pytest.raises(RequestFailedError) as caught:
+        next_address(parse_address("https://host:8443/a/b")[0], location)
+    assert not caught.value.temporary
+
+
+PRIVATE = (
+    "10.0.0.1 127.0.0.1 169.254.169.254 100.64.0.1 192.168.1.1 0.0.0.0 localhost a.localhost "
+    "::1 :: fe80::1%eth0 fd00::1 ::ffff:10.0.0.1 64:ff9b::a00:1 2002:a00:1::"
+)
+PUBLIC = "8.8.8.8 2606:4700::1111 ::ffff:8.8.8.8 64:ff9b::808:808 host.example 10"
+
+
+@pytest.mark.parametrize("host", PRIVATE.split())
+def test_private_addresses(host: str) -> None:
+    assert is_private(host)
+
+
+@pytest.mark.parametrize("host", PUBLIC.split())
+def test_public_addresses(host: str) -> None:
+    assert not is_private(host)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "private"), [(["10.0.0.1"], True), (["10.0.0.1", "8.8.8.8"], False), (["fd00::1", "10.1.1.1"], True)]
+)
+def test_a_name_is_private_if_all_of_its_addresses_are(
+    monkeypatch: pytest.MonkeyPatch, addresses: list[str], private: bool
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (each, 0)) for each in addresses])
+    assert resolves_to_private("host.example") == private
+
+
+def test_a_name_that_does_not_resolve_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*arguments: object, **named: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert not resolves_to_private("host.example")
+    assert resolves_to_private("10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("url", "signed"),
+    [
+        ("https://h/x?X-Amz-Date=1&X-Amz-Signature=2", True),
+        ("https://h/x?sv=1&sig=2", True),
+        ("https://h/x?design=2", False),
+        ("https://h/signature=1", False),
+    ],
+)
+def test_signed_addresses(url: str, signed: bool) -> None:
+    assert is_signed(parse_address(url)[0]) == signed
