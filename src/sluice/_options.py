@@ -363,8 +363,8 @@ REMOTE_FIRST_PAUSE, REMOTE_LONGEST_PAUSE = 0.2, 10.0
 #: Seconds without a byte after which a request counts as failed.
 REMOTE_TIMEOUT_SECONDS = 30.0
 
-#: Bytes per second below which an answer counts as failed if it stays there for this many seconds. Sixteen requests that
-#: share a line of 1 Mbit/s get twice as much each.
+#: Bytes per second below which an answer counts as failed, and seconds for which it has to stay there. Sixteen
+#: requests that share a line of 1 Mbit/s get twice as much each.
 REMOTE_SLOWEST_BYTES, REMOTE_SLOW_SECONDS = 4 << 10, 20.0
 
 #: Redirects that are followed for one request.
