@@ -23,9 +23,8 @@ from sluice.sources.remote.protocol import RequestFailedError
 
 __all__ = ["HttpBody", "discard", "request_failure"]
 
-#: Smallest and largest receive, in bytes. Each allocates as much, so it follows what the last one brought: a record of
-#: TLS has 16 KiB.
-_SMALLEST_RECEIVE, _LARGEST_RECEIVE = 16 << 10, 256 << 10
+#: Bytes received at a time, and with each system call if the size of a body is unknown.
+_SLICE_BYTES, _RECEIVE_BYTES = 256 << 10, 16 << 10
 
 
 class HttpBody:
@@ -40,7 +39,6 @@ class HttpBody:
             failed: Called when the connection fails.
         """
         self._response, self._left, self._failed = response, nbytes, failed
-        self._receive = _SMALLEST_RECEIVE
 
     def __enter__(self) -> Self:
         return self
@@ -53,12 +51,10 @@ class HttpBody:
     def readinto(self, buffer: memoryview) -> int:
         if not self._left:
             return 0
-        wanted = min(len(buffer), self._left, self._receive)
-        data = self._received(wanted)
+        data = self._received(min(len(buffer), self._left))
         found = len(data)
         buffer[:found] = data
         self._left -= found
-        self._receive = max(_SMALLEST_RECEIVE, min(_LARGEST_RECEIVE, 2 * found))
         # The end of a body without a size is read too: more bytes would be those of a different answer.
         if found and not self._left and self._received(1):
             raise RequestFailedError("the answer has more bytes than it should", temporary=False)
@@ -70,7 +66,10 @@ class HttpBody:
 
     def _received(self, nbytes: int) -> bytes:
         try:
-            data: bytes | None = self._response.read1(nbytes)
+            if self._response.length_remaining is None:
+                data: bytes | None = self._response.read1(min(nbytes, _RECEIVE_BYTES))
+            else:
+                data = self._response.read(min(nbytes, _SLICE_BYTES))
         except (HTTPError, OSError, ValueError) as error:
             self._failed()
             raise request_failure(error) from error

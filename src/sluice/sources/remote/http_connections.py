@@ -20,12 +20,8 @@ from urllib3.util import parse_url
 from sluice._errors import UnsupportedError
 from sluice.sources.remote.http_addresses import HttpAddress, is_private
 from sluice.sources.remote.http_body import request_failure
-from sluice.sources.remote.http_security import (
-    PUBLIC_POOLS,
-    private_address_failure,
-    tls_context,
-    without_queries_in_logs,
-)
+from sluice.sources.remote.http_pools import POOLS, PUBLIC_POOLS, private_address_failure
+from sluice.sources.remote.http_security import tls_context, without_queries_in_logs
 
 __all__ = ["Connections", "lend_connections"]
 
@@ -101,8 +97,7 @@ class Connections:
             manager = self._managers.get(key)
             if manager is None:
                 manager = self._managers[key] = self._new_manager(address.scheme, proxy, path)
-                if public:
-                    manager.pool_classes_by_scheme = PUBLIC_POOLS
+                manager.pool_classes_by_scheme = PUBLIC_POOLS if public else POOLS
         return manager, proxy is not None and address.scheme == "http"
 
     def _new_manager(self, scheme: str, proxy: str | None, path: str) -> urllib3.PoolManager:

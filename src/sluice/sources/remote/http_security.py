@@ -1,4 +1,4 @@
-"""Security of HTTP connections: certificates, private addresses, and logs without signatures."""
+"""Security of HTTP connections: certificates, and logs without signatures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
-
 from sluice._errors import RemoteError
-from sluice.sources.remote.http_addresses import is_private
-from sluice.sources.remote.protocol import RequestFailedError
 
-__all__ = ["PUBLIC_POOLS", "private_address_failure", "tls_context", "without_queries_in_logs"]
+__all__ = ["tls_context", "without_queries_in_logs"]
 
 
 def tls_context(*, verify: bool | str) -> ssl.SSLContext:
@@ -44,47 +39,6 @@ def tls_context(*, verify: bool | str) -> ssl.SSLContext:
             return context
         context.load_verify_locations(certifi.where())
     return context
-
-
-def private_address_failure() -> RequestFailedError:
-    """Return the failure of a redirect to a private address."""
-    return RequestFailedError(
-        "the server redirects to a private address",
-        temporary=False,
-        advice="A public server must not make this machine ask a private one. If that is intended, use its address.",
-    )
-
-
-def _refuse_private(connection: HTTPConnection) -> None:
-    """Refuse a connection before a request is sent, by the address that it has: names can change in between."""
-    connected = connection.sock
-    if connection.proxy is None and connected is not None and is_private(str(connected.getpeername()[0])):
-        connection.close()
-        raise private_address_failure()
-
-
-class _PublicConnection(HTTPConnection):
-    def connect(self) -> None:
-        super().connect()
-        _refuse_private(self)
-
-
-class _PublicTlsConnection(HTTPSConnection):
-    def connect(self) -> None:
-        super().connect()
-        _refuse_private(self)
-
-
-class _PublicPool(HTTPConnectionPool):
-    ConnectionCls = _PublicConnection
-
-
-class _PublicTlsPool(HTTPSConnectionPool):
-    ConnectionCls = _PublicTlsConnection
-
-
-#: Connections that refuse private addresses.
-PUBLIC_POOLS: dict[str, type[HTTPConnectionPool]] = {"http": _PublicPool, "https": _PublicTlsPool}
 
 
 @contextmanager

@@ -1,0 +1,108 @@
+"""Connections of urllib3 that return answers as they arrive, and that can refuse private addresses."""
+
+from __future__ import annotations
+
+import time
+from http.client import HTTPResponse
+
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+
+from sluice.sources.remote.http_addresses import is_private
+from sluice.sources.remote.protocol import RequestFailedError
+
+__all__ = ["POOLS", "PUBLIC_POOLS", "private_address_failure"]
+
+#: Seconds after which a read returns what it has.
+_READ_SECONDS = 1.0
+
+
+class _PromptResponse(HTTPResponse):
+    """An answer whose reads return after a second, if they have any bytes.
+
+    The reads of the standard library return when they have all bytes, so that one of 256 KiB may take years from a
+    server that sends a byte at a time. Its ``read1`` returns after each record of TLS, and passing through the layers
+    of urllib3 with each takes as much processor time as decrypting it.
+    """
+
+    _slice = memoryview(b"")
+
+    def read(self, amt: int | None = None) -> bytes:
+        if not amt or self.length is None or self.isclosed():  # chunks, and bodies that end with the connection
+            return super().read(amt)
+        if len(self._slice) < min(amt, self.length):
+            self._slice = memoryview(bytearray(min(amt, self.length)))
+        data = self._slice[: min(amt, self.length)]
+        found, until = 0, time.monotonic() + _READ_SECONDS
+        while found < len(data) and (not found or time.monotonic() < until):
+            try:
+                some = self.fp.readinto1(data[found:])
+            except OSError:
+                if not found:
+                    raise
+                break  # the next read fails again, or finds the end
+            if not some:
+                break
+            found += some
+        self.length -= found
+        if not self.length or not found:
+            self.close()
+        return data[:found]  # type: ignore[return-value]  # until the next read; the caller copies it
+
+
+def private_address_failure() -> RequestFailedError:
+    """Return the failure of a redirect to a private address."""
+    return RequestFailedError(
+        "the server redirects to a private address",
+        temporary=False,
+        advice="A public server must not make this machine ask a private one. If that is intended, use its address.",
+    )
+
+
+def _refuse_private(connection: HTTPConnection) -> None:
+    """Refuse a connection before a request is sent, by the address that it has: names can change in between."""
+    connected = connection.sock
+    if connection.proxy is None and connected is not None and is_private(str(connected.getpeername()[0])):
+        connection.close()
+        raise private_address_failure()
+
+
+class _Connection(HTTPConnection):
+    response_class = _PromptResponse
+
+
+class _TlsConnection(HTTPSConnection):
+    response_class = _PromptResponse
+
+
+class _PublicConnection(_Connection):
+    def connect(self) -> None:
+        super().connect()
+        _refuse_private(self)
+
+
+class _PublicTlsConnection(_TlsConnection):
+    def connect(self) -> None:
+        super().connect()
+        _refuse_private(self)
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _TlsPool(HTTPSConnectionPool):
+    ConnectionCls = _TlsConnection
+
+
+class _PublicPool(HTTPConnectionPool):
+    ConnectionCls = _PublicConnection
+
+
+class _PublicTlsPool(HTTPSConnectionPool):
+    ConnectionCls = _PublicTlsConnection
+
+
+#: Pools by scheme, and those whose connections refuse private addresses.
+POOLS: dict[str, type[HTTPConnectionPool]] = {"http": _Pool, "https": _TlsPool}
+PUBLIC_POOLS: dict[str, type[HTTPConnectionPool]] = {"http": _PublicPool, "https": _PublicTlsPool}
