@@ -1,0 +1,140 @@
+"""HTTP servers that fail at every request of a load: the load is right or refused, and the model is whole."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import safetensors.torch
+import torch
+
+pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
+
+import sluice
+from sluice import _options as options
+from support.range_server import Fault, RangeServer, chunked, compressed, cut, headers, moved, shifted, status, whole
+
+#: Faults after which a load succeeds, wherever they occur.
+PASSING: dict[str, Fault] = {
+    "503": status(503, Retry_After="0"),
+    "429": status(429),
+    "reset before the body": cut(0, "reset"),
+    "reset in the body": cut(10_000, "reset"),
+    "truncated": cut(10_000, "close"),
+    "stalled": cut(10_000, "stall"),
+    "chunked": chunked,
+    "redirected": moved("/m?again"),
+}
+
+#: Faults after which a load succeeds or is refused: it depends on the request.
+OTHER: dict[str, Fault] = {
+    "404": status(404),
+    "403": status(403),
+    "412": status(412),
+    "416": status(416),
+    "shifted": shifted,
+    "no range": headers(Content_Range=""),
+    "long": headers(Content_Length="99999999"),
+    "other ETag": headers(ETag='"other"'),
+    "no ETag": headers(ETag=""),
+    "whole": whole,
+    "compressed": compressed,
+    "redirected away": moved("ftp://127.0.0.1/"),
+}
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small = torch.nn.Linear(10, 10)
+        self.large = torch.nn.ModuleList(torch.nn.Linear(500, 300) for _ in range(2))
+
+
+@dataclass
+class Stated(RangeServer):
+    """A server of a checkpoint, with what is in it."""
+
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def as_torch_file(state: dict[str, torch.Tensor]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
+@pytest.fixture(params=["pth", "safetensors"])
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stated]:
+    """Return a server whose file takes several requests; failed ones are repeated at once."""
+    monkeypatch.setattr(options, "REMOTE_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(options, "REMOTE_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 4096)
+    monkeypatch.setattr(options, "REMOTE_READ_BYTES", 1 << 20)
+    monkeypatch.setattr(options, "REMOTE_GAP_BYTES", 0)
+    torch.manual_seed(0)
+    state = Model().state_dict()
+    content = as_torch_file(state) if request.param == "pth" else safetensors.torch.save(state)
+    with Stated({"/m": content}, state=state) as running:
+        yield running
+
+
+def requests_of_a_load(server: Stated) -> int:
+    sluice.load_state_dict(server.url("/m"))
+    count = len(server.requests)
+    assert count > 3
+    return count
+
+
+def load_with(server: Stated, fault: Fault, at: int) -> dict[str, torch.Tensor] | sluice.SluiceError:
+    """Return what was loaded, or the error, of a load with a fault at one request."""
+    server.requests.clear()
+    server.faults = {at: fault}
+    try:
+        return sluice.load_state_dict(server.url("/m"))
+    except sluice.SluiceError as error:
+        return error
+
+
+def is_right(server: Stated, loaded: dict[str, torch.Tensor]) -> bool:
+    return loaded.keys() == server.state.keys() and all(
+        torch.equal(loaded[name], server.state[name]) for name in loaded
+    )
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_load_survives_one_fault_at_any_request(server: Stated, name: str) -> None:
+    for at in range(requests_of_a_load(server)):
+        loaded = load_with(server, PASSING[name], at)
+        assert isinstance(loaded, dict), f"request {at}: {loaded!r}"
+        assert is_right(server, loaded), f"request {at}"
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_a_load_is_right_or_refused_with_any_fault_at_any_request(server: Stated, name: str) -> None:
+    refused = 0
+    for at in range(requests_of_a_load(server)):
+        loaded = load_with(server, OTHER[name], at)
+        if isinstance(loaded, dict):
+            assert is_right(server, loaded), f"request {at}"
+        else:
+            refused += 1
+            assert loaded.file == server.url("/m"), f"request {at}: {loaded!r}"
+    if name in {"403", "412", "other ETag", "compressed", "redirected away"}:
+        assert refused
+
+
+@pytest.mark.parametrize("name", [*PASSING, *OTHER])
+def test_a_fault_that_stays_ends_a_load_and_leaves_a_model_on_meta_alone(server: Stated, name: str) -> None:
+    with sluice.empty_init():
+        model = Model()
+    fault = (PASSING | OTHER)[name]
+    server.requests.clear()
+    server.faults = dict.fromkeys(range(3, 1000), fault)
+    try:
+        sluice.load_into(model, server.url("/m"), device="cpu")
+    except sluice.SluiceError:
+        assert all(parameter.is_meta for parameter in model.parameters())
+    else:
+        assert is_right(server, model.state_dict())
