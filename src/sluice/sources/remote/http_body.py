@@ -19,12 +19,13 @@ from urllib3.exceptions import (
     SSLError,
 )
 
+from sluice.sources.remote.http_pools import receive
 from sluice.sources.remote.protocol import RequestFailedError
 
 __all__ = ["HttpBody", "discard", "request_failure"]
 
-#: Bytes received at a time, and with each system call if the size of a body is unknown.
-_SLICE_BYTES, _RECEIVE_BYTES = 256 << 10, 16 << 10
+#: Bytes received at a time, and from a body of unknown size.
+_SLICE_BYTES, _RECEIVE_BYTES = 1 << 20, 16 << 10
 
 
 class HttpBody:
@@ -51,12 +52,10 @@ class HttpBody:
     def readinto(self, buffer: memoryview) -> int:
         if not self._left:
             return 0
-        data = self._received(min(len(buffer), self._left))
-        found = len(data)
-        buffer[:found] = data
+        found = self._received(buffer[: self._left])
         self._left -= found
         # The end of a body without a size is read too: more bytes would be those of a different answer.
-        if found and not self._left and self._received(1):
+        if found and not self._left and self._received(memoryview(bytearray(1))):
             raise RequestFailedError("the answer has more bytes than it should", temporary=False)
         return found
 
@@ -64,16 +63,16 @@ class HttpBody:
         """Return the connection if the answer was read to its end; close it otherwise."""
         discard(self._response)
 
-    def _received(self, nbytes: int) -> bytes:
+    def _received(self, buffer: memoryview) -> int:
         try:
-            if self._response.length_remaining is None:
-                data: bytes | None = self._response.read1(min(nbytes, _RECEIVE_BYTES))
-            else:
-                data = self._response.read(min(nbytes, _SLICE_BYTES))
+            if self._response.length_remaining is not None:
+                return receive(self._response, buffer[:_SLICE_BYTES])
+            data: bytes = self._response.read1(min(len(buffer), _RECEIVE_BYTES)) or b""
         except (HTTPError, OSError, ValueError) as error:
             self._failed()
             raise request_failure(error) from error
-        return data or b""
+        buffer[: len(data)] = data
+        return len(data)
 
 
 def discard(response: BaseHTTPResponse) -> None:

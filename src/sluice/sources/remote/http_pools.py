@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from http.client import HTTPResponse
 
+from urllib3 import BaseHTTPResponse
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from sluice.sources.remote.http_addresses import is_private
 from sluice.sources.remote.protocol import RequestFailedError
 
-__all__ = ["POOLS", "PUBLIC_POOLS", "private_address_failure"]
+__all__ = ["POOLS", "PUBLIC_POOLS", "private_address_failure", "receive"]
 
 #: Seconds after which a read returns what it has.
 _READ_SECONDS = 1.0
+
+
+class _Target(threading.local):
+    """Memory that the next read in this thread fills; None if there is none, or if a read has taken it."""
+
+    view: memoryview | None = None
+
+
+_TARGET = _Target()
+
+
+def receive(response: BaseHTTPResponse, buffer: memoryview) -> int:
+    """Receive some bytes of an answer into a buffer; return their number, 0 at the end.
+
+    ``readinto`` of urllib3 makes an object of the bytes and copies them. Here the last layer writes to the buffer.
+    """
+    _TARGET.view = buffer
+    try:
+        data = response.read(len(buffer))
+    finally:
+        taken, _TARGET.view = _TARGET.view is None, None
+    if not taken:
+        buffer[: len(data)] = data
+    return len(data)
 
 
 class _PromptResponse(HTTPResponse):
@@ -25,14 +51,12 @@ class _PromptResponse(HTTPResponse):
     of urllib3 with each takes as much processor time as decrypting it.
     """
 
-    _slice = memoryview(b"")
-
     def read(self, amt: int | None = None) -> bytes:
-        if not amt or self.length is None or self.isclosed():  # chunks, and bodies that end with the connection
+        target = _TARGET.view
+        if not amt or target is None or self.length is None or self.isclosed():
             return super().read(amt)
-        if len(self._slice) < min(amt, self.length):
-            self._slice = memoryview(bytearray(min(amt, self.length)))
-        data = self._slice[: min(amt, self.length)]
+        _TARGET.view = None
+        data = target[: min(amt, self.length)]
         found, until = 0, time.monotonic() + _READ_SECONDS
         while found < len(data) and (not found or time.monotonic() < until):
             try:
@@ -47,7 +71,7 @@ class _PromptResponse(HTTPResponse):
         self.length -= found
         if not self.length or not found:
             self.close()
-        return data[:found]  # type: ignore[return-value]  # until the next read; the caller copies it
+        return data[:found]  # type: ignore[return-value]  # only ``receive`` gets it, and its length is what counts
 
 
 def private_address_failure() -> RequestFailedError:

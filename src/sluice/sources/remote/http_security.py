@@ -64,4 +64,5 @@ class _WithoutQueries(logging.Filter):
 
 
 _REQUESTS = threading.local()
-logging.getLogger("urllib3.connectionpool").addFilter(_WithoutQueries())
+for _logger in ("urllib3.connection", "urllib3.connectionpool"):
+    logging.getLogger(_logger).addFilter(_WithoutQueries())
