@@ -185,7 +185,7 @@ def test_a_body_without_a_size_is_read_to_its_end(server: RangeServer) -> None:
 
     def longer(answer: Answer) -> Answer:
         more = chunked(answer)
-        return Answer(206, more.headers, answer.body + b"more", chunked=True)
+        return Answer(206, more.headers, bytes(answer.body) + b"more", chunked=True)
 
     with opened(server.url("/m.pth")) as file:
         server.always = longer

@@ -36,6 +36,7 @@ class Connections:
         self._verify = verify
         self._lock = threading.Lock()
         self._managers: dict[tuple[str, str | None, bool], urllib3.PoolManager] = {}
+        self._proxies: dict[tuple[str, str, int], str | None] = {}
         _EVERY.add(self)
 
     def get(
@@ -89,7 +90,9 @@ class Connections:
 
     def _manager(self, address: HttpAddress, *, public: bool, path: str) -> tuple[urllib3.PoolManager, bool]:
         """Return the connections for an address, and whether requests to its proxy have the whole URL."""
-        proxy = _proxy(address)
+        if address.origin not in self._proxies:  # macOS and Windows ask the system, which takes longer than a request
+            self._proxies[address.origin] = _proxy(address)
+        proxy = self._proxies[address.origin]
         if proxy is not None and public and is_private(address.host):
             raise private_address_failure()
         with self._lock:
