@@ -41,7 +41,7 @@ def attempts(time: Time) -> Attempts:
 def test_attempts_in_a_row_end(attempts: Attempts, time: Time) -> None:
     for _ in range(options.REMOTE_RETRIES):
         attempts.failed(FAILED, 0)
-    with pytest.raises(RemoteError, match=r"http://h/x, byte 7: it failed, after 7 tries in \d+ s") as caught:
+    with pytest.raises(RemoteError, match=r"http://h/x, byte 7: it failed after 7 tries in \d+ s") as caught:
         attempts.failed(FAILED, options.REMOTE_PROGRESS_BYTES - 1)
     assert caught.value.__cause__ is FAILED
     assert len(time.pauses) == options.REMOTE_RETRIES

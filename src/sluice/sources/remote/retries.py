@@ -83,7 +83,7 @@ class Attempts:
     def _given_up(self, error: RequestFailedError, now: float) -> RemoteError:
         problem = error.problem
         if self._failures > 1:
-            problem += f", after {self._failures} tries in {now - self._began:.0f} s"
+            problem += f" after {self._failures} tries in {now - self._began:.0f} s"
         if error.retry_after:
             problem += f"; it asks to wait {error.retry_after:.0f} s"
         return RemoteError(problem, file=self._path, offset=self._offset, advice=error.advice)
