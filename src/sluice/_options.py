@@ -334,6 +334,9 @@ RANK_FAREWELL_SECONDS = 10.0
 #: Bytes of the first request for a remote object: the headers of most files, or their beginning.
 REMOTE_FIRST_BYTES = 64 << 10
 
+#: Remote files whose first bytes are kept for the reading of their headers: 2 MiB of them.
+REMOTE_FIRST_BYTES_KEPT = 32
+
 #: Largest request for a remote object, as object stores recommend.
 REMOTE_READ_BYTES = 8 << 20
 

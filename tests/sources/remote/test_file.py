@@ -84,6 +84,14 @@ def test_the_first_bytes_are_released_by_close() -> None:
     assert memory.requests[1:] == [(5, 10)]
 
 
+def test_the_first_bytes_of_few_files_are_kept() -> None:
+    memory = Memory()
+    files = [opened(memory) for _ in range(options.REMOTE_FIRST_BYTES_KEPT + 1)]
+    memory.requests.clear()
+    assert {file.read_at(0, 10) for file in files} == {CONTENT[:10]}
+    assert memory.requests == [(0, 10)]
+
+
 def test_the_opening_request_is_repeated() -> None:
     memory = Memory()
     memory.failures = 3

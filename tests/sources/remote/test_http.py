@@ -316,7 +316,9 @@ def test_redirects_end(server: RangeServer) -> None:
 
 
 def test_credentials_stay_with_their_origin(server: RangeServer) -> None:
-    settings = RemoteSettings(headers=(("X-Token", "geheim"), ("authorization", "Bearer abc"), ("Range", "bytes=1-2")))
+    settings = RemoteSettings(
+        headers=(("X-Token", "geheim"), ("authorization", "Bearer abc"), ("Range", "bytes=1-2"), ("user-agent", "me"))
+    )
     with RangeServer({}) as first:
         first.faults = {0: moved("/b"), 1: moved(server.url("/m.pth", credentials="other:one@"))}
         with opened(first.url("/m.pth", credentials="user:pass@"), settings) as file:
@@ -325,6 +327,7 @@ def test_credentials_stay_with_their_origin(server: RangeServer) -> None:
             assert request.headers["authorization"] == "Bearer abc"
             assert request.headers["X-Token"] == "geheim"
             assert request.headers["Range"] == "bytes=0-65535"
+            assert request.headers.get_all("User-Agent") == ["me"]
     for request in server.requests:
         assert not [name for name in ("Authorization", "X-Token", "Cookie") if name in request.headers]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
 
 from sluice import _options as options
@@ -13,6 +15,10 @@ from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFai
 from sluice.sources.remote.retries import Attempts, Speed
 
 __all__ = ["RemoteFile"]
+
+#: Files that keep their first bytes, the latest last. They are read soon after the opening, or not at all; a checkpoint
+#: of a thousand shards would keep 64 MiB of them.
+_KEPT: deque[weakref.ref[RemoteFile]] = deque()
 
 
 class RemoteFile:
@@ -52,6 +58,10 @@ class RemoteFile:
         )
         try:
             self._facts, self._head = self._open()
+            _KEPT.append(weakref.ref(self))
+            while len(_KEPT) > options.REMOTE_FIRST_BYTES_KEPT:
+                if (oldest := _KEPT.popleft()()) is not None:
+                    oldest._head = b""  # noqa: SLF001  (of this class)
             if not self._facts.nbytes:
                 raise TruncatedError("the file is empty", file=remote.path)
         except BaseException:

@@ -149,7 +149,7 @@ class HttpObject:
             self._connections, self._return = lend_connections(self, verify=self._verify)
         return self._connections.get(
             address,
-            {**(self._headers if own else {}), "User-Agent": "sluice", "Accept-Encoding": "identity", **wanted},
+            {**(self._headers if own else _USER_AGENT), "Accept-Encoding": "identity", **wanted},
             timeout=self._timeout,
             public=not own and not self._began_private(),
             path=self.path,
@@ -176,13 +176,15 @@ class _Received:
         self._file.close()
 
 
+_USER_AGENT = {"User-Agent": "sluice"}
+
 #: Headers that this module sends itself.
 _OURS = frozenset({"range", "accept-encoding", "if-match", "if-range", "if-unmodified-since", "host", "connection"})
 
 
 def _own_headers(headers: tuple[tuple[str, str], ...], authorization: str | None, path: str) -> dict[str, str]:
     """Return the additional headers of requests to the first origin."""
-    own = {} if authorization is None else {"Authorization": authorization}
+    own = _USER_AGENT if authorization is None else {**_USER_AGENT, "Authorization": authorization}
     for name, value in headers:
         legal = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
         if not legal or not value.isprintable() or not value.isascii():

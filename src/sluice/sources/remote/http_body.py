@@ -1,4 +1,4 @@
-"""Bodies of HTTP answers, and what failures of urllib3 mean."""
+"""Bodies of HTTP answers, and the failures of urllib3 as failures of requests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def discard(response: BaseHTTPResponse) -> None:
 
 
 def request_failure(error: Exception) -> RequestFailedError:
-    """Return what a failure of urllib3 means. Its text is not repeated: it may name addresses with signatures."""
+    """Return the failure of the request. The text of urllib3 is not repeated: it may name addresses with signatures."""
     cause = error.__cause__ or error.__context__
     if isinstance(error, ProxyError):
         return RequestFailedError("the proxy does not answer", temporary=True, advice="Check the proxy.")

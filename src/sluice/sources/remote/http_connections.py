@@ -34,7 +34,7 @@ class Connections:
 
     def __init__(self, *, verify: bool | str) -> None:
         self._verify = verify
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._managers: dict[tuple[str, str | None, bool], urllib3.PoolManager] = {}
         self._proxies: dict[tuple[str, str, int], str | None] = {}
         _EVERY.add(self)
@@ -45,7 +45,7 @@ class Connections:
         """Make one request; return the answer with its body unread.
 
         Args:
-            address: What is requested.
+            address: Address of the object.
             headers: Headers of the request.
             timeout: Seconds without progress after which the request failed.
             public: Whether private addresses are refused.
@@ -85,7 +85,7 @@ class Connections:
 
     def start_anew(self) -> None:
         """Forget connections and locks after a fork: they are those of the parent process."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._managers = {}
 
     def _manager(self, address: HttpAddress, *, public: bool, path: str) -> tuple[urllib3.PoolManager, bool]:
