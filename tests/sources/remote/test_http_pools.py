@@ -1,0 +1,57 @@
+"""Answers that are received as they arrive, in the memory of the caller."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
+
+from sluice.sources.remote import http_pools
+from sluice.sources.remote.http import open_object
+from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
+from support.range_server import RangeServer, cut
+
+CONTENT = bytes(range(100))
+
+
+def test_a_read_returns_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server never sends the rest; a read that waited for it would fail."""
+    monkeypatch.setattr(http_pools, "_READ_SECONDS", 0.0)
+    with RangeServer({"/m": CONTENT}, always=cut(5, "stall")) as server:
+        remote = open_object(server.url("/m"))
+        buffer = memoryview(bytearray(50))
+        with remote.open_first(100)[1] as body:
+            assert body.readinto(buffer) == 5
+        remote.close()
+    assert bytes(buffer[:6]) == CONTENT[:5] + b"\0"
+
+
+def test_bytes_before_a_failure_are_kept() -> None:
+    with RangeServer({"/m": CONTENT}, always=cut(5, "stall")) as server:
+        remote = open_object(server.url("/m"), RemoteSettings(timeout=0.1))
+        buffer = memoryview(bytearray(50))
+        with remote.open_first(100)[1] as body:
+            assert body.readinto(buffer) == 5
+            with pytest.raises(RequestFailedError, match=r"the connection was lost|sent nothing"):
+                body.readinto(buffer)
+        remote.close()
+
+
+def test_bytes_are_written_to_the_memory_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[object] = []
+    real = http_pools._PromptResponse.read
+
+    def read(response: http_pools._PromptResponse, amt: int | None = None) -> bytes:
+        received.append(real(response, amt))
+        return received[-1]  # type: ignore[return-value]  # what the real one returns
+
+    monkeypatch.setattr(http_pools._PromptResponse, "read", read)
+    with RangeServer({"/m": CONTENT}) as server:
+        remote = open_object(server.url("/m"))
+        memory = bytearray(100)
+        with remote.open_first(100)[1] as body:
+            assert body.readinto(memoryview(memory)) == 100
+        remote.close()
+    (data,) = received
+    assert isinstance(data, memoryview)
+    assert data.obj is memory
