@@ -29,7 +29,7 @@ def _own_temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterat
     with pytest.MonkeyPatch.context() as patch:
         directory = str(tmp_path_factory.mktemp("temporary"))
         patch.setenv("TMPDIR", directory)
-        # The servers of tests are on this machine, whatever proxy the environment names.
+        # The servers of tests are on this machine: a proxy of the environment cannot reach them.
         patch.setenv("no_proxy", "127.0.0.1,localhost,::1")
         patch.setattr(tempfile, "tempdir", directory)
         # torch makes this directory when an optimizer is first built; named here, it does not count as a leak.
