@@ -338,7 +338,7 @@ REMOTE_FIRST_BYTES = 64 << 10
 REMOTE_READ_BYTES = 8 << 20
 
 #: Bytes of a body that a client of an object store hands over at once: held in addition to the memory of the caller.
-REMOTE_PIECE_BYTES = 256 << 10
+REMOTE_PIECE_BYTES = 128 << 10
 
 #: Largest gap between two ranges of a remote object that are read in one request: a request takes as long as the
 #: transfer of about 1 MiB, which the Rust crate object_store uses as well.

@@ -21,6 +21,9 @@ _KIND = re.compile(r"HttpError \{\s*kind: (\w{1,30})")
 #: Statuses below 500 after which the same request may succeed.
 _TEMPORARY = {408, 425, 429}
 
+#: Parts of requests to the metadata services of clouds, which obstore asks for credentials last.
+_METADATA = ("/latest/api/token", "/latest/meta-data/", "metadata.google.internal", "/metadata/identity/")
+
 _FAILURES = {
     "Connect": "the server cannot be reached",
     "Timeout": "the server did not answer in time",
@@ -97,7 +100,7 @@ def _failure(error: BaseException, path: str, code: str) -> RequestFailedError:
         status in {401, 403}
     ):
         return _final(f"the store refused access{_in_brackets(status, code)}", status, credentials)
-    if "169.254.169.254" in text or "metadata.google.internal" in text:
+    if any(part in text for part in _METADATA):
         return _final("no credentials were found", None, credentials)
     if status is None:
         kind = found[1] if (found := _KIND.search(text)) else ""
