@@ -363,3 +363,8 @@ REMOTE_FIRST_PAUSE, REMOTE_LONGEST_PAUSE = 0.2, 10.0
 
 #: Seconds without a byte after which a request counts as failed.
 REMOTE_TIMEOUT_SECONDS = 30.0
+
+#: Smallest part of an upload to an object store, the most parts that stores take, and parts under way at once; and
+#: bytes of a file that are read at once for them.
+UPLOAD_PART_BYTES, UPLOAD_PARTS, UPLOADS = 8 << 20, 9000, 3
+UPLOAD_PIECE_BYTES = 1 << 20

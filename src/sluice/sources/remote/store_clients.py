@@ -19,7 +19,7 @@ from sluice._errors import UnsupportedError
 from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote_names import without_credentials
 
-__all__ = ["StoreAddress", "make_store", "obstore_library", "parse_address", "root_of"]
+__all__ = ["StoreAddress", "is_store", "make_store", "obstore_library", "parse_address", "root_of"]
 
 #: The process that imported this module. The threads of obstore do not survive a fork, and its calls would wait for
 #: them forever.
@@ -58,6 +58,11 @@ class StoreAddress(Struct, frozen=True, kw_only=True):
     key: str
     #: The address without credentials and key, with a slash at the end.
     root: str
+
+
+def is_store(url: str) -> bool:
+    """Return whether a URL is that of an object store."""
+    return url.partition("://")[0].lower() in _KINDS
 
 
 def parse_address(url: str) -> StoreAddress:
@@ -102,28 +107,37 @@ def obstore_library(path: str) -> Any:
     return obstore
 
 
-def make_store(address: StoreAddress, settings: RemoteSettings) -> Any:
+def make_store(address: StoreAddress, settings: RemoteSettings, *, writing: bool = False) -> Any:
     """Return a client of a bucket; nothing is requested.
+
+    Args:
+        address: The bucket.
+        settings: Options of the user, which win over variables.
+        writing: Whether it is for an upload: then obstore repeats requests, and S3 checks the sum of each part.
 
     Raises:
         UnsupportedError: obstore is not installed, or refuses an option.
     """
     library = obstore_library(address.root)
-    # Options win over variables, and the account of the address over both.
-    config = dict(settings.options or {})
+    config = dict(settings.options)
     if address.account:
         config["account_name"] = address.account
     more: dict[str, Any] = {}
     if address.kind == "s3" and not _names_credentials(config) and (provider := _profile_credentials()):
         more["credential_provider"] = provider
+    if writing and address.kind == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
+        config.setdefault("checksum_algorithm", "sha256")
     kinds = {"s3": library.store.S3Store, "gs": library.store.GCSStore, "az": library.store.AzureStore}
     try:
         return kinds[address.kind](
             address.bucket,
             config=config or None,
             client_options=_client_options(address.kind, config, settings),
-            # Not 0: a request that fails is repeated by RemoteFile, which resumes and knows the limit in time.
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=options.REMOTE_PATIENCE_SECONDS)},
+            # Not repeated when reading: RemoteFile does it, which resumes and keeps the limit in time.
+            retry_config={
+                "max_retries": options.REMOTE_RETRIES if writing else 0,
+                "retry_timeout": timedelta(seconds=options.REMOTE_PATIENCE_SECONDS),
+            },
             **more,
         )
     except (library.exceptions.BaseError, ValueError, TypeError, OSError) as error:
