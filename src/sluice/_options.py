@@ -340,6 +340,9 @@ REMOTE_READ_BYTES = 8 << 20
 #: Bytes of a body that a client of an object store hands over at once: held in addition to the memory of the caller.
 REMOTE_PIECE_BYTES = 128 << 10
 
+#: Requests for one object of a store in flight at once: obstore holds about 2 MiB for each.
+STORE_REQUESTS = 8
+
 #: Largest gap between two ranges of a remote object that are read in one request: a request takes as long as the
 #: transfer of about 1 MiB, which the Rust crate object_store uses as well.
 REMOTE_GAP_BYTES = 1 << 20

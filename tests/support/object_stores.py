@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import hmac
 import importlib.util
@@ -22,6 +23,8 @@ import pytest
 
 from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote.store_clients import make_store, parse_address
+from support.leaks import open_files
+from support.waiting import wait_until
 
 #: Key of the account that every azurite server has; it is in its documentation.
 _AZURITE_ACCOUNT = "devstoreaccount1"
@@ -55,6 +58,15 @@ class Bucket:
 
 
 @contextmanager
+def connections_closed() -> Iterator[None]:
+    """Wait after the block until the connections of its clients are closed, shortly after they are collected."""
+    before = open_files()
+    yield
+    gc.collect()
+    wait_until(lambda: not open_files() - before, "connections were closed")
+
+
+@contextmanager
 def moto_bucket() -> Iterator[Bucket]:
     """Lend a bucket of a new S3 server; skip the test if the packages are not installed."""
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
@@ -67,7 +79,7 @@ def moto_bucket() -> Iterator[Bucket]:
         with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/models", method="PUT"), timeout=30):
             pass
         options = {"endpoint": endpoint, "access_key_id": "testing", "secret_access_key": "hidden-secret"}
-        yield Bucket("s3://models/", {**options, "region": "us-east-1"})
+        yield _warm(Bucket("s3://models/", {**options, "region": "us-east-1"}))
 
 
 @contextmanager
@@ -83,7 +95,13 @@ def azurite_container(directory: Path) -> Iterator[Bucket]:
         endpoint = f"http://127.0.0.1:{port}/{_AZURITE_ACCOUNT}"
         _make_container(endpoint, "models")
         options = {"endpoint": endpoint, "account_name": _AZURITE_ACCOUNT, "account_key": _AZURITE_KEY}
-        yield Bucket("az://models/", options)
+        yield _warm(Bucket("az://models/", options))
+
+
+def _warm(bucket: Bucket) -> Bucket:
+    """Make a request: the threads of obstore, and their descriptors, remain from then on."""
+    bucket.put("warm", b"1")
+    return bucket
 
 
 def _make_container(endpoint: str, name: str) -> None:

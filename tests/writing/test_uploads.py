@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import urllib.request
 from collections.abc import Iterator
@@ -15,31 +14,29 @@ from safetensors.torch import load_file
 import sluice
 from sluice import _options as options
 from sluice.writing import uploads
-from support.leaks import open_files
-from support.object_stores import Bucket, moto_bucket
-from support.waiting import wait_until
+from support.object_stores import Bucket, connections_closed, moto_bucket
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
 
 STATE = {"a": torch.arange(1000.0), "b": torch.arange(6).view(2, 3), "c": torch.ones(500, dtype=torch.bfloat16)}
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Bucket]:
     with moto_bucket() as bucket:
-        bucket.put("warm", b"1")  # the threads of obstore, and their descriptors, remain
         yield bucket
 
 
 @pytest.fixture
 def bucket(server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    """Return the bucket, which variables describe; its connections are closed when the last client is collected."""
+    """Return the bucket, which variables describe."""
     for name, value in server.settings.options.items():
         monkeypatch.setenv("AWS_ENDPOINT_URL" if name == "endpoint" else f"AWS_{name.upper()}", str(value))
-    before = open_files()
-    yield server
-    gc.collect()
-    wait_until(lambda: not open_files() - before, "connections were closed")
+    with connections_closed():
+        yield server
 
 
 def names(bucket: Bucket, prefix: str) -> set[str]:
@@ -86,9 +83,12 @@ def test_a_directory_of_shards_has_its_index_last(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, order = obstore.put, list[str]()
-    monkeypatch.setattr(
-        obstore, "put", lambda store, key, *rest, **more: (order.append(key), put(store, key, *rest, **more))
-    )
+
+    def recording(store: object, key: str, *rest: object, **more: object) -> object:
+        order.append(key)
+        return put(store, key, *rest, **more)
+
+    monkeypatch.setattr(obstore, "put", recording)
     report = sluice.save(STATE, "s3://models/sharded/", max_shard_size=3000)
     assert len(order) == len(report.files) > 2
     assert order[-1] == "sharded/model.safetensors.index.json"

@@ -9,7 +9,15 @@ import os
 import re
 from itertools import islice
 
-__all__ = ["download_advice", "is_chained", "is_url", "missing_advice", "names_a_file", "path_of_file_url", "without_credentials"]
+__all__ = [
+    "download_advice",
+    "is_chained",
+    "is_url",
+    "missing_advice",
+    "names_a_file",
+    "path_of_file_url",
+    "without_credentials",
+]
 
 #: A scheme has at least two characters: one is the drive of a Windows path.
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import sys
@@ -20,14 +19,13 @@ from sluice._errors import (
     TruncatedError,
     UnsupportedError,
 )
+from sluice.sources.protocol import Source
 from sluice.sources.remote import store_clients
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import RemoteSettings
-from sluice.sources.remote.stores import open_directory, open_object, stored_directory, stored_object
+from sluice.sources.remote.stores import open_directory, open_object, open_source, stored_directory, stored_source
 from sluice.testing import check_source
-from support.leaks import open_files
-from support.object_stores import Bucket, azurite_container, moto_bucket
-from support.waiting import wait_until
+from support.object_stores import Bucket, azurite_container, connections_closed, moto_bucket
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
 
@@ -39,21 +37,17 @@ CONTENT = random.Random(0).randbytes(300_000)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
     lent = moto_bucket() if request.param == "s3" else azurite_container(tmp_path_factory.mktemp("azurite"))
     with lent as bucket:
-        bucket.put("warm", b"1")  # the threads of obstore, and their descriptors, remain
         yield bucket
 
 
 @pytest.fixture
 def bucket(server: Bucket) -> Iterator[Bucket]:
-    """Return the bucket; its connections are closed shortly after the last client is collected."""
-    before = open_files()
-    yield server
-    gc.collect()
-    wait_until(lambda: not open_files() - before, "connections were closed")
+    with connections_closed():
+        yield server
 
 
-def opened(bucket: Bucket, key: str) -> RemoteFile:
-    return RemoteFile(open_object(bucket.url + key, bucket.settings))
+def opened(bucket: Bucket, key: str) -> Source:
+    return open_source(bucket.url + key, bucket.settings)
 
 
 def test_an_object_keeps_the_protocol_of_sources(bucket: Bucket) -> None:
@@ -147,7 +141,7 @@ def test_names_do_not_lead_out_of_the_prefix(name: str) -> None:
 def test_a_missing_bucket_is_named(bucket: Bucket) -> None:
     url = bucket.url.replace("models", "nowhere")
     with pytest.raises(MissingFileError, match="bucket does not exist"):
-        RemoteFile(open_object(f"{url}a.bin", bucket.settings))
+        open_source(f"{url}a.bin", bucket.settings)
     with pytest.raises(MissingFileError, match="bucket does not exist"):
         open_directory(f"{url}a/", bucket.settings)
 
@@ -160,7 +154,7 @@ def test_refused_credentials_are_an_error_without_them(bucket: Bucket) -> None:
     else:
         wrong["account_key"] = "c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0"
     with pytest.raises(RemoteError, match=r"refused access \(403") as caught:
-        RemoteFile(open_object(f"{bucket.url}private.bin", RemoteSettings(options=wrong)))
+        open_source(f"{bucket.url}private.bin", RemoteSettings(options=wrong))
     assert "ACCESS_KEY" in str(caught.value) or "ACCOUNT_KEY" in str(caught.value)
     for value in ("hidden-secret", "c2VjcmV0"):
         assert value not in f"{caught.value!s} {caught.value!r} {caught.value.__cause__!r}"
@@ -173,13 +167,13 @@ def test_absent_credentials_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     closed = "http://127.0.0.1:9"
     settings = RemoteSettings(options={"endpoint": closed, "metadata_endpoint": closed})
     with pytest.raises(RemoteError, match="no credentials were found"):
-        RemoteFile(open_object("s3://bucket/a.bin", settings))
+        open_source("s3://bucket/a.bin", settings)
 
 
 def test_stores_of_the_user() -> None:
     store = obstore.store.MemoryStore()
     obstore.put(store, "dir/a.bin", CONTENT)
-    check_source(lambda: RemoteFile(stored_object(store, "dir/a.bin")), CONTENT)
+    check_source(lambda: stored_source(store, "dir/a.bin"), CONTENT)
 
 
 def test_a_body_arrives_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +188,7 @@ def test_a_body_arrives_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatc
         return get(store, path, options=options)
 
     monkeypatch.setattr(obstore, "get", recording)
-    source = RemoteFile(stored_object(store, "a"))
+    source = stored_source(store, "a")
     target = bytearray(1_000_000)
     assert source.read_into(500_000, memoryview(target)) == len(target)
     assert target == content[500_000:1_500_000]

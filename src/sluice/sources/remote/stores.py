@@ -13,16 +13,26 @@ from typing import Any, Self
 from msgspec import Struct
 
 from sluice import _options as options
-from sluice._errors import MissingFileError, PathEscapeError, SourceChangedError
+from sluice._errors import MissingFileError, SourceChangedError
+from sluice.records import AccessFacts
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
+from sluice.sources.remote.directory import check_relative
 from sluice.sources.remote.file import Attempts, RemoteFile
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
 from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of
 from sluice.sources.remote.store_errors import is_outside, translated
 from sluice.sources.remote_names import names_a_file
 
-__all__ = ["StoreDirectory", "StoredObject", "open_directory", "open_object", "stored_directory", "stored_object"]
+__all__ = [
+    "StoreDirectory",
+    "StoredObject",
+    "open_directory",
+    "open_object",
+    "open_source",
+    "stored_directory",
+    "stored_source",
+]
 
 
 def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObject:
@@ -37,6 +47,11 @@ def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObjec
         problem = "there are no objects with this prefix"
         raise MissingFileError(problem, file=address.root + address.key, advice="Check the bucket and the prefix.")
     return StoredObject(make_store(address, settings or RemoteSettings()), address.key, address.root)
+
+
+def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
+    """Return ``open_object`` as a source, with the requests that suit obstore."""
+    return _source(open_object(url, settings))
 
 
 def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:
@@ -55,14 +70,23 @@ def open_directory(url: str, settings: RemoteSettings | None = None) -> Director
     return _listed(make_store(address, settings or RemoteSettings()), address.key, address.root)
 
 
-def stored_object(store: Any, key: str) -> RemoteObject:
-    """Return an object of a store that the user has made with obstore; nothing is requested."""
-    return StoredObject(store, key, root_of(store))
+def stored_source(store: Any, key: str) -> Source:
+    """Return an object of a store that the user has made with obstore."""
+    return _source(StoredObject(store, key, root_of(store)))
 
 
 def stored_directory(store: Any, prefix: str) -> Directory | None:
     """Return a prefix of a store that the user has made with obstore, as ``open_directory`` does."""
     return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store))
+
+
+def _source(remote: RemoteObject) -> RemoteFile:
+    access = AccessFacts(
+        request_bytes=options.REMOTE_READ_BYTES,
+        gap_bytes=options.REMOTE_GAP_BYTES,
+        parallel_requests=options.STORE_REQUESTS,
+    )
+    return RemoteFile(remote, access=access)
 
 
 class StoredObject:
@@ -153,11 +177,10 @@ class StoreDirectory:
 
     def open(self, name: str) -> Source:
         self.check_inside(name)
-        return RemoteFile(StoredObject(self._store, self._prefix + name, self._root))
+        return _source(StoredObject(self._store, self._prefix + name, self._root))
 
     def check_inside(self, name: str) -> None:
-        if name.startswith("/") or "://" in name or "\\" in name or {"..", ".", ""} & set(name.split("/")):
-            raise PathEscapeError("the name leads out of the checkpoint's prefix", file=self.path, found=name)
+        check_relative(name, self.path)
 
 
 class _Entry(Struct, frozen=True):
