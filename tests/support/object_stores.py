@@ -91,7 +91,7 @@ def azurite_container(directory: Path) -> Iterator[Bucket]:
         pytest.skip("azurite-blob is not installed: npm install -g azurite")
     port = _free_port()
     command = [program, "--inMemoryPersistence", "--blobHost", "127.0.0.1", "--blobPort", str(port)]
-    with _running([*command, "--skipApiVersionCheck", "--silent"], port, directory):
+    with _running([*command, "--skipApiVersionCheck", "--silent", "--disableTelemetry"], port, directory):
         endpoint = f"http://127.0.0.1:{port}/{_AZURITE_ACCOUNT}"
         _make_container(endpoint, "models")
         options = {"endpoint": endpoint, "account_name": _AZURITE_ACCOUNT, "account_key": _AZURITE_KEY}

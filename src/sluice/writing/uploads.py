@@ -19,9 +19,8 @@ from sluice import _options as options
 from sluice._errors import CheckpointError, SaveError, SluiceError
 from sluice._geometry import round_up
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
-from sluice.sources.remote.store_clients import is_store, make_store, obstore_library, parse_address
+from sluice.sources.remote.store_clients import is_store, make_store, obstore_library, parse_address, shown
 from sluice.sources.remote.store_errors import is_missing, translated
-from sluice.sources.remote_names import is_url, without_credentials
 
 __all__ = ["Upload", "upload_to"]
 
@@ -29,19 +28,13 @@ __all__ = ["Upload", "upload_to"]
 _LAST = (".index.json", ".metadata")
 
 
-def upload_to(destination: object) -> Upload | None:
-    """Return the upload for the address of an object store; None for a path.
+def upload_to(destination: str) -> Upload | None:
+    """Return the upload for the address of an object store; None for a path, and for a URL of any other kind.
 
     Raises:
-        SaveError: It is a different URL.
         UnsupportedError: obstore is not installed, or the address has a wrong form.
     """
-    if not isinstance(destination, str) or not is_url(destination) or os.path.lexists(destination):
-        return None
-    if not is_store(destination):
-        advice = "Save to a path, or to s3://, gs:// or az://."
-        raise SaveError("this kind of URL cannot be written", file=without_credentials(destination), advice=advice)
-    return Upload(destination)
+    return Upload(destination) if is_store(destination) and not os.path.lexists(destination) else None
 
 
 class Upload:
@@ -59,7 +52,7 @@ class Upload:
         """
         address = parse_address(url)
         self._key = address.key.strip("/")
-        self.url = address.root + self._key
+        self.url = shown(address.root, self._key)
         self._store = make_store(address, settings or RemoteSettings(), writing=True)
         self._library = obstore_library(self.url)
         self._old: set[str] = set()

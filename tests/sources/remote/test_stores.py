@@ -100,6 +100,13 @@ def test_percent_signs_and_spaces_of_a_key_are_literal(bucket: Bucket) -> None:
     assert opened(bucket, "a %41.bin").read_at(0, 3) == b"abc"
 
 
+def test_what_may_be_a_signature_is_not_shown() -> None:
+    store = obstore.store.MemoryStore()
+    with pytest.raises(MissingFileError) as caught:
+        stored_source(store, "a?signature=secret")
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_a_prefix_is_a_directory(bucket: Bucket, slash: str) -> None:
     for key in ("listed/a.bin", "listed/b/c.bin", "listed-too.bin"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +20,7 @@ from sluice._errors import UnsupportedError
 from sluice.sources.remote.protocol import RemoteSettings
 from sluice.sources.remote_names import without_credentials
 
-__all__ = ["StoreAddress", "is_store", "make_store", "obstore_library", "parse_address", "root_of"]
+__all__ = ["StoreAddress", "is_store", "make_store", "obstore_library", "parse_address", "root_of", "shown"]
 
 #: The process that imported this module. The threads of obstore do not survive a fork, and its calls would wait for
 #: them forever.
@@ -62,7 +63,8 @@ class StoreAddress(Struct, frozen=True, kw_only=True):
 
 def is_store(url: str) -> bool:
     """Return whether a URL is that of an object store."""
-    return url.partition("://")[0].lower() in _KINDS
+    scheme, separator, _ = url.partition("://")
+    return bool(separator) and scheme.lower() in _KINDS
 
 
 def parse_address(url: str) -> StoreAddress:
@@ -86,6 +88,11 @@ def parse_address(url: str) -> StoreAddress:
         raise UnsupportedError(problem, file=without_credentials(url), expected=example, advice="Name the bucket.")
     at_account = f"@{account}" if account else ""
     return StoreAddress(kind=kind, bucket=host, account=account, key=key, root=f"{scheme}://{host}{at_account}/")
+
+
+def shown(root: str, key: str) -> str:
+    """Return an address for messages: without what may be a signature, although keys may have question marks."""
+    return root + re.split("[?#]", key, maxsplit=1)[0]
 
 
 def obstore_library(path: str) -> Any:

@@ -20,7 +20,7 @@ from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import check_relative
 from sluice.sources.remote.file import Attempts, RemoteFile
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
-from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of
+from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
 from sluice.sources.remote.store_errors import is_outside, translated
 from sluice.sources.remote_names import names_a_file
 
@@ -45,7 +45,9 @@ def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObjec
     address = parse_address(url)
     if not address.key or address.key.endswith("/"):
         problem = "there are no objects with this prefix"
-        raise MissingFileError(problem, file=address.root + address.key, advice="Check the bucket and the prefix.")
+        raise MissingFileError(
+            problem, file=shown(address.root, address.key), advice="Check the bucket and the prefix."
+        )
     return StoredObject(make_store(address, settings or RemoteSettings()), address.key, address.root)
 
 
@@ -101,7 +103,7 @@ class StoredObject:
             root: Address of the store without credentials, with a slash at the end.
         """
         self._store, self._key = store, key
-        self.path = root + key
+        self.path = shown(root, key)
 
     def open_first(self, nbytes: int) -> tuple[ObjectFacts, _Body]:
         try:
@@ -170,7 +172,7 @@ class StoreDirectory:
             entries: The listing.
         """
         self._store, self._prefix, self._root, self._entries = store, prefix, root, entries
-        self.path = root + prefix
+        self.path = shown(root, prefix)
 
     def entries(self) -> Iterator[DirectoryEntry]:
         return iter(self._entries)
@@ -246,7 +248,7 @@ def _signals(library: Any) -> tuple[type[Exception], ...]:
 
 def _listed(store: Any, key: str, root: str) -> StoreDirectory | None:
     prefix = f"{key.strip('/')}/" if key.strip("/") else ""
-    listing = _listing(store, prefix, root + prefix)
+    listing = _listing(store, prefix, shown(root, prefix))
     names: dict[str, EntryKind] = {meta["path"].removeprefix(prefix): "file" for meta in listing["objects"]}
     names |= {path.rstrip("/").removeprefix(prefix): "directory" for path in listing["common_prefixes"]}
     # Some tools make an empty object with the name of the prefix.
