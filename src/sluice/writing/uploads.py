@@ -53,7 +53,7 @@ class Upload:
         address = parse_address(url)
         self._key = address.key.strip("/")
         self.url = shown(address.root, self._key)
-        self._store = make_store(address, settings or RemoteSettings(), writing=True)
+        self._store = make_store(address, settings or RemoteSettings(), "write")
         self._library = obstore_library(self.url)
         self._old: set[str] = set()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None

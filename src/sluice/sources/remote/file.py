@@ -12,7 +12,7 @@ from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.protocol import DirectIOUnavailable
 from sluice.sources.remote.protocol import RemoteObject, RequestFailedError
 
-__all__ = ["Attempts", "RemoteFile"]
+__all__ = ["RemoteFile"]
 
 
 class RemoteFile:
@@ -48,7 +48,7 @@ class RemoteFile:
         )
         head = memoryview(bytearray(options.REMOTE_FIRST_BYTES))
         facts = None
-        attempts = Attempts(remote.path, 0, sleep, clock)
+        attempts = _Attempts(remote.path, 0, sleep, clock)
         while facts is None:
             try:
                 facts, opened = remote.open_first(len(head))
@@ -87,7 +87,7 @@ class RemoteFile:
             kept = self._head[offset : offset + total]
             buffer[: len(kept)] = kept
             done = len(kept)
-        attempts = Attempts(self.path, offset, self._sleep, self._clock)
+        attempts = _Attempts(self.path, offset, self._sleep, self._clock)
         while done < total:
             begun = done
             try:
@@ -121,16 +121,10 @@ class RemoteFile:
         )
 
 
-class Attempts:
+class _Attempts:
     """The attempts at one range: how long to wait after a failure, and when to give up."""
 
-    def __init__(
-        self,
-        path: str,
-        offset: int,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, path: str, offset: int, sleep: Callable[[float], None], clock: Callable[[], float]) -> None:
         self._path, self._offset, self._sleep, self._clock = path, offset, sleep, clock
         self._until = clock() + options.REMOTE_PATIENCE_SECONDS
         self._failures = self._in_a_row = 0

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -25,6 +25,9 @@ __all__ = ["StoreAddress", "is_store", "make_store", "obstore_library", "parse_a
 #: The process that imported this module. The threads of obstore do not survive a fork, and its calls would wait for
 #: them forever.
 _PROCESS = os.getpid()
+
+#: Use of a client.
+Purpose: TypeAlias = Literal["read", "list", "write"]
 
 #: Kind of store by scheme.
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "azure": "az", "abfs": "az", "abfss": "az"}
@@ -114,13 +117,14 @@ def obstore_library(path: str) -> Any:
     return obstore
 
 
-def make_store(address: StoreAddress, settings: RemoteSettings, *, writing: bool = False) -> Any:
+def make_store(address: StoreAddress, settings: RemoteSettings, purpose: Purpose = "read") -> Any:
     """Return a client of a bucket; nothing is requested.
 
     Args:
         address: The bucket.
         settings: Options of the user, which win over variables.
-        writing: Whether it is for an upload: then obstore repeats requests, and S3 checks the sum of each part.
+        purpose: Use of the client. obstore repeats failed requests to list and to write; S3 checks the sum of each part
+            that is written.
 
     Raises:
         UnsupportedError: obstore is not installed, or refuses an option.
@@ -132,7 +136,7 @@ def make_store(address: StoreAddress, settings: RemoteSettings, *, writing: bool
     more: dict[str, Any] = {}
     if address.kind == "s3" and not _names_credentials(config) and (provider := _profile_credentials()):
         more["credential_provider"] = provider
-    if writing and address.kind == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
+    if purpose == "write" and address.kind == "s3" and "AWS_CHECKSUM_ALGORITHM" not in os.environ:
         config.setdefault("checksum_algorithm", "sha256")
     kinds = {"s3": library.store.S3Store, "gs": library.store.GCSStore, "az": library.store.AzureStore}
     try:
@@ -140,9 +144,9 @@ def make_store(address: StoreAddress, settings: RemoteSettings, *, writing: bool
             address.bucket,
             config=config or None,
             client_options=_client_options(address.kind, config, settings),
-            # Not repeated when reading: RemoteFile does it, which resumes and keeps the limit in time.
+            # A read is repeated by RemoteFile, which resumes and keeps the limit in time.
             retry_config={
-                "max_retries": options.REMOTE_RETRIES if writing else 0,
+                "max_retries": 0 if purpose == "read" else options.REMOTE_RETRIES,
                 "retry_timeout": timedelta(seconds=options.REMOTE_PATIENCE_SECONDS),
             },
             **more,

@@ -13,12 +13,12 @@ from typing import Any, Self
 from msgspec import Struct
 
 from sluice import _options as options
-from sluice._errors import MissingFileError, SourceChangedError
+from sluice._errors import MissingFileError, RemoteError, SourceChangedError
 from sluice.records import AccessFacts
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
 from sluice.sources.remote.directory import check_relative
-from sluice.sources.remote.file import Attempts, RemoteFile
+from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
 from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
 from sluice.sources.remote.store_errors import is_outside, translated
@@ -69,7 +69,8 @@ def open_directory(url: str, settings: RemoteSettings | None = None) -> Director
     address = parse_address(url)
     if address.key and names_a_file(address.key):
         return None
-    return _listed(make_store(address, settings or RemoteSettings()), address.key, address.root)
+    store, lister = (make_store(address, settings or RemoteSettings(), purpose) for purpose in ("read", "list"))
+    return _listed(store, address.key, address.root, lister=lister)
 
 
 def stored_source(store: Any, key: str) -> Source:
@@ -79,7 +80,7 @@ def stored_source(store: Any, key: str) -> Source:
 
 def stored_directory(store: Any, prefix: str) -> Directory | None:
     """Return a prefix of a store that the user has made with obstore, as ``open_directory`` does."""
-    return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store))
+    return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store), lister=store)
 
 
 def _source(remote: RemoteObject) -> RemoteFile:
@@ -246,9 +247,9 @@ def _signals(library: Any) -> tuple[type[Exception], ...]:
     return (library.exceptions.BaseError, OSError, NotImplementedError)
 
 
-def _listed(store: Any, key: str, root: str) -> StoreDirectory | None:
+def _listed(store: Any, key: str, root: str, *, lister: Any) -> StoreDirectory | None:
     prefix = f"{key.strip('/')}/" if key.strip("/") else ""
-    listing = _listing(store, prefix, shown(root, prefix))
+    listing = _listing(lister, prefix, shown(root, prefix))
     names: dict[str, EntryKind] = {meta["path"].removeprefix(prefix): "file" for meta in listing["objects"]}
     names |= {path.rstrip("/").removeprefix(prefix): "directory" for path in listing["common_prefixes"]}
     # Some tools make an empty object with the name of the prefix.
@@ -256,14 +257,12 @@ def _listed(store: Any, key: str, root: str) -> StoreDirectory | None:
     return StoreDirectory(store, prefix, root, entries) if entries else None
 
 
-def _listing(store: Any, prefix: str, path: str) -> Any:
+def _listing(lister: Any, prefix: str, path: str) -> Any:
     library = obstore_library(path)
-    attempts = Attempts(path, 0)
-    while True:
-        try:
-            return library.list_with_delimiter(store, prefix or None)
-        except _signals(library) as error:
-            failure = translated(error, path, pinned=False)
-            if not isinstance(failure, RequestFailedError):
-                raise failure from None
-            attempts.failed(failure)
+    try:
+        return library.list_with_delimiter(lister, prefix or None)
+    except _signals(library) as error:
+        failure = translated(error, path, pinned=False)
+        if isinstance(failure, RequestFailedError):
+            raise RemoteError(failure.problem, file=path, advice=failure.advice) from None
+        raise failure from None
