@@ -135,6 +135,16 @@ def test_the_name_of_a_file_is_no_directory_without_a_request() -> None:
     assert open_directory("s3://bucket/model.safetensors", settings) is None
 
 
+def test_an_object_needs_no_permission_to_list(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise obstore.exceptions.PermissionDeniedError("status code: 403")
+
+    monkeypatch.setattr(obstore, "list_with_delimiter", refused)
+    assert open_directory(f"{bucket.url}model", bucket.settings) is None
+    with pytest.raises(RemoteError, match="refused access"):
+        open_directory(f"{bucket.url}model/", bucket.settings)
+
+
 @pytest.mark.parametrize("name", ["../secret", "/secret", "a/../../b", "https://elsewhere/x", "a//b", "..\\x"])
 def test_names_do_not_lead_out_of_the_prefix(name: str) -> None:
     store = obstore.store.MemoryStore()

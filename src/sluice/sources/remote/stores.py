@@ -70,7 +70,12 @@ def open_directory(url: str, settings: RemoteSettings | None = None) -> Director
     if address.key and names_a_file(address.key):
         return None
     store, lister = (make_store(address, settings or RemoteSettings(), purpose) for purpose in ("read", "list"))
-    return _listed(store, address.key, address.root, lister=lister)
+    try:
+        return _listed(store, address.key, address.root, lister=lister)
+    except RemoteError:
+        if address.key and not address.key.endswith("/"):
+            return None  # to read an object does not need the permission to list, and tells what else is wrong
+        raise
 
 
 def stored_source(store: Any, key: str) -> Source:
