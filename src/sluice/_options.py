@@ -340,6 +340,12 @@ REMOTE_FIRST_BYTES_KEPT = 32
 #: Largest request for a remote object, as object stores recommend.
 REMOTE_READ_BYTES = 8 << 20
 
+#: Bytes of a body that a client of an object store hands over at once: held in addition to the memory of the caller.
+REMOTE_PIECE_BYTES = 128 << 10
+
+#: Requests for one object of a store in flight at once: obstore holds about 2 MiB for each.
+STORE_REQUESTS = 8
+
 #: Largest gap between two ranges of a remote object that are read in one request: a request takes as long as the
 #: transfer of about 1 MiB, which the Rust crate object_store uses as well.
 REMOTE_GAP_BYTES = 1 << 20
@@ -372,3 +378,8 @@ REMOTE_SLOWEST_BYTES, REMOTE_SLOW_SECONDS = 4 << 10, 20.0
 
 #: Redirects that are followed for one request.
 REMOTE_REDIRECTS = 5
+
+#: Smallest part of an upload to an object store, the most parts that stores take, and parts under way at once; and
+#: bytes of a file that are read at once for them.
+UPLOAD_PART_BYTES, UPLOAD_PARTS, UPLOADS = 8 << 20, 9000, 3
+UPLOAD_PIECE_BYTES = 1 << 20

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from torch import nn
 from sluice import _options as options
 from sluice._arguments import check_load, check_save, dtype_argument, path_argument, size_or_none, state_to_save
 from sluice._dtypes import DType
+from sluice._errors import SaveError
 from sluice._keywords import explain_keywords
 from sluice._progress import Progress
 from sluice._public import public
@@ -23,6 +27,9 @@ from sluice.writing.chunks import Staging
 from sluice.writing.manifest import manifest_writer
 from sluice.writing.save import SaveJob, save_state
 from sluice.writing.save_formats import SaveFormat, choose_save_format
+
+if TYPE_CHECKING:
+    from sluice.writing.uploads import Upload
 
 __all__ = ["save"]
 
@@ -53,7 +60,9 @@ def save(
 
     Args:
         obj: A module or an optimizer (its ``state_dict()`` is saved), a state dict, or a nested training state.
-        path: A file or a directory. It may be the file that the weights were loaded from.
+        path: A file or a directory. It may be the file that the weights were loaded from. The address of an object
+            store (``s3://``, ``gs://``, ``az://``) gets the files after they are complete in the temporary directory
+            of this machine, which needs their size.
         format: ``"torch"`` (``torch.load(weights_only=True)`` reads it), ``"safetensors"``, ``"huggingface"`` (a
             directory with ``model.safetensors``, or shards and an index), ``"per-parameter"`` (a directory with a
             file per tensor) or ``"dcp"`` (a directory that ``torch.distributed.checkpoint`` reads). None chooses by
@@ -87,6 +96,13 @@ def save(
     started = time.perf_counter()
     state = state_to_save(obj, path)
     check_load(progress=progress)
+    if isinstance(path, str) and "://" in path and (upload := _upload(path, state, format)) is not None:
+        from sluice.api.uploads import uploaded
+
+        write = partial(save, state, format=format, dtype=dtype, max_shard_size=max_shard_size, metadata=metadata)
+        return uploaded(
+            upload, partial(write, overwrite=overwrite, progress=progress), overwrite=overwrite, manifest=manifest
+        )
     destination = Path(refuse_url(path_argument(path), advice=UPLOAD_ADVICE))
     chosen = choose_save_format(destination, format, max_shard_size)
     check_save(metadata, chosen)
@@ -115,3 +131,18 @@ def save(
         written_by_rank=saved.ranks,
         file_bytes=tuple(os.path.getsize(file) for file in saved.files),
     )
+
+
+def _upload(path: str, state: object, requested: SaveFormat | None) -> Upload | None:
+    """Return the upload for the address of an object store; None for a path."""
+    from sluice.writing.uploads import upload_to
+
+    upload = upload_to(path)
+    if upload is None:
+        return None
+    from sluice.writing.ranks.held import dtensors_in
+
+    if requested == "dcp" or ("torch.distributed.tensor" in sys.modules and dtensors_in(state)):
+        advice = "Save to a file system that all ranks share, and copy the files."
+        raise SaveError("ranks cannot save together to an object store", file=upload.url, advice=advice)
+    return upload

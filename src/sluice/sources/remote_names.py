@@ -9,7 +9,15 @@ import os
 import re
 from itertools import islice
 
-__all__ = ["download_advice", "is_chained", "is_url", "missing_advice", "path_of_file_url", "without_credentials"]
+__all__ = [
+    "download_advice",
+    "is_chained",
+    "is_url",
+    "missing_advice",
+    "names_a_file",
+    "path_of_file_url",
+    "without_credentials",
+]
 
 #: A scheme has at least two characters: one is the drive of a Windows path.
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
@@ -56,6 +64,11 @@ def is_url(path: str) -> bool:
 def is_chained(url: str) -> bool:
     """Return whether a text is several URLs of fsspec in one, such as ``simplecache::s3://bucket/key``."""
     return _LINK.search(re.split("[?#]", url, maxsplit=1)[0]) is not None
+
+
+def names_a_file(path: str) -> bool:
+    """Return whether the last part has a suffix of files, not of directories."""
+    return path.endswith(_FILE_SUFFIXES)
 
 
 def without_credentials(url: str) -> str:

@@ -96,7 +96,7 @@ def _source(remote: Remote) -> Source:
     transport = _module(remote)
     if remote.store is not None:
         if is_obstore(remote.store):
-            return RemoteFile(transport.stored_object(remote.store, remote.url))
+            return cast("Source", transport.stored_source(remote.store, remote.url))
         return cast("Source", transport.filesystem_source(remote.store, remote.url))
     if hasattr(transport, "open_source"):
         return cast("Source", transport.open_source(remote.url, remote.settings))

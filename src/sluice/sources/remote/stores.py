@@ -1,0 +1,273 @@
+"""Objects of S3, Google Cloud Storage and Azure, through obstore (the Rust crate object_store).
+
+A body is received in pieces and copied into the caller's memory, so that a request never holds more than a few pieces.
+Every request names the ETag of the opened object, and every answer is compared with it, because some servers ignore
+the condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from msgspec import Struct
+
+from sluice import _options as options
+from sluice._errors import MissingFileError, RemoteError, SourceChangedError
+from sluice.records import AccessFacts
+from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
+from sluice.sources.protocol import Source
+from sluice.sources.remote.directory import check_relative
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
+from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
+from sluice.sources.remote.store_errors import is_outside, translated
+from sluice.sources.remote_names import names_a_file
+
+__all__ = [
+    "StoreDirectory",
+    "StoredObject",
+    "open_directory",
+    "open_object",
+    "open_source",
+    "stored_directory",
+    "stored_source",
+]
+
+
+def open_object(url: str, settings: RemoteSettings | None = None) -> RemoteObject:
+    """Return the object at ``s3://``, ``gs://``, ``az://`` or ``abfs(s)://``; nothing is requested.
+
+    Raises:
+        UnsupportedError: obstore is not installed, or the address or an option has a wrong form.
+        MissingFileError: The address names a bucket or ends with a slash.
+    """
+    address = parse_address(url)
+    if not address.key or address.key.endswith("/"):
+        problem = "there are no objects with this prefix"
+        raise MissingFileError(
+            problem, file=shown(address.root, address.key), advice="Check the bucket and the prefix."
+        )
+    return StoredObject(make_store(address, settings or RemoteSettings()), address.key, address.root)
+
+
+def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
+    """Return ``open_object`` as a source, with the requests that suit obstore."""
+    return _source(open_object(url, settings))
+
+
+def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:
+    """Return the objects with a prefix as a directory; None if there are none, or if the address is that of a file.
+
+    A last part with the suffix of a file is a file without a request; an address that ends with a slash never is.
+
+    Raises:
+        UnsupportedError: obstore is not installed, or the address or an option has a wrong form.
+        RemoteError: The store does not answer.
+        MissingFileError: The bucket does not exist.
+    """
+    address = parse_address(url)
+    if address.key and names_a_file(address.key):
+        return None
+    store, lister = (make_store(address, settings or RemoteSettings(), purpose) for purpose in ("read", "list"))
+    try:
+        return _listed(store, address.key, address.root, lister=lister)
+    except RemoteError:
+        if address.key and not address.key.endswith("/"):
+            return None  # to read an object does not need the permission to list, and tells what else is wrong
+        raise
+
+
+def stored_source(store: Any, key: str) -> Source:
+    """Return an object of a store that the user has made with obstore."""
+    return _source(StoredObject(store, key, root_of(store)))
+
+
+def stored_directory(store: Any, prefix: str) -> Directory | None:
+    """Return a prefix of a store that the user has made with obstore, as ``open_directory`` does."""
+    return None if prefix and names_a_file(prefix) else _listed(store, prefix, root_of(store), lister=store)
+
+
+def _source(remote: RemoteObject) -> RemoteFile:
+    access = AccessFacts(
+        request_bytes=options.REMOTE_READ_BYTES,
+        gap_bytes=options.REMOTE_GAP_BYTES,
+        parallel_requests=options.STORE_REQUESTS,
+    )
+    return RemoteFile(remote, access=access)
+
+
+class StoredObject:
+    """One object of a store; see ``RemoteObject``."""
+
+    def __init__(self, store: Any, key: str, root: str) -> None:
+        """Keep the client and the key.
+
+        Args:
+            store: A client of obstore.
+            key: Key of the object.
+            root: Address of the store without credentials, with a slash at the end.
+        """
+        self._store, self._key = store, key
+        self.path = shown(root, key)
+
+    def open_first(self, nbytes: int) -> tuple[ObjectFacts, _Body]:
+        try:
+            result = self._get({"range": (0, nbytes)}, pinned=False)
+        except _EmptyObjectError as empty:
+            return empty.facts, _Body(iter(()), self.path)
+        facts = _facts(result.meta)
+        self._check_range(result, 0, min(nbytes, facts.nbytes))
+        return facts, self._body(result)
+
+    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> _Body:
+        wanted: dict[str, Any] = {"range": (offset, offset + nbytes)}
+        if facts.version:
+            wanted["if_match"] = facts.version
+        result = self._get(wanted, pinned=True)
+        found = _facts(result.meta)
+        if found != facts:
+            raise SourceChangedError(
+                "the object was replaced while it was being read",
+                file=self.path,
+                expected=_described(facts),
+                found=_described(found),
+            )
+        self._check_range(result, offset, offset + nbytes)
+        return self._body(result)
+
+    def close(self) -> None:
+        """Do nothing: connections are closed with the client, when its last object is collected."""
+
+    def _get(self, wanted: dict[str, Any], *, pinned: bool) -> Any:
+        library = obstore_library(self.path)
+        try:
+            return library.get(self._store, self._key, options=wanted)
+        except _signals(library) as error:
+            if not pinned and is_outside(error):
+                # An empty object has no range at all.
+                facts = self._head(library)
+                if not facts.nbytes:
+                    raise _EmptyObjectError(facts) from None
+            raise translated(error, self.path, pinned=pinned) from None
+
+    def _head(self, library: Any) -> ObjectFacts:
+        try:
+            return _facts(library.head(self._store, self._key))
+        except _signals(library) as error:
+            raise translated(error, self.path, pinned=False) from None
+
+    def _body(self, result: Any) -> _Body:
+        return _Body(iter(result.stream(min_chunk_size=options.REMOTE_PIECE_BYTES)), self.path)
+
+    def _check_range(self, result: Any, start: int, end: int) -> None:
+        if tuple(result.range) != (start, end):
+            raise RequestFailedError("the store answered with another range than requested", temporary=True)
+
+
+class StoreDirectory:
+    """The objects with one prefix; see ``Directory``."""
+
+    def __init__(self, store: Any, prefix: str, root: str, entries: tuple[DirectoryEntry, ...]) -> None:
+        """Keep the client and the listing.
+
+        Args:
+            store: A client of obstore.
+            prefix: Empty, or a prefix that ends with a slash.
+            root: Address of the store without credentials, with a slash at the end.
+            entries: The listing.
+        """
+        self._store, self._prefix, self._root, self._entries = store, prefix, root, entries
+        self.path = shown(root, prefix)
+
+    def entries(self) -> Iterator[DirectoryEntry]:
+        return iter(self._entries)
+
+    def open(self, name: str) -> Source:
+        self.check_inside(name)
+        return _source(StoredObject(self._store, self._prefix + name, self._root))
+
+    def check_inside(self, name: str) -> None:
+        check_relative(name, self.path)
+
+
+class _Entry(Struct, frozen=True):
+    name: str
+    kind: EntryKind
+
+
+class _EmptyObjectError(Exception):
+    """The object has no bytes; a signal inside this module."""
+
+    def __init__(self, facts: ObjectFacts) -> None:
+        super().__init__()
+        self.facts = facts
+
+
+class _Body:
+    """The pieces of one answer; see ``Body``. Leaving the block ends the request."""
+
+    def __init__(self, pieces: Iterator[bytes], path: str) -> None:
+        self._pieces, self._path = pieces, path
+        self._rest = memoryview(b"")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pieces, self._rest = iter(()), memoryview(b"")
+
+    def readinto(self, buffer: memoryview) -> int:
+        while not self._rest:
+            try:
+                piece = next(self._pieces, None)
+            except _signals(obstore_library(self._path)) as error:
+                raise translated(error, self._path, pinned=True) from None
+            if piece is None:
+                return 0
+            self._rest = memoryview(piece)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
+
+
+def _facts(meta: Any) -> ObjectFacts:
+    tag, modified = meta["e_tag"], meta["last_modified"]
+    weak = tag is not None and tag.startswith("W/")
+    return ObjectFacts(
+        nbytes=int(meta["size"]),
+        version=None if weak else tag,
+        weak_version=tag if weak else None,
+        modified=None if modified is None else modified.isoformat(),
+    )
+
+
+def _described(facts: ObjectFacts) -> str:
+    return f"{facts.nbytes} bytes, {facts.version or facts.weak_version or facts.modified}"
+
+
+def _signals(library: Any) -> tuple[type[Exception], ...]:
+    """Return the errors that calls of obstore raise: its own, and builtins for some of them."""
+    return (library.exceptions.BaseError, OSError, NotImplementedError)
+
+
+def _listed(store: Any, key: str, root: str, *, lister: Any) -> StoreDirectory | None:
+    prefix = f"{key.strip('/')}/" if key.strip("/") else ""
+    listing = _listing(lister, prefix, shown(root, prefix))
+    names: dict[str, EntryKind] = {meta["path"].removeprefix(prefix): "file" for meta in listing["objects"]}
+    names |= {path.rstrip("/").removeprefix(prefix): "directory" for path in listing["common_prefixes"]}
+    # Some tools make an empty object with the name of the prefix.
+    entries = tuple(_Entry(name, kind) for name, kind in names.items() if name and "/" not in name)
+    return StoreDirectory(store, prefix, root, entries) if entries else None
+
+
+def _listing(lister: Any, prefix: str, path: str) -> Any:
+    library = obstore_library(path)
+    try:
+        return library.list_with_delimiter(lister, prefix or None)
+    except _signals(library) as error:
+        failure = translated(error, path, pinned=False)
+        if isinstance(failure, RequestFailedError):
+            raise RemoteError(failure.problem, file=path, advice=failure.advice) from None
+        raise failure from None

@@ -1,0 +1,225 @@
+"""Objects of S3 and Azure as sources and directories, over servers that the tests start."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sluice._errors import (
+    MissingFileError,
+    PathEscapeError,
+    RemoteError,
+    SourceChangedError,
+    TruncatedError,
+    UnsupportedError,
+)
+from sluice.sources.protocol import Source
+from sluice.sources.remote import store_clients
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote.stores import open_directory, open_object, open_source, stored_directory, stored_source
+from sluice.testing import check_source
+from support.object_stores import Bucket, azurite_container, connections_closed, moto_bucket
+
+obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
+
+#: More than the first request brings.
+CONTENT = random.Random(0).randbytes(300_000)
+
+
+@pytest.fixture(scope="module", params=["s3", "az"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    lent = moto_bucket() if request.param == "s3" else azurite_container(tmp_path_factory.mktemp("azurite"))
+    with lent as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server: Bucket) -> Iterator[Bucket]:
+    with connections_closed():
+        yield server
+
+
+def opened(bucket: Bucket, key: str) -> Source:
+    return open_source(bucket.url + key, bucket.settings)
+
+
+def test_an_object_keeps_the_protocol_of_sources(bucket: Bucket) -> None:
+    bucket.put("protocol.bin", CONTENT)
+    check_source(lambda: opened(bucket, "protocol.bin"), CONTENT)
+
+
+def test_an_object_that_was_replaced_has_changed(bucket: Bucket) -> None:
+    bucket.put("replaced.bin", CONTENT)
+    source = opened(bucket, "replaced.bin")
+    bucket.put("replaced.bin", CONTENT[::-1])
+    with pytest.raises(SourceChangedError, match="replaced"):
+        source.read_at(100_000, 10)
+
+
+def test_an_object_that_was_removed_has_changed(bucket: Bucket) -> None:
+    bucket.put("removed.bin", CONTENT)
+    source = opened(bucket, "removed.bin")
+    obstore.delete(bucket.store, "removed.bin")
+    with pytest.raises(SourceChangedError, match="removed"):
+        source.read_at(100_000, 10)
+
+
+def test_a_change_is_found_if_the_server_ignores_conditions(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.put("changing.bin", CONTENT)
+    source = opened(bucket, "changing.bin")
+    bucket.put("changing.bin", CONTENT[::-1])
+    get = obstore.get
+
+    def without_condition(store: Any, path: str, *, options: dict[str, Any]) -> Any:
+        assert options.pop("if_match")
+        return get(store, path, options=options)
+
+    monkeypatch.setattr(obstore, "get", without_condition)
+    with pytest.raises(SourceChangedError, match="replaced") as caught:
+        source.read_at(100_000, 10)
+    assert caught.value.expected != caught.value.found
+
+
+def test_a_small_and_an_empty_object(bucket: Bucket) -> None:
+    bucket.put("small.bin", b"abc")
+    bucket.put("empty.bin", b"")
+    assert opened(bucket, "small.bin").read_at(0, 3) == b"abc"
+    with pytest.raises(TruncatedError, match="empty"):
+        opened(bucket, "empty.bin")
+
+
+def test_percent_signs_and_spaces_of_a_key_are_literal(bucket: Bucket) -> None:
+    bucket.put("a %41.bin", b"abc")
+    assert opened(bucket, "a %41.bin").read_at(0, 3) == b"abc"
+
+
+def test_what_may_be_a_signature_is_not_shown() -> None:
+    store = obstore.store.MemoryStore()
+    with pytest.raises(MissingFileError) as caught:
+        stored_source(store, "a?signature=secret")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_prefix_is_a_directory(bucket: Bucket, slash: str) -> None:
+    for key in ("listed/a.bin", "listed/b/c.bin", "listed-too.bin"):
+        bucket.put(key, key.encode())
+    directory = open_directory(f"{bucket.url}listed{slash}", bucket.settings)
+    assert directory is not None
+    assert {entry.name: entry.kind for entry in directory.entries()} == {"a.bin": "file", "b": "directory"}
+    assert directory.path == f"{bucket.url}listed/"
+    source = directory.open("b/c.bin")
+    assert source.path == f"{bucket.url}listed/b/c.bin"
+    assert source.read_at(0, source.identity.nbytes) == b"listed/b/c.bin"
+    with pytest.raises(MissingFileError):
+        directory.open("missing.bin")
+
+
+def test_an_object_or_nothing_is_no_directory(bucket: Bucket) -> None:
+    bucket.put("one", b"1")
+    assert open_directory(f"{bucket.url}one", bucket.settings) is None
+    assert open_directory(f"{bucket.url}nothing/", bucket.settings) is None
+    with pytest.raises(MissingFileError, match="prefix"):
+        open_object(f"{bucket.url}nothing/", bucket.settings)
+
+
+def test_the_name_of_a_file_is_no_directory_without_a_request() -> None:
+    settings = RemoteSettings(options={"endpoint": "http://127.0.0.1:9"})
+    assert open_directory("s3://bucket/model.safetensors", settings) is None
+
+
+def test_an_object_needs_no_permission_to_list(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise obstore.exceptions.PermissionDeniedError("status code: 403")
+
+    monkeypatch.setattr(obstore, "list_with_delimiter", refused)
+    assert open_directory(f"{bucket.url}model", bucket.settings) is None
+    with pytest.raises(RemoteError, match="refused access"):
+        open_directory(f"{bucket.url}model/", bucket.settings)
+
+
+@pytest.mark.parametrize("name", ["../secret", "/secret", "a/../../b", "https://elsewhere/x", "a//b", "..\\x"])
+def test_names_do_not_lead_out_of_the_prefix(name: str) -> None:
+    store = obstore.store.MemoryStore()
+    obstore.put(store, "a/b", b"1")
+    directory = stored_directory(store, "a")
+    assert directory is not None
+    with pytest.raises(PathEscapeError):
+        directory.open(name)
+
+
+def test_a_missing_bucket_is_named(bucket: Bucket) -> None:
+    url = bucket.url.replace("models", "nowhere")
+    with pytest.raises(MissingFileError, match="bucket does not exist"):
+        open_source(f"{url}a.bin", bucket.settings)
+    with pytest.raises(MissingFileError, match="bucket does not exist"):
+        open_directory(f"{url}a/", bucket.settings)
+
+
+def test_refused_credentials_are_an_error_without_them(bucket: Bucket) -> None:
+    bucket.put("private.bin", CONTENT)
+    wrong = {**bucket.settings.options}
+    if bucket.url.startswith("s3"):
+        wrong["skip_signature"] = "true"  # moto accepts every secret
+    else:
+        wrong["account_key"] = "c2VjcmV0LXNlY3JldC1zZWNyZXQtc2VjcmV0"
+    with pytest.raises(RemoteError, match=r"refused access \(403") as caught:
+        open_source(f"{bucket.url}private.bin", RemoteSettings(options=wrong))
+    assert "ACCESS_KEY" in str(caught.value) or "ACCOUNT_KEY" in str(caught.value)
+    for value in ("hidden-secret", "c2VjcmV0"):
+        assert value not in f"{caught.value!s} {caught.value!r} {caught.value.__cause__!r}"
+
+
+def test_absent_credentials_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    closed = "http://127.0.0.1:9"
+    settings = RemoteSettings(options={"endpoint": closed, "metadata_endpoint": closed})
+    with pytest.raises(RemoteError, match="no credentials were found"):
+        open_source("s3://bucket/a.bin", settings)
+
+
+def test_stores_of_the_user() -> None:
+    store = obstore.store.MemoryStore()
+    obstore.put(store, "dir/a.bin", CONTENT)
+    check_source(lambda: stored_source(store, "dir/a.bin"), CONTENT)
+
+
+def test_a_body_arrives_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = random.Random(1).randbytes(2_000_000)
+    store = obstore.store.MemoryStore()
+    obstore.put(store, "a", content)
+    asked: list[dict[str, Any]] = []
+    get = obstore.get
+
+    def recording(store: Any, path: str, *, options: dict[str, Any]) -> Any:
+        asked.append(options)
+        return get(store, path, options=options)
+
+    monkeypatch.setattr(obstore, "get", recording)
+    source = stored_source(store, "a")
+    target = bytearray(1_000_000)
+    assert source.read_into(500_000, memoryview(target)) == len(target)
+    assert target == content[500_000:1_500_000]
+    assert [options["range"] for options in asked] == [(0, 65536), (500_000, 1_500_000)]
+
+
+def test_without_obstore_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UnsupportedError, match=r"sluice\[remote\]"):
+        open_object("s3://bucket/a.bin")
+
+
+def test_a_forked_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_object("s3://bucket/a.bin", RemoteSettings(options={"skip_signature": "true"}))
+    monkeypatch.setattr(store_clients, "_PROCESS", os.getpid() + 1)
+    with pytest.raises(UnsupportedError, match="forked"):
+        RemoteFile(source)

@@ -1,0 +1,67 @@
+"""Checkpoints of each format in a bucket, read by the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import sluice
+from support.object_stores import Bucket, connections_closed, moto_bucket
+from support.whole_checkpoints import MAKERS
+
+obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch: sparse CSR, quantized tensors
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Bucket]:
+    with moto_bucket() as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server: Bucket) -> Iterator[Bucket]:
+    with connections_closed():
+        yield server
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_each_format_is_read_bit_for_bit(kind: str, bucket: Bucket, tmp_path: Path) -> None:
+    path = tmp_path / kind
+    MAKERS[kind](path)
+    if path.is_dir():
+        bucket.put_files(kind, path)
+    else:
+        bucket.put(kind, path.read_bytes())
+    remote = sluice.Remote(bucket.url + kind, options=dict(bucket.settings.options))
+    with sluice.open(path) as local, sluice.open(remote) as found:
+        assert found.format == local.format
+        assert found.keys() == local.keys()
+        assert all(file.startswith(f"{bucket.url}{kind}") for file in found.files)
+    assert sluice.diff(remote, path).same
+
+
+def test_a_store_of_the_user_is_a_source(tmp_path: Path) -> None:
+    store = obstore.store.MemoryStore()
+    expected = {"a": torch.arange(50_000.0), "b": torch.ones(3)}
+    torch.save(expected, tmp_path / "model.pth")
+    obstore.put(store, "dir/model.pth", (tmp_path / "model.pth").read_bytes())
+    found = sluice.load_state_dict(sluice.Remote("dir/model.pth", store=store))
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_an_object_that_changes_during_use_is_refused(bucket: Bucket, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    sluice.save({"a": torch.arange(50_000.0)}, file)
+    bucket.put("changing.safetensors", file.read_bytes())
+    remote = sluice.Remote(f"{bucket.url}changing.safetensors", options=dict(bucket.settings.options))
+    with sluice.open(remote) as checkpoint:
+        sluice.save({"a": torch.arange(50_000.0) + 1}, file, overwrite=True)
+        bucket.put("changing.safetensors", file.read_bytes())
+        with pytest.raises(sluice.SourceChangedError):
+            checkpoint["a"].read()

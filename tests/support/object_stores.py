@@ -1,0 +1,146 @@
+"""Servers of object stores on the loopback address, started from packages: moto for S3, azurite for Azure."""
+
+from __future__ import annotations
+
+import base64
+import gc
+import hashlib
+import hmac
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sluice.sources.remote.protocol import RemoteSettings
+from sluice.sources.remote.store_clients import make_store, parse_address
+from support.leaks import open_files
+from support.waiting import wait_until
+
+#: Key of the account that every azurite server has; it is in its documentation.
+_AZURITE_ACCOUNT = "devstoreaccount1"
+_AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+_START_SECONDS = 60.0
+
+
+class Bucket:
+    """A bucket of a server, its address and how to reach it."""
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self.url = url
+        self.settings = RemoteSettings(options=options)
+
+    @property
+    def store(self) -> Any:
+        """A new client, so that no connection outlives its use."""
+        return make_store(parse_address(self.url), self.settings)
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write an object."""
+        import obstore
+
+        obstore.put(self.store, key, content)
+
+    def put_files(self, prefix: str, directory: Path) -> None:
+        """Write the files of a directory."""
+        for file in sorted(directory.iterdir()):
+            self.put(f"{prefix}/{file.name}", file.read_bytes())
+
+
+@contextmanager
+def connections_closed() -> Iterator[None]:
+    """Wait after the block until the connections of its clients are closed, shortly after they are collected."""
+    before = open_files()
+    yield
+    gc.collect()
+    wait_until(lambda: not open_files() - before, "connections were closed")
+
+
+@contextmanager
+def moto_bucket() -> Iterator[Bucket]:
+    """Lend a bucket of a new S3 server; skip the test if the packages are not installed."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
+    for needed in ("moto", "flask", "flask_cors"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed, which the S3 server needs")
+    port = _free_port()
+    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port):
+        endpoint = f"http://127.0.0.1:{port}"
+        with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/models", method="PUT"), timeout=30):
+            pass
+        options = {"endpoint": endpoint, "access_key_id": "testing", "secret_access_key": "hidden-secret"}
+        yield _warm(Bucket("s3://models/", {**options, "region": "us-east-1"}))
+
+
+@contextmanager
+def azurite_container(directory: Path) -> Iterator[Bucket]:
+    """Lend a container of a new Azure server, run in a directory; skip the test if npm has not installed it."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("azurite-blob is not installed: npm install -g azurite")
+    port = _free_port()
+    command = [program, "--inMemoryPersistence", "--blobHost", "127.0.0.1", "--blobPort", str(port)]
+    with _running([*command, "--skipApiVersionCheck", "--silent", "--disableTelemetry"], port, directory):
+        endpoint = f"http://127.0.0.1:{port}/{_AZURITE_ACCOUNT}"
+        _make_container(endpoint, "models")
+        options = {"endpoint": endpoint, "account_name": _AZURITE_ACCOUNT, "account_key": _AZURITE_KEY}
+        yield _warm(Bucket("az://models/", options))
+
+
+def _warm(bucket: Bucket) -> Bucket:
+    """Make a request: the threads of obstore, and their descriptors, remain from then on."""
+    bucket.put("warm", b"1")
+    return bucket
+
+
+def _make_container(endpoint: str, name: str) -> None:
+    date = formatdate(usegmt=True)
+    headers = {"x-ms-date": date, "x-ms-version": "2021-08-06"}
+    lines = "".join(f"{key}:{value}\n" for key, value in headers.items())
+    resource = f"/{_AZURITE_ACCOUNT}/{_AZURITE_ACCOUNT}/{name}\nrestype:container"
+    signed = hmac.new(base64.b64decode(_AZURITE_KEY), ("PUT" + "\n" * 12 + lines + resource).encode(), hashlib.sha256)
+    headers["Authorization"] = f"SharedKey {_AZURITE_ACCOUNT}:{base64.b64encode(signed.digest()).decode()}"
+    url = f"{endpoint}/{name}?restype=container"
+    with urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers), timeout=30):
+        pass
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _running(command: Sequence[str], port: int, directory: Path | None = None) -> Iterator[None]:
+    nothing = subprocess.DEVNULL
+    server = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd=directory)
+    try:
+        _wait_for(server, port)
+        yield
+    finally:
+        server.kill()  # everything is in its memory
+        server.wait()
+
+
+def _wait_for(server: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    pytest.fail(f"the server did not start: {server.args!r}, exit code {server.poll()}")

@@ -1,0 +1,167 @@
+"""``save`` and ``convert`` to object stores, over a server that the tests start."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import sluice
+from sluice import _options as options
+from sluice.writing import uploads
+from support.object_stores import Bucket, connections_closed, moto_bucket
+
+obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
+
+STATE = {"a": torch.arange(1000.0), "b": torch.arange(6).view(2, 3), "c": torch.ones(500, dtype=torch.bfloat16)}
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Bucket]:
+    with moto_bucket() as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def bucket(server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """Return the bucket, which variables describe."""
+    for name, value in server.settings.options.items():
+        monkeypatch.setenv("AWS_ENDPOINT_URL" if name == "endpoint" else f"AWS_{name.upper()}", str(value))
+    with connections_closed():
+        yield server
+
+
+def names(bucket: Bucket, prefix: str) -> set[str]:
+    listed = obstore.list_with_delimiter(bucket.store, prefix)["objects"]
+    return {meta["path"].removeprefix(prefix) for meta in listed}
+
+
+def download(bucket: Bucket, key: str, directory: Path) -> Path:
+    file = directory / key.rpartition("/")[2]
+    file.write_bytes(obstore.get(bucket.store, key).bytes())
+    return file
+
+
+def unfinished(bucket: Bucket) -> int:
+    """Return the number of uploads of several parts that the server still keeps."""
+    url = f"{bucket.settings.options['endpoint']}/models?uploads"
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return int(answer.read().count(b"<Upload>"))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == expected[name].dtype and found[name].equal(expected[name]) for name in expected)
+
+
+def test_one_file(bucket: Bucket, tmp_path: Path) -> None:
+    report = sluice.save(STATE, "s3://models/one/model.safetensors")
+    assert report.destination == "s3://models/one/model.safetensors"
+    assert report.files == ("s3://models/one/model.safetensors",)
+    assert_equal(load_file(download(bucket, "one/model.safetensors", tmp_path)), STATE)
+    sluice.save(STATE, "s3://models/one/model.pth")
+    assert_equal(torch.load(download(bucket, "one/model.pth", tmp_path), weights_only=True), STATE)
+
+
+def test_a_file_of_several_parts(bucket: Bucket, tmp_path: Path) -> None:
+    large = {"w": torch.arange(5_000_000, dtype=torch.int32)}
+    assert 4 * large["w"].numel() > 2 * options.UPLOAD_PART_BYTES
+    sluice.save(large, "s3://models/large.safetensors")
+    assert_equal(load_file(download(bucket, "large.safetensors", tmp_path)), large)
+    assert unfinished(bucket) == 0
+
+
+def test_a_directory_of_shards_has_its_index_last(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, order = obstore.put, list[str]()
+
+    def recording(store: object, key: str, *rest: object, **more: object) -> object:
+        order.append(key)
+        return put(store, key, *rest, **more)
+
+    monkeypatch.setattr(obstore, "put", recording)
+    report = sluice.save(STATE, "s3://models/sharded/", max_shard_size=3000)
+    assert len(order) == len(report.files) > 2
+    assert order[-1] == "sharded/model.safetensors.index.json"
+    assert set(report.files) == {f"s3://models/{key}" for key in order}
+    found: dict[str, torch.Tensor] = {}
+    for key in order[:-1]:
+        found |= load_file(download(bucket, key, tmp_path))
+    assert_equal(found, STATE)
+
+
+def test_a_model_replaces_another_without_sharing_names(bucket: Bucket, tmp_path: Path) -> None:
+    first = sluice.save(STATE, "s3://models/replaced", max_shard_size=3000)
+    bucket.put("replaced/config.json", b"{}")
+    with pytest.raises(sluice.SaveError, match="overwrite=True") as caught:
+        sluice.save(STATE, "s3://models/replaced", max_shard_size=3000)
+    assert caught.value.file == "s3://models/replaced"
+    second = sluice.save(STATE, "s3://models/replaced", max_shard_size=3000, overwrite=True)
+    index = "s3://models/replaced/model.safetensors.index.json"
+    assert set(first.files) & set(second.files) == {index}
+    assert names(bucket, "replaced/") == {file.rpartition("/")[2] for file in second.files} | {"config.json"}
+    weights = json.loads(download(bucket, "replaced/model.safetensors.index.json", tmp_path).read_text())["weight_map"]
+    assert {f"s3://models/replaced/{name}" for name in weights.values()} == set(second.files) - {index}
+
+
+def test_an_existing_object_is_kept(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.put("kept.safetensors", b"kept")
+    with pytest.raises(sluice.SaveError, match="already exists"):
+        sluice.save(STATE, "s3://models/kept.safetensors")
+    # Created by another process after the first look.
+    monkeypatch.setattr(uploads.Upload, "_mirror", lambda _: None)
+    for part in (options.UPLOAD_PART_BYTES, 1):
+        monkeypatch.setattr(options, "UPLOAD_PART_BYTES", part)
+        large = {"w": torch.zeros(1_000_000)}
+        with pytest.raises(sluice.SaveError, match="in the meantime"):
+            sluice.save(large, "s3://models/kept.safetensors")
+    assert obstore.get(bucket.store, "kept.safetensors").bytes().to_bytes() == b"kept"
+
+
+def test_a_failed_upload_leaves_nothing(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = uploads._pieces
+
+    def interrupted(file: str) -> Iterator[bytes]:
+        pieces = read(file)
+        for _ in range(20):
+            yield next(pieces)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(uploads, "_pieces", interrupted)
+    state = {"first": torch.zeros(1000), "second": torch.zeros(7_000_000)}
+    with pytest.raises(KeyboardInterrupt):
+        sluice.save(state, "s3://models/failed", max_shard_size="5kB")
+    assert names(bucket, "failed/") == set()
+    assert unfinished(bucket) == 0
+
+
+def test_a_conversion(bucket: Bucket, tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "source.pth")
+    planned = sluice.convert(tmp_path / "source.pth", "s3://models/converted.safetensors", dry_run=True)
+    assert planned.files == ("s3://models/converted.safetensors",)
+    assert "converted.safetensors" not in names(bucket, "")
+    report = sluice.convert(tmp_path / "source.pth", "s3://models/converted.safetensors", dtype="float16")
+    assert report.files == planned.files
+    found = load_file(download(bucket, "converted.safetensors", tmp_path))
+    assert_equal(found, {name: each.half() if each.is_floating_point() else each for name, each in STATE.items()})
+
+
+def test_a_missing_bucket(bucket: Bucket) -> None:
+    with pytest.raises(sluice.SaveError, match="bucket does not exist"):
+        sluice.save(STATE, "s3://nowhere/a.safetensors")
+
+
+def test_manifests_and_ranks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="manifest="):
+        sluice.save(STATE, "s3://models/a.safetensors", manifest=tmp_path / "a.json")
+    with pytest.raises(sluice.SaveError, match="ranks"):
+        sluice.save(STATE, "s3://models/a", format="dcp")
