@@ -62,8 +62,8 @@ class HttpObject:
     Credentials and additional headers are sent only to the origin of the first address.
     """
 
-    def __init__(self, url: str, settings: RemoteSettings) -> None:
-        self.path = without_credentials(url)
+    def __init__(self, url: str, settings: RemoteSettings, *, shown: str | None = None) -> None:
+        self.path = without_credentials(url) if shown is None else shown
         self._first, authorization = parse_address(url)
         self._target = self._first
         self._first_is_private: bool | None = None

@@ -1,0 +1,248 @@
+"""Models of the Hugging Face Hub: names, revisions, tokens and the cache by huggingface_hub, data over HTTP.
+
+A branch or tag is resolved to its commit once, when an address is opened, and all files are those of this commit. Files
+of the commit that are in the local cache of huggingface_hub are read there. Without a connection, or with
+``HF_HUB_OFFLINE``, the cached commit of the revision is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from urllib.parse import unquote
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+from msgspec import Struct
+
+from sluice._errors import MissingFileError, RemoteError, UnsupportedError
+from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
+from sluice.sources.local import LocalFile
+from sluice.sources.protocol import Source
+from sluice.sources.remote import http
+from sluice.sources.remote.directory import check_relative
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.protocol import RemoteSettings
+
+__all__ = ["HubAddress", "open_directory", "open_source", "parse_address"]
+
+_FORM = "hf://OWNER/NAME[@REVISION][/PATH]"
+
+#: Suffixes that tell a file from the name of a model: ``hf://gpt2/model.safetensors`` has no owner.
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".h5", ".gguf", ".msgpack", ".txt")
+
+#: Revisions with a slash in their names that are common: pull requests and converted files.
+_SLASHED = re.compile(r"(refs/(?:pr|convert)/[^/]+)(?:/|$)")
+
+
+class HubAddress(Struct, frozen=True, kw_only=True):
+    """What an address of the hub names."""
+
+    #: Owner and name, or only the name.
+    repository: str
+    #: Branch, tag or commit.
+    revision: str
+    #: File or directory in the repository; empty for all of it.
+    path: str
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == "main" else f"@{self.revision}"
+        return f"hf://{self.repository}{revision}" + (f"/{self.path}" if self.path else "")
+
+
+def parse_address(url: str) -> HubAddress:
+    """Return the parts of an ``hf://`` URL.
+
+    Raises:
+        UnsupportedError: It names a dataset or a space.
+        RemoteError: It does not have the form of an address.
+    """
+    rest = url.partition("://")[2].strip("/").removeprefix("models/")
+    if rest.startswith(("datasets/", "spaces/")):
+        problem = "only models of the hub are checkpoints, not datasets and spaces"
+        raise UnsupportedError(problem, file=url, advice="Download the file and pass its path.")
+    parts = rest.split("/")
+    alone = "@" in parts[0] or len(parts) == 1 or (len(parts) == 2 and parts[1].endswith(_FILES))
+    count = 1 if alone else 2
+    name, at, revision = "/".join(parts[:count]).partition("@")
+    path = "/".join(parts[count:])
+    slashed = _SLASHED.match(f"{revision}/{path}") if at else None
+    if slashed:
+        revision, path = slashed[1], f"{revision}/{path}"[slashed.end() :]
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) or (at and not revision):
+        raise RemoteError(
+            "the address does not name a model of the hub", file=url, expected=_FORM, advice=f"Write {_FORM}."
+        )
+    return HubAddress(repository=name, revision=unquote(revision) or "main", path=path)
+
+
+def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
+    """Return a file of the hub, or of the local cache.
+
+    Raises:
+        MissingFileError: There is no such model, revision or file.
+        RemoteError: The hub refuses or does not answer, and the file is not in the cache.
+    """
+    address = parse_address(url)
+    return _Commit.of(address, settings or RemoteSettings()).open(address.path)
+
+
+def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:
+    """Return a model or a directory in it; None if the address names a file, or nothing; raises as ``open_source``."""
+    address = parse_address(url)
+    if address.path.endswith(_FILES):
+        return None
+    commit = _Commit.of(address, settings or RemoteSettings())
+    prefix = f"{address.path}/" if address.path else ""
+    if not any(name.startswith(prefix) for name in commit.names):
+        return None
+    return _HubDirectory(commit, prefix)
+
+
+class _Commit:
+    """One commit of a model."""
+
+    def __init__(
+        self, address: HubAddress, settings: RemoteSettings, revision: str, names: Sequence[str], cached: str | None
+    ) -> None:
+        """Keep what is known of a commit.
+
+        Args:
+            address: The address that named it.
+            settings: Settings of requests.
+            revision: The commit.
+            names: Paths of its files.
+            cached: Directory of the cache with these files; None if they are on the hub, and perhaps in the cache too.
+        """
+        self.address, self.names = address, names
+        self._settings, self._revision, self._cached = settings, revision, cached
+
+    @classmethod
+    def of(cls, address: HubAddress, settings: RemoteSettings) -> _Commit:
+        """Resolve the revision of an address.
+
+        Raises:
+            MissingFileError: There is no such model or revision.
+            RemoteError: The hub refuses or does not answer, and the revision is not in the cache.
+        """
+        api = huggingface_hub.HfApi(endpoint=_endpoint())
+        try:
+            info = api.model_info(address.repository, revision=address.revision, timeout=settings.timeout or 30.0)
+        except errors.GatedRepoError as error:
+            raise _refused(address, "access to the model needs the permission of its owner") from error
+        except errors.RevisionNotFoundError as error:
+            raise MissingFileError(
+                f"the model has no revision {address.revision!r}", file=str(address), advice="Check the revision."
+            ) from error
+        except errors.RepositoryNotFoundError as error:
+            problem = "the hub has no such model, or it is private"
+            raise MissingFileError(problem, file=str(address), advice=f"Check the name. {_LOGIN}") from error
+        except errors.HfHubHTTPError as error:
+            status = error.response.status_code if error.response is not None else None
+            if status in {401, 403}:
+                raise _refused(address, f"the hub refuses the request with status {status}") from error
+            return cls._from_cache(address, settings, error)
+        except (OSError, RuntimeError) as error:  # not connected, or offline on purpose
+            return cls._from_cache(address, settings, error)
+        except Exception as error:  # of the HTTP library, which changes between versions of huggingface_hub
+            if type(error).__module__.partition(".")[0] not in {"httpx", "httpx2", "httpcore", "requests", "urllib3"}:
+                raise
+            return cls._from_cache(address, settings, error)
+        names = [each.rfilename for each in info.siblings or ()]
+        return cls(address, settings, info.sha or address.revision, names, None)
+
+    @classmethod
+    def _from_cache(cls, address: HubAddress, settings: RemoteSettings, cause: Exception) -> _Commit:
+        try:
+            folder = huggingface_hub.snapshot_download(
+                address.repository, revision=address.revision, local_files_only=True
+            )
+        except (errors.LocalEntryNotFoundError, OSError, ValueError):
+            problem = "the hub does not answer, and its cache does not have the model"
+            raise RemoteError(problem, file=str(address), found=f"{type(cause).__name__}") from cause
+        found = (os.path.join(where, name) for where, _, files in os.walk(folder) for name in files)
+        names = [os.path.relpath(path, folder).replace(os.sep, "/") for path in found]
+        return cls(address, settings, os.path.basename(folder), names, folder)
+
+    def open(self, path: str) -> Source:
+        """Return a file.
+
+        Raises:
+            MissingFileError: There is no such file.
+        """
+        shown = str(HubAddress(repository=self.address.repository, revision=self.address.revision, path=path))
+        if path not in self.names:
+            close = get_close_matches(path, self.names, n=1)
+            advice = f"Did you mean {close[0]!r}?" if close else "Check the name of the file."
+            raise MissingFileError("the model has no such file", file=shown, advice=advice) from FileNotFoundError(path)
+        if self._cached is not None:
+            return LocalFile(os.path.join(self._cached, path))
+        cached = huggingface_hub.try_to_load_from_cache(self.address.repository, path, revision=self._revision)
+        if isinstance(cached, str):
+            return LocalFile(cached)
+        url = huggingface_hub.hf_hub_url(self.address.repository, path, revision=self._revision, endpoint=_endpoint())
+        given = {name.lower() for name, _ in self._settings.headers}
+        token = {} if "authorization" in given else _authorization()
+        return RemoteFile(
+            http.HttpObject(
+                url,
+                RemoteSettings(
+                    headers=(*self._settings.headers, *token.items()),
+                    verify=self._settings.verify,
+                    timeout=self._settings.timeout,
+                ),
+                shown=shown,
+            )
+        )
+
+
+class _HubDirectory:
+    """A directory of a commit; see ``Directory``."""
+
+    def __init__(self, commit: _Commit, prefix: str) -> None:
+        self._commit, self._prefix = commit, prefix
+
+    @property
+    def path(self) -> str:
+        return str(self._commit.address)
+
+    def entries(self) -> Iterator[DirectoryEntry]:
+        below = [name.removeprefix(self._prefix) for name in self._commit.names if name.startswith(self._prefix)]
+        kinds: dict[str, EntryKind] = {}
+        for name in below:
+            first, slash, _ = name.partition("/")
+            kinds[first] = "directory" if slash else "file"
+        yield from (_Entry(name=name, kind=kind) for name, kind in kinds.items())
+
+    def open(self, name: str) -> Source:
+        check_relative(name, self.path)
+        return self._commit.open(self._prefix + name)
+
+    def check_inside(self, name: str) -> None:
+        check_relative(name, self.path)
+
+
+class _Entry(Struct, frozen=True, kw_only=True):
+    """One name in a listing; see ``DirectoryEntry``."""
+
+    name: str
+    kind: EntryKind
+
+
+_LOGIN = "A private or gated model needs a token: `hf auth login`, or the variable HF_TOKEN."
+
+
+def _refused(address: HubAddress, problem: str) -> RemoteError:
+    return RemoteError(problem, file=str(address), advice=_LOGIN)
+
+
+def _endpoint() -> str:
+    """Return the address of the hub; huggingface_hub reads the variable only when it is imported."""
+    return os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
+
+
+def _authorization() -> Mapping[str, str]:
+    token = huggingface_hub.get_token()
+    return {} if token is None else {"Authorization": f"Bearer {token}"}

@@ -1,0 +1,161 @@
+"""Models of the Hub: the real huggingface_hub against a server that answers as the Hub does."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+
+import sluice
+from sluice.sources.remote.hub import HubAddress, parse_address
+from support.range_server import RangeServer, moved, status
+
+COMMIT = "5f0e1b2c" * 5
+SHARDS = {
+    "model-00001-of-00002.safetensors": {"a": torch.arange(6.0).view(2, 3)},
+    "model-00002-of-00002.safetensors": {"b": torch.arange(4, dtype=torch.bfloat16)},
+}
+
+
+def contents() -> dict[str, bytes]:
+    """Return the files of the model ``org/net``."""
+    from safetensors.torch import save
+
+    files = {name: save(tensors) for name, tensors in SHARDS.items()}
+    weight_map = {name: file for file, tensors in SHARDS.items() for name in tensors}
+    stream = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, stream)
+    return {
+        **files,
+        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
+        "old/net.pth": stream.getvalue(),
+        "part/model.safetensors": save({"w": torch.ones(3)}),
+        "README.md": b"# net",
+    }
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[RangeServer]:
+    """Start the server, and make it the hub of an empty cache."""
+    files = contents()
+    info = {"id": "org/net", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+    served = {f"/api/models/{name}/revision/main": json.dumps(info).encode() for name in ("org/net", "net")}
+    served |= {f"/org/net/resolve/{COMMIT}/{name}": content for name, content in files.items()}
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    with RangeServer(served) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url(""))
+        yield server
+    huggingface_hub.close_session()
+
+
+def data_requests(server: RangeServer) -> list[str]:
+    return [request.path.rpartition("/")[2] for request in server.requests if "/resolve/" in request.path]
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("hf://org/net", ("org/net", "main", "")),
+        ("hf://models/org/net/", ("org/net", "main", "")),
+        ("hf://gpt2", ("gpt2", "main", "")),
+        ("hf://gpt2/model.safetensors", ("gpt2", "main", "model.safetensors")),
+        ("hf://gpt2@v1/sub/model.bin", ("gpt2", "v1", "sub/model.bin")),
+        ("hf://org/net@refs/pr/3/model.bin", ("org/net", "refs/pr/3", "model.bin")),
+        ("hf://org/net@a%2Fb/old/net.pth", ("org/net", "a/b", "old/net.pth")),
+    ],
+)
+def test_parts_of_an_address(url: str, expected: tuple[str, str, str]) -> None:
+    address = parse_address(url)
+    assert address == HubAddress(repository=expected[0], revision=expected[1], path=expected[2])
+
+
+@pytest.mark.parametrize("url", ["hf://", "hf://org/net@/x", "hf://org/ne t", "hf://../x"])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(sluice.RemoteError, match="OWNER/NAME"):
+        parse_address(url)
+
+
+def test_datasets_are_refused() -> None:
+    with pytest.raises(sluice.UnsupportedError, match="only models"):
+        sluice.open("hf://datasets/org/rows/x.pt")
+
+
+def test_a_model_of_shards_is_read_from_one_commit(hub: RangeServer) -> None:
+    state = sluice.load_state_dict("hf://org/net")
+    expected = {name: tensor for tensors in SHARDS.values() for name, tensor in tensors.items()}
+    assert {name: tensor.tolist() for name, tensor in state.items()} == {n: t.tolist() for n, t in expected.items()}
+    assert sorted(data_requests(hub)) == [*SHARDS, "model.safetensors.index.json"]
+    assert sum("/api/" in request.path for request in hub.requests) == 1
+
+
+@pytest.mark.parametrize("url", ["hf://org/net/old/net.pth", "hf://org/net@main/old/net.pth", "hf://org/net/part"])
+def test_one_file_and_a_directory_of_a_model(hub: RangeServer, url: str) -> None:
+    assert sluice.load_state_dict(url)["w"].tolist() == [1, 1, 1]
+
+
+def test_cached_files_are_read_from_the_cache(hub: RangeServer, tmp_path: Path) -> None:
+    snapshot = tmp_path / "cache" / "models--org--net" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    first = next(iter(SHARDS))
+    (snapshot / first).write_bytes(contents()[first])
+    sluice.load_state_dict("hf://org/net")
+    assert first not in data_requests(hub)
+    assert len(data_requests(hub)) == 2
+
+
+def test_without_a_connection_the_cache_is_used(
+    monkeypatch: pytest.MonkeyPatch, hub: RangeServer, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(sluice.RemoteError, match="its cache does not have the model"):
+        sluice.open("hf://org/net")
+    model = tmp_path / "cache" / "models--org--net"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs" / "main").write_text(COMMIT)
+    snapshot = model / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for name in [*SHARDS, "model.safetensors.index.json"]:
+        (snapshot / name).write_bytes(contents()[name])
+    assert list(sluice.load_state_dict("hf://org/net")) == ["a", "b"]
+
+
+def test_a_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
+    monkeypatch: pytest.MonkeyPatch, hub: RangeServer
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with RangeServer({"/blob": contents()["old/net.pth"]}) as network:
+        hub.faults = {1: moved(network.url("/blob"))}
+        assert sluice.load_state_dict("hf://org/net/old/net.pth")["w"].tolist() == [1, 1, 1]
+        assert all(request.headers["Authorization"] == "Bearer hf_secret" for request in hub.requests)
+        assert network.requests
+        assert not any(request.headers["Authorization"] for request in network.requests)
+
+
+@pytest.mark.parametrize(
+    ("code", "named", "kind", "message"),
+    [
+        (404, "RepoNotFound", sluice.MissingFileError, "no such model, or it is private"),
+        (404, "RevisionNotFound", sluice.MissingFileError, "no revision 'main'"),
+        (403, "GatedRepo", sluice.RemoteError, "permission of its owner"),
+        (403, "", sluice.RemoteError, "refuses the request with status 403"),
+        (500, "", sluice.RemoteError, "does not answer"),
+    ],
+)
+def test_refusals(hub: RangeServer, code: int, named: str, kind: type[Exception], message: str) -> None:
+    hub.always = status(code, **({"X_Error_Code": named} if named else {}))
+    with pytest.raises(kind, match=message) as caught:
+        sluice.open("hf://org/net")
+    assert "hf://org/net" in str(caught.value)
+
+
+def test_a_missing_file_names_the_closest(hub: RangeServer) -> None:
+    with pytest.raises(sluice.MissingFileError, match=r"Did you mean 'old/net\.pth'"):
+        sluice.open("hf://org/net/old/nett.pth")
