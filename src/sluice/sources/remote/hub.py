@@ -38,7 +38,7 @@ _SLASHED = re.compile(r"(refs/(?:pr|convert)/[^/]+)(?:/|$)")
 
 
 class HubAddress(Struct, frozen=True, kw_only=True):
-    """What an address of the hub names."""
+    """Parts of an address of the hub."""
 
     #: Owner and name, or only the name.
     repository: str
