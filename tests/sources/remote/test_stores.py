@@ -29,8 +29,16 @@ from support.object_stores import Bucket, azurite_container, connections_closed,
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
 
+store_module = pytest.importorskip("obstore.store")
+
 #: More than the first request brings.
 CONTENT = random.Random(0).randbytes(300_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runtime() -> None:
+    """Start the event loop of obstore, which a process keeps."""
+    obstore.put(store_module.MemoryStore(), "x", b"x")
 
 
 @pytest.fixture(scope="module", params=["s3", "az"])
