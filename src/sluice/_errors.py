@@ -17,12 +17,12 @@
     ├── EmptyInitError             a constructor needs values that empty_init lacks (also a RuntimeError)
     ├── BudgetError                the load cannot keep the memory limits
     ├── ReadError                  the operating system failed a read (also an OSError)
-    │   └── ReadPermissionError    it refused access to the file (also a PermissionError)
+    │   ├── ReadPermissionError    it refused access to the file (also a PermissionError)
+    │   └── RemoteError            a server failed a request, or cannot be reached
     ├── SourceChangedError         the file changed while it was being read
     ├── PartialLoadError           a live model was filled in part
     ├── RankError                  a rank of a process group failed, so all ranks gave up (also a RuntimeError)
-    ├── SaveError                  nothing was saved; what existed is intact (also a RuntimeError)
-    └── RemoteError                a remote source failed
+    └── SaveError                  nothing was saved; what existed is intact (also a RuntimeError)
 
 Some are also the built-in exception that the replaced function raises (``torch.load``, ``load_state_dict``,
 ``torch.save``), so that existing ``except`` clauses keep working.

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from bench.ranks import Cell, main, table
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("two_ranks")  # starts the server that forks processes, which stays
 def test_every_method_finishes_with_the_same_weights(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
