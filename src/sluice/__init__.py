@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         SaveError,
         SluiceError,
         SourceChangedError,
+        StreamError,
         TruncatedError,
         UnsafeContentError,
         UnsupportedError,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from sluice.api.load_optimizer import load_optimizer
     from sluice.api.plan import plan
     from sluice.api.save import save
+    from sluice.api.stream import stream
     from sluice.api.verify import verify
     from sluice.measuring import MemoryReport, measure
     from sluice.modules.empty_init import empty_init
@@ -57,8 +59,10 @@ if TYPE_CHECKING:
     from sluice.reports.load import LoadReport, RankReport
     from sluice.reports.plan import PlanReport
     from sluice.reports.save import SaveReport
+    from sluice.reports.stream import StreamReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
     from sluice.sources.remote.location import Remote
+    from sluice.streaming.stream import Stream
 
 __version__ = "0.1.0"
 
@@ -97,6 +101,9 @@ __all__ = [
     "SaveReport",
     "SluiceError",
     "SourceChangedError",
+    "Stream",
+    "StreamError",
+    "StreamReport",
     "TensorDifference",
     "TruncatedError",
     "UnsafeContentError",
@@ -116,6 +123,7 @@ __all__ = [
     "plan",
     "rules",
     "save",
+    "stream",
     "verify",
 ]
 
@@ -137,6 +145,8 @@ _HOMES = {
     "UnsupportedValue": "records",
     "ProgressEvent": "_progress",
     "SaveReport": "reports.save",
+    "Stream": "streaming.stream",
+    "StreamReport": "reports.stream",
     "VerifyProblem": "reports.verify",
     "VerifyReport": "reports.verify",
     "convert": "api.convert",
@@ -150,6 +160,7 @@ _HOMES = {
     "open": "api.checkpoint",
     "plan": "api.plan",
     "save": "api.save",
+    "stream": "api.stream",
     "verify": "api.verify",
 }
 

@@ -22,6 +22,7 @@
     ├── SourceChangedError         the file changed while it was being read
     ├── PartialLoadError           a live model was filled in part
     ├── RankError                  a rank of a process group failed, so all ranks gave up (also a RuntimeError)
+    ├── StreamError                a streamed model cannot do this (also a RuntimeError)
     └── SaveError                  nothing was saved; what existed is intact (also a RuntimeError)
 
 Some are also the built-in exception that the replaced function raises (``torch.load``, ``load_state_dict``,
@@ -71,6 +72,7 @@ __all__ = [
     "SaveError",
     "SluiceError",
     "SourceChangedError",
+    "StreamError",
     "TruncatedError",
     "UnsafeContentError",
     "UnsupportedError",
@@ -377,6 +379,12 @@ class RankError(SluiceError, RuntimeError):
     ) -> None:
         super().__init__(problem, file=file, tensor=tensor)
         self.ranks = dict(ranks or {})
+
+
+class StreamError(SluiceError, RuntimeError):
+    """A model that is streamed was asked for what needs all its weights at once, or gradients; it stays as it was."""
+
+    advice = "Close the stream first, and load the weights with sluice.load_into if they fit into memory."
 
 
 class SaveError(SluiceError, RuntimeError):

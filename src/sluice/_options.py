@@ -275,6 +275,19 @@ STREAM_FILLS = 4096
 #: Bytes of one piece that is cast or reordered before it is written to a file.
 SCRATCH_BYTES = 512 << 10
 
+#: Recycled memory has sizes that are multiples of this, so that tensors of one size fit although each begins at another
+#: offset of a page.
+RECYCLED_STEP_BYTES = 64 << 10
+
+#: Smaller parameters of a streamed model stay in memory: reading one takes as long as reading this many bytes.
+STREAMED_BYTES = 256 << 10
+
+#: Largest share of the memory of a streamed model that its small parameters take; if they need more, they are streamed.
+SMALL_WEIGHTS_SHARE = 0.25
+
+#: Most bytes of the rows of an embedding that are read at once.
+LOOKUP_BYTES = 8 << 20
+
 #: Bytes of all buffers of a save, one per writer. Direct writes use them, and tensors that are not in host memory in
 #: the form that the file requires. Larger buffers are not faster.
 SAVE_STAGING_BYTES = 16 << 20

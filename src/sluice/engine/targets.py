@@ -42,6 +42,7 @@ class Targets:
         accelerators: Mapping[str, Accelerator] | None = None,
         kernels: Mapping[str, RowFunction] | None = None,
         finishers: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
+        take_memory: Callable[[int], HostMemory] | None = None,
     ) -> None:
         """Prepare targets without allocating memory.
 
@@ -52,11 +53,13 @@ class Targets:
             kernels: The functions that the row kernels of the plan name.
             finishers: The functions that the finishers of the plan name. Each gets a whole weight and returns the
                 tensor that takes its place; the memory of the weight is freed unless the result shares it.
+            take_memory: Returns host memory of at least as many bytes, with any content; None maps new memory.
         """
         self._plan = plan
         self._kernels = kernels or {}
         self._finishers = finishers or {}
         self._finished: dict[int, torch.Tensor] = {}
+        self._take_memory = take_memory
         if accelerators is None:
             accelerators = {device.device: accelerator(device.device) for device in plan.devices}
         self._accelerators = accelerators
@@ -304,7 +307,7 @@ class Targets:
                 memory = self._arenas.get(number)
                 is_new = memory is None
                 if memory is None:
-                    memory = self._arenas[number] = HostMemory(self._plan.arenas[number], huge_pages=False)
+                    memory = self._arenas[number] = self._new_memory(self._plan.arenas[number], huge_pages=False)
             if is_new:  # without the lock: another thread may already copy to it
                 memory.populate()
         return memory
@@ -316,8 +319,11 @@ class Targets:
     def _mapping_locked(self, position: int) -> HostMemory:
         if position not in self._mappings:
             nbytes = self._plan.blocks[position].lead_bytes + self._plan.targets[position].nbytes
-            self._mappings[position] = HostMemory(nbytes, huge_pages=self._plan.facts.huge_targets)
+            self._mappings[position] = self._new_memory(nbytes, huge_pages=self._plan.facts.huge_targets)
         return self._mappings[position]
+
+    def _new_memory(self, nbytes: int, *, huge_pages: bool) -> HostMemory:
+        return self._take_memory(nbytes) if self._take_memory else HostMemory(nbytes, huge_pages=huge_pages)
 
 
 def _set(tensor: Any, flat: torch.Tensor, view: View) -> torch.Tensor:

@@ -31,7 +31,7 @@ from sluice.records.bulk import collector_paused
 if TYPE_CHECKING:
     from sluice.loading.module_job import ModuleJob
 
-__all__ = ["ModuleData", "fetch_module", "install_module", "partial_load", "same_values"]
+__all__ = ["ModuleData", "compare_tied", "fetch_module", "install_module", "partial_load", "same_values"]
 
 
 class ModuleData(Struct, frozen=True, kw_only=True):
@@ -61,7 +61,7 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
         MismatchError: Tied names have different bytes; nothing was touched.
         PartialLoadError: A failure after live tensors began to change; its cause is the failure.
     """
-    notes = _compare_tied(job)
+    notes = compare_tied(job)
     extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
     attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
     targets = Targets(
@@ -152,7 +152,7 @@ def _read_tree(checkpoint: OpenCheckpoint, tree: object) -> object:
     return with_tensors(tree, entries, tensors, file=checkpoint.path)
 
 
-def _compare_tied(job: ModuleJob) -> list[str]:
+def compare_tied(job: ModuleJob) -> list[str]:
     """Compare further copies of tied tensors with the first, slice by slice; return a note for each that differs.
 
     Raises:

@@ -230,6 +230,27 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
         """See ``LoadJob.total``; parameters and persistent buffers."""
         return len(self.state.outline.slots)
 
+    def part(self, positions: Sequence[int], options: TransferOptions) -> ModuleJob:
+        """Return the job that fills only the tensors of some requests, and those that no entry fills.
+
+        Copies of tied tensors are not compared by it.
+
+        Args:
+            positions: Positions in ``requests``.
+            options: How the bytes are moved.
+        """
+        requests = tuple(self.requests[i] for i in positions)
+        matched = replace(
+            self.match, requests=requests, slots=tuple(self.match.slots[i] for i in positions), comparisons=()
+        )
+        computed = _computed(self.state, self.match, self.placement)
+        return replace(
+            self,
+            requests=requests,
+            match=matched,
+            prepared=plan_transfer(self.checkpoint, requests, computed=computed, options=options),
+        )
+
     def request_lines(self) -> Iterator[str]:
         """See ``LoadJob.request_lines``: also each name of the model, and the entry that fills it."""
         yield f"{self.key} {self.prefix} {self.missing} {self.unexpected}"

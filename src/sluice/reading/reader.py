@@ -64,7 +64,13 @@ class CheckpointReader:
         completed: Callable[[int], None] | None = None,
     ) -> RunResult:
         """Run a plan; see ``Session.run``."""
-        return self._begin(plan, targets).wait(progress=progress, completed=completed)
+        return self.begin(plan, targets).wait(progress=progress, completed=completed)
+
+    def begin(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
+        """Begin to run a plan; see ``Session.start``. After a failure this begins a new session."""
+        if self._session is None or self._session.ended:
+            self._session = Session(self._checkpoint.sources)
+        return self._session.start(plan, targets)
 
     def release_staging(self) -> None:
         """Free the staging buffers until the next plan."""
@@ -102,7 +108,7 @@ class CheckpointReader:
         laid_out, views = single_targets(requests, self._index, offsets)
         plan = plan_load(laid_out, self._index.files, self.facts, staging_bytes=options.SCAN_STAGING_BYTES)
         targets = Targets(plan)
-        return PendingTensors(self, entries, self._begin(plan, targets), targets, views)
+        return PendingTensors(self, entries, self.begin(plan, targets), targets, views)
 
     @cached_property
     def _index(self) -> Index:
@@ -113,11 +119,6 @@ class CheckpointReader:
             for position, file in enumerate(own.files)
         )
         return replace(own, storages=(*own.storages, *files))
-
-    def _begin(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
-        if self._session is None or self._session.ended:
-            self._session = Session(self._checkpoint.sources)
-        return self._session.start(plan, targets)
 
 
 class PendingTensors:

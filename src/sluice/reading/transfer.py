@@ -49,6 +49,7 @@ def plan_transfer(
     computed: Sequence[Computed] = (),
     later_copies: Sequence[tuple[int, int]] = (),
     options: TransferOptions | None = None,
+    serial_bytes: int = SERIAL_BYTES,
 ) -> Prepared:
     """Plan the transfer of ``requests`` without reading tensor data.
 
@@ -59,6 +60,7 @@ def plan_transfer(
         computed: Further tensors that get memory and no values.
         later_copies: Bytes of tensors on the host that code of the model replaces after the load, and of their copies.
         options: How; None for the defaults.
+        serial_bytes: Most bytes that are read in the thread of the caller; 0 if it works on something else meanwhile.
 
     Limits are not checked: ``prepare`` and the verbs do that.
 
@@ -94,7 +96,7 @@ def plan_transfer(
         staging_bytes=_staging_share(memory, options.host_ranks or 1),
         page_cache=options.page_cache,
         mapped=mapped,
-        serial_bytes=SERIAL_BYTES,
+        serial_bytes=serial_bytes,
     )
     if later_copies:
         from sluice.planning.later_copies import growth_of_copies, with_later_growth  # rarely needed

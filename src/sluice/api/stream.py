@@ -1,0 +1,119 @@
+"""``sluice.stream``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sluice._arguments import check_load, check_model, dtype_argument
+from sluice._dtypes import DType
+from sluice._keywords import explain_keywords
+from sluice._options import TEXT_ENCODING, Limits, Memory, MemoryLimits, TransferOptions
+from sluice._progress import Progress
+from sluice._public import public
+from sluice._units import parse_bytes
+from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.entries.rules import Rule
+from sluice.loading.module_job import ModuleRequest
+from sluice.matching.renaming import Rename
+from sluice.planning.budget import device_limit
+from sluice.streaming.job import StreamRequest
+from sluice.streaming.stream import Stream, open_stream
+
+__all__ = ["stream"]
+
+
+@public()
+@explain_keywords
+def stream(
+    model: torch.nn.Module,
+    source: CheckpointSource,
+    *,
+    memory: Memory = None,
+    device: str | int | torch.device | None = None,
+    dtype: DType | None = None,
+    key: str | None = None,
+    rename: Rename | None = None,
+    rules: Sequence[Rule] = (),
+    blocks: Sequence[str] | None = None,
+    limits: Limits | None = None,
+    encoding: str = TEXT_ENCODING,
+    progress: Progress = False,
+) -> Stream:
+    """Run a model whose weights do not fit into memory: each block's weights are read just before it is called.
+
+    The model is built under ``sluice.empty_init()`` and called as usual, without gradients. While one block computes,
+    the weights of the next are read; they take the memory of those that are not needed any more. As many blocks as fit
+    stay in memory, small tensors and buffers always do, and of an embedding only the rows are read that are looked up.
+
+    A block is a member of a list of modules, such as a layer of a transformer, or a module outside of these lists that
+    holds parameters. Lists inside a block, such as experts, have blocks of their own, which are read when they are
+    called. If the largest block is too large, each module with parameters is a block.
+
+    Args:
+        model: The module, on the meta device. Tensors that have memory are filled and stay.
+        source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
+        memory: Bytes for weights where they are used: a size such as ``"6GiB"``, or ``MemoryLimits``, whose ``host`` or
+            ``device`` counts. The staging buffers, and what the model computes, come on top. None takes what the limits
+            of the process leave, less a tenth.
+        device: Where the model runs; None for the CPU, or where its constructor moved it.
+        dtype: As in ``load_into``. A cast is made each time that weights are read: convert the file once if possible.
+        key: As in ``load_into``.
+        rename: As in ``load_into``.
+        rules: As in ``load_into``.
+        blocks: Names of modules to treat as blocks, with ``*`` for any characters, as in ``["layers.*"]``. None finds
+            them by the structure of the model.
+        limits: Bounds for hostile files.
+        encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
+        progress: True draws a bar for what is loaded at the beginning; a function is called with each event.
+
+    Returns:
+        The stream, which ends with its ``with`` block or ``close()``; its ``report`` has the figures.
+
+    Raises:
+        CheckpointError: The file is damaged, unsafe or of an unknown kind.
+        MismatchError: The checkpoint does not fit the module; every reason is listed and nothing was touched.
+        BudgetError: The memory is too small for the largest block; the error says what would do.
+        StreamError: The model cannot be streamed: it is compiled, streamed already, or holds DTensors. Calls of a
+            streamed model raise it if gradients are enabled, and so does what needs all weights at once: moving,
+            casting, copying and saving the model.
+        ReadError: The operating system failed a read; a call of the model raises it too, and may be repeated.
+        SourceChangedError: The file changed.
+
+    Example:
+        >>> with sluice.empty_init():
+        ...     model = GPTModel(config)
+        >>> with torch.inference_mode(), sluice.stream(model, "model.pth", memory="6GiB") as stream:
+        ...     logits = model(tokens)
+        >>> print(stream.report)
+        streams ... of model.pth (torch-zip) through ... on cpu
+        ...
+    """
+    check_model(model, source, "stream(model, source)")
+    check_load(key=key, limits=limits, rename=rename, rules=rules, progress=progress)
+    if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks or ()):
+        raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
+    own = memory if isinstance(memory, MemoryLimits) else MemoryLimits()
+    given = memory if not isinstance(memory, MemoryLimits) else _limit(memory, device)
+    request = StreamRequest(
+        load=ModuleRequest(
+            model=model,
+            device=device,
+            dtype=dtype_argument(dtype),
+            key=key,
+            rename=rename,
+            rules=rules,
+            options=TransferOptions(memory=own),
+        ),
+        memory_bytes=None if given is None else parse_bytes(given),
+        blocks=None if blocks is None else tuple(blocks),
+    )
+    return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)
+
+
+def _limit(memory: MemoryLimits, device: str | int | torch.device | None) -> int | str | None:
+    """Return the caller's limit for the weights of a device."""
+    if device is None or torch.device(device).type == "cpu":
+        return memory.host
+    return device_limit(memory, str(torch.device(device)))

@@ -1,0 +1,124 @@
+"""Divide a module into blocks: the parts whose weights are needed at the same time.
+
+A block is found by the structure of the module, not by its class: the members of lists of modules are blocks, as the
+layers of transformers are, and so is every other module that holds parameters of its own. A list of modules inside a
+block has blocks of its own, such as experts, of which a call may use only some; a ``Sequential`` inside a block has
+not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+from msgspec import Struct
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+__all__ = ["Block", "find_blocks", "smallest_blocks"]
+
+#: Modules that use the weights of their parts without calling them.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
+
+
+class Block(Struct, frozen=True, kw_only=True, eq=False):
+    """A part of a module."""
+
+    #: Its path in the module; empty for the module itself.
+    path: str
+    #: The part.
+    module: nn.Module
+    #: Position of the block around it; None for an outermost block.
+    parent: int | None = None
+    #: Path of the list that it is a member of; empty for other blocks.
+    group: str = ""
+    #: Whether it is inside a block of a list, which may skip it.
+    optional: bool = False
+
+
+def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> tuple[Block, ...]:
+    """Return the blocks of a module, in the order in which it defines them.
+
+    Args:
+        module: The module.
+        patterns: Paths of the blocks, with ``*`` for any characters; None finds them by the structure.
+
+    Raises:
+        ValueError: A pattern names no part of the module.
+    """
+    if patterns is not None:
+        paths = [path for path, _ in module.named_modules()]
+        unknown = [pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in paths)]
+        if unknown:
+            raise ValueError(f"blocks={list(patterns)}: the model has no module {unknown[0]!r}")
+        chosen = {path for path in paths if any(fnmatchcase(path, pattern) for pattern in patterns)}
+    else:
+        chosen = {path for path, _ in _members(module, "", inside=False)}
+    return _with_owners(module, chosen)
+
+
+def smallest_blocks(module: nn.Module) -> tuple[Block, ...]:
+    """Return one block for each module that holds parameters of its own."""
+    return _with_owners(module, set())
+
+
+def _with_owners(module: nn.Module, chosen: set[str]) -> tuple[Block, ...]:
+    """Return the chosen blocks, and one for each module outside of them that holds parameters."""
+    found: list[Block] = []
+    _collect(module, "", chosen, None, "", found, {}, inside=False)
+    return tuple(found)
+
+
+def _collect(
+    module: nn.Module,
+    path: str,
+    chosen: set[str],
+    parent: int | None,
+    group: str,
+    found: list[Block],
+    seen: dict[int, None],
+    *,
+    inside: bool,
+) -> None:
+    """Append the blocks of a module and its parts, each module once."""
+    if id(module) in seen:
+        return
+    seen[id(module)] = None
+    is_block = path in chosen
+    if is_block or (not inside and _holds_parameters(module)):
+        found.append(Block(path=path, module=module, parent=parent, group=group, optional=inside))
+        parent = len(found) - 1
+    if not is_block and _is_whole(module):
+        return
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        _collect(
+            child, below, chosen, parent, path if _is_list(module) else "", found, seen, inside=inside or is_block
+        )
+
+
+def _members(module: nn.Module, path: str, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the members of lists, outermost first; below a member only those of lists that are no ``Sequential``."""
+    is_list = _is_list(module) and not (inside and isinstance(module, nn.Sequential))
+    if _is_whole(module):
+        return
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        member = is_list and not _is_list(child) and any(True for _ in child.parameters())
+        if member:
+            yield below, child
+        yield from _members(child, below, inside=inside or member)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+
+
+def _is_whole(module: nn.Module) -> bool:
+    return isinstance(module, (*_WHOLE, ParametrizationList)) or is_parametrized(module)
+
+
+def _holds_parameters(module: nn.Module) -> bool:
+    if _is_whole(module):
+        return any(True for _ in module.parameters())
+    return any(True for _ in module.parameters(recurse=False))

@@ -1,0 +1,77 @@
+"""The figures of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sluice._public import public
+from sluice._units import counted, format_bytes
+from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title
+
+__all__ = ["StreamReport"]
+
+
+@public()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamReport(Report):
+    """What a streamed model holds and reads; see ``sluice.stream``."""
+
+    #: Path of the checkpoint.
+    source: str
+    #: Name of its format.
+    format: str
+    #: Device on which the weights are used.
+    device: str
+    #: Number of blocks whose weights are read when they are called.
+    blocks: int
+    #: Bytes of the weights of the whole model.
+    weights_bytes: int
+    #: Bytes of those that stay in memory.
+    resident_bytes: int
+    #: Bytes of memory through which the others pass.
+    window_bytes: int
+    #: Bytes that a call of the model reads if it uses every block once; embeddings count in whole.
+    call_bytes: int
+    #: Number of calls of the model.
+    calls: int
+    #: Seconds in these calls.
+    seconds: float
+    #: Seconds in which blocks waited for weights.
+    waited_seconds: float
+    #: Bytes read since the stream began, without those that stay.
+    read_bytes: int
+    #: How often the weights of a block were in memory, or were being read, when it was called.
+    hits: int
+    #: How often they were not.
+    misses: int
+    #: Remarks, one sentence each.
+    notes: tuple[str, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes for weights, without the staging buffers."""
+        return self.resident_bytes + self.window_bytes
+
+    def sections(self) -> Iterator[Section]:
+        """Yield what stays, what passes through, and what the calls took."""
+        yield Strong(
+            f"streams {format_bytes(self.weights_bytes)} of {checkpoint_title(self.source, self.format)} through "
+            f"{format_bytes(self.memory_bytes)} on {self.device}"
+        )
+        yield Grid(
+            ("weights", ">bytes"),
+            [
+                ("stay in memory", format_bytes(self.resident_bytes)),
+                (f"pass through, for {counted(self.blocks, 'block')}", format_bytes(self.window_bytes)),
+                ("read for each call", format_bytes(self.call_bytes)),
+            ],
+        )
+        if self.calls:
+            each = self.seconds / self.calls
+            yield (
+                f"{counted(self.calls, 'call')} of {each:.2f} s, of which {self.waited_seconds / self.calls:.2f} s "
+                f"waited for weights; {format_bytes(self.read_bytes / self.calls)} read by each"
+            )
+            yield f"weights were there or on their way {self.hits:,} of {self.hits + self.misses:,} times"
+        yield from (f"note: {note}" for note in self.notes)

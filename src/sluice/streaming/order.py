@@ -1,0 +1,47 @@
+"""The order in which blocks are called, and the calls that are likely to follow.
+
+A model calls its blocks in the same order each time, or nearly so. What followed the last time that the same two blocks
+were called one after the other is taken to follow again; before that, the order in which the model defines them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+__all__ = ["CallOrder"]
+
+
+class CallOrder:
+    """The calls of blocks, by their positions."""
+
+    def __init__(self, defined: Sequence[int]) -> None:
+        """Know the order in which the model defines the blocks that every call needs."""
+        self._defined = tuple(defined)
+        self._place = {block: place for place, block in enumerate(self._defined)}
+        self._calls: deque[int] = deque(maxlen=max(16, 4 * len(self._defined)))
+        #: Number of all calls, of which ``_calls`` has the last.
+        self._number = 0
+        #: Number of the last call of the second block of a pair, by pair.
+        self._last: dict[tuple[int, int], int] = {}
+        self._found: int | None = None
+
+    def note(self, block: int) -> None:
+        """Note that a block is called."""
+        if self._calls:
+            pair = (self._calls[-1], block)
+            self._found = self._last.get(pair)
+            self._last[pair] = self._number
+        self._calls.append(block)
+        self._number += 1
+
+    def upcoming(self) -> Iterator[int]:
+        """Yield the blocks that are likely to be called next, in order."""
+        oldest = self._number - len(self._calls)
+        if self._found is not None and self._found >= oldest:
+            yield from islice(self._calls, self._found - oldest + 1, None)
+        elif self._defined:
+            place = self._place.get(self._calls[-1], -1) if self._calls else -1
+            yield from self._defined[place + 1 :]
+            yield from self._defined[: place + 1]

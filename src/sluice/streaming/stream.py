@@ -1,0 +1,238 @@
+"""A model that runs from its checkpoint: weights are put into blocks when they are called, and taken out after."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from sluice._errors import StreamError
+from sluice._progress import Progress
+from sluice._public import public
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.loading.job import run
+from sluice.loading.module_fill import compare_tied
+from sluice.modules.parked import Guard
+from sluice.reading.reader import CheckpointReader
+from sluice.records.bulk import collector_paused
+from sluice.reports.stream import StreamReport
+from sluice.streaming.job import StreamJob, StreamRequest, decide_stream
+from sluice.streaming.lookup import Lookup
+from sluice.streaming.order import CallOrder
+from sluice.streaming.units import Unit
+from sluice.streaming.window import Window
+
+__all__ = ["Stream", "open_stream"]
+
+
+@public()
+class Stream:
+    """A running stream; see ``sluice.stream``. A context manager that closes it."""
+
+    def __init__(self, job: StreamJob, exits: ExitStack, reader: CheckpointReader) -> None:
+        self._job, self._reader = job, reader
+        self._lock = threading.RLock()
+        self._units = [Unit(plan) for plan in job.units]
+        facts = job.whole.plan.facts
+        self._window = Window(
+            self._units, reader, most_bytes=job.decision.window_bytes, huge_pages=facts.huge_targets or facts.huge_pages
+        )
+        self._order = CallOrder([i for i, block in enumerate(job.blocks) if job.uses[i] and not block.optional])
+        self._calls = [0] * len(job.blocks)
+        self._groups = _groups_of_optional_blocks(job)
+        #: Groups whose members were called equally often when the block around them was called last.
+        self._regular: set[str] = set()
+        self._model_calls = 0
+        self._model_seconds = 0.0
+        self._close_files = weakref.finalize(self, exits.close)
+        self._guard = Guard(job.whole.state.module)
+        self._wrapped: list[nn.Module] = []
+        self._attach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<sluice.Stream of {self._job.whole.checkpoint.path}{'' if self._close_files.alive else ', closed'}>"
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    @property
+    def report(self) -> StreamReport:
+        """The figures so far."""
+        job, window = self._job, self._window
+        return StreamReport(
+            source=job.whole.checkpoint.path,
+            format=job.whole.checkpoint.format,
+            device=job.device,
+            blocks=sum(map(bool, job.uses)),
+            weights_bytes=job.whole.plan.final_bytes,
+            resident_bytes=job.decision.resident_bytes,
+            window_bytes=job.decision.window_bytes,
+            call_bytes=job.streamed_bytes,
+            calls=self._model_calls,
+            seconds=self._model_seconds,
+            waited_seconds=window.waited_seconds,
+            read_bytes=window.read_bytes,
+            hits=window.hits,
+            misses=window.misses,
+            notes=job.whole.notes,
+        )
+
+    def close(self) -> None:
+        """End the stream: its threads end, its files are closed, and the streamed weights are on meta again.
+
+        What stayed in memory stays there. A second call does nothing.
+        """
+        with self._lock:
+            if not self._close_files.alive:
+                return
+            if any(unit.users for unit in self._units):
+                raise StreamError("a block is running: close the stream after the call of the model")
+            for module in self._wrapped:
+                vars(module).pop("forward", None)
+            self._guard.remove()
+            self._close_files()
+            self._window.clear()
+            for unit in self._units:
+                unit.restore()
+
+    def _attach(self) -> None:
+        for unit in self._units:
+            unit.park()
+        around = {self._job.blocks[i].parent for i in range(len(self._job.blocks)) if self._job.blocks[i].optional}
+        for number, block in enumerate(self._job.blocks):
+            if self._job.uses[number] or number in around:
+                self._wrap(block.module, functools.partial(self._running, number))
+        for lookup in self._job.lookups:
+            self._wrap_lookup(lookup)
+        self._wrap(self._job.whole.state.module, self._timed)
+
+    def _wrap(self, module: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
+        forward: Callable[..., Any] = module.forward
+
+        @functools.wraps(forward)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return forward(*args, **kwargs)
+
+        vars(module)["forward"] = wrapper
+        self._wrapped.append(module)
+
+    def _wrap_lookup(self, lookup: Lookup) -> None:
+        module = self._job.blocks[lookup.block].module
+        forward: Callable[..., Any] = module.forward
+
+        @functools.wraps(forward)
+        def wrapper(input: torch.Tensor) -> Any:  # noqa: A002  its name in torch
+            with self._lock:
+                self._check()
+                if not self._units[lookup.unit].ready:
+                    return lookup(input, self._reader, self._window.count_read)
+                self._window.acquire(lookup.unit)
+                try:
+                    return forward(input)
+                finally:
+                    self._window.release(lookup.unit)
+
+        vars(module)["forward"] = wrapper
+        self._wrapped.append(module)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._model_calls += 1
+            self._model_seconds += time.perf_counter() - began
+
+    @contextmanager
+    def _running(self, number: int) -> Iterator[None]:
+        """Hold the weights of a block in the module; one thread at a time."""
+        with self._lock:
+            self._check()
+            acquired: list[int] = []
+            try:
+                self._begin(number, acquired)
+                yield
+            finally:
+                for unit in acquired:
+                    self._window.release(unit)
+
+    def _begin(self, number: int, acquired: list[int]) -> None:
+        self._order.note(number)
+        for group in self._groups[number]:
+            self._note_regularity(group)
+        self._calls[number] += 1
+        for unit in self._job.uses[number]:
+            self._window.acquire(unit)
+            acquired.append(unit)
+        if self._job.decision.reads_ahead:
+            self._window.read_ahead(self._upcoming())
+
+    def _upcoming(self) -> Iterator[int]:
+        blocks = self._job.blocks
+        for number in self._order.upcoming():
+            if not blocks[number].optional or blocks[number].group in self._regular:
+                yield from self._job.uses[number]
+
+    def _note_regularity(self, group: str) -> None:
+        """Note whether a call uses every member of a list, as it does not use every expert."""
+        calls = {self._calls[i] for i, block in enumerate(self._job.blocks) if block.group == group}
+        regular = len(calls) == 1 and min(calls) > 1
+        (self._regular.add if regular else self._regular.discard)(group)
+
+    def _check(self) -> None:
+        if torch.is_grad_enabled():
+            raise StreamError(
+                "a streamed model has no gradients: its weights are gone when the backward pass needs them",
+                advice="Call it under torch.inference_mode() or torch.no_grad().",
+            )
+        if torch.compiler.is_compiling():
+            raise StreamError("a streamed model cannot be compiled", advice="Call the model without torch.compile.")
+
+
+def _groups_of_optional_blocks(job: StreamJob) -> dict[int, tuple[str, ...]]:
+    """Return the lists inside of each block, by position."""
+    found: defaultdict[int, dict[str, None]] = defaultdict(dict)
+    for block in job.blocks:
+        if block.optional and block.parent is not None:
+            found[block.parent][block.group] = None
+    return defaultdict(tuple, {number: tuple(groups) for number, groups in found.items()})
+
+
+def open_stream(
+    request: StreamRequest, opening: AbstractContextManager[OpenCheckpoint], *, progress: Progress
+) -> Stream:
+    """Open a checkpoint, decide a stream, load what stays in memory, and attach the rest.
+
+    Args:
+        request: Arguments of the stream.
+        opening: Opens the checkpoint, and closes it unless the caller opened it.
+        progress: Progress of loading what stays.
+    """
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(opening)
+        with collector_paused():
+            job = decide_stream(request, checkpoint)
+        compare_tied(job.whole)
+        run(job.resident, progress=progress)
+        reader = stack.enter_context(CheckpointReader(checkpoint))
+        return Stream(job, stack.pop_all(), reader)
+    raise AssertionError("no exception is suppressed")

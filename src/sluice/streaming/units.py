@@ -1,0 +1,141 @@
+"""Weights of a streamed model that are read together, and where they are at present."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from msgspec import Struct
+from torch import nn
+
+from sluice.engine.recycled_memory import Lease, RecycledMemory
+from sluice.engine.running_plan import RunningPlan, SessionEndedError
+from sluice.engine.targets import Targets
+from sluice.modules.collect import Owner
+from sluice.modules.install import hold
+from sluice.modules.parked import ParkedParameter
+from sluice.reading.reader import CheckpointReader
+from sluice.reading.transfer import Prepared
+
+__all__ = ["Unit", "UnitPlan", "Weight"]
+
+
+class Weight(Struct, frozen=True, kw_only=True, eq=False):
+    """One parameter of a unit."""
+
+    #: Every module that holds it.
+    owners: tuple[Owner, ...]
+    #: The parameter that they held before.
+    original: torch.Tensor
+    #: What they hold while it is not in memory.
+    parked: ParkedParameter
+
+
+class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
+    """The decision about one unit."""
+
+    #: Name for messages: the block that uses it first.
+    name: str
+    #: Bytes in memory.
+    nbytes: int
+    #: How it is read; one view for each of ``weights``.
+    prepared: Prepared
+    #: Its parameters.
+    weights: tuple[Weight, ...]
+
+
+class Unit:
+    """One unit: not in memory, being read, or in memory; and in use or not."""
+
+    def __init__(self, plan: UnitPlan) -> None:
+        self.plan = plan
+        self.nbytes = plan.nbytes
+        #: Running blocks that use it.
+        self.users = 0
+        #: How often a block began to use it.
+        self.uses = 0
+        self._running: RunningPlan | None = None
+        self._targets: Targets | None = None
+        self._lease: Lease | None = None
+        self._parameters: list[nn.Parameter] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is in memory."""
+        return self._parameters is not None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is in memory or being read."""
+        return self.ready or self._running is not None
+
+    def start(self, reader: CheckpointReader, memory: RecycledMemory) -> None:
+        """Begin to read it."""
+        lease = Lease(memory)
+        try:
+            targets = Targets(self.plan.prepared.plan, take_memory=lease.take)
+            self._running = reader.begin(self.plan.prepared.plan, targets)
+        except BaseException:
+            lease.give_back()
+            raise
+        self._targets, self._lease = targets, lease
+
+    def finish(self, reader: CheckpointReader, memory: RecycledMemory) -> None:
+        """Return when it is in memory.
+
+        Raises:
+            ReadError: The operating system or a server failed a read.
+            SourceChangedError: A file is no longer the one that was indexed.
+        """
+        if self._running is None:
+            self.start(reader, memory)
+        try:
+            self.settle()
+        except SessionEndedError:  # the failure of another unit, which its own caller sees
+            self.start(reader, memory)
+            self.settle()
+
+    def settle(self) -> None:
+        """Return when its reads have ended; they have begun.
+
+        Raises:
+            SessionEndedError: Another unit failed. This one is not in memory.
+            SluiceError: As ``finish``.
+        """
+        assert self._running is not None
+        assert self._targets is not None
+        try:
+            self._running.wait()
+            with torch.inference_mode(mode=False), torch.no_grad():
+                tensors = self._targets.take(self.plan.prepared.views)
+                self._parameters = [nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
+        except BaseException:
+            self._targets.discard()
+            self.drop()
+            raise
+        self._running = self._targets = None
+
+    def install(self) -> None:
+        """Give the modules the weights."""
+        assert self._parameters is not None
+        for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
+            hold(weight.owners, parameter)
+
+    def park(self) -> None:
+        """Take the weights from the modules."""
+        for weight in self.plan.weights:
+            hold(weight.owners, weight.parked)
+
+    def drop(self) -> None:
+        """Give the memory back. Nothing may be reading into it."""
+        self._parameters = self._running = self._targets = None
+        if self._lease is not None:
+            lease, self._lease = self._lease, None
+            lease.give_back()
+
+    def restore(self) -> None:
+        """Give the modules the parameters that they had before."""
+        for weight in self.plan.weights:
+            hold(weight.owners, weight.original)
+
+

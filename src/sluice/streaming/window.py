@@ -1,0 +1,153 @@
+"""The units of a streamed model that pass through memory: which are read, kept and dropped.
+
+What a block needs is read at once, whatever has to be dropped for it. What later blocks need is read ahead as long as
+there is room, and takes the place of units that are needed still later (the rule "do no harm" of Cao, Felten, Karlin
+and Li, A Study of Integrated Prefetching and Caching Strategies, SIGMETRICS 1995). Of the units that are not expected
+at all, such as experts, those that were used least go first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from sluice._errors import SluiceError
+from sluice.engine.recycled_memory import RecycledMemory
+from sluice.engine.running_plan import SessionEndedError
+from sluice.reading.reader import CheckpointReader
+from sluice.streaming.units import Unit
+
+__all__ = ["Window"]
+
+
+class Window:
+    """Memory for units, in use or not; not safe for threads."""
+
+    def __init__(self, units: Sequence[Unit], reader: CheckpointReader, *, most_bytes: int, huge_pages: bool) -> None:
+        """Read nothing yet.
+
+        Args:
+            units: All units.
+            reader: Reads them.
+            most_bytes: Bytes of the units that are in memory or being read at the same time.
+            huge_pages: Whether the system has huge pages.
+        """
+        self._units = units
+        self._reader = reader
+        self._most_bytes = most_bytes
+        self._memory = RecycledMemory(most_bytes, huge_pages=huge_pages)
+        self._expected: Mapping[int, int] = {}
+        self._held_bytes = 0
+        #: Bytes that were requested from the files.
+        self.read_bytes = 0
+        #: Seconds in which the model waited for weights.
+        self.waited_seconds = 0.0
+        #: Uses of units that were in memory, or were being read already.
+        self.hits = 0
+        #: Uses of units that were not.
+        self.misses = 0
+
+    def acquire(self, number: int) -> None:
+        """Return when the weights of a unit are in the modules."""
+        unit = self._units[number]
+        if unit.users == 0:
+            if unit.held:
+                self.hits += 1
+            else:
+                self.misses += 1
+                self._make_room(number, at_any_cost=True)
+                self._start(unit)
+            began = time.perf_counter()
+            try:
+                self._finish(unit)
+            finally:
+                self.waited_seconds += time.perf_counter() - began
+            unit.install()
+        unit.users += 1
+        unit.uses += 1
+
+    def release(self, number: int) -> None:
+        """Take the weights from the modules when no block uses them any more; they stay in memory for now."""
+        unit = self._units[number]
+        unit.users -= 1
+        if unit.users == 0:
+            unit.park()
+
+    def read_ahead(self, upcoming: Iterable[int]) -> None:
+        """Begin to read units that are likely to be used next, in order, as far as there is room."""
+        self._expected = expected = {}
+        for number in upcoming:
+            expected.setdefault(number, len(expected))
+        started = False
+        for number in expected:
+            unit = self._units[number]
+            if not unit.held:
+                if not self._make_room(number, keep_unexpected=started):
+                    return
+                self._start(unit)
+                started = True
+
+    def count_read(self, nbytes: int) -> None:
+        """Count bytes that were read without the window."""
+        self.read_bytes += nbytes
+
+    def clear(self) -> None:
+        """Drop every unit and free all memory. The reader has ended, and no block is running."""
+        for unit in self._units:
+            unit.drop()
+        self._held_bytes = 0
+        self._memory.clear()
+
+    def _start(self, unit: Unit) -> None:
+        unit.start(self._reader, self._memory)
+        self._held_bytes += unit.nbytes
+        self.read_bytes += unit.plan.prepared.plan.read_bytes
+
+    def _finish(self, unit: Unit) -> None:
+        if unit.ready:
+            return
+        try:
+            unit.finish(self._reader, self._memory)
+        finally:
+            if not unit.held:
+                self._held_bytes -= unit.nbytes
+
+    def _make_room(self, number: int, *, at_any_cost: bool = False, keep_unexpected: bool = False) -> bool:
+        """Drop units that are not in use until there is room for another one; return whether there is.
+
+        Args:
+            number: The unit that needs room.
+            at_any_cost: Whether units are dropped that are needed before it.
+            keep_unexpected: Whether units that are not expected at all, such as experts, are kept.
+        """
+        unit = self._units[number]
+        earliest = -1 if at_any_cost else self._expected[number]
+        latest = len(self._expected) if keep_unexpected else math.inf
+        while self._held_bytes + unit.nbytes > self._most_bytes:
+            found = self._least_needed(earliest, latest)
+            if found is None:
+                return False
+            self._drop(found)
+        return True
+
+    def _least_needed(self, earliest: int, latest: float) -> Unit | None:
+        """Return the unit, not in use, that is needed last of those needed after one place and until another."""
+        best: tuple[bool, float, int] | None = None
+        found: Unit | None = None
+        for number, unit in enumerate(self._units):
+            if not unit.held or unit.users:
+                continue
+            place = self._expected.get(number, math.inf)
+            rank = (unit.ready, place, -unit.uses)
+            if earliest < place <= latest and (best is None or rank > best):
+                best, found = rank, unit
+        return found
+
+    def _drop(self, unit: Unit) -> None:
+        if not unit.ready:  # its reads have to end first; if they fail, nobody needs them
+            with suppress(SluiceError, SessionEndedError):
+                unit.settle()
+        unit.drop()
+        self._held_bytes -= unit.nbytes
