@@ -1,12 +1,16 @@
 """Parameters whose weights are not in memory.
 
-A parked parameter answers what it is (shape, dtype, the device that it runs on) and refuses to be used. A model that
-holds some refuses what would need all weights: to be moved, cast, copied, pickled or saved.
+A parked parameter answers what it is (shape, dtype, the device that it runs on). If an operation needs its elements,
+because a part of the model uses weights of another part without calling it, they are read for that operation; what
+would change them is refused. A model that holds parked parameters refuses what would need all weights at once: to be
+moved, cast, copied, pickled or saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -30,6 +34,7 @@ class ParkedParameter(nn.Parameter):
 
     _path: str
     _running_on: torch.device
+    _lend: Callable[[], AbstractContextManager[torch.Tensor]] | None
 
     @classmethod
     def of(cls, parameter: torch.Tensor, path: str, device: torch.device) -> Self:
@@ -40,10 +45,14 @@ class ParkedParameter(nn.Parameter):
             path: Its name in the model.
             device: Device of its weights while they are in memory.
         """
-        with torch.no_grad():
-            parked = torch.Tensor._make_subclass(cls, parameter.detach(), False)  # noqa: SLF001, FBT003  as Parameter does
-        parked._path, parked._running_on = path, device
+        # As Parameter does.
+        parked = torch.Tensor._make_subclass(cls, parameter.detach(), parameter.requires_grad)  # noqa: SLF001
+        parked._path, parked._running_on, parked._lend = path, device, None
         return parked
+
+    def lend_with(self, lend: Callable[[], AbstractContextManager[torch.Tensor]]) -> None:
+        """Set the function that reads the weights and holds them in memory for a block."""
+        self._lend = lend
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         del tensor_contents
@@ -54,6 +63,11 @@ class ParkedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refuse("be pickled")
+
+    def _borrow(self) -> AbstractContextManager[torch.Tensor]:
+        if self._lend is None:
+            self._refuse("use its weights any more")
+        return self._lend()
 
     def _refuse(self, what: str) -> NoReturn:
         raise StreamError(f"a streamed model cannot {what}", tensor=self._path)
@@ -70,25 +84,49 @@ class ParkedParameter(nn.Parameter):
         if name in _DESCRIPTIONS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  as the documentation of torch does
                 return func(*args, **(kwargs or {}))
-        own = next((each for each in _flatten(args, kwargs) if isinstance(each, cls)), None)
-        raise StreamError(
-            f"{name} needs a weight that is not in memory, because its block is "
-            "not running",
-            tensor=None if own is None else own._path,
-            advice="Close the stream first; or, if a part of the model uses weights of another part without calling "
-            "it, name the module around both in blocks=.",
-        )
+        own = next(each for each in _leaves((args, kwargs)) if isinstance(each, cls))
+        if _changes(name) or (kwargs and kwargs.get("out") is not None):
+            own._refuse(f"change its weights, as {name} does")
+        with ExitStack() as stack:
+            return func(*_lent(args, stack), **_lent(kwargs or {}, stack))
+
+
+#: Operators that change a tensor.
+_OPERATORS = ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_CHANGES = frozenset({"__set__", "__setitem__", "__delitem__", *(f"__i{operator}__" for operator in _OPERATORS)})
+
+
+def _changes(name: str) -> bool:
+    """Return whether a function of torch changes a tensor."""
+    return name in _CHANGES or (name.endswith("_") and not name.endswith("__"))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the members of nested containers."""
+    if isinstance(value, (list, tuple)):
+        for member in value:
+            yield from _leaves(member)
+    elif isinstance(value, dict):
+        yield from _leaves(list(value.values()))
+    else:
+        yield value
+
+
+def _lent(value: Any, stack: ExitStack) -> Any:
+    """Return a value whose parked parameters are replaced by tensors in memory, which ``stack`` gives back."""
+    if isinstance(value, ParkedParameter):
+        return stack.enter_context(value._borrow())  # noqa: SLF001  of this module
+    if isinstance(value, dict):
+        return {name: _lent(member, stack) for name, member in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_lent(member, stack) for member in value)
+    return value
 
 
 def _name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function of torch, or of the attribute that is read."""
     name = getattr(func, "__name__", "an operation")
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name  # type: ignore[attr-defined]
-
-
-def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
-    values = [*args, *(kwargs or {}).values()]
-    return [each for value in values for each in (value if isinstance(value, (list, tuple)) else (value,))]
 
 
 class Guard:
@@ -101,7 +139,7 @@ class Guard:
             module.register_load_state_dict_pre_hook(lambda *_: _refuse("be loaded into")),
         ]
         for part in module.modules():
-            vars(part)["_apply"] = _refuse_to_move
+            vars(part)["_apply"] = partial(_apply, part)
 
     def remove(self) -> None:
         """Let the module be an ordinary one again."""
@@ -111,8 +149,11 @@ class Guard:
             vars(part).pop("_apply", None)
 
 
-def _refuse_to_move(*_args: object, **_kwargs: object) -> NoReturn:
-    _refuse("be moved or cast")
+def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """Move or cast a module whose weights are all in memory, as the forward of some models does with a part."""
+    if any(type(parameter) is ParkedParameter for parameter in module.parameters()):
+        _refuse("be moved or cast")
+    return type(module)._apply(module, *args, **kwargs)  # noqa: SLF001  overridden in this module
 
 
 def _refuse(what: str) -> NoReturn:

@@ -218,7 +218,8 @@ def _plan_unit(job: ModuleJob, name: str, positions: Sequence[int], transfer: Tr
     for position in positions:
         slot = job.match.slots[position]
         tensor, path = job.state.tensors[slot], job.state.outline.slots[slot].names[0]
-        finished = torch.empty_like(tensor, dtype=torch_dtype(job.requests[position].dtype))
+        dtype = torch_dtype(job.requests[position].dtype)
+        finished = tensor if tensor.dtype == dtype else nn.Parameter(tensor.detach().to(dtype), tensor.requires_grad)
         parked = ParkedParameter.of(finished, path, torch.device(job.requests[position].device))
         weights.append(Weight(owners=job.state.owners[slot], original=tensor, parked=parked))
     return UnitPlan(name=name, nbytes=_memory_bytes(prepared.plan), prepared=prepared, weights=tuple(weights))

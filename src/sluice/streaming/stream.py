@@ -113,8 +113,10 @@ class Stream:
                 unit.restore()
 
     def _attach(self) -> None:
-        for unit in self._units:
+        for number, unit in enumerate(self._units):
             unit.park()
+            for position, weight in enumerate(unit.plan.weights):
+                weight.parked.lend_with(functools.partial(self._lent, number, position))
         around = {self._job.blocks[i].parent for i in range(len(self._job.blocks)) if self._job.blocks[i].optional}
         for number, block in enumerate(self._job.blocks):
             if self._job.uses[number] or number in around:
@@ -152,6 +154,17 @@ class Stream:
 
         vars(module)["forward"] = wrapper
         self._wrapped.append(module)
+
+    @contextmanager
+    def _lent(self, number: int, position: int) -> Iterator[torch.Tensor]:
+        """Hold a unit in memory for one operation, and lend one of its weights."""
+        with self._lock:
+            self._check()
+            self._window.acquire(number)
+            try:
+                yield self._units[number].parameter(position)
+            finally:
+                self._window.release(number)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -108,7 +108,11 @@ class Unit:
             self._running.wait()
             with torch.inference_mode(mode=False), torch.no_grad():
                 tensors = self._targets.take(self.plan.prepared.views)
-                self._parameters = [nn.Parameter(tensor, requires_grad=False) for tensor in tensors]
+                # As the originals: torch chooses some kernels by it, which differ in the last bit.
+                self._parameters = [
+                    nn.Parameter(tensor, requires_grad=weight.original.requires_grad)
+                    for tensor, weight in zip(tensors, self.plan.weights, strict=True)
+                ]
         except BaseException:
             self._targets.discard()
             self.drop()
@@ -120,6 +124,11 @@ class Unit:
         assert self._parameters is not None
         for weight, parameter in zip(self.plan.weights, self._parameters, strict=True):
             hold(weight.owners, parameter)
+
+    def parameter(self, position: int) -> nn.Parameter:
+        """Return one of its parameters, which are in memory."""
+        assert self._parameters is not None
+        return self._parameters[position]
 
     def park(self) -> None:
         """Take the weights from the modules."""

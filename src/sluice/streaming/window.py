@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
+import torch
+
 from sluice._errors import SluiceError
 from sluice.engine.recycled_memory import RecycledMemory
 from sluice.engine.running_plan import SessionEndedError
@@ -74,6 +76,8 @@ class Window:
         unit.users -= 1
         if unit.users == 0:
             unit.park()
+            if torch.is_autocast_cache_enabled():
+                torch.clear_autocast_cache()  # it holds copies of weights
 
     def read_ahead(self, upcoming: Iterable[int]) -> None:
         """Begin to read units that are likely to be used next, in order, as far as there is room."""
