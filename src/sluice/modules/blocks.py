@@ -92,9 +92,7 @@ def _collect(
         return
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
-        _collect(
-            child, below, chosen, parent, path if _is_list(module) else "", found, seen, inside=inside or is_block
-        )
+        _collect(child, below, chosen, parent, path if _is_list(module) else "", found, seen, inside=inside or is_block)
 
 
 def _members(module: nn.Module, path: str, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:

@@ -32,12 +32,15 @@ _DESCRIPTIONS = frozenset(
 class ParkedParameter(nn.Parameter):
     """A parameter without its weights; see the head of this module."""
 
-    _path: str
-    _running_on: torch.device
-    _lend: Callable[[], AbstractContextManager[torch.Tensor]] | None
+    #: Its name in the model.
+    path: str
+    #: Device of its weights while they are in memory.
+    runs_on: str
+    #: Reads its weights, and holds them in memory for a block.
+    lend: Callable[[], AbstractContextManager[torch.Tensor]] | None
 
     @classmethod
-    def of(cls, parameter: torch.Tensor, path: str, device: torch.device) -> Self:
+    def of(cls, parameter: torch.Tensor, path: str, device: str) -> Self:
         """Return the parked form of a parameter on the meta device.
 
         Args:
@@ -47,30 +50,28 @@ class ParkedParameter(nn.Parameter):
         """
         # As Parameter does.
         parked = torch.Tensor._make_subclass(cls, parameter.detach(), parameter.requires_grad)  # noqa: SLF001
-        parked._path, parked._running_on, parked._lend = path, device, None
+        parked.path, parked.runs_on, parked.lend = path, device, None
         return parked
 
-    def lend_with(self, lend: Callable[[], AbstractContextManager[torch.Tensor]]) -> None:
-        """Set the function that reads the weights and holds them in memory for a block."""
-        self._lend = lend
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         del tensor_contents
-        return f"ParkedParameter({self._path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"ParkedParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse("be copied")
+        self.refuse("be copied")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse("be pickled")
+        self.refuse("be pickled")
 
-    def _borrow(self) -> AbstractContextManager[torch.Tensor]:
-        if self._lend is None:
-            self._refuse("use its weights any more")
-        return self._lend()
+    def borrow(self) -> AbstractContextManager[torch.Tensor]:
+        """Return the context in which its weights are in memory."""
+        if self.lend is None:
+            self.refuse("use its weights any more")
+        return self.lend()
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise StreamError(f"a streamed model cannot {what}", tensor=self._path)
+    def refuse(self, what: str) -> NoReturn:
+        """Raise the error for what needs the weights."""
+        raise StreamError(f"a streamed model cannot {what}", tensor=self.path)
 
     @classmethod
     def __torch_function__(
@@ -78,7 +79,7 @@ class ParkedParameter(nn.Parameter):
     ) -> Any:
         name = _name_of(func)
         if name == "device":
-            return args[0]._running_on
+            return torch.device(args[0].runs_on)
         if name == "is_meta":
             return False
         if name in _DESCRIPTIONS:
@@ -86,7 +87,7 @@ class ParkedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         own = next(each for each in _leaves((args, kwargs)) if isinstance(each, cls))
         if _changes(name) or (kwargs and kwargs.get("out") is not None):
-            own._refuse(f"change its weights, as {name} does")
+            own.refuse(f"change its weights, as {name} does")
         with ExitStack() as stack:
             return func(*_lent(args, stack), **_lent(kwargs or {}, stack))
 
@@ -115,7 +116,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _lent(value: Any, stack: ExitStack) -> Any:
     """Return a value whose parked parameters are replaced by tensors in memory, which ``stack`` gives back."""
     if isinstance(value, ParkedParameter):
-        return stack.enter_context(value._borrow())  # noqa: SLF001  of this module
+        return stack.enter_context(value.borrow())
     if isinstance(value, dict):
         return {name: _lent(member, stack) for name, member in value.items()}
     if type(value) in {list, tuple}:
@@ -134,9 +135,10 @@ class Guard:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        hooked: Any = module  # torch's hooks have no annotations
         self._hooks = [
-            module.register_state_dict_pre_hook(lambda *_: _refuse("be saved")),
-            module.register_load_state_dict_pre_hook(lambda *_: _refuse("be loaded into")),
+            hooked.register_state_dict_pre_hook(lambda *_: _refuse("be saved")),
+            hooked.register_load_state_dict_pre_hook(lambda *_: _refuse("be loaded into")),
         ]
         for part in module.modules():
             vars(part)["_apply"] = partial(_apply, part)
@@ -149,7 +151,7 @@ class Guard:
             vars(part).pop("_apply", None)
 
 
-def _apply(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Move or cast a module whose weights are all in memory, as the forward of some models does with a part."""
     if any(type(parameter) is ParkedParameter for parameter in module.parameters()):
         _refuse("be moved or cast")

@@ -6,7 +6,6 @@ import functools
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
@@ -48,7 +47,7 @@ class Stream:
         )
         self._order = CallOrder([i for i, block in enumerate(job.blocks) if job.uses[i] and not block.optional])
         self._calls = [0] * len(job.blocks)
-        self._groups = _groups_of_optional_blocks(job)
+        self._groups = _optional_blocks(job)
         #: Groups whose members were called equally often when the block around them was called last.
         self._regular: set[str] = set()
         self._model_calls = 0
@@ -116,10 +115,9 @@ class Stream:
         for number, unit in enumerate(self._units):
             unit.park()
             for position, weight in enumerate(unit.plan.weights):
-                weight.parked.lend_with(functools.partial(self._lent, number, position))
-        around = {self._job.blocks[i].parent for i in range(len(self._job.blocks)) if self._job.blocks[i].optional}
+                weight.parked.lend = functools.partial(self._lent, number, position)
         for number, block in enumerate(self._job.blocks):
-            if self._job.uses[number] or number in around:
+            if self._job.uses[number] or number in self._groups:
                 self._wrap(block.module, functools.partial(self._running, number))
         for lookup in self._job.lookups:
             self._wrap_lookup(lookup)
@@ -190,8 +188,8 @@ class Stream:
 
     def _begin(self, number: int, acquired: list[int]) -> None:
         self._order.note(number)
-        for group in self._groups[number]:
-            self._note_regularity(group)
+        for group, members in self._groups.get(number, {}).items():
+            self._note_regularity(group, members)
         self._calls[number] += 1
         for unit in self._job.uses[number]:
             self._window.acquire(unit)
@@ -205,9 +203,9 @@ class Stream:
             if not blocks[number].optional or blocks[number].group in self._regular:
                 yield from self._job.uses[number]
 
-    def _note_regularity(self, group: str) -> None:
+    def _note_regularity(self, group: str, members: list[int]) -> None:
         """Note whether a call uses every member of a list, as it does not use every expert."""
-        calls = {self._calls[i] for i, block in enumerate(self._job.blocks) if block.group == group}
+        calls = {self._calls[member] for member in members}
         regular = len(calls) == 1 and min(calls) > 1
         (self._regular.add if regular else self._regular.discard)(group)
 
@@ -221,13 +219,13 @@ class Stream:
             raise StreamError("a streamed model cannot be compiled", advice="Call the model without torch.compile.")
 
 
-def _groups_of_optional_blocks(job: StreamJob) -> dict[int, tuple[str, ...]]:
-    """Return the lists inside of each block, by position."""
-    found: defaultdict[int, dict[str, None]] = defaultdict(dict)
-    for block in job.blocks:
+def _optional_blocks(job: StreamJob) -> dict[int, dict[str, list[int]]]:
+    """Return the blocks of the lists inside of each block, by the path of the list."""
+    found: dict[int, dict[str, list[int]]] = {}
+    for number, block in enumerate(job.blocks):
         if block.optional and block.parent is not None:
-            found[block.parent][block.group] = None
-    return defaultdict(tuple, {number: tuple(groups) for number, groups in found.items()})
+            found.setdefault(block.parent, {}).setdefault(block.group, []).append(number)
+    return found
 
 
 def open_stream(

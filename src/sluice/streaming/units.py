@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from msgspec import Struct
 from torch import nn
@@ -146,5 +144,3 @@ class Unit:
         """Give the modules the parameters that they had before."""
         for weight in self.plan.weights:
             hold(weight.owners, weight.original)
-
-

@@ -81,7 +81,8 @@ class Window:
 
     def read_ahead(self, upcoming: Iterable[int]) -> None:
         """Begin to read units that are likely to be used next, in order, as far as there is room."""
-        self._expected = expected = {}
+        expected: dict[int, int] = {}
+        self._expected = expected
         for number in upcoming:
             expected.setdefault(number, len(expected))
         started = False
