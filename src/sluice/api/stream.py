@@ -62,7 +62,7 @@ def stream(
         key: As in ``load_into``.
         rename: As in ``load_into``.
         rules: As in ``load_into``.
-        blocks: Names of modules to treat as blocks, with ``*`` for any characters, as in ``["layers.*"]``. None finds
+        blocks: Names of modules to treat as blocks, with ``*`` for any name, as in ``["layers.*"]``. None finds
             them by the structure of the model.
         limits: Bounds for hostile files.
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
@@ -85,7 +85,7 @@ def stream(
         >>> with sluice.empty_init():
         ...     model = GPTModel(config)
         >>> with torch.inference_mode(), sluice.stream(model, "model.pth", memory="6GiB") as stream:
-        ...     logits = model(tokens)
+        ...     logits = model(torch.tensor([[464, 3290]]))
         >>> print(stream.report)
         streams ... of model.pth (torch-zip) through ... on cpu
         ...

@@ -41,17 +41,17 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> tup
 
     Args:
         module: The module.
-        patterns: Paths of the blocks, with ``*`` for any characters; None finds them by the structure.
+        patterns: Paths of the blocks, with ``*`` for a name; None finds them by the structure.
 
     Raises:
         ValueError: A pattern names no part of the module.
     """
     if patterns is not None:
         paths = [path for path, _ in module.named_modules()]
-        unknown = [pattern for pattern in patterns if not any(fnmatchcase(path, pattern) for path in paths)]
+        unknown = [pattern for pattern in patterns if not any(_fits(path, pattern) for path in paths)]
         if unknown:
             raise ValueError(f"blocks={list(patterns)}: the model has no module {unknown[0]!r}")
-        chosen = {path for path in paths if any(fnmatchcase(path, pattern) for pattern in patterns)}
+        chosen = {path for path in paths if any(_fits(path, pattern) for pattern in patterns)}
     else:
         chosen = {path for path, _ in _members(module, "", inside=False)}
     return _with_owners(module, chosen)
@@ -60,6 +60,11 @@ def find_blocks(module: nn.Module, patterns: Sequence[str] | None = None) -> tup
 def smallest_blocks(module: nn.Module) -> tuple[Block, ...]:
     """Return one block for each module that holds parameters of its own."""
     return _with_owners(module, set())
+
+
+def _fits(path: str, pattern: str) -> bool:
+    parts, wanted = path.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _with_owners(module: nn.Module, chosen: set[str]) -> tuple[Block, ...]:
@@ -102,7 +107,7 @@ def _members(module: nn.Module, path: str, *, inside: bool) -> Iterator[tuple[st
         return
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
-        member = is_list and not _is_list(child) and any(True for _ in child.parameters())
+        member = is_list and not _is_part_of_list(child, module) and any(True for _ in child.parameters())
         if member:
             yield below, child
         yield from _members(child, below, inside=inside or member)
@@ -110,6 +115,11 @@ def _members(module: nn.Module, path: str, *, inside: bool) -> Iterator[tuple[st
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+
+
+def _is_part_of_list(module: nn.Module, around: nn.Module) -> bool:
+    """Return whether the members of a member of a list count as members: lists of lists are one list."""
+    return _is_list(module) and (isinstance(around, nn.Sequential) or not isinstance(module, nn.Sequential))
 
 
 def _is_whole(module: nn.Module) -> bool:

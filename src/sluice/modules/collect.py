@@ -51,7 +51,7 @@ _device_name = lru_cache(maxsize=64)(str)
 _NUM_BATCHES_TRACKED_VERSION = 2
 
 
-class Owner(Struct, frozen=True, kw_only=True, gc=False):
+class Owner(Struct, frozen=True, kw_only=True):  # with gc: a streamed model refers to its own
     """A module that holds a tensor, and the name of the tensor there."""
 
     #: The module.

@@ -38,7 +38,7 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
     load: ModuleRequest
     #: Bytes for the weights; None for what the limits leave.
     memory_bytes: int | None = None
-    #: Paths of the blocks, with ``*`` for any characters; None finds them.
+    #: Paths of the blocks, with ``*`` for any name; None finds them.
     blocks: tuple[str, ...] | None = None
 
 

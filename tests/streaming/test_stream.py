@@ -1,0 +1,368 @@
+"""Streamed models: the same outputs as loaded ones, from the memory that was allowed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice._errors import BudgetError, ReadError, SluiceError, SourceChangedError, StreamError
+from sluice.modules.parked import ParkedParameter
+from sluice.streaming.stream import Stream
+from sluice.testing import record_reads
+from support.streamed_models import WIDTH, Experts, Layers, Repeated, block_bytes, empty, saved
+
+MIB = 1 << 20
+IDS = torch.tensor([[1, 2, 3, 999]])
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> object:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "model.pth"
+
+
+def _call(model: nn.Module, times: int) -> None:
+    for _ in range(times):
+        model(IDS)
+
+
+@pytest.mark.parametrize("memory", [0.3, 0.5, 0.75, 1.5])
+@pytest.mark.parametrize("tied", [False, True])
+def test_outputs_are_those_of_the_loaded_model(file: Path, memory: float, *, tied: bool) -> None:
+    model = saved(lambda: Layers(tied=tied), file)
+    want = model(IDS)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    running = empty(lambda: Layers(tied=tied))
+    with sluice.stream(running, file, memory=int(nbytes * memory)) as stream:
+        for _ in range(3):
+            assert torch.equal(running(IDS), want)
+        report = stream.report
+    assert report.memory_bytes <= max(nbytes * memory, nbytes)
+    assert (report.calls, report.call_bytes == 0) == (3, memory > 1)
+
+
+def test_a_call_reads_what_does_not_stay_once(file: Path) -> None:
+    saved(lambda: Layers(count=8), file)
+    running = empty(lambda: Layers(count=8))
+    with sluice.open(file) as checkpoint:
+        (recording,) = record_reads(checkpoint)
+        with sluice.stream(running, checkpoint, memory=6 * block_bytes()) as stream:
+            running(IDS)
+            before = recording.read_bytes
+            for _ in range(4):
+                running(IDS)
+            each = (recording.read_bytes - before) / 4
+    report = stream.report
+    rows = 4 * WIDTH * 4 + (128 << 10)
+    assert report.call_bytes <= each <= report.call_bytes + rows
+    assert report.resident_bytes >= 3 * MIB
+    assert report.misses == 1  # the first block of the first call: all others were read ahead
+
+
+def test_a_tied_weight_is_read_once_for_a_call(file: Path) -> None:
+    saved(lambda: Layers(tied=True), file)
+    running = empty(lambda: Layers(tied=True))
+    with sluice.stream(running, file, memory=3 * MIB + (512 << 10)) as stream:
+        first = running(IDS)
+        assert torch.equal(running(IDS), first)
+        assert isinstance(running.embedding.weight, ParkedParameter)
+        assert running.embedding.weight is running.head.weight
+    assert running.embedding.weight is running.head.weight
+    assert stream.report.call_bytes <= 6 * MIB + 1000 * WIDTH * 4 + (64 << 10)
+
+
+def test_only_rows_of_an_embedding_are_read(file: Path) -> None:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(50_000, 64, padding_idx=49_999)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.words(ids)
+            return found
+
+    model = saved(Words, file)
+    running = empty(Words)
+    ids = torch.tensor([[7, 7, 49_999], [40_000, 8, 7]])
+    with sluice.stream(running, file, memory=1 * MIB) as stream:
+        assert torch.equal(running(ids), model(ids))
+        assert stream.report.read_bytes <= 6 * 256 + 3 * (64 << 10)
+        everything = torch.arange(50_000).flip(0)
+        assert torch.equal(running(everything), model(everything))
+        with pytest.raises(IndexError, match="out of range"):
+            running(torch.tensor([50_000]))
+        assert running(torch.empty(0, 2, dtype=torch.long)).shape == (0, 2, 64)
+
+
+def test_experts_are_read_when_they_are_called_and_kept_by_frequency(file: Path) -> None:
+    model = saved(Experts, file)
+    x = torch.randn(2, WIDTH)
+    running = empty(Experts)
+    with sluice.stream(running, file, memory=5 * block_bytes()) as stream:
+        before = stream.report.read_bytes
+        assert torch.equal(running(x, 3), model(x, 3))
+        one = stream.report.read_bytes - before
+        assert one <= 2 * MIB + 2 * block_bytes()  # one expert and the rest of each block
+        for chosen in (3, 3, 1, 3, 2, 3):
+            assert torch.equal(running(x, chosen), model(x, chosen))
+        before = stream.report.read_bytes
+        running(x, 3)  # used most, so that it was kept
+        assert stream.report.read_bytes == before
+
+
+def test_a_block_that_is_called_again_is_not_read_again(file: Path) -> None:
+    model = saved(Repeated, file)
+    x = torch.randn(2, WIDTH)
+    running = empty(Repeated)
+    with sluice.stream(running, file, memory=2 * block_bytes()) as stream:
+        for _ in range(3):
+            assert torch.equal(running(x), model(x))
+        report = stream.report
+    assert report.read_bytes <= 3 * report.call_bytes + 2 * MIB  # and the beginning of a fourth call
+
+
+def test_blocks_may_be_left_out_and_called_in_another_order(file: Path) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        for skip in ({1, 2}, set(), {0, 5}, {3}):
+            model.skip = running.skip = skip
+            assert torch.equal(running(IDS), model(IDS))
+        for number in (4, 2, 5, 0):
+            x = torch.randn(3, WIDTH)
+            assert torch.equal(running.layers[number](x), model.layers[number](x))
+
+
+def test_weights_of_a_block_can_be_used_without_calling_it(file: Path) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        row = running.linear(2).weight[5]
+        running(IDS)  # other weights pass through the memory
+        assert torch.equal(row, model.linear(2).weight[5])
+        assert torch.equal(running.linear(0).weight @ row, model.linear(0).weight @ row)
+
+
+def test_a_view_of_a_weight_that_a_block_returns_keeps_its_values(file: Path) -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight[:3]
+
+    def make() -> nn.ModuleList:
+        return nn.ModuleList(Positions() for _ in range(6))
+
+    model = saved(make, file)
+    running = empty(make)
+    with sluice.stream(running, file, memory=2 * block_bytes()):
+        found = [block() for block in running]
+        for view, block in zip(found, model, strict=True):
+            assert torch.equal(view, block())
+
+
+def test_casts_rules_and_keys_are_those_of_a_load(file: Path) -> None:
+    model = saved(lambda: Layers(count=3), file)
+    torch.save({"model": {f"old.{name}": value for name, value in model.state_dict().items()}}, file)
+    running = empty(lambda: Layers(count=3))
+    with sluice.stream(
+        running, file, memory=2 * MIB, dtype="bf16", key="model", rename=lambda name: name.removeprefix("old.")
+    ):
+        found = running(IDS)
+        assert running.linear(0).weight.dtype == torch.bfloat16
+    assert torch.equal(found, model.bfloat16()(IDS))
+
+
+def test_a_call_that_needs_gradients_is_refused(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        with torch.inference_mode(mode=False), torch.enable_grad(), pytest.raises(StreamError, match="no gradients"):
+            running(IDS)
+        running(IDS)
+
+
+def test_closing_restores_the_model(file: Path) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    originals = dict(running.named_parameters())
+    stream = sluice.stream(running, file, memory=3 * block_bytes())
+    running(IDS)
+    stream.close()
+    stream.close()
+    assert all(parameter is originals[name] for name, parameter in running.named_parameters())
+    assert running.linear(1).weight.is_meta
+    assert "forward" not in vars(running)
+    sluice.load_into(running, file)
+    assert torch.equal(running(IDS), model(IDS))
+    assert "closed" in repr(stream)
+
+
+def test_threads_end_when_a_model_is_dropped_without_closing(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    sluice.stream(running, file, memory=3 * block_bytes())
+    running(IDS)
+    del running
+    gc.collect()  # the leak fixture looks for threads and descriptors
+
+
+def test_a_failed_read_is_raised_and_the_next_call_works(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    with sluice.open(file) as checkpoint:
+        (recording,) = record_reads(checkpoint)
+        with sluice.stream(running, checkpoint, memory=3 * block_bytes()):
+            running(IDS)
+            usual, reads = recording.read_into, iter(range(100))
+
+            def failing(offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+                if next(reads) == 3:
+                    raise ReadError("broken", file="f", offset=offset)
+                return usual(offset, buffer, direct=direct)
+
+            monkeypatch.setattr(recording, "read_into", failing)
+            with pytest.raises(ReadError, match="broken"):
+                _call(running, 3)
+            assert torch.equal(running(IDS), model(IDS))
+
+
+def test_a_changed_file_is_an_error(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        running(IDS)
+        file.write_bytes(file.read_bytes() + b" ")
+        with pytest.raises(SourceChangedError):
+            _call(running, 2)
+
+
+def test_an_interrupt_leaves_the_model_usable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+
+        def interrupted(_: object) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(running.get_submodule("layers.3.1"), "forward", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                running(IDS)
+        assert torch.equal(running(IDS), model(IDS))
+
+
+def test_two_threads_and_two_models_at_once(file: Path) -> None:
+    model = saved(Layers, file)
+    want = model(IDS)
+    models = [empty(Layers), empty(Layers)]
+    results: list[bool] = []
+
+    def work(running: nn.Module) -> None:
+        with torch.inference_mode():
+            results.extend(torch.equal(running(IDS), want) for _ in range(3))
+
+    with (
+        sluice.stream(models[0], file, memory=3 * block_bytes()),
+        sluice.stream(models[1], file, memory=4 * block_bytes()),
+    ):
+        threads = [threading.Thread(target=work, args=(each,)) for each in (*models, models[0])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results == [True] * 9
+
+
+def test_autocast_holds_no_copies_of_weights(file: Path) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = model(IDS)
+        with sluice.stream(running, file, memory=3 * block_bytes()):
+            assert torch.equal(running(IDS), want)
+            assert torch.equal(running(IDS), want)
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    vars(model.get_submodule("layers.0"))["_compiled_call_impl"] = print
+    return model
+
+
+def _hooked(model: nn.Module) -> nn.Module:
+    vars(model)["_hf_hook"] = object()
+    return model
+
+
+@pytest.mark.parametrize(("prepare", "reason"), [(_compiled, "torch.compile"), (_hooked, "accelerate")])
+def test_models_whose_calls_cannot_be_followed_are_refused(
+    file: Path, prepare: Callable[[nn.Module], nn.Module], reason: str
+) -> None:
+    saved(Layers, file)
+    with pytest.raises(StreamError, match=reason):
+        sluice.stream(prepare(empty(Layers)), file, memory=3 * block_bytes())
+
+
+def test_a_streamed_model_is_not_streamed_again_or_loaded_into(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        with pytest.raises(StreamError, match="streamed already"):
+            sluice.stream(running, file, memory=3 * block_bytes())
+        with pytest.raises(SluiceError, match="streamed model cannot be loaded into"):
+            sluice.load_into(running, file)
+
+
+def test_too_little_memory_touches_nothing(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    with pytest.raises(BudgetError, match=r"too small for the largest block.*at least 2\.\d+ MiB"):
+        sluice.stream(running, file, memory="1MiB")
+    assert all(parameter.is_meta for parameter in running.parameters())
+    assert not any("forward" in vars(part) or "_apply" in vars(part) for part in running.modules())
+
+
+def test_blocks_that_are_too_large_are_divided(file: Path) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+
+    model = saved(make, file)
+    running = empty(make)
+    x = torch.randn(2, WIDTH)
+    with sluice.stream(running, file, memory=2 * block_bytes(), blocks=None):
+        assert torch.equal(running(x), model(x))
+
+
+def test_the_memory_that_the_limits_leave_is_the_default(file: Path) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file) as stream:
+        assert torch.equal(running(IDS), model(IDS))
+    assert stream.report.call_bytes == 0  # all of it fits
+
+
+def test_a_report_tells_what_stays_and_what_is_read(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    stream: Stream
+    with sluice.stream(running, file, memory=4 * block_bytes()) as stream:
+        assert "calls" not in str(stream)
+        running(IDS)
+    text = str(stream)
+    assert "on cpu" in text
+    assert "1 call of" in text
+    assert stream.report.to_json()["misses"] == stream.report.misses

@@ -1,0 +1,106 @@
+"""Models for tests of streams, whose weights are large enough to be streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+import sluice
+
+__all__ = ["Experts", "Layers", "Repeated", "block_bytes", "empty", "saved"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+#: A square weight of this width has 1 MiB, like the targets that get a mapping of their own.
+WIDTH = 512
+
+
+class Layers(nn.Module):
+    """An embedding, blocks in a list, and a head, which may be tied to the embedding."""
+
+    def __init__(self, *, count: int = 6, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(1000, WIDTH)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(count))
+        self.head = nn.Linear(WIDTH, 1000, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.skip: set[int] = set()
+
+    def linear(self, number: int) -> nn.Linear:
+        """Return the layer of a block."""
+        found = self.get_submodule(f"layers.{number}.0")
+        assert isinstance(found, nn.Linear)
+        return found
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for number, layer in enumerate(self.layers):
+            if number not in self.skip:
+                x = layer(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+class _Routed(nn.Module):
+    """A block with experts in a list, of which each row uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        result: torch.Tensor = self.experts[chosen](self.own(x))
+        return result
+
+
+class Experts(nn.Module):
+    """Blocks with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Routed() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, chosen)
+        return x
+
+
+class Repeated(nn.Module):
+    """One block that is called several times, between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        for _ in range(4):
+            x = torch.tanh(self.layers[1](x))
+        result: torch.Tensor = self.layers[2](x)
+        return result
+
+
+def block_bytes() -> int:
+    """Return the bytes that a weight of 1 MiB takes in recycled memory, with its bias."""
+    return (1 << 20) + (128 << 10)
+
+
+def saved(make: Callable[[], _Model], path: Path) -> _Model:
+    """Return a model with random weights, which is saved at ``path``."""
+    torch.manual_seed(0)
+    model = make().eval()
+    torch.save(model.state_dict(), path)
+    return model
+
+
+def empty(make: Callable[[], _Model]) -> _Model:
+    """Return a model without memory."""
+    with sluice.empty_init():
+        return make().eval()
