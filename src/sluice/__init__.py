@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from sluice.reports.load import LoadReport, RankReport
     from sluice.reports.plan import PlanReport
     from sluice.reports.save import SaveReport
-    from sluice.reports.stream import StreamReport
+    from sluice.reports.stream import StreamPlan, StreamReport
     from sluice.reports.verify import NonFinite, VerifyProblem, VerifyReport
     from sluice.sources.remote.location import Remote
     from sluice.streaming.stream import Stream
@@ -103,6 +103,7 @@ __all__ = [
     "SourceChangedError",
     "Stream",
     "StreamError",
+    "StreamPlan",
     "StreamReport",
     "TensorDifference",
     "TruncatedError",
@@ -146,6 +147,7 @@ _HOMES = {
     "ProgressEvent": "_progress",
     "SaveReport": "reports.save",
     "Stream": "streaming.stream",
+    "StreamPlan": "reports.stream",
     "StreamReport": "reports.stream",
     "VerifyProblem": "reports.verify",
     "VerifyReport": "reports.verify",

@@ -13,9 +13,11 @@ from torch import nn
 
 import sluice
 from sluice._errors import BudgetError, ReadError, SluiceError, SourceChangedError, StreamError
+from sluice._options import MemoryLimits
 from sluice.modules.parked import ParkedParameter
+from sluice.records import DeviceFacts
 from sluice.streaming.stream import Stream
-from sluice.testing import record_reads
+from sluice.testing import FakeAccelerator, record_reads
 from support.streamed_models import WIDTH, Experts, Layers, Repeated, block_bytes, empty, saved
 
 MIB = 1 << 20
@@ -366,3 +368,34 @@ def test_a_report_tells_what_stays_and_what_is_read(file: Path) -> None:
     assert "on cpu" in text
     assert "1 call of" in text
     assert stream.report.to_json()["misses"] == stream.report.misses
+
+
+def test_a_plan_tells_what_a_stream_would_hold_and_read(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    plan = sluice.plan(running, file, memory=4 * block_bytes(), stream=True).stream
+    assert plan is not None
+    with sluice.stream(running, file, memory=4 * block_bytes()) as stream:
+        report = stream.report
+    assert (plan.resident_bytes, plan.window_bytes) == (report.resident_bytes, report.window_bytes)
+    assert (plan.call_bytes, plan.blocks) == (report.call_bytes, report.blocks)
+    small = sluice.plan(empty(Layers), file, memory="1MiB", stream=True)
+    assert small.stream is not None
+    assert not small.stream.fits
+    assert "as a stream: at least" in str(small)
+    with pytest.raises(ValueError, match="needs a model"):
+        sluice.plan(None, file, stream=True)
+
+
+def test_a_stream_on_an_accelerator(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = saved(Layers, file)
+    monkeypatch.setattr("sluice.loading.devices.device_name", str)
+    monkeypatch.setattr("sluice.reading.transfer.device_facts", lambda device: DeviceFacts(device=device))
+    monkeypatch.setattr("sluice.engine.targets.accelerator", lambda _: FakeAccelerator())
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=MemoryLimits(device=3 * block_bytes()), device="fake:0") as stream:
+        for _ in range(2):
+            assert torch.equal(running(IDS), model(IDS))
+    assert stream.report.device == "fake:0"
+    with pytest.raises(BudgetError, match="free memory of fake:0 is unknown"):
+        sluice.stream(running, file, device="fake:0")

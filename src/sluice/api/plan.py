@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -12,7 +13,7 @@ from sluice._dtypes import DType
 from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, TransferOptions
 from sluice._public import public
-from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
 from sluice.loading.dry_run import plan_report
@@ -49,6 +50,7 @@ def plan(
     encoding: str = TEXT_ENCODING,
     page_cache: PageCache = "auto",
     probe: bool = False,
+    stream: bool = False,
     mesh: Mapping[str, int] | None = None,
     ranks_per_host: int | None = None,
     tp_plan: Mapping[str, str] | None = None,
@@ -76,6 +78,8 @@ def plan(
         encoding: Encoding of text that Python 2 wrote, as in ``torch.load``; see ``open``.
         page_cache: As in ``load_into``.
         probe: Read up to 256 MiB to estimate times.
+        stream: Plan ``sluice.stream`` too, with ``memory`` as its memory for weights: ``report.stream`` has what would
+            stay, and what each call of the model would read.
         mesh: Plan for the ranks of a device mesh, without processes: ranks along each dimension by name, as in
             ``{"dp": 8, "tp": 4}``. ``dp``, ``fsdp``, ``dp_shard`` and ``shard`` divide every parameter as
             ``fully_shard`` does, ``ddp``, ``dp_replicate`` and ``replicate`` hold copies, ``tp`` divides what
@@ -138,12 +142,28 @@ def plan(
         own_dtype = dtype_argument(dtype, auto_is_none=True)
         one = "cpu" if device is None else cast("str | torch.device", device)
         request = StateDictRequest(device=one, dtype=own_dtype, key=key, rules=rules, options=options)
+    if stream and (model is None or mesh is not None):
+        raise ValueError("plan(): stream=True needs a model, and no mesh")
     layout = _layout(model, mesh, ranks_per_host, tp_plan)
     with borrow(source, limits=limits, encoding=encoding) as checkpoint:
         if layout is not None and isinstance(request, ModuleRequest):
             ranks, fullest = plan_ranks(request, checkpoint, layout)
             return plan_report(fullest, checkpoint, probe=probe, ranks=ranks, notes=(_ranks_note(ranks),))
-        return plan_report(request, checkpoint, probe=probe, notes=() if model is not None else (_WITHOUT_MODEL,))
+        report = plan_report(request, checkpoint, probe=probe, notes=() if model is not None else (_WITHOUT_MODEL,))
+        if stream and isinstance(request, ModuleRequest):
+            return _with_stream(report, request, checkpoint, memory)
+        return report
+
+
+def _with_stream(report: PlanReport, load: ModuleRequest, checkpoint: OpenCheckpoint, memory: Memory) -> PlanReport:
+    """Return the report with the plan of a stream."""
+    from sluice.streaming.job import StreamRequest, plan_stream  # here, not above: few plans are those of streams
+
+    if isinstance(load.device, Mapping) or load.device == "auto":
+        raise ValueError("plan(): stream=True needs one device")
+    rate = None if report.rates is None else report.rates.sluice
+    found = plan_stream(StreamRequest(load=load, memory=memory), checkpoint, bytes_per_second=rate)
+    return dataclasses.replace(report, stream=found)
 
 
 def _layout(

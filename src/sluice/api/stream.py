@@ -6,18 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from sluice._arguments import check_load, check_model, dtype_argument
+from sluice._arguments import check_load, check_model, dtype_argument, memory_limits
 from sluice._dtypes import DType
 from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits, Memory, MemoryLimits, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
-from sluice._units import parse_bytes
 from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.module_job import ModuleRequest
 from sluice.matching.renaming import Rename
-from sluice.planning.budget import device_limit
 from sluice.streaming.job import StreamRequest
 from sluice.streaming.stream import Stream, open_stream
 
@@ -85,35 +83,24 @@ def stream(
         >>> with sluice.empty_init():
         ...     model = GPTModel(config)
         >>> with torch.inference_mode(), sluice.stream(model, "model.pth", memory="6GiB") as stream:
-        ...     logits = model(torch.tensor([[464, 3290]]))
+        ...     logits = model(torch.tensor([[1, 2, 3]]))
         >>> print(stream.report)
         streams ... of model.pth (torch-zip) through ... on cpu
         ...
     """
     check_model(model, source, "stream(model, source)")
+    memory_limits(memory)  # the errors for values that are no size
     check_load(key=key, limits=limits, rename=rename, rules=rules, progress=progress)
     if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks or ()):
         raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")
-    own = memory if isinstance(memory, MemoryLimits) else MemoryLimits()
-    given = memory if not isinstance(memory, MemoryLimits) else _limit(memory, device)
-    request = StreamRequest(
-        load=ModuleRequest(
-            model=model,
-            device=device,
-            dtype=dtype_argument(dtype),
-            key=key,
-            rename=rename,
-            rules=rules,
-            options=TransferOptions(memory=own),
-        ),
-        memory_bytes=None if given is None else parse_bytes(given),
-        blocks=None if blocks is None else tuple(blocks),
+    load = ModuleRequest(
+        model=model,
+        device=device,
+        dtype=dtype_argument(dtype),
+        key=key,
+        rename=rename,
+        rules=rules,
+        options=TransferOptions(memory=memory if isinstance(memory, MemoryLimits) else None),
     )
+    request = StreamRequest(load=load, memory=memory, blocks=None if blocks is None else tuple(blocks))
     return open_stream(request, borrow(source, limits=limits, encoding=encoding), progress=progress)
-
-
-def _limit(memory: MemoryLimits, device: str | int | torch.device | None) -> int | str | None:
-    """Return the caller's limit for the weights of a device."""
-    if device is None or torch.device(device).type == "cpu":
-        return memory.host
-    return device_limit(memory, str(torch.device(device)))

@@ -27,6 +27,7 @@ from sluice.reports.document import (
 )
 from sluice.reports.explanation import Explanation
 from sluice.reports.ranks import RanksPlan
+from sluice.reports.stream import StreamPlan
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -114,6 +115,8 @@ class PlanReport(Report):
     rates: Rates | None = None
     #: The loads of all ranks of a mesh, of which the other fields describe the fullest; None without a mesh.
     ranks: RanksPlan | None = None
+    #: The model as a stream; None unless it was requested.
+    stream: StreamPlan | None = None
     #: Remarks, one sentence each.
     notes: tuple[str, ...] = ()
     #: Builds the explanation. It keeps the records of the plan alive, about 2 KiB per tensor.
@@ -205,6 +208,8 @@ class PlanReport(Report):
                 yield listed(label, names)
         if self.ranks is not None:
             yield from self.ranks.sections()
+        if self.stream is not None:
+            yield from self.stream.sections()
         yield self._methods()
         yield Strong(self.verdict())
         yield from (f"note: {note}" for note in self.notes)

@@ -1,4 +1,4 @@
-"""The figures of a stream."""
+"""What a stream would hold and read, and what it did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,48 @@ from sluice._public import public
 from sluice._units import counted, format_bytes
 from sluice.reports.document import Grid, Report, Section, Strong, checkpoint_title
 
-__all__ = ["StreamReport"]
+__all__ = ["StreamPlan", "StreamReport"]
+
+
+@public()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPlan(Report):
+    """What ``sluice.stream`` would hold and read; ``sluice.plan(stream=True)`` makes it."""
+
+    #: Number of blocks whose weights would be read when they are called.
+    blocks: int
+    #: Bytes for weights, as given or as the limits leave.
+    memory_bytes: int
+    #: Least bytes with which the model can be streamed.
+    smallest_bytes: int
+    #: Bytes of the weights that would stay in memory.
+    resident_bytes: int
+    #: Bytes of memory through which the others would pass.
+    window_bytes: int
+    #: Bytes that a call of the model would read if it uses every block once.
+    call_bytes: int
+    #: Estimated seconds to read them, while the model computes; None without a probe.
+    call_seconds: float | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory is enough."""
+        return self.smallest_bytes <= self.memory_bytes
+
+    def sections(self) -> Iterator[Section]:
+        """Yield what would stay, what would pass through, and what each call would read."""
+        if not self.fits:
+            yield (
+                f"as a stream: at least {format_bytes(self.smallest_bytes)} are needed for weights, "
+                f"{format_bytes(self.memory_bytes)} are allowed"
+            )
+            return
+        seconds = "" if self.call_seconds is None else f" in {self.call_seconds:.2f} s"
+        yield (
+            f"as a stream: {format_bytes(self.resident_bytes)} stay in memory, the weights of "
+            f"{counted(self.blocks, 'block')} pass through {format_bytes(self.window_bytes)}; each call reads "
+            f"{format_bytes(self.call_bytes)}{seconds}"
+        )
 
 
 @public()

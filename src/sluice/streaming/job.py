@@ -15,29 +15,30 @@ from torch import nn
 
 from sluice import _options as options
 from sluice._errors import BudgetError, StreamError
-from sluice._options import MemoryLimits, TransferOptions
+from sluice._options import Memory, MemoryLimits, TransferOptions
 from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.dtensors.description import is_dtensor
 from sluice.loading.module_job import ModuleJob, ModuleRequest
 from sluice.modules.blocks import Block, find_blocks, smallest_blocks
 from sluice.modules.parked import ParkedParameter
-from sluice.planning.budget import HOST, find_limits
+from sluice.planning.budget import HOST, device_limit, find_limits
 from sluice.planning.streaming import Streaming
+from sluice.reports.stream import StreamPlan
 from sluice.streaming.division import Division, divide
 from sluice.streaming.lookup import Lookup, looks_up_rows
 from sluice.streaming.units import UnitPlan
 
-__all__ = ["StreamJob", "StreamRequest", "decide_stream"]
+__all__ = ["StreamJob", "StreamRequest", "decide_stream", "plan_stream"]
 
 
 class StreamRequest(Struct, frozen=True, kw_only=True):
     """Arguments of ``sluice.stream``, without the checkpoint."""
 
-    #: What fills the model; its memory limits are those of the caller.
+    #: What fills the model.
     load: ModuleRequest
-    #: Bytes for the weights; None for what the limits leave.
-    memory_bytes: int | None = None
+    #: Memory for the weights where they are used; None for what the limits leave.
+    memory: Memory = None
     #: Paths of the blocks, with ``*`` for any name; None finds them.
     blocks: tuple[str, ...] | None = None
 
@@ -78,22 +79,48 @@ def decide_stream(request: StreamRequest, checkpoint: OpenCheckpoint) -> StreamJ
         BudgetError: The memory is too small for the largest block.
         ValueError: ``blocks`` names no part of the model.
     """
-    model = request.load.model
-    _refuse(model)
-    job = request.load.job(checkpoint)
-    memory_bytes = _memory_left(job, request.load.memory) if request.memory_bytes is None else request.memory_bytes
-    transfer = replace(request.load.options, facts=job.plan.facts)
-    found = divide(job, find_blocks(model, request.blocks), memory_bytes, transfer)
-    if not found.decision.fits(memory_bytes) and request.blocks is None:
-        found = divide(job, smallest_blocks(model), memory_bytes, transfer)
-    if not found.decision.fits(memory_bytes):
+    stream, memory_bytes = _decide(request, checkpoint)
+    if not stream.decision.fits(memory_bytes):
         raise BudgetError(
             "the memory is too small for the largest block, and what always stays",
             file=checkpoint.path,
             expected=f"memory={format_bytes(memory_bytes)}",
-            found=f"at least {format_bytes(found.decision.smallest_bytes)}",
+            found=f"at least {format_bytes(stream.decision.smallest_bytes)}",
         )
-    return _stream_job(job, found, transfer)
+    return stream
+
+
+def plan_stream(request: StreamRequest, checkpoint: OpenCheckpoint, *, bytes_per_second: float | None) -> StreamPlan:
+    """Return what a stream would hold and read; the errors are those of ``decide_stream`` but for ``BudgetError``.
+
+    Args:
+        request: Arguments of the stream.
+        checkpoint: What would be read.
+        bytes_per_second: Measured speed of reads; None for no estimate of times.
+    """
+    stream, memory_bytes = _decide(request, checkpoint)
+    return StreamPlan(
+        blocks=sum(map(bool, stream.uses)),
+        memory_bytes=memory_bytes,
+        smallest_bytes=stream.decision.smallest_bytes,
+        resident_bytes=stream.decision.resident_bytes,
+        window_bytes=stream.decision.window_bytes,
+        call_bytes=stream.streamed_bytes,
+        call_seconds=None if bytes_per_second is None else stream.streamed_bytes / bytes_per_second,
+    )
+
+
+def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJob, int]:
+    """Return the stream for the memory of the request, or for the smallest that is possible, and this memory."""
+    model = request.load.model
+    _refuse(model)
+    job = request.load.job(checkpoint)
+    memory_bytes = _memory_bytes(job, request.memory)
+    transfer = replace(request.load.options, facts=job.plan.facts)
+    found = divide(job, find_blocks(model, request.blocks), memory_bytes, transfer)
+    if not found.decision.fits(memory_bytes) and request.blocks is None:
+        found = divide(job, smallest_blocks(model), memory_bytes, transfer)
+    return _stream_job(job, found, transfer), memory_bytes
 
 
 def _refuse(model: nn.Module) -> None:
@@ -116,14 +143,26 @@ def _refuse(model: nn.Module) -> None:
             )
 
 
-def _memory_left(job: ModuleJob, memory: MemoryLimits) -> int:
-    """Return the bytes for weights that the limits leave, without the gate and a reserve for activations."""
+def _memory_bytes(job: ModuleJob, memory: Memory) -> int:
+    """Return the bytes for weights: those of the caller, or those that the limits leave without gate and activations.
+
+    Raises:
+        BudgetError: The caller gives none, and the free memory of the device is unknown.
+    """
     device = _device(job)
-    limits = {limit.where: limit.nbytes for limit in find_limits(job.plan.facts, memory)}
+    given: int | str | None
+    if not isinstance(memory, MemoryLimits):
+        given = memory
+    else:
+        given = memory.host if device == "cpu" else device_limit(memory, device)
+    if given is not None:
+        return parse_bytes(given)
+    limits = {limit.where: limit.nbytes for limit in find_limits(job.plan.facts, MemoryLimits())}
     found = limits.get(HOST if device == "cpu" else device)
     if found is None:
         raise BudgetError(f"the free memory of {device} is unknown; give memory=, such as memory='6GiB'")
-    gate = parse_bytes(memory.staging) + options.OVERHEAD_BYTES if device == "cpu" else 0
+    staging = memory.staging if isinstance(memory, MemoryLimits) else MemoryLimits().staging
+    gate = parse_bytes(staging) + options.OVERHEAD_BYTES if device == "cpu" else 0
     return max(0, int(found * (1 - options.AUTO_RESERVE)) - gate)
 
 

@@ -55,7 +55,7 @@ class Lookup(Struct, frozen=True, kw_only=True, eq=False):
         """
         count, width = self.request.entry.shape
         flat = ids.reshape(-1)
-        found = torch.empty((len(flat), width), dtype=torch_dtype(self.request.dtype), device=self.request.device)
+        found = torch.empty((len(flat), width), dtype=torch_dtype(self.request.dtype), device=ids.device)
         most = max(1, options.LOOKUP_BYTES // max(1, width * ITEM_BYTES[self.request.dtype]))
         for first in range(0, len(flat), most):
             piece = flat[first : first + most]
