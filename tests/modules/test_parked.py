@@ -65,11 +65,18 @@ def test_a_guarded_module_refuses_what_needs_all_weights_and_keeps_the_rest() ->
     original = model[1].weight
     model[1].weight = ParkedParameter.of(nn.Parameter(torch.empty(2, 2, device="meta")), "1.weight", "cpu")
     guard = Guard(model)
-    for refused in (model.half, model.state_dict, lambda: model.load_state_dict({}), lambda: model.to("cpu")):
+    for refused in (
+        model.half,
+        model.state_dict,
+        lambda: model.load_state_dict({}),
+        lambda: model.to("cpu"),
+        lambda: copy.deepcopy(model),
+        lambda: pickle.dumps(model),
+    ):
         with pytest.raises(StreamError):
             refused()
     assert model[0].weight.dtype == torch.float32
     assert model[0].double().weight.dtype == torch.float64  # its weights are in memory
     guard.remove()
     model[1].weight = original
-    assert model.half().state_dict()["1.weight"].dtype == torch.float16
+    assert copy.deepcopy(model).half().state_dict()["1.weight"].dtype == torch.float16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +190,29 @@ def test_casts_rules_and_keys_are_those_of_a_load(file: Path) -> None:
     assert torch.equal(found, model.bfloat16()(IDS))
 
 
+@pytest.mark.parametrize("name", ["m.safetensors", "old.pth", "shards", "distributed"])
+def test_every_format_can_be_streamed(tmp_path: Path, name: str) -> None:
+    model = saved(Layers, tmp_path / "model.pth")
+    source = tmp_path / name
+    if name == "old.pth":
+        torch.save(model.state_dict(), source, _use_new_zipfile_serialization=False)
+    elif name == "distributed":
+        with torch.inference_mode(mode=False):
+            sluice.save(model.state_dict(), source, format="dcp")
+    elif name == "shards":
+        sluice.save(model, source, format="huggingface", max_shard_size="3MB")
+    else:
+        sluice.save(model, source)
+    running = empty(Layers)
+    with sluice.stream(running, source, memory=3 * block_bytes()):
+        assert torch.equal(running(IDS), model(IDS))
+    if name == "shards":
+        fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed")
+        fsspec.filesystem("memory").put(f"{source}/", "/streamed/", recursive=True)
+        with sluice.stream(running, "memory://streamed", memory=3 * block_bytes()):
+            assert torch.equal(running(IDS), model(IDS))
+
+
 def test_a_call_that_needs_gradients_is_refused(file: Path) -> None:
     saved(Layers, file)
     running = empty(Layers)
@@ -298,6 +322,23 @@ def test_autocast_holds_no_copies_of_weights(file: Path) -> None:
         with sluice.stream(running, file, memory=3 * block_bytes()):
             assert torch.equal(running(IDS), want)
             assert torch.equal(running(IDS), want)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_fork_is_refused_by_name(file: Path) -> None:
+    saved(Layers, file)
+    running = empty(Layers)
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        running(IDS)
+        child = os.fork()
+        if not child:
+            try:
+                _call(running, 2)
+            except ReadError as error:
+                os._exit(0 if "fork" in str(error) else 2)
+            os._exit(3)
+        assert os.waitpid(child, 0)[1] == 0
+        running(IDS)
 
 
 def _compiled(model: nn.Module) -> nn.Module:

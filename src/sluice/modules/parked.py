@@ -142,6 +142,7 @@ class Guard:
         ]
         for part in module.modules():
             vars(part)["_apply"] = partial(_apply, part)
+            vars(part)["__getstate__"] = _refuse_state
 
     def remove(self) -> None:
         """Let the module be an ordinary one again."""
@@ -149,6 +150,7 @@ class Guard:
             hook.remove()
         for part in self._module.modules():
             vars(part).pop("_apply", None)
+            vars(part).pop("__getstate__", None)
 
 
 def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +158,10 @@ def _apply(module: Any, *args: Any, **kwargs: Any) -> Any:
     if any(type(parameter) is ParkedParameter for parameter in module.parameters()):
         _refuse("be moved or cast")
     return type(module)._apply(module, *args, **kwargs)  # noqa: SLF001  overridden in this module
+
+
+def _refuse_state() -> NoReturn:
+    _refuse("be copied or pickled")
 
 
 def _refuse(what: str) -> NoReturn:

@@ -35,6 +35,15 @@ class _PendingCopy:
     source: StridedBytes
     checksum: int
     done: threading.Event
+    lock: threading.Lock
+    poisoned: bool = False
+
+    def poison(self) -> None:
+        """Overwrite its source, once: a later ticket may name it too, when the buffer is already in use again."""
+        with self.lock:
+            if not self.poisoned:
+                self.source.raw.fill_(_POISON)
+                self.poisoned = True
 
 
 @public("sluice.testing")
@@ -90,7 +99,7 @@ class FakeAccelerator:
         return memory
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
-        pending = _PendingCopy(target, source, _checksum(source), threading.Event())
+        pending = _PendingCopy(target, source, _checksum(source), threading.Event(), threading.Lock())
         with self._condition:
             self._pending.append(pending)
             self._condition.notify()
@@ -156,7 +165,7 @@ class _Ticket:
     def wait(self) -> None:
         for copy in self._copies:
             copy.done.wait()
-            copy.source.raw.fill_(_POISON)
+            copy.poison()
 
 
 def _checksum(source: StridedBytes) -> int:
