@@ -207,6 +207,48 @@ def test_a_load_completes_in_a_control_group_where_the_naive_ways_are_killed(
     assert killed.returncode < 0
 
 
+#: Runs a model of 384 MiB from its file, and checks what it computes.
+STREAM = """
+import sys, torch, sluice
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(2048, 4096))
+
+    def forward(self, x):
+        return x + self.weight.sum()
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+with sluice.empty_init():
+    model = Net()
+renamed = {str(number): f"layers.{number}.weight" for number in range(12)}
+memory = 192 << 20
+with torch.inference_mode(), sluice.stream(model, sys.argv[1], rename=renamed, memory=memory) as stream:
+    for _ in range(2):
+        total = model(torch.zeros((), dtype=torch.float64))
+assert total == 2048 * 4096 * sum(range(12)), total
+assert stream.report.read_bytes >= 2 * 200 << 20
+"""
+
+
+def test_a_stream_runs_a_model_in_half_of_its_memory(large: Path, interpreter: int) -> None:
+    limit = FINAL // 2 + (64 + 32) * MIB + interpreter
+    done = run_limited([sys.executable, "-c", STREAM, str(large)], limit)
+    assert (done.returncode, done.oom_killed) == (0, False), done.stderr
+    assert done.peak_bytes is not None
+    assert done.peak_bytes <= limit
+
+
 @pytest.mark.long
 def test_the_leaner_ways_of_the_tutorial_are_killed_there_too(large: Path, interpreter: int) -> None:
     killed = run_limited(program("meta-sequential", large), FINAL + (64 + 64) * MIB + interpreter)

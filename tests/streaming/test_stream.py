@@ -238,6 +238,20 @@ def test_closing_restores_the_model(file: Path) -> None:
     assert "closed" in repr(stream)
 
 
+def test_an_own_forward_of_a_module_is_called_and_restored(file: Path) -> None:
+    model = saved(Layers, file)
+    running = empty(Layers)
+    usual = running.forward
+
+    def doubled(ids: torch.Tensor) -> torch.Tensor:
+        return 2 * usual(ids)
+
+    vars(running)["forward"] = doubled
+    with sluice.stream(running, file, memory=3 * block_bytes()):
+        assert torch.equal(running(IDS), 2 * model(IDS))
+    assert vars(running)["forward"] is doubled
+
+
 def test_threads_end_when_a_model_is_dropped_without_closing(file: Path) -> None:
     saved(Layers, file)
     running = empty(Layers)

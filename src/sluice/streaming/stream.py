@@ -54,7 +54,8 @@ class Stream:
         self._model_seconds = 0.0
         self._close_files = weakref.finalize(self, exits.close)
         self._guard = Guard(job.whole.state.module)
-        self._wrapped: list[nn.Module] = []
+        #: Modules whose ``forward`` was replaced, and the attribute that they had before.
+        self._wrapped: list[tuple[nn.Module, Callable[..., Any] | None]] = []
         self._attach()
 
     def __enter__(self) -> Self:
@@ -103,8 +104,11 @@ class Stream:
                 return
             if any(unit.users for unit in self._units):
                 raise StreamError("a block is running: close the stream after the call of the model")
-            for module in self._wrapped:
-                vars(module).pop("forward", None)
+            for module, forward in reversed(self._wrapped):
+                if forward is None:
+                    del vars(module)["forward"]
+                else:
+                    vars(module)["forward"] = forward
             self._guard.remove()
             self._close_files()
             self._window.clear()
@@ -131,8 +135,7 @@ class Stream:
             with around():
                 return forward(*args, **kwargs)
 
-        vars(module)["forward"] = wrapper
-        self._wrapped.append(module)
+        self._replace_forward(module, wrapper)
 
     def _wrap_lookup(self, lookup: Lookup) -> None:
         module = self._job.blocks[lookup.block].module
@@ -150,8 +153,11 @@ class Stream:
                 finally:
                     self._window.release(lookup.unit)
 
-        vars(module)["forward"] = wrapper
-        self._wrapped.append(module)
+        self._replace_forward(module, wrapper)
+
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._wrapped.append((module, vars(module).get("forward")))
+        vars(module)["forward"] = forward
 
     @contextmanager
     def _lent(self, number: int, position: int) -> Iterator[torch.Tensor]:
