@@ -382,7 +382,7 @@ class RankError(SluiceError, RuntimeError):
 
 
 class StreamError(SluiceError, RuntimeError):
-    """A model that is streamed was asked for what needs all its weights at once, or gradients; it stays as it was."""
+    """A model that is streamed was asked for what needs all its weights at once, or gradients; nothing was changed."""
 
     advice = "Close the stream first, and load the weights with sluice.load_into if they fit into memory."
 

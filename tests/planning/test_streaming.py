@@ -1,4 +1,4 @@
-"""What of a streamed model stays in memory."""
+"""The weights of a streamed model that stay in memory."""
 
 from __future__ import annotations
 

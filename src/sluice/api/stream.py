@@ -89,7 +89,7 @@ def stream(
         ...
     """
     check_model(model, source, "stream(model, source)")
-    memory_limits(memory)  # the errors for values that are no size
+    memory_limits(memory)  # raises for a value that is not a size
     check_load(key=key, limits=limits, rename=rename, rules=rules, progress=progress)
     if isinstance(blocks, str) or not all(isinstance(block, str) for block in blocks or ()):
         raise TypeError("blocks must be a sequence of names of modules, such as ['layers.*']")

@@ -30,7 +30,7 @@ class RecycledMemory:
         """
         self._most_bytes, self._huge_pages = most_bytes, huge_pages
         self._lock = threading.Lock()
-        #: Unused memory by size; the size that was given back last is the last.
+        #: Unused memory by size; the size that was returned last is the last.
         self._unused: OrderedDict[int, list[HostMemory]] = OrderedDict()
         self._lent_bytes = 0
         self._unused_bytes = 0
@@ -69,7 +69,7 @@ class RecycledMemory:
             self._free(self._unused_bytes)
 
     def _free(self, nbytes: int) -> None:
-        """Free at least ``nbytes`` bytes of unused memory if there are as many, those given back first."""
+        """Free at least ``nbytes`` bytes of unused memory if there are as many, those returned first."""
         while nbytes > 0 and self._unused:
             size, memories = next(iter(self._unused.items()))
             while memories and nbytes > 0:
@@ -94,7 +94,7 @@ class Lease:
         return taken
 
     def give_back(self) -> None:
-        """Give back everything, after the tensors that viewed it were dropped."""
+        """Return everything, after the tensors that viewed it were dropped."""
         taken, self._taken = self._taken, []
         self._memory.give_back(taken)
 

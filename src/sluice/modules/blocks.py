@@ -101,7 +101,7 @@ def _collect(
 
 
 def _members(module: nn.Module, path: str, *, inside: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the members of lists, outermost first; below a member only those of lists that are no ``Sequential``."""
+    """Yield the members of lists, outermost first; below a member not those of a ``Sequential``."""
     is_list = _is_list(module) and not (inside and isinstance(module, nn.Sequential))
     if _is_whole(module):
         return

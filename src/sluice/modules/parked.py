@@ -1,7 +1,7 @@
 """Parameters whose weights are not in memory.
 
 A parked parameter answers what it is (shape, dtype, the device that it runs on). If an operation needs its elements,
-because a part of the model uses weights of another part without calling it, they are read for that operation; what
+because a part of the model uses weights of a different part without calling it, they are read for that operation; what
 would change them is refused. A model that holds parked parameters refuses what would need all weights at once: to be
 moved, cast, copied, pickled or saved.
 """
@@ -21,7 +21,7 @@ from sluice._errors import StreamError
 __all__ = ["Guard", "ParkedParameter"]
 
 
-#: What can be asked of a tensor without its elements, by the names of attributes and methods.
+#: Attributes and methods of tensors that do not need the elements.
 _DESCRIPTIONS = frozenset(
     {"shape", "dtype", "ndim", "layout", "nbytes", "itemsize", "requires_grad", "grad", "grad_fn", "is_leaf"}
     | {"size", "dim", "numel", "nelement", "stride", "element_size", "is_contiguous", "storage_offset", "data_ptr"}
@@ -114,7 +114,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _lent(value: Any, stack: ExitStack) -> Any:
-    """Return a value whose parked parameters are replaced by tensors in memory, which ``stack`` gives back."""
+    """Return a value whose parked parameters are replaced by tensors in memory, which ``stack`` releases."""
     if isinstance(value, ParkedParameter):
         return stack.enter_context(value.borrow())
     if isinstance(value, dict):

@@ -3,7 +3,7 @@
 The weights of a model are used in the same order in every call. On such a cyclic scan, memory that keeps what was used
 last keeps nothing that is used again in time, so that a fixed set of units stays, as many bytes as fit, and the others
 pass through a window that holds the units in use and those that are used next. Resident units are spread evenly over
-the order: while one of them computes, the disk reads a unit behind it.
+the order: while one of them computes, the disk reads a unit after it.
 
 Pure functions: no I/O, no torch.
 """
@@ -40,7 +40,7 @@ class Step(Struct, frozen=True, kw_only=True):
 
 
 class Streaming(Struct, frozen=True, kw_only=True):
-    """What stays in memory and what passes through it."""
+    """A decision: the units that stay in memory, and memory for the others."""
 
     #: Positions of the units that stay.
     resident: frozenset[int]

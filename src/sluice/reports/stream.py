@@ -1,4 +1,4 @@
-"""What a stream would hold and read, and what it did."""
+"""Reports on streams, planned and running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StreamPlan", "StreamReport"]
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPlan(Report):
-    """What ``sluice.stream`` would hold and read; ``sluice.plan(stream=True)`` makes it."""
+    """The memory and the reads of a stream that ``sluice.plan(stream=True)`` plans."""
 
     #: Number of blocks whose weights would be read when they are called.
     blocks: int
@@ -56,7 +56,7 @@ class StreamPlan(Report):
 @public()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamReport(Report):
-    """What a streamed model holds and reads; see ``sluice.stream``."""
+    """The memory and the reads of a stream; see ``sluice.stream``."""
 
     #: Path of the checkpoint.
     source: str

@@ -37,7 +37,7 @@ class Division(Struct, frozen=True, kw_only=True, eq=False):
     units: tuple[UnitPlan, ...]
     #: The requests that belong to no unit.
     others: tuple[int, ...]
-    #: What stays in memory.
+    #: The units that stay in memory.
     decision: Streaming
 
 

@@ -35,7 +35,7 @@ __all__ = ["StreamJob", "StreamRequest", "decide_stream", "plan_stream"]
 class StreamRequest(Struct, frozen=True, kw_only=True):
     """Arguments of ``sluice.stream``, without the checkpoint."""
 
-    #: What fills the model.
+    #: The load that fills the model.
     load: ModuleRequest
     #: Memory for the weights where they are used; None for what the limits leave.
     memory: Memory = None

@@ -25,7 +25,7 @@ class Weight(Struct, frozen=True, kw_only=True, eq=False):
     owners: tuple[Owner, ...]
     #: The parameter that they held before.
     original: torch.Tensor
-    #: What they hold while it is not in memory.
+    #: Its replacement while it is not in memory.
     parked: ParkedParameter
 
 
@@ -89,7 +89,7 @@ class Unit:
             self.start(reader, memory)
         try:
             self.settle()
-        except SessionEndedError:  # the failure of another unit, which its own caller sees
+        except SessionEndedError:  # a different unit failed, whose own caller sees it
             self.start(reader, memory)
             self.settle()
 

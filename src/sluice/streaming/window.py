@@ -1,9 +1,9 @@
 """The units of a streamed model that pass through memory: which are read, kept and dropped.
 
-What a block needs is read at once, whatever has to be dropped for it. What later blocks need is read ahead as long as
-there is room, and takes the place of units that are needed still later (the rule "do no harm" of Cao, Felten, Karlin
-and Li, A Study of Integrated Prefetching and Caching Strategies, SIGMETRICS 1995). Of the units that are not expected
-at all, such as experts, those that were used least go first.
+The units of a block are read at once, and any other unit may be dropped for them. The units of later blocks are read
+ahead as long as there is room, and take the place of units that are needed still later (the rule "do no harm" of Cao,
+Felten, Karlin and Li, A Study of Integrated Prefetching and Caching Strategies, SIGMETRICS 1995). Of the units that are
+not expected at all, such as experts, those that were used least are dropped first.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Window:
         return found
 
     def _drop(self, unit: Unit) -> None:
-        if not unit.ready:  # its reads have to end first; if they fail, nobody needs them
+        if not unit.ready:  # its reads have to end first; if they fail, no block needs them
             with suppress(SluiceError, SessionEndedError):
                 unit.settle()
         unit.drop()
