@@ -396,3 +396,17 @@ REMOTE_REDIRECTS = 5
 #: bytes of a file that are read at once for them.
 UPLOAD_PART_BYTES, UPLOAD_PARTS, UPLOADS = 8 << 20, 9000, 3
 UPLOAD_PIECE_BYTES = 1 << 20
+
+#: Bytes of a cached block of a remote object, which is fetched and checked as a whole: as many as the opening request
+#: brings, so that those are the first block.
+CACHE_BLOCK_BYTES = REMOTE_FIRST_BYTES
+
+#: Bytes of a cache directory if the user names no bound, and bytes that stay free on its file system.
+CACHE_BYTES = 50 << 30
+CACHE_FREE_BYTES = 1 << 30
+
+#: Bytes of a cache that a process reserves at once for an object. Each reservation looks at all entries.
+CACHE_RESERVED_BYTES = 64 << 20
+
+#: Cached bytes between two missing ranges from which on they are two requests: less takes no longer to fetch again.
+CACHE_GAP_BYTES = REMOTE_GAP_BYTES

@@ -32,7 +32,7 @@ from sluice.sources.opening import (
     location_text,
     stream_source,
 )
-from sluice.sources.protocol import Source
+from sluice.sources.protocol import Source, source_notes
 
 __all__ = ["CheckpointSource", "OpenCheckpoint", "borrow", "check_encoding"]
 
@@ -182,6 +182,11 @@ class OpenCheckpoint:
             (file.start, file.source.identity.nbytes if end is None else file.start + end)
             for file, end in zip(self._files, ends, strict=True)
         )
+
+    @property
+    def source_notes(self) -> tuple[str, ...]:
+        """Remarks of the files for the report of a load, one sentence each; also after closing."""
+        return tuple(source_notes(file.source for file in self._files))
 
     def locate(self, storages: Iterable[int]) -> dict[int, int]:
         """Return the data offset of each of ``storages``; headers are checked once."""

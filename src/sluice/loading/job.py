@@ -319,7 +319,14 @@ def load_report(
         origins={request.name: request.entry.origin for request in job.requests if request.entry.origin},
         replaced=loaded.replaced,
         initialised=job.initialised,
-        notes=(*checkpoint.index.notes, *job.notes, *loaded.notes, *plan.reasons, *_surprises(loaded.result)),
+        notes=(
+            *checkpoint.index.notes,
+            *job.notes,
+            *loaded.notes,
+            *plan.reasons,
+            *_surprises(loaded.result),
+            *checkpoint.source_notes,
+        ),
         rows=job.row_maker(),
     )
 

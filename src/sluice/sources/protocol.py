@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.file_watch import FileWatch
 
-__all__ = ["DirectIOUnavailable", "MappableSource", "Source", "WatchableSource"]
+__all__ = ["DirectIOUnavailable", "MappableSource", "Source", "WatchableSource", "source_notes"]
 
 
 class DirectIOUnavailable(Exception):  # noqa: N818  (a signal between layers, never seen by users)
@@ -95,3 +96,17 @@ class MappableSource(Source, Protocol):
             SourceChangedError: The source differs from the one that was opened.
         """
         ...
+
+
+def source_notes(sources: Iterable[Source]) -> Iterator[str]:
+    """Yield one sentence for each different remark of the sources, with the file or the number of files.
+
+    A source that has a remark, such as why it was not cached, has an attribute ``note`` with it, a clause or None.
+    """
+    paths: dict[str, list[str]] = {}
+    for source in sources:
+        note: str | None = getattr(source, "note", None)
+        if note is not None:
+            paths.setdefault(note, []).append(source.path)
+    for note, files in paths.items():
+        yield f"{files[0] if len(files) == 1 else f'{len(files)} files'}: {note}"

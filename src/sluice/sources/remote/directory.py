@@ -55,8 +55,8 @@ class _Entry(Struct, frozen=True):
 class TunedDirectory:
     """A directory whose files are passed through a function when they are opened; see ``Directory``."""
 
-    def __init__(self, directory: Directory, tune: Callable[[Source], Source]) -> None:
-        """Keep the directory and the function."""
+    def __init__(self, directory: Directory, tune: Callable[[Source, str], Source]) -> None:
+        """Keep the directory and the function, which gets each file and its name."""
         self._directory, self._tune = directory, tune
 
     @property
@@ -68,7 +68,7 @@ class TunedDirectory:
 
     def open(self, name: str) -> Source:
         check_relative(name, self.path)
-        return self._tune(self._directory.open(name))
+        return self._tune(self._directory.open(name), name)
 
     def check_inside(self, name: str) -> None:
         check_relative(name, self.path)

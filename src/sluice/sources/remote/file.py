@@ -28,6 +28,9 @@ class RemoteFile:
     of threads may read.
     """
 
+    #: Whether each request names the version that was opened, so that bytes of a different one are never received.
+    pinned = True
+
     def __init__(
         self,
         remote: RemoteObject,
@@ -67,12 +70,31 @@ class RemoteFile:
         except BaseException:
             remote.close()
             raise
+        self._note: str | None = None
         facts = self._facts
         self.identity = FileIdentity(nbytes=facts.nbytes, version=facts.version or facts.weak_version or facts.modified)
 
     @property
     def path(self) -> str:
         return self._remote.path
+
+    @property
+    def facts(self) -> ObjectFacts:
+        """Size and version that the opening request told."""
+        return self._facts
+
+    @property
+    def note(self) -> str | None:
+        """Remark on the file for the report of a load, as a clause."""
+        return self._note or getattr(self._remote, "note", None)
+
+    @note.setter
+    def note(self, text: str) -> None:
+        self._note = text
+
+    def read_through(self, wrap: Callable[[RemoteObject, bytes], RemoteObject]) -> None:
+        """Make later requests to what a function returns for the object and the first bytes."""
+        self._remote = wrap(self._remote, self._head)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.identity.nbytes:

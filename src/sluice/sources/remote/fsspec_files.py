@@ -71,6 +71,8 @@ def filesystem_directory(filesystem: Any, path: str) -> Directory | None:
 class FilesystemFile(RemoteFile):
     """A file of fsspec; see ``Source``."""
 
+    pinned = False
+
     def __init__(self, filesystem: Any, path: str, shown: str) -> None:
         """Examine the file, and read its first bytes.
 

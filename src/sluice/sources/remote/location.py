@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
+from sluice import _options
 from sluice._errors import UnsupportedError
 from sluice._messages import type_of
 from sluice._public import public
@@ -20,7 +22,7 @@ __all__ = ["Remote", "remote_location"]
 _SMALLEST_REQUEST = 1 << 20
 
 #: Fields that a repr may show: the others can hold credentials.
-_SHOWN = ("verify", "connections", "request_bytes", "gap_bytes", "timeout")
+_SHOWN = ("verify", "connections", "request_bytes", "gap_bytes", "timeout", "cache", "cache_bytes")
 
 
 @public()
@@ -56,6 +58,11 @@ class Remote:
     options: Mapping[str, Any] | None = None
     #: A store of obstore or a file system of fsspec that holds ``url``.
     store: Any = None
+    #: Directory that keeps the bytes that were read, by version of the object, so that a second load reads them there.
+    cache: str | os.PathLike[str] | None = None
+    #: Most bytes of this directory, in bytes or as text; the objects that were not used for longest are removed. The
+    #: default is 50 GiB.
+    cache_bytes: int | str | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments.
@@ -82,6 +89,7 @@ class Remote:
             raise ValueError(f"request_bytes={request!r}: write a multiple of 4 KiB, at least 1 MiB")
         if self.gap_bytes is not None:
             parse_bytes(self.gap_bytes)
+        self._check_cache()
 
     def __repr__(self) -> str:
         """Return the address without credentials, and the names of the other arguments."""
@@ -96,6 +104,11 @@ class Remote:
     def address(self) -> str:
         """The address for messages and reports, without credentials."""
         return without_credentials(self.url)
+
+    @property
+    def cache_bound(self) -> int:
+        """Most bytes of the cache directory."""
+        return _options.CACHE_BYTES if self.cache_bytes is None else parse_bytes(self.cache_bytes)
 
     @property
     def settings(self) -> RemoteSettings:
@@ -126,6 +139,18 @@ class Remote:
         used += ["verify"] if self.verify is not True else []
         if self.store is not None and used:
             raise ValueError(f"{used[0]}= has no effect with store=: the store was made with its own settings")
+
+    def _check_cache(self) -> None:
+        if self.cache is None:
+            if self.cache_bytes is not None:
+                raise ValueError("cache_bytes= has no effect without cache=")
+            return
+        if not isinstance(self.cache, (str, os.PathLike)) or not isinstance(os.fspath(self.cache), str):
+            raise TypeError(f"cache is {type_of(self.cache)}; write the path of a directory")
+        if not os.fspath(self.cache):
+            raise ValueError("cache='': write the path of a directory")
+        if self.cache_bytes is not None:
+            parse_bytes(self.cache_bytes)
 
 
 def remote_location(thing: object) -> Remote | None:

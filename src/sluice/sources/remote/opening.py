@@ -16,7 +16,7 @@ from typing import Any, cast
 from sluice._errors import MissingFileError, RemoteError, UnsupportedError
 from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source
-from sluice.sources.remote.directory import SiblingFiles, TunedDirectory
+from sluice.sources.remote.directory import SiblingFiles, TunedDirectory, below
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote, is_obstore
 from sluice.sources.remote_names import is_chained
@@ -66,7 +66,9 @@ def open_remote_directory(where: str | Remote) -> Directory | None:
     directory = _directory(remote)
     if directory is None and _transport(remote) == "http" and remote.address.endswith("/"):
         return SiblingFiles(remote, open_remote)
-    return None if directory is None else TunedDirectory(directory, lambda source: _tuned(source, remote))
+    if directory is None:
+        return None
+    return TunedDirectory(directory, lambda source, name: _tuned(source, below(remote, name)))
 
 
 def remote_parent(where: str | Remote) -> tuple[Directory, str]:
@@ -117,7 +119,12 @@ def _directory(remote: Remote) -> Directory | None:
 def _tuned(source: Source, remote: Remote) -> Source:
     if isinstance(source, RemoteFile):
         source.access = remote.tuned(source.access)
-    return source
+    if remote.cache is None:
+        return source
+    # Here, not above: most addresses have no cache.
+    from sluice.sources.remote.caching import cached_source
+
+    return cached_source(source, remote)
 
 
 def _transport(remote: Remote) -> str:

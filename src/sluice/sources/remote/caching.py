@@ -1,0 +1,144 @@
+"""Remote files with a cache directory: which are cached, under which name, and how they are read.
+
+The opening request is always made. It tells the version, and whether the server gives this user the object at all. A
+version of which all bytes are cached is then an ordinary local file; of any other, what is present is read from the
+cache, and the rest is requested and kept. A cache that fails never fails a load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+
+from sluice.sources.local import LocalFile
+from sluice.sources.protocol import Source
+from sluice.sources.remote.cache_directory import CacheDirectory, CachedObjectName, CacheEntry
+from sluice.sources.remote.cache_locks import locks_work
+from sluice.sources.remote.cached_object import CachedObject
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.location import Remote
+from sluice.sources.remote.protocol import RemoteObject
+
+__all__ = ["CompleteFile", "cached_source", "object_key"]
+
+#: Parameters of signed addresses that belong to the signature, not to the object; lower case.
+_SIGNATURE = frozenset(
+    {"signature", "expires", "policy", "key-pair-id", "awsaccesskeyid", "googleaccessid"}
+    | {"sig", "se", "ske", "skoid", "sks", "skt", "sktid", "skv", "sp", "spr", "sr", "st", "sv"}
+)
+_SIGNATURE_PREFIXES = ("x-amz-", "x-goog-")
+
+#: Variables and options that choose the server or the account of an address.
+_PLACES = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT",
+    "GOOGLE_BASE_URL",
+    "AZURE_STORAGE_ENDPOINT",
+    "AZURE_ENDPOINT",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "HF_ENDPOINT",
+)
+_PLACE_OPTION = re.compile("endpoint|base_url|account_name")
+
+_NO_VERSION = "it was not cached: the server does not name its version (a strong ETag)"
+_NO_CONDITION = "it was not cached: fsspec cannot name the version in its requests"
+_NO_LOCKS = "it was not cached: the system has no locks of open files"
+
+
+class CompleteFile(LocalFile):
+    """A remote file of which all bytes are cached; see ``Source``. Its path is that of the data in the cache."""
+
+    def __init__(self, entry: CacheEntry) -> None:
+        """Own the entry.
+
+        Raises:
+            SluiceError: The data cannot be read.
+        """
+        self.entry = entry
+        super().__init__(entry.files.data)
+
+    @property
+    def note(self) -> str:
+        """Origin of the bytes, as a clause."""
+        return "it was read from the cache"
+
+    def close(self) -> None:
+        super().close()
+        self.entry.close()
+
+
+def cached_source(source: Source, remote: Remote) -> Source:
+    """Return a source that reads an opened remote file through the cache directory of its address, if it has one.
+
+    Args:
+        source: The file, with its opening request made. It is returned, or closed.
+        remote: The address of the file, with its settings.
+    """
+    if remote.cache is None or not isinstance(source, RemoteFile):
+        return source  # a local file already, such as one of the cache of huggingface_hub
+    version = source.facts.version
+    if not source.pinned or version is None or not locks_work():
+        source.note = _NO_CONDITION if not source.pinned else _NO_VERSION if version is None else _NO_LOCKS
+        return source
+    nbytes = source.identity.nbytes
+    name = CachedObjectName(
+        key=object_key(remote, version, nbytes), address=source.path, version=version, nbytes=nbytes
+    )
+    try:
+        entry = CacheDirectory.at(os.fspath(remote.cache)).open(name, remote.cache_bound)
+    except OSError as error:
+        source.note = f"it was not cached: {error.strerror or error}"
+        return source
+    if entry.complete:
+        source.close()
+        return CompleteFile(entry)
+    source.read_through(lambda server, first: _cached(server, entry, first))
+    return source
+
+
+def _cached(server: RemoteObject, entry: CacheEntry, first: bytes) -> CachedObject:
+    cached = CachedObject(server, entry)
+    cached.keep_first(first)
+    return cached
+
+
+def object_key(remote: Remote, version: str, nbytes: int) -> str:
+    """Return the name of the entry of one version of an object.
+
+    It depends on the address without credentials and signature, on the endpoint or account that settings and variables
+    name, and on version and size.
+    """
+    places = [f"{name}={os.environ[name]}" for name in _PLACES if os.environ.get(name)]
+    given = dict(remote.options or {})
+    if remote.store is not None:
+        given = dict(getattr(remote.store, "config", None) or {})
+        places.append(f"{type(remote.store).__name__} {getattr(remote.store, 'prefix', None)} {given.get('bucket')}")
+    places += [f"{name}={given[name]}" for name in sorted(given) if _PLACE_OPTION.search(str(name).lower())]
+    text = "\n".join([_plain_address(remote), version, str(nbytes), *places])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain_address(remote: Remote) -> str:
+    """Return an address without credentials and signature. What follows a question mark may still choose the object."""
+    before, mark, query = remote.url.partition("?")
+    scheme, separator, rest = before.partition("://")
+    if separator:
+        host, slash, path = rest.partition("/")
+        azure = scheme.lower() in {"az", "azure", "abfs", "abfss"}  # container@account
+        before = f"{scheme.lower()}://{host if azure else host.rpartition('@')[2]}{slash}{path}"
+    return before + mark + "&".join(_unsigned(query))
+
+
+def _unsigned(query: str) -> list[str]:
+    """Return the parameters of a query without those of a signature, if it has one."""
+    parts = query.split("&")
+    names = [part.partition("=")[0].lower() for part in parts]
+    if not {"signature", "sig", "x-amz-signature", "x-goog-signature"} & set(names):
+        return parts
+    return [
+        part
+        for part, name in zip(parts, names, strict=True)
+        if name not in _SIGNATURE and not name.startswith(_SIGNATURE_PREFIXES)
+    ]
