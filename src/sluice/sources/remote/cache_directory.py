@@ -51,7 +51,7 @@ _directories_lock = threading.Lock()
 
 
 class CachedObjectName(Struct, frozen=True, kw_only=True):
-    """What an entry is named after, and what it says about itself."""
+    """The version of an object that an entry is for."""
 
     #: Name of the entry: 64 hexadecimal digits.
     key: str
@@ -218,7 +218,7 @@ class CacheEntry:
     ) -> None:
         """Take over the mark of a used entry; see ``CacheDirectory.open``."""
         self.directory, self.name, self.files, self.bound, self.complete = directory, name, files, bound, complete
-        #: Why nothing more is cached, as a clause; None as long as it is.
+        #: Why nothing more is cached, as a clause; None if nothing failed.
         self.problem: str | None = None
         self._lock = threading.Lock()
         self._reserved = 0
@@ -240,7 +240,7 @@ class CacheEntry:
         return OpenFiles(self.files, self.name.nbytes)
 
     def failed(self, error: OSError) -> None:
-        """Record that the system refuses: nothing more is cached, and the load goes on."""
+        """Record that the system refuses: nothing more is cached, and the load continues without."""
         self.problem = self.problem or (error.strerror or str(error) or type(error).__name__)
 
     def reserve(self, blocks: int) -> None:

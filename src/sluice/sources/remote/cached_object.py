@@ -2,7 +2,7 @@
 
 It is a ``RemoteObject`` below ``RemoteFile``, so retries and resumed bodies are those of every server. Requests are
 extended to whole blocks. Bytes are written to the cache as they arrive, from the memory of the caller; only the parts
-of the first and the last block that the caller does not want take memory of their own.
+of the first and the last block that the caller did not request take memory of their own.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class _Range:
         return end, missing
 
     def _receive(self, nbytes: int) -> bool:
-        """Receive bytes that the caller does not want; return whether all of them came."""
+        """Receive bytes that the caller did not request; return whether all of them came."""
         assert self._body is not None
         while nbytes:
             piece = self._room()[:nbytes]

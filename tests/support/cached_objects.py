@@ -1,0 +1,88 @@
+"""Remote objects in memory with a version, and sources that read them through a cache directory."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sluice import _options as options
+from sluice._errors import SourceChangedError
+from sluice.sources.protocol import Source
+from sluice.sources.remote.caching import cached_source
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.location import Remote
+from sluice.sources.remote.protocol import Body, ObjectFacts
+
+BLOCK = options.CACHE_BLOCK_BYTES
+
+
+def content(nbytes: int = 10 * BLOCK + 1234, seed: int = 0) -> bytes:
+    """Return random bytes."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+@dataclass
+class VersionedObject:
+    """An object whose version is its checksum; its bodies end after ``longest`` bytes."""
+
+    content: bytes
+    path: str = "https://host/model.bin"
+    longest: int = 1 << 40
+    requests: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def facts(self) -> ObjectFacts:
+        return ObjectFacts(nbytes=len(self.content), version=f'"{zlib.crc32(self.content):x}"')
+
+    def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
+        return self.facts, self.open_range(0, min(nbytes, len(self.content)), self.facts)
+
+    @contextmanager
+    def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> Iterator[Body]:
+        self.requests.append((offset, nbytes))
+        if facts != self.facts:
+            raise SourceChangedError("the object was replaced", file=self.path)
+        yield _Bytes(self.content[offset : offset + nbytes][: self.longest])
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Bytes:
+    def __init__(self, left: bytes) -> None:
+        self._left = left
+
+    def readinto(self, buffer: memoryview) -> int:
+        some = self._left[: min(len(buffer), 50_000)]
+        buffer[: len(some)] = some
+        self._left = self._left[len(some) :]
+        return len(some)
+
+
+def opened(remote: VersionedObject, cache: Path, bound: int | str | None = None) -> Source:
+    """Return the object as a source with a cache; the requests are counted from the next one on."""
+    file = RemoteFile(remote, sleep=lambda _: None)
+    source = cached_source(file, Remote(remote.path, cache=str(cache), cache_bytes=bound))
+    remote.requests.clear()
+    return source
+
+
+def read(source: Source, offset: int, nbytes: int) -> bytes:
+    """Return a range of a source, read as loads do, and check that it is whole."""
+    buffer = bytearray(nbytes)
+    assert source.read_into(offset, memoryview(buffer)) == nbytes
+    return bytes(buffer)
+
+
+def cached_bytes(cache: Path) -> int:
+    """Return the bytes that the files of a cache take on the disk."""
+    return sum(path.stat().st_blocks * 512 for path in cache.rglob("*") if path.is_file())
+
+
+def entries(cache: Path) -> list[Path]:
+    """Return the directories of the entries of a cache."""
+    return sorted((cache / "objects").iterdir())
