@@ -66,9 +66,7 @@ def test_a_large_cached_part_divides_a_request(
     source.close()
 
 
-def test_a_lost_body_is_resumed_where_it_ended_and_its_blocks_are_kept(
-    remote: VersionedObject, tmp_path: Path
-) -> None:
+def test_a_lost_body_is_resumed_where_it_ended_and_its_blocks_are_kept(remote: VersionedObject, tmp_path: Path) -> None:
     source = opened(remote, tmp_path)
     remote.longest = BLOCK + 70
     assert read(source, BLOCK + 5, 4 * BLOCK) == CONTENT[BLOCK + 5 : 5 * BLOCK + 5]
@@ -132,7 +130,7 @@ def failing(name: str, at: int, number: int) -> Callable[..., object]:
     return function
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, pytest.param(errno.EACCES, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_disk_that_fails_at_any_call_does_not_change_what_is_read(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int

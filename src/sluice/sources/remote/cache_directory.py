@@ -44,6 +44,9 @@ _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 #: Bytes that an entry is charged without blocks, and for the record of each block.
 _ENTRY_BYTES, _RECORD_BYTES = 16 << 10, 8
 
+#: An entry reserves at most this share of the bound in advance, because it may need no more than a slice.
+_SHARES = 64
+
 _KEY = re.compile("[0-9a-f]{64}")
 
 _directories: weakref.WeakValueDictionary[str, CacheDirectory] = weakref.WeakValueDictionary()
@@ -61,6 +64,11 @@ class CachedObjectName(Struct, frozen=True, kw_only=True):
     version: str
     #: Its size in bytes.
     nbytes: int
+
+
+def blocks_of(nbytes: int) -> int:
+    """Return the number of blocks of an object."""
+    return -(-nbytes // options.CACHE_BLOCK_BYTES)
 
 
 def cost_of(blocks: int) -> int:
@@ -135,7 +143,7 @@ class CacheDirectory:
                 raise OSError("the entry of the cache was removed")
             for wanted in dict.fromkeys((nbytes, least)):
                 if self._makes_room(state, entry.bound, wanted, entry.name.key):
-                    most = _ENTRY_BYTES + cost_of(-(-header.nbytes // options.CACHE_BLOCK_BYTES))
+                    most = _ENTRY_BYTES + cost_of(blocks_of(header.nbytes))
                     entry.files.write_header(replace(header, charge=min(header.charge + wanted, most)))
                     return wanted
         raise _full()
@@ -159,6 +167,7 @@ class CacheDirectory:
                 return
             complete_ns = opened.sync() if opened is not None else 0
             entry.files.write_header(replace(header, charge=_ENTRY_BYTES + cost_of(blocks), complete_ns=complete_ns))
+            entry.files.touch()
 
     def _prepare(self) -> None:
         fresh = not os.path.isdir(self.path) or not os.listdir(self.path)
@@ -253,8 +262,8 @@ class CacheEntry:
             needed = cost_of(blocks)
             if self._reserved < needed:
                 missing = needed - self._reserved
-                some = min(options.CACHE_RESERVED_BYTES, cost_of(-(-self.name.nbytes // options.CACHE_BLOCK_BYTES)))
-                self._reserved += self.directory.reserve(self, max(missing, some), least=missing)
+                most = min(options.CACHE_RESERVED_BYTES, self.bound // _SHARES, cost_of(blocks_of(self.name.nbytes)))
+                self._reserved += self.directory.reserve(self, max(missing, most), least=missing)
             self._reserved -= needed
 
     def close(self) -> None:
@@ -276,7 +285,7 @@ class CacheEntry:
             self._finalizer()  # if it was not finished
 
     def _is_whole(self, opened: OpenFiles, blocks: int) -> bool:
-        if blocks < -(-self.name.nbytes // options.CACHE_BLOCK_BYTES):
+        if blocks < blocks_of(self.name.nbytes):
             return False
         header = self.files.header()
         if header is not None and not header.written_now:

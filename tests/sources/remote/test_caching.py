@@ -1,0 +1,120 @@
+"""Which remote files are cached, and the names of their entries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from sluice._errors import MissingFileError, RemoteError
+from sluice.sources.opening import open_directory, open_source
+from sluice.sources.remote.caching import CompleteFile, object_key
+from sluice.sources.remote.location import Remote
+from support.cached_objects import content, entries, read
+from support.range_server import RangeServer, status
+
+CONTENT = content(300_000)
+
+
+def key(url: str, **settings: object) -> str:
+    return object_key(Remote(url, **settings), "v", 1)  # type: ignore[arg-type]  # each case has its own
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("https://host/m", "https://user:password@host/m"),
+        ("https://host/m?id=3", "https://host/m?id=3&X-Amz-Signature=1&X-Amz-Date=2"),
+        ("https://a.blob.core.windows.net/c/m?", "https://a.blob.core.windows.net/c/m?sv=1&se=2&sig=3"),
+        ("S3://bucket/m", "s3://bucket/m"),
+    ],
+)
+def test_credentials_and_signatures_do_not_change_the_entry(one: str, other: str) -> None:
+    assert key(one) == key(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("https://host/m?id=3", "https://host/m?id=4"),
+        ("https://host/m?se=3", "https://host/m?se=4"),
+        ("https://host/m", "https://host:444/m"),
+        ("az://container@one/m", "az://container@other/m"),
+        ("s3://bucket/m#1", "s3://bucket/m#2"),
+    ],
+)
+def test_addresses_of_different_objects_have_different_entries(one: str, other: str) -> None:
+    assert key(one) != key(other)
+
+
+def test_version_size_and_endpoint_change_the_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = Remote("s3://bucket/m")
+    found = {object_key(remote, "v", 1), object_key(remote, "w", 1), object_key(remote, "v", 2)}
+    found.add(key("s3://bucket/m", options={"endpoint": "http://127.0.0.1:1"}))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:2")
+    found.add(object_key(remote, "v", 1))
+    assert len(found) == 5
+
+
+def test_the_second_opening_makes_one_request_for_all_bytes(tmp_path: Path) -> None:
+    with RangeServer({"/d/m.bin": CONTENT}) as server:
+        directory = open_directory(Remote(server.url("/d/"), cache=tmp_path))
+        assert directory is not None
+        source = directory.open("m.bin")
+        assert read(source, 0, len(CONTENT)) == CONTENT
+        source.close()
+        server.requests.clear()
+        again = open_source(Remote(server.url("/d/m.bin"), cache=tmp_path))
+        assert isinstance(again, CompleteFile)
+        assert read(again, 0, len(CONTENT)) == CONTENT
+        assert len(server.requests) == 1
+        again.close()
+
+
+def test_who_has_no_right_to_an_object_does_not_get_it_from_the_cache(tmp_path: Path) -> None:
+    with RangeServer({"/m.bin": CONTENT}) as server:
+        location = Remote(server.url("/m.bin"), cache=tmp_path)
+        source = open_source(location)
+        read(source, 0, len(CONTENT))
+        source.close()
+        server.always = status(403)
+        with pytest.raises(RemoteError, match="403"):
+            open_source(location)
+        del server.files["/m.bin"]
+        server.always = None
+        with pytest.raises(MissingFileError):
+            open_source(location)
+
+
+@pytest.mark.parametrize("validators", ["weak", "modified", "none"])
+def test_objects_without_a_version_are_not_cached(tmp_path: Path, validators: str) -> None:
+    with RangeServer({"/m.bin": CONTENT}, validators=validators) as server:  # type: ignore[arg-type]
+        source = open_source(Remote(server.url("/m.bin"), cache=tmp_path / "cache"))
+        assert read(source, 0, len(CONTENT)) == CONTENT
+        assert "does not name its version" in str(getattr(source, "note", None))
+        source.close()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_files_of_fsspec_are_not_cached(tmp_path: Path) -> None:
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/caching/m.bin", CONTENT)
+    try:
+        source = open_source(Remote("memory://caching/m.bin", cache=tmp_path / "cache"))
+        assert read(source, 0, len(CONTENT)) == CONTENT
+        assert "fsspec" in str(getattr(source, "note", None))
+        source.close()
+    finally:
+        filesystem.rm("/caching", recursive=True)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_credentials_are_not_in_the_cache(tmp_path: Path) -> None:
+    with RangeServer({"/m.bin": CONTENT}) as server:
+        url = server.url("/m.bin?token=SECRET", credentials="me:SECRET@")
+        source = open_source(Remote(url, cache=tmp_path, headers={"X-Token": "SECRET"}))
+        read(source, 0, len(CONTENT))
+        source.close()
+    assert all("SECRET" not in str(path) for path in tmp_path.rglob("*"))
+    assert "SECRET" not in (entries(tmp_path)[0] / "about.json").read_text()
