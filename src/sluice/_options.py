@@ -410,3 +410,6 @@ CACHE_RESERVED_BYTES = 64 << 20
 
 #: Cached bytes between two missing ranges from which on they are two requests: less takes no longer to fetch again.
 CACHE_GAP_BYTES = REMOTE_GAP_BYTES
+
+#: Requests of a prefetch at once: each holds the bytes of one request, together as much as staging.
+PREFETCH_THREADS = 8

@@ -103,7 +103,10 @@ def verify_checkpoint(
             non_finite=run.non_finite,
             unsupported=tuple(unread),
             warnings=contradictions,
-            notes=tuple(note for note in checkpoint.index.notes if note not in contradictions),
+            notes=(
+                *(note for note in checkpoint.index.notes if note not in contradictions),
+                *checkpoint.source_notes,
+            ),
         )
 
 

@@ -28,6 +28,7 @@ _SUMMARIES = {
     "inspect": "Show format, contents, dtypes, bytes, largest tensors and shared storages of the checkpoint at PATH.",
     "load": "Build a model, fill it from the checkpoint at PATH, and report time and peak memory.",
     "plan": "Predict the memory of loading the checkpoint at PATH, and whether it fits.",
+    "prefetch": "Fill a cache directory with the files of the checkpoint at URL, so that loads read them there.",
     "verify": "Read the checkpoint at PATH once and report what is damaged.",
 }
 
@@ -86,6 +87,7 @@ def main(*, debug: bool) -> None:  # noqa: ARG001  read from the context by _Com
       sluice plan model.pth --model mypackage.models:build --host-limit 4GiB
       sluice load model.pth --model mypackage.models:build --dtype bfloat16
       sluice convert model.pth model.safetensors --dtype bfloat16
+      sluice prefetch s3://bucket/model/ --cache /scratch/cache
       sluice verify model.pth
       sluice diff model.pth model.safetensors
       sluice bench --size small

@@ -17,10 +17,13 @@ from sluice._arguments import device_name
 from sluice._dtypes import parse_dtype, torch_dtype
 from sluice._options import TEXT_ENCODING, MemoryLimits, Place
 from sluice._units import parse_bytes
+from sluice.cli.cache_options import with_cache
 from sluice.cli.failures import Failure, describe
 
 if TYPE_CHECKING:
     import torch
+
+    from sluice.sources.opening import Location
 
 __all__ = [
     "DTypeName",
@@ -107,11 +110,11 @@ def check_device(device: str | None, *, auto: bool = True) -> None:
         raise click.BadParameter(str(error), param_hint="--device") from error
 
 
-def source_of(paths: Sequence[str]) -> str | list[str]:
-    """Return the source that the PATH arguments name: one path, or a list of files."""
+def source_of(paths: Sequence[str]) -> Location | list[Location]:
+    """Return the source that the PATH arguments name: one path, or a list of files; URLs with ``--cache``."""
     if len(set(paths)) < len(paths):
         raise click.UsageError("PATH is given twice: each file of a checkpoint is named once")
-    return paths[0] if len(paths) == 1 else list(paths)
+    return with_cache(paths[0]) if len(paths) == 1 else list(map(with_cache, paths))
 
 
 def find_factory(spec: str) -> Callable[..., Any]:

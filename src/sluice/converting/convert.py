@@ -67,7 +67,7 @@ def convert_checkpoint(
         seconds=time.perf_counter() - started,
         tied=written.tied,
         casts=written.casts,
-        notes=(*checkpoint.index.notes, *contents.notes),
+        notes=(*checkpoint.index.notes, *contents.notes, *checkpoint.source_notes),
         dry_run=conversion.dry_run,
     )
 

@@ -82,7 +82,7 @@ def file_facts(source: Source) -> FileFacts:
         filesystem = "" if source.identity.inode else REMOTE_FILESYSTEM
         return replace(_UNKNOWN_FILE, filesystem=filesystem, access=source.access)
     nbytes = source.identity.nbytes
-    filesystem = filesystem_type(source.path)
+    filesystem = filesystem_type(source.local_path)
     step = max(options.PROBE_STEP_BYTES, round_up(-(-nbytes // options.PROBES_PER_FILE), options.BLOCK_BYTES))
     large = nbytes >= options.DIRECT_FILE_BYTES
     return FileFacts(

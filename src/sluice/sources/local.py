@@ -96,6 +96,11 @@ class LocalFile:
         return self._path
 
     @property
+    def local_path(self) -> str:
+        """Path in the file system; ``path`` is the address if the file is a copy of a remote one."""
+        return self._path
+
+    @property
     def identity(self) -> FileIdentity:
         return self._identity
 

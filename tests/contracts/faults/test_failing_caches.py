@@ -104,7 +104,7 @@ def test_a_full_disk_is_noted_and_the_load_succeeds(
     with monkeypatch.context() as patch:
         patch.setattr(OpenFiles, "write", write)
         report = sluice.load_into(model, sluice.Remote(server.url("/m"), cache=tmp_path))
-    assert any("not all of it was cached: No space left on device" in note for note in report.notes)
+    assert any("not completely cached: No space left on device" in note for note in report.notes)
     assert all(torch.equal(model[name], STATE[name]) for name in STATE)
     server.requests.clear()
     assert is_right(load(server, tmp_path))

@@ -54,7 +54,8 @@ def test_a_complete_object_is_a_local_file(tmp_path: Path) -> None:
     remote = named(1)
     source = opened(remote, tmp_path)
     assert isinstance(source, CompleteFile)
-    assert Path(source.path).name == "1.bin"
+    assert source.path == remote.path
+    assert Path(source.local_path).name == "1.bin"
     assert read(source, 0, len(CONTENT)) == remote.content
     source.map(0, 10)[0].close()
     assert not remote.requests
@@ -214,7 +215,7 @@ def test_a_directory_that_cannot_be_used_is_noted(tmp_path: Path, kind: str) -> 
     else:
         load(1, cache)
         (cache / "objects").chmod(0o777)
-    assert note(load(2, cache)).startswith("it was not cached: ")
+    assert note(load(2, cache)).startswith("not cached: ")
 
 
 def test_an_abandoned_source_releases_its_entry(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 import sluice
+from sluice.cli.cache_options import cache_options, with_cache
 from sluice.cli.commands.verify import unreadable
 from sluice.cli.options import encoding_option
 from sluice.cli.terminal import progress_wanted
@@ -16,6 +17,7 @@ __all__ = ["diff_command"]
 @click.command("diff")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
+@cache_options
 @click.option("--key-a", "--key", metavar="KEY", help="Compare only this part of A, such as model_state_dict.")
 @click.option("--key-b", metavar="KEY", help="Compare only this part of B.")
 @click.option("--rtol", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Relative tolerance.")
@@ -80,8 +82,8 @@ def diff_command(
     """
     with unreadable():
         report = sluice.diff(
-            a,
-            b,
+            with_cache(a),
+            with_cache(b),
             key=key_a,
             other_key=key_b,
             rtol=rtol,

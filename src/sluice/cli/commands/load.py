@@ -10,6 +10,7 @@ import click
 
 import sluice
 from sluice._options import MemoryLimits, PageCache, Place
+from sluice.cli.cache_options import cache_options
 from sluice.cli.mesh_options import load_mesh_options, parse_styles
 from sluice.cli.options import (
     Size,
@@ -44,6 +45,7 @@ __all__ = ["load_command"]
 
 @click.command("load")
 @paths_argument
+@cache_options
 @click.option(
     "--model", "factory", required=True, metavar="MODULE:NAME", help="Class or function that builds the model."
 )

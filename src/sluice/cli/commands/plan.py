@@ -8,6 +8,7 @@ import click
 
 import sluice
 from sluice._options import MemoryLimits, Place
+from sluice.cli.cache_options import cache_options
 from sluice.cli.mesh_options import mesh_options, mesh_sizes, parse_styles, speed_lines
 from sluice.cli.options import (
     Size,
@@ -44,6 +45,7 @@ _DOES_NOT_FIT = 3
 
 @click.command("plan")
 @paths_argument
+@cache_options
 @click.option(
     "--model",
     "factory",

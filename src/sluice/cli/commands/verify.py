@@ -11,6 +11,7 @@ import click
 
 import sluice
 from sluice._errors import SluiceError
+from sluice.cli.cache_options import cache_options
 from sluice.cli.failures import Failure
 from sluice.cli.options import encoding_option, paths_argument, source_of
 from sluice.cli.terminal import allow_replacing, progress_wanted
@@ -37,6 +38,7 @@ def unreadable() -> Iterator[None]:
 
 @click.command("verify")
 @paths_argument
+@cache_options
 @click.option("--key", metavar="KEY", help="Part of which tensors are named, hashed and counted. Every byte is read.")
 @click.option("--manifest", metavar="FILE", help="Compare dtype, shape and hash of every tensor with FILE.")
 @click.option("--write-manifest", metavar="FILE", help="Hash every tensor, and write FILE if there is no problem.")

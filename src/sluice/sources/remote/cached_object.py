@@ -12,11 +12,14 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Self
 
 from sluice import _options as options
-from sluice.sources.remote.cache_directory import CacheEntry
+from sluice.sources.remote.cache_directory import CacheEntry, blocks_of
 from sluice.sources.remote.cache_files import OpenFiles
 from sluice.sources.remote.protocol import Body, ObjectFacts, RemoteObject, RequestFailedError
 
 __all__ = ["CachedObject"]
+
+#: Blocks whose records are read at once.
+_LOOKED_AT = 4096
 
 
 class CachedObject:
@@ -32,6 +35,8 @@ class CachedObject:
         self.remote, self.entry = remote, entry
         #: CRC-32 of the beginning of a block whose rest was lost with the connection, by the offset of the rest.
         self._begun: dict[int, int] = {}
+        #: Bytes of each request to the server after the opening one.
+        self.requested: list[int] = []
 
     @property
     def path(self) -> str:
@@ -40,7 +45,7 @@ class CachedObject:
     @property
     def note(self) -> str | None:
         """Why not all of the object was cached, as a clause; None if nothing failed."""
-        return None if self.entry.problem is None else f"not all of it was cached: {self.entry.problem}"
+        return None if self.entry.problem is None else f"not completely cached: {self.entry.problem}"
 
     def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
         return self.remote.open_first(nbytes)
@@ -51,7 +56,33 @@ class CachedObject:
                 return _Range(self, self.entry.open(), offset, nbytes, facts)
             except OSError as error:
                 self.entry.failed(error)
+        return self.request(offset, nbytes, facts)
+
+    def request(self, offset: int, nbytes: int, facts: ObjectFacts) -> AbstractContextManager[Body]:
+        """Request a range from the server."""
+        self.requested.append(nbytes)
         return self.remote.open_range(offset, nbytes, facts)
+
+    def missing(self, request_bytes: int) -> list[range]:
+        """Return the ranges that are not cached, divided into requests of at most that many bytes.
+
+        Raises:
+            OSError: The entry cannot be read.
+        """
+        most = max(1, request_bytes // options.CACHE_BLOCK_BYTES)
+        count = blocks_of(self.entry.name.nbytes)
+        runs: list[tuple[int, int]] = []
+        with self.entry.open() as files:
+            for first in range(0, count, _LOOKED_AT):
+                for index, crc in enumerate(files.present(first, min(_LOOKED_AT, count - first)), first):
+                    if crc is not None:
+                        continue
+                    if runs and runs[-1][1] == index and index - runs[-1][0] < most:
+                        runs[-1] = runs[-1][0], index + 1
+                    else:
+                        runs.append((index, index + 1))
+        size = options.CACHE_BLOCK_BYTES
+        return [range(start * size, min(end * size, self.entry.name.nbytes)) for start, end in runs]
 
     def keep_first(self, data: bytes) -> None:
         """Cache the bytes that came with the opening request."""
@@ -189,7 +220,7 @@ class _Range:
         if not keeps:
             start, end = self._at, self._end
         self._body_end = min(end, self._facts.nbytes)
-        opened = self._cached.remote.open_range(start, self._body_end - start, self._facts)
+        opened = self._cached.request(start, self._body_end - start, self._facts)
         self._body = self._request.enter_context(opened)
         self._writer = _BlockWriter(self._files, start, crc, self._facts.nbytes) if keeps else None
         if not self._receive(self._at - start):

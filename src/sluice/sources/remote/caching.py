@@ -20,7 +20,7 @@ from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteObject
 
-__all__ = ["CompleteFile", "cached_source", "object_key"]
+__all__ = ["CompleteFile", "cached_source", "filling", "object_key"]
 
 #: Parameters of signed addresses that belong to the signature, not to the object; lower case.
 _SIGNATURE = frozenset(
@@ -42,13 +42,13 @@ _PLACES = (
 )
 _PLACE_OPTION = re.compile("endpoint|base_url|account_name")
 
-_NO_VERSION = "it was not cached: the server does not name its version (a strong ETag)"
-_NO_CONDITION = "it was not cached: fsspec cannot name the version in its requests"
-_NO_LOCKS = "it was not cached: the system has no locks of open files"
+_NO_VERSION = "not cached: the server does not name its version (a strong ETag)"
+_NO_CONDITION = "not cached: fsspec cannot name the version in its requests"
+_NO_LOCKS = "not cached: the system has no locks of open files"
 
 
 class CompleteFile(LocalFile):
-    """A remote file of which all bytes are cached; see ``Source``. Its path is that of the data in the cache."""
+    """A remote file of which all bytes are cached: a local file with the address of the remote one; see ``Source``."""
 
     def __init__(self, entry: CacheEntry) -> None:
         """Own the entry.
@@ -60,9 +60,13 @@ class CompleteFile(LocalFile):
         super().__init__(entry.files.data)
 
     @property
+    def path(self) -> str:
+        return self.entry.name.address
+
+    @property
     def note(self) -> str:
         """Origin of the bytes, as a clause."""
-        return "it was read from the cache"
+        return "read from the cache"
 
     def close(self) -> None:
         super().close()
@@ -89,7 +93,7 @@ def cached_source(source: Source, remote: Remote) -> Source:
     try:
         entry = CacheDirectory.at(os.fspath(remote.cache)).open(name, remote.cache_bound)
     except OSError as error:
-        source.note = f"it was not cached: {error.strerror or error}"
+        source.note = f"not cached: {error.strerror or error}"
         return source
     if entry.complete:
         source.close()
@@ -102,6 +106,12 @@ def _cached(server: RemoteObject, entry: CacheEntry, first: bytes) -> CachedObje
     cached = CachedObject(server, entry)
     cached.keep_first(first)
     return cached
+
+
+def filling(source: Source) -> CachedObject | None:
+    """Return the object that fills the entry of a source; None if the source is complete, or not cached."""
+    remote = source.remote if isinstance(source, RemoteFile) else None
+    return remote if isinstance(remote, CachedObject) else None
 
 
 def object_key(remote: Remote, version: str, nbytes: int) -> str:

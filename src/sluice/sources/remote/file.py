@@ -84,6 +84,11 @@ class RemoteFile:
         return self._facts
 
     @property
+    def remote(self) -> RemoteObject:
+        """Object to which requests are made."""
+        return self._remote
+
+    @property
     def note(self) -> str | None:
         """Remark on the file for the report of a load, as a clause."""
         return self._note or getattr(self._remote, "note", None)
