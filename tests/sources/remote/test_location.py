@@ -38,6 +38,11 @@ def test_the_repr_shows_no_credentials() -> None:
         ({"timeout": 0}, ValueError, "timeout=0"),
         ({"request_bytes": "1MB"}, ValueError, "a multiple of 4 KiB"),
         ({"gap_bytes": "much"}, ValueError, "much"),
+        ({"cache": 3}, TypeError, "cache is an int"),
+        ({"cache": b"c"}, TypeError, "cache is bytes"),
+        ({"cache": ""}, ValueError, "the path of a directory"),
+        ({"cache": "c", "cache_bytes": "much"}, ValueError, "much"),
+        ({"cache_bytes": 3}, ValueError, "no effect without cache="),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
