@@ -229,7 +229,7 @@ class CacheEntry:
         self.directory, self.name, self.files, self.bound, self.complete = directory, name, files, bound, complete
         #: Why nothing more is cached, as a clause; None if nothing failed.
         self.problem: str | None = None
-        self._lock = threading.Lock()
+        self._lock, self._one_writer = threading.Lock(), threading.Lock()
         self._reserved = 0
         # An interrupt may keep the owner from closing it.
         self._finalizer = weakref.finalize(self, directory.locks.release, name.key)
@@ -246,7 +246,7 @@ class CacheEntry:
         Raises:
             OSError: The system refuses.
         """
-        return OpenFiles(self.files, self.name.nbytes)
+        return OpenFiles(self.files, self.name.nbytes, self._one_writer)
 
     def failed(self, error: OSError) -> None:
         """Record that the system refuses: nothing more is cached, and the load continues without."""
