@@ -24,7 +24,7 @@ SKIPPED = {
     "docs/recipes/notebook-gpu.md": 2,
     "docs/reliability.md": 1,
     "docs/saving.md": 1,  # several ranks
-    "docs/remote.md": 2,  # a bucket and credentials
+    "docs/remote.md": 4,  # a bucket and credentials
     "docs/scaling.md": 1,
     "docs/versions.md": 1,  # builds environments of several gigabytes
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -107,6 +108,22 @@ def test_files_of_fsspec_are_not_cached(tmp_path: Path) -> None:
         source.close()
     finally:
         filesystem.rm("/caching", recursive=True)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    """Return a store with an object; the process keeps the event loop of obstore."""
+    obstore = pytest.importorskip("obstore", reason="the extra 'remote' is not installed")
+    store = pytest.importorskip("obstore.store").MemoryStore()
+    obstore.put(store, "m.bin", CONTENT)
+    return store
+
+
+def test_objects_of_stores_in_memory_are_not_cached(store: Any, tmp_path: Path) -> None:
+    source = open_source(Remote("m.bin", store=store, cache=tmp_path / "cache"))
+    assert read(source, 0, len(CONTENT)) == CONTENT
+    assert "versions of this store" in str(getattr(source, "note", None))
     assert not (tmp_path / "cache").exists()
 
 

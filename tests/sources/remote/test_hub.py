@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import constants
 
 import sluice
+from sluice.sources.remote.caching import CompleteFile
 from sluice.sources.remote.hub import HubAddress, parse_address
 from support.range_server import RangeServer, moved, status
 
@@ -159,3 +160,14 @@ def test_refusals(hub: RangeServer, code: int, named: str, kind: type[Exception]
 def test_a_missing_file_names_the_closest(hub: RangeServer) -> None:
     with pytest.raises(sluice.MissingFileError, match=r"Did you mean 'old/net\.pth'"):
         sluice.open("hf://org/net/old/nett.pth")
+
+
+def test_files_of_the_hub_are_cached_by_their_version(hub: RangeServer, tmp_path: Path) -> None:
+    for expected in (2, 2):
+        hub.requests.clear()
+        loaded = sluice.load_state_dict(sluice.Remote("hf://org/net", cache=tmp_path / "sluice"))
+        assert torch.equal(loaded["a"], SHARDS["model-00001-of-00002.safetensors"]["a"])
+        assert len([name for name in data_requests(hub) if name in SHARDS]) == expected
+    with sluice.open(sluice.Remote("hf://org/net", cache=tmp_path / "sluice")) as checkpoint:
+        assert checkpoint.files == tuple(f"hf://org/net/{name}" for name in SHARDS)
+        assert all(isinstance(source, CompleteFile) for source in checkpoint.sources)

@@ -42,8 +42,12 @@ _PLACES = (
 )
 _PLACE_OPTION = re.compile("endpoint|base_url|account_name")
 
+#: Stores of obstore whose versions stay unique after this process: those of a store in memory are counted from 0.
+_LASTING_STORES = frozenset({"S3Store", "GCSStore", "AzureStore", "HTTPStore"})
+
 _NO_VERSION = "not cached: the server does not name its version (a strong ETag)"
 _NO_CONDITION = "not cached: fsspec cannot name the version in its requests"
+_NO_LASTING_VERSION = "not cached: versions of this store are not unique"
 _NO_LOCKS = "not cached: the system has no locks of open files"
 
 
@@ -83,8 +87,9 @@ def cached_source(source: Source, remote: Remote) -> Source:
     if remote.cache is None or not isinstance(source, RemoteFile):
         return source  # a local file already, such as one of the cache of huggingface_hub
     version = source.facts.version
-    if not source.pinned or version is None or not locks_work():
-        source.note = _NO_CONDITION if not source.pinned else _NO_VERSION if version is None else _NO_LOCKS
+    refusal = _refusal(source, remote)
+    if version is None or refusal is not None:
+        source.note = refusal or _NO_VERSION
         return source
     nbytes = source.identity.nbytes
     name = CachedObjectName(
@@ -100,6 +105,15 @@ def cached_source(source: Source, remote: Remote) -> Source:
         return CompleteFile(entry)
     source.read_through(lambda server, first: _cached(server, entry, first))
     return source
+
+
+def _refusal(source: RemoteFile, remote: Remote) -> str | None:
+    """Return why a file with a version cannot be cached, as a clause; None if it can."""
+    if not source.pinned:
+        return _NO_CONDITION
+    if remote.store is not None and type(remote.store).__name__ not in _LASTING_STORES:
+        return _NO_LASTING_VERSION
+    return None if locks_work() else _NO_LOCKS
 
 
 def _cached(server: RemoteObject, entry: CacheEntry, first: bytes) -> CachedObject:
