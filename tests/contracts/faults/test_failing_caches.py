@@ -19,6 +19,7 @@ pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 import sluice
 from sluice import _options as options
 from sluice.sources.remote.cache_files import OpenFiles
+from sluice.testing import memory_limit_refusal, run_limited
 from support.cached_objects import cached_bytes, entries
 from support.range_server import RangeServer, cut, headers, status
 
@@ -140,3 +141,25 @@ def test_processes_that_fill_one_entry_at_once_are_right_and_leave_it_complete(
     assert len(server.requests) == 1
     assert len(entries(tmp_path)) == 1
     assert cached_bytes(tmp_path) < len(server.files["/m"]) + (64 << 10)
+
+
+#: Program that loads a URL, through a cache if there is a second argument, and prints whether the values are right.
+LIMITED = """
+import sys, torch, sluice
+url, *cache = sys.argv[1:]
+loaded = sluice.load_state_dict(sluice.Remote(url, cache=cache[0]) if cache else url)
+print(all(bool((tensor == int(name[1:])).all()) for name, tensor in loaded.items()))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(memory_limit_refusal() is not None, reason="control groups cannot be made here")
+def test_bytes_on_their_way_to_the_disk_do_not_exceed_a_control_group(server: RangeServer, tmp_path: Path) -> None:
+    state = {f"w{number}": torch.full((4 << 20,), number) for number in range(16)}  # 512 MiB
+    server.files["/m"] = safetensors.torch.save(state)
+    program = [sys.executable, "-c", LIMITED, server.url("/m")]
+    needed = run_limited(program, 4 << 30).peak_bytes
+    assert needed is not None
+    done = run_limited([*program, str(tmp_path)], needed + (32 << 20))
+    assert done.stdout == "True\n"
+    assert not done.oom_killed

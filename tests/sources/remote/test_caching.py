@@ -58,6 +58,15 @@ def test_version_size_and_endpoint_change_the_entry(monkeypatch: pytest.MonkeyPa
     assert len(found) == 5
 
 
+def test_stores_of_different_hosts_and_buckets_have_different_entries() -> None:
+    stores = pytest.importorskip("obstore.store")
+    made = [stores.HTTPStore.from_url(f"https://{host}/a/") for host in ("one", "other")]
+    made += [stores.S3Store(bucket, region="x", skip_signature=True) for bucket in ("one", "other")]
+    made.append(stores.S3Store("one", region="x", skip_signature=True, endpoint="https://host"))
+    made.append(stores.S3Store("one", region="x", skip_signature=True, prefix="p"))
+    assert len({key("m.bin", store=store) for store in made}) == len(made)
+
+
 def test_the_second_opening_makes_one_request_for_all_bytes(tmp_path: Path) -> None:
     with RangeServer({"/d/m.bin": CONTENT}) as server:
         directory = open_directory(Remote(server.url("/d/"), cache=tmp_path))

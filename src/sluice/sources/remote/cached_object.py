@@ -88,8 +88,9 @@ class CachedObject:
         """Cache the bytes that came with the opening request."""
         try:
             with self.entry.open() as files:
-                if files.present(0, 1) == [None]:
-                    self.entry.reserve(1)
+                missing = files.present(0, blocks_of(len(data))).count(None)
+                if missing:
+                    self.entry.reserve(missing)
                     _BlockWriter(files, 0, 0, self.entry.name.nbytes).write(memoryview(data))
         except OSError as error:
             self.entry.failed(error)

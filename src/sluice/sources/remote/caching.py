@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
@@ -19,6 +20,7 @@ from sluice.sources.remote.cached_object import CachedObject
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
 from sluice.sources.remote.protocol import RemoteObject
+from sluice.sources.remote.store_clients import root_of
 
 __all__ = ["CompleteFile", "cached_source", "filling", "object_key"]
 
@@ -134,14 +136,20 @@ def object_key(remote: Remote, version: str, nbytes: int) -> str:
     It depends on the address without credentials and signature, on the endpoint or account that settings and variables
     name, and on version and size.
     """
-    places = [f"{name}={os.environ[name]}" for name in _PLACES if os.environ.get(name)]
+    text = "\n".join([_plain_address(remote), version, str(nbytes), *_places(remote)])
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+
+
+def _places(remote: Remote) -> Iterator[str]:
+    """Yield the settings that choose the server or the account of an address."""
+    if remote.store is None and remote.url.lower().startswith(("http://", "https://")):
+        return
     given = dict(remote.options or {})
     if remote.store is not None:
         given = dict(getattr(remote.store, "config", None) or {})
-        places.append(f"{type(remote.store).__name__} {getattr(remote.store, 'prefix', None)} {given.get('bucket')}")
-    places += [f"{name}={given[name]}" for name in sorted(given) if _PLACE_OPTION.search(str(name).lower())]
-    text = "\n".join([_plain_address(remote), version, str(nbytes), *places])
-    return hashlib.sha256(text.encode()).hexdigest()
+        yield root_of(remote.store)
+    yield from (f"{name}={os.environ[name]}" for name in _PLACES if os.environ.get(name))
+    yield from (f"{name}={given[name]}" for name in sorted(given) if _PLACE_OPTION.search(str(name).lower()))
 
 
 def _plain_address(remote: Remote) -> str:
