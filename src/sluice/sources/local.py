@@ -76,20 +76,20 @@ class LocalFile:
         try:
             status = os.stat(self._path)
         except FileNotFoundError as error:
-            raise MissingFileError("the file does not exist", file=self._path) from error
+            raise MissingFileError("the file does not exist", file=self.path) from error
         except ValueError as error:
-            raise CheckpointError(f"not a valid path: {error}", file=self._path) from error
+            raise CheckpointError(f"not a valid path: {error}", file=self.path) from error
         except OSError as error:
-            raise read_error("the file cannot be examined", error, file=self._path) from error
+            raise read_error("the file cannot be examined", error, file=self.path) from error
         if stat.S_ISDIR(status.st_mode):
-            raise UnsupportedError("this is a directory, not a checkpoint file", file=self._path)
+            raise UnsupportedError("this is a directory, not a checkpoint file", file=self.path)
         if not stat.S_ISREG(status.st_mode):
-            raise FormatError("not a regular file", file=self._path, found=_kind(status.st_mode))
+            raise FormatError("not a regular file", file=self.path, found=_kind(status.st_mode))
         self._identity = expected or _identity(status)
         if _identity(status) != self._identity:
             raise self._changed(_identity(status))
         if status.st_size == 0:
-            raise TruncatedError("the file is empty", file=self._path)
+            raise TruncatedError("the file is empty", file=self.path)
 
     @property
     def path(self) -> str:
@@ -134,7 +134,7 @@ class LocalFile:
             except OSError as error:
                 if direct and error.errno in _REFUSED_DIRECT:
                     raise DirectIOUnavailable(self._path) from error
-                raise read_error("reading failed", error, file=self._path, offset=offset + done) from error
+                raise read_error("reading failed", error, file=self.path, offset=offset + done) from error
             if found == 0:
                 break
             done += found
@@ -176,7 +176,7 @@ class LocalFile:
             try:
                 descriptor = DESCRIPTORS.take((self._key, direct), partial(self._open, direct=direct), lease)
             except OSError as error:
-                raise read_error("the file cannot be opened", error, file=self._path) from error
+                raise read_error("the file cannot be opened", error, file=self.path) from error
             yield descriptor.number
         finally:
             DESCRIPTORS.give_back(lease)
@@ -211,10 +211,10 @@ class LocalFile:
                     raise BudgetError(
                         f"{problem}: {error.strerror} (a limit of the process on address space or mappings, or "
                         "vm.overcommit_memory=2)",
-                        file=self._path,
+                        file=self.path,
                         offset=offset,
                     ) from error
-                raise read_error(problem, error, file=self._path, offset=offset) from error
+                raise read_error(problem, error, file=self.path, offset=offset) from error
 
     def watch(self) -> FileWatch | None:
         return FileWatch.open(self._path)
@@ -228,7 +228,7 @@ class LocalFile:
         try:
             found = _identity(os.stat(self._path))
         except OSError as error:
-            raise SourceChangedError(f"the file is no longer accessible: {error.strerror}", file=self._path) from error
+            raise SourceChangedError(f"the file is no longer accessible: {error.strerror}", file=self.path) from error
         if found != self._identity:
             raise self._changed(found)
 
@@ -244,7 +244,7 @@ class LocalFile:
     def _too_early(self, offset: int, nbytes: int, found: int) -> TruncatedError:
         return TruncatedError(
             "the file ends too early",
-            file=self._path,
+            file=self.path,
             offset=offset,
             expected=f"{nbytes} bytes",
             found=f"{found} bytes",
@@ -253,7 +253,7 @@ class LocalFile:
     def _changed(self, found: FileIdentity, *, offset: int | None = None) -> SourceChangedError:
         return SourceChangedError(
             "the file changed since it was indexed",
-            file=self._path,
+            file=self.path,
             offset=offset,
             expected=self._identity.describe(),
             found=found.describe(),
