@@ -405,7 +405,7 @@ CACHE_BLOCK_BYTES = REMOTE_FIRST_BYTES
 CACHE_BYTES = 50 << 30
 CACHE_FREE_BYTES = 1 << 30
 
-#: Bytes of a cache that a process reserves at once for an object. Each reservation looks at all entries.
+#: Bytes of a cache that a process reserves at once for an object.
 CACHE_RESERVED_BYTES = 64 << 20
 
 #: Cached bytes between two missing ranges from which on they are two requests: less takes no longer to fetch again.

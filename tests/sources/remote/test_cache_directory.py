@@ -12,6 +12,7 @@ import pytest
 from sluice import _options as options
 from sluice.sources.protocol import Source
 from sluice.sources.remote import cache_directory, cache_files
+from sluice.sources.remote.cache_directory import CacheDirectory
 from sluice.sources.remote.caching import CompleteFile
 from sluice.sources.remote.file import RemoteFile
 from support.cached_objects import BLOCK, VersionedObject, cached_bytes, content, entries, opened, read
@@ -122,6 +123,21 @@ def test_the_file_system_keeps_free_space(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(options, "CACHE_FREE_BYTES", 1 << 60)
     assert "leaves no room" in note(load(2, tmp_path))
     assert names(tmp_path) == set()
+
+
+def test_a_recorded_sum_that_is_too_large_or_missing_is_counted_anew(tmp_path: Path) -> None:
+    load(1, tmp_path, BOUND)
+    with CacheDirectory.at(str(tmp_path)).locks.state() as state:
+        right = state.total
+        state.total = 1 << 50
+    load(2, tmp_path, BOUND)
+    assert names(tmp_path) == {"1.bin", "2.bin"}
+    (tmp_path / "lock").write_bytes(b"")
+    load(3, tmp_path, BOUND)
+    assert names(tmp_path) == {"2.bin", "3.bin"}
+    with CacheDirectory.at(str(tmp_path)).locks.state() as state:
+        assert right is not None
+        assert state.total == 2 * right
 
 
 def test_slices_are_charged_what_they_take(tmp_path: Path) -> None:

@@ -117,7 +117,9 @@ class CacheDirectory:
                     raise OSError("the entry of the cache is damaged")
                 self._remove(name.key)
                 header = Header(nbytes=name.nbytes, charge=_ENTRY_BYTES, boot=boot_id())
-                self._check_room(state, bound, _ENTRY_BYTES, name.key)
+                if not self._makes_room(state, bound, _ENTRY_BYTES, name.key):
+                    raise _full()
+                state.total = self._total(state) + _ENTRY_BYTES
                 about = {"address": name.address, "version": name.version, "nbytes": name.nbytes}
                 files.make(header, about)
             elif header.complete_ns and os.stat(files.data).st_mtime_ns != header.complete_ns:
@@ -143,8 +145,9 @@ class CacheDirectory:
                 raise OSError("the entry of the cache was removed")
             for wanted in dict.fromkeys((nbytes, least)):
                 if self._makes_room(state, entry.bound, wanted, entry.name.key):
-                    most = _ENTRY_BYTES + cost_of(blocks_of(header.nbytes))
-                    entry.files.write_header(replace(header, charge=min(header.charge + wanted, most)))
+                    charge = min(header.charge + wanted, _ENTRY_BYTES + cost_of(blocks_of(header.nbytes)))
+                    state.total = self._total(state) + charge - header.charge  # first: a crash must not lose it
+                    entry.files.write_header(replace(header, charge=charge))
                     return wanted
         raise _full()
 
@@ -166,8 +169,10 @@ class CacheDirectory:
             if header is None or state.in_use(entry.name.key):
                 return
             complete_ns = opened.sync() if opened is not None else 0
-            entry.files.write_header(replace(header, charge=_ENTRY_BYTES + cost_of(blocks), complete_ns=complete_ns))
+            charge = _ENTRY_BYTES + cost_of(blocks)
+            entry.files.write_header(replace(header, charge=charge, complete_ns=complete_ns))
             entry.files.touch()
+            state.total = self._total(state) + charge - header.charge
 
     def _prepare(self) -> None:
         fresh = not os.path.isdir(self.path) or not os.listdir(self.path)
@@ -182,23 +187,29 @@ class CacheDirectory:
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 raise PermissionError("other users own the cache or may write to it")
 
-    def _check_room(self, state: StateLock, bound: int, nbytes: int, key: str) -> None:
-        if not self._makes_room(state, bound, nbytes, key):
-            raise _full()
-
     def _makes_room(self, state: StateLock, bound: int, nbytes: int, key: str) -> bool:
         """Remove entries other than ``key`` until ``nbytes`` bytes have room; return whether they do."""
+        if nbytes > bound or self._has_room(self._total(state), bound, nbytes):
+            return nbytes <= bound
         oldest = sorted(self._entries())
-        total = sum(charge for _, charge, _ in oldest)
-        if nbytes > bound:
-            return False
+        total = sum(charge for _, charge, _ in oldest)  # a process that died may have left the record too large
         for _, charge, other in oldest:
-            if total + nbytes <= bound and self._free_bytes() - nbytes >= options.CACHE_FREE_BYTES:
-                return True
+            if self._has_room(total, bound, nbytes):
+                break
             if other != key and not state.in_use(other):
                 self._remove(other)
                 total -= charge
-        return total + nbytes <= bound and self._free_bytes() - nbytes >= options.CACHE_FREE_BYTES
+        state.total = total
+        return self._has_room(total, bound, nbytes)
+
+    def _has_room(self, total: int, bound: int, nbytes: int) -> bool:
+        found = os.statvfs(self.path)
+        return total + nbytes <= bound and found.f_bavail * found.f_frsize - nbytes >= options.CACHE_FREE_BYTES
+
+    def _total(self, state: StateLock) -> int:
+        """Return what all entries are charged, at least. Looking at each takes 20 µs, so the sum is recorded."""
+        total = state.total
+        return sum(charge for _, charge, _ in self._entries()) if total is None else total
 
     def _entries(self) -> Iterator[tuple[int, int, str]]:
         """Yield time of last use, charge and key of each entry."""
@@ -213,10 +224,6 @@ class CacheDirectory:
             os.rename(os.path.join(self._objects, key), os.path.join(self._trash, uuid.uuid4().hex))
         for left in os.listdir(self._trash):
             shutil.rmtree(os.path.join(self._trash, left), ignore_errors=True)
-
-    def _free_bytes(self) -> int:
-        found = os.statvfs(self.path)
-        return found.f_bavail * found.f_frsize
 
 
 class CacheEntry:

@@ -1,7 +1,8 @@
 """Locks of a cache directory: one for its state, held for a moment, and one for each entry, shared by its users.
 
 Each lock is one byte of the lock file (``F_OFD_SETLK``), so that a process needs one descriptor for any number of
-entries, and the kernel drops the locks of a process that dies. The bytes need not exist.
+entries, and the kernel drops the locks of a process that dies. The bytes need not exist. The file itself holds the sum
+of what the entries are charged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ __all__ = ["CacheLocks", "StateLock", "locks_work"]
 
 #: ``struct flock``: type, whence, start, length, process.
 _FLOCK = struct.Struct("@hhqqi0q")
+
+#: Mark, and the sum of the charges.
+_TOTAL = struct.Struct("<8sQ")
+_MARK = b"sluice\x00\x01"
 
 #: Byte that is locked while the state of the cache is read or changed.
 _STATE = 0
@@ -41,6 +46,17 @@ class StateLock:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+
+    @property
+    def total(self) -> int | None:
+        """Sum of the charges in bytes, never less than it is; None if it was not recorded."""
+        found = os.pread(self._descriptor, _TOTAL.size, 0)
+        mark, total = _TOTAL.unpack(found) if len(found) == _TOTAL.size else (b"", 0)
+        return total if mark == _MARK else None
+
+    @total.setter
+    def total(self, nbytes: int) -> None:
+        os.pwrite(self._descriptor, _TOTAL.pack(_MARK, max(0, nbytes)), 0)
 
     def in_use(self, key: str) -> bool:
         """Return whether any process uses an entry."""
