@@ -10,7 +10,9 @@ import pytest
 
 from sluice._errors import MissingFileError, RemoteError
 from sluice.sources.opening import open_directory, open_source
+from sluice.sources.remote import caching
 from sluice.sources.remote.caching import CompleteFile, object_key
+from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote
 from support.cached_objects import content, entries, read
 from support.range_server import RangeServer, status
@@ -134,6 +136,16 @@ def test_objects_of_stores_in_memory_are_not_cached(store: Any, tmp_path: Path) 
     assert read(source, 0, len(CONTENT)) == CONTENT
     assert "versions of this store" in str(getattr(source, "note", None))
     assert not (tmp_path / "cache").exists()
+
+
+def test_bodies_of_obstore_are_cached(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching, "_LASTING_STORES", {"MemoryStore"})  # an S3 store needs a server
+    for kind in (RemoteFile, CompleteFile):
+        source = open_source(Remote("m.bin", store=store, cache=tmp_path))
+        assert isinstance(source, kind)
+        assert read(source, 70_000, 200_000) == CONTENT[70_000:270_000]
+        assert read(source, 0, len(CONTENT)) == CONTENT
+        source.close()
 
 
 def test_credentials_are_not_in_the_cache(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class CachedObject:
         """
         self.remote, self.entry = remote, entry
         #: CRC-32 of the beginning of a block whose rest was lost with the connection, by the offset of the rest.
-        self._begun: dict[int, int] = {}
+        self.begun: dict[int, int] = {}
         #: Bytes of each request to the server after the opening one.
         self.requested: list[int] = []
 
@@ -95,13 +95,6 @@ class CachedObject:
         except OSError as error:
             self.entry.failed(error)
 
-    def begun(self, offset: int, crc: int | None = None) -> int | None:
-        """Return the CRC-32 of the bytes before ``offset`` in its block, if they were just written; or keep it."""
-        if crc is None:
-            return self._begun.pop(offset, None)
-        self._begun[offset] = crc
-        return None
-
     def close(self) -> None:
         self.entry.close()
         self.remote.close()
@@ -159,7 +152,7 @@ class _Range:
                 self._read_rest()
             writer = self._writer
             if writer is not None and writer.at % options.CACHE_BLOCK_BYTES and writer.at == self._at:
-                self._cached.begun(writer.at, writer.crc)
+                self._cached.begun[writer.at] = writer.crc
         finally:
             self._files.close()
             self._request.close()
@@ -209,7 +202,7 @@ class _Range:
         index = self._at // options.CACHE_BLOCK_BYTES
         after, missing = self._missing_until(index)
         start, end, crc = index * options.CACHE_BLOCK_BYTES, after * options.CACHE_BLOCK_BYTES, 0
-        if (known := self._cached.begun(self._at)) is not None:
+        if (known := self._cached.begun.pop(self._at, None)) is not None:
             start, crc = self._at, known
         keeps = self._cached.entry.usable
         if keeps:
