@@ -163,3 +163,62 @@ def test_bytes_on_their_way_to_the_disk_do_not_exceed_a_control_group(server: Ra
     done = run_limited([*program, str(tmp_path)], needed + (32 << 20))
     assert done.stdout == "True\n"
     assert not done.oom_killed
+
+
+#: Program that reads random ranges of six objects with three threads each, and compares them; prints after each object.
+RANDOM = """
+import random, sys
+from functools import partial
+from pathlib import Path
+from sluice._threads import Workers
+from support.cached_objects import VersionedObject, content, opened, read
+
+def compare(source, right, seed):
+    numbers = random.Random(seed)
+    for _ in range(numbers.randrange(1, 6)):
+        start = numbers.randrange(len(right))
+        nbytes = numbers.randrange(1, len(right) - start + 1)
+        assert read(source, start, nbytes) == right[start : start + nbytes]
+    if numbers.random() < 0.4:
+        assert read(source, 0, len(right)) == right
+
+cache, bound, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+numbers = random.Random(seed)
+objects = [content(1_000_000 + 70_000 * number, number) for number in range(6)]
+for _ in range(12):
+    number = numbers.randrange(6)
+    remote = VersionedObject(objects[number], path=f"https://host/{number}")
+    if numbers.random() < 0.2:
+        remote.longest = numbers.randrange(66_000, 300_000)
+    source = opened(remote, cache, bound)
+    with Workers(3, "reader") as workers:
+        tasks = [workers.start(partial(compare, source, remote.content, numbers.random())) for _ in range(3)]
+        for task in tasks:
+            task.result()
+    source.close()
+    print("one", flush=True)
+print("all", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_processes_that_fill_read_and_remove_at_once_are_right_and_keep_the_bound(tmp_path: Path) -> None:
+    bound, ended = 4_000_000, 0
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    for first in range(0, 12, 4):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANDOM, tmp_path, str(bound), str(first + number)],
+                stdout=subprocess.PIPE,
+                env=environment,
+            )
+            for number in range(4)
+        ]
+        assert processes[0].stdout is not None
+        processes[0].stdout.readline()  # in the middle of its second object, it is killed
+        processes[0].kill()
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        assert [process.returncode for process in processes] == [-signal.SIGKILL, 0, 0, 0]
+        ended += sum(output.endswith(b"all\n") for output in outputs)
+        assert cached_bytes(tmp_path) <= bound
+    assert ended == 9
