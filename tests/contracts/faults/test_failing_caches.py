@@ -66,7 +66,7 @@ def load(server: RangeServer, cache: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "fault", ["reset", "changed", *(pytest.param(each, marks=pytest.mark.long) for each in ("503", "truncated"))]
+    "fault", ["reset", *(pytest.param(each, marks=pytest.mark.long) for each in ("503", "truncated", "changed"))]
 )
 def test_a_server_that_fails_at_any_request_leaves_a_cache_that_is_right(
     server: RangeServer, tmp_path: Path, fault: str
@@ -115,7 +115,7 @@ def test_a_full_disk_is_noted_and_the_load_succeeds(
 def test_a_process_that_is_killed_in_the_middle_of_a_write_leaves_no_wrong_bytes(
     server: RangeServer, tmp_path: Path
 ) -> None:
-    for at in (1, 9, 30):
+    for at in (1, 20):
         done = subprocess.run([sys.executable, "-c", LOAD, server.url("/m"), tmp_path, str(at)], check=False)
         assert done.returncode == -signal.SIGKILL
     server.requests.clear()

@@ -136,7 +136,7 @@ def test_a_disk_that_fails_at_any_call_does_not_change_what_is_read(
     remote: VersionedObject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     noted = False
-    for at in range(12):
+    for at in (0, 1, 2, 4, 7, 11):
         cache = tmp_path / str(at)
         with monkeypatch.context() as patch:
             patch.setattr(os, name, failing(name, at, number))
