@@ -122,7 +122,24 @@ def test_the_file_system_keeps_free_space(tmp_path: Path, monkeypatch: pytest.Mo
     load(1, tmp_path)
     monkeypatch.setattr(options, "CACHE_FREE_BYTES", 1 << 60)
     assert "leaves no room" in note(load(2, tmp_path))
-    assert names(tmp_path) == set()
+    assert names(tmp_path) == {"1.bin"}  # to remove it would not be enough
+
+
+def test_a_source_without_room_for_more_reads_what_is_present(tmp_path: Path) -> None:
+    load(1, tmp_path, BOUND)
+    used = opened(named(1), tmp_path, BOUND)
+    remote = named(2)
+    source = opened(remote, tmp_path, BOUND)
+    read(source, 0, 5 * BLOCK)
+    last = opened(named(3), tmp_path, BOUND)
+    read(last, 0, 4 * BLOCK)
+    read(source, 5 * BLOCK, 5 * BLOCK)
+    assert "leaves no room" in note(source)
+    remote.requests.clear()
+    assert read(source, BLOCK, 5 * BLOCK) == remote.content[BLOCK : 6 * BLOCK]
+    assert remote.requests == [(5 * BLOCK, BLOCK)]
+    for each in (used, source, last):
+        each.close()
 
 
 def test_a_recorded_sum_that_is_too_large_or_missing_is_counted_anew(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from sluice._errors import MissingFileError, RemoteError
+from sluice._errors import MissingFileError, ReadError, RemoteError
 from sluice.sources.opening import open_directory, open_source
 from sluice.sources.remote import caching
 from sluice.sources.remote.caching import CompleteFile, object_key
@@ -146,6 +146,21 @@ def test_bodies_of_obstore_are_cached(store: Any, tmp_path: Path, monkeypatch: p
         assert read(source, 70_000, 200_000) == CONTENT[70_000:270_000]
         assert read(source, 0, len(CONTENT)) == CONTENT
         source.close()
+
+
+def test_a_complete_file_that_cannot_be_read_is_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RangeServer({"/m.bin": CONTENT}) as server:
+        location = Remote(server.url("/m.bin"), cache=tmp_path)
+        for _ in range(2):
+            source = open_source(location)
+            assert read(source, 0, len(CONTENT)) == CONTENT
+            source.close()
+            monkeypatch.setattr(caching, "CompleteFile", _refuse)
+        assert "not cached: denied" in str(getattr(source, "note", None))
+
+
+def _refuse(_entry: object) -> None:
+    raise ReadError("denied")
 
 
 def test_credentials_are_not_in_the_cache(tmp_path: Path) -> None:

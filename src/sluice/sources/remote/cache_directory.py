@@ -191,20 +191,23 @@ class CacheDirectory:
         """Remove entries other than ``key`` until ``nbytes`` bytes have room; return whether they do."""
         if nbytes > bound or self._has_room(self._total(state), bound, nbytes):
             return nbytes <= bound
-        oldest = sorted(self._entries())
-        total = sum(charge for _, charge, _ in oldest)  # a process that died may have left the record too large
-        for _, charge, other in oldest:
+        entries = sorted(self._entries())
+        total = sum(charge for _, charge, _ in entries)  # a process that died may have left the record too large
+        unused = [(charge, other) for _, charge, other in entries if other != key and not state.in_use(other)]
+        freed = sum(charge for charge, _ in unused)
+        possible = self._has_room(total - freed, bound, nbytes, freed=freed)
+        for charge, other in unused if possible else ():  # the least recently used first
             if self._has_room(total, bound, nbytes):
                 break
-            if other != key and not state.in_use(other):
-                self._remove(other)
-                total -= charge
+            self._remove(other)
+            total -= charge
         state.total = total
         return self._has_room(total, bound, nbytes)
 
-    def _has_room(self, total: int, bound: int, nbytes: int) -> bool:
+    def _has_room(self, total: int, bound: int, nbytes: int, *, freed: int = 0) -> bool:
         found = os.statvfs(self.path)
-        return total + nbytes <= bound and found.f_bavail * found.f_frsize - nbytes >= options.CACHE_FREE_BYTES
+        free = found.f_bavail * found.f_frsize + freed
+        return total + nbytes <= bound and free - nbytes >= options.CACHE_FREE_BYTES
 
     def _total(self, state: StateLock) -> int:
         """Return what all entries are charged, at least. Looking at each takes 20 µs, so the sum is recorded."""
@@ -243,9 +246,14 @@ class CacheEntry:
         self._finalizer.atexit = False
 
     @property
+    def open_for_use(self) -> bool:
+        """Whether it was not closed."""
+        return self._finalizer.alive
+
+    @property
     def usable(self) -> bool:
-        """Whether the entry is open, and no failure has ended its use."""
-        return self.problem is None and self._finalizer.alive
+        """Whether bytes are written to it: it was not closed, and nothing failed."""
+        return self.problem is None and self.open_for_use
 
     def open(self) -> OpenFiles:
         """Open the files.

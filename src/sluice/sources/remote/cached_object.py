@@ -51,7 +51,7 @@ class CachedObject:
         return self.remote.open_first(nbytes)
 
     def open_range(self, offset: int, nbytes: int, facts: ObjectFacts) -> AbstractContextManager[Body]:
-        if self.entry.usable:
+        if self.entry.open_for_use:  # also if it has no room: what is present is read
             try:
                 return _Range(self, self.entry.open(), offset, nbytes, facts)
             except OSError as error:
@@ -212,7 +212,7 @@ class _Range:
                 self._cached.entry.failed(error)
                 keeps = False
         if not keeps:
-            start, end = self._at, self._end
+            start, end = self._at, min(end, self._end)
         self._body_end = min(end, self._facts.nbytes)
         opened = self._cached.request(start, self._body_end - start, self._facts)
         self._body = self._request.enter_context(opened)

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from sluice._errors import SluiceError
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 from sluice.sources.remote.cache_directory import CacheDirectory, CachedObjectName, CacheEntry
@@ -103,8 +104,14 @@ def cached_source(source: Source, remote: Remote) -> Source:
         source.note = f"not cached: {error.strerror or error}"
         return source
     if entry.complete:
+        try:
+            complete = CompleteFile(entry)
+        except SluiceError as error:
+            entry.close()
+            source.note = f"not cached: {error}"
+            return source
         source.close()
-        return CompleteFile(entry)
+        return complete
     source.read_through(lambda server, first: _cached(server, entry, first))
     return source
 
