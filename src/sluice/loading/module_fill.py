@@ -67,6 +67,7 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
     targets = Targets(
         job.plan,
         {i: local_of(job.state.tensors[slot]) for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
+        finishers={job.requests[i].name: weight.finisher() for i, weight in job.quantized.items()},
     )
     finished: set[int] = set()  # of the live tensors
     initial = _compute_initial(job, targets)
@@ -105,6 +106,8 @@ def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
     """Install what was read, then run the load hooks of modules."""
     with collector_paused():
         replaced = install(job.state, job.match, data.tensors, data.initial, placement=job.placement)
+    for weight in job.quantized.values():
+        vars(weight.module).update(weight.attributes())
     # The module alone holds its memory when hooks run: those of fully_shard copy tensors one after the other, and each
     # frees its memory then.
     data.tensors.clear()
