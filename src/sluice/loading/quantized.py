@@ -55,7 +55,9 @@ def _check(request: Request) -> None:
     if request.existing or request.replaces:
         raise ValueError(f"quantize=: {request.name!r} has memory already; build the model under sluice.empty_init()")
     if request.device != "cpu":
-        raise ValueError(f"quantize=: {request.name!r} would be on {request.device}; load on the CPU, then move the model")
+        raise ValueError(
+            f"quantize=: {request.name!r} would be on {request.device}; load on the CPU, then move the model"
+        )
 
 
 def with_finishers(matched: Match, weights: Mapping[int, QuantizedWeight]) -> Match:
@@ -63,7 +65,9 @@ def with_finishers(matched: Match, weights: Mapping[int, QuantizedWeight]) -> Ma
     return replace(
         matched,
         requests=tuple(
-            replace(request, finisher=Finisher(name=request.name, shape=request.entry.shape, finished_bytes=found.nbytes))
+            replace(
+                request, finisher=Finisher(name=request.name, shape=request.entry.shape, finished_bytes=found.nbytes)
+            )
             if (found := weights.get(i)) is not None
             else request
             for i, request in enumerate(matched.requests)

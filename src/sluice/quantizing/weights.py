@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -12,15 +13,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import nn
 
+from sluice._threads import Workers
 from sluice.engine.host_memory import HostMemory
 from sluice.quantizing.functions import Quantize
 from sluice.quantizing.inner_tensors import assemble, inner_bytes, inner_tensors
 from sluice.quantizing.twins import alone, shell_of, twin_of
 
-__all__ = ["QuantizedWeight", "find_quantized"]
+__all__ = ["QuantizedWeight", "find_quantized", "quantizing_threads"]
 
-#: Largest memory of one call of a function of torchao on the CPU, in multiples of the weight. Measured: 2.0 for integers,
-#: 2.3 for float8.
+#: Memory of one call of a function of torchao on the CPU, in multiples of the weight. Measured: 2.0 to 2.3.
 _TRANSIENT = 3
 
 _AFTER = "Load the model without quantize=, and quantize it afterwards."
@@ -46,7 +47,7 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
     name: str
     #: Its finished form on the meta device.
     template: torch.Tensor
-    #: What quantizes it.
+    #: The function that quantizes it.
     quantize: Quantize
     #: Whether pieces of rows are quantized one by one, because the result is the same.
     in_pieces: bool
@@ -62,8 +63,11 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
         """Bytes of its finished form."""
         return inner_bytes(self.template)
 
-    def finisher(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def finisher(self, workers: Workers) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that quantizes the weight when it has arrived.
+
+        Args:
+            workers: Threads for pieces.
 
         Everything that stays is allocated now. Small objects that stay, allocated between two pieces, would divide the
         free blocks of the heap: the temporary tensors of the next piece would not fit them, and the heap would grow.
@@ -71,7 +75,7 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
         if not self.in_pieces:
             return partial(_quantized, self)
         inner = [_empty(each) for each in inner_tensors(self.template)]
-        return partial(_fill_in_pieces, self, inner, assemble(self.template, inner))
+        return partial(_fill_in_pieces, self, inner, assemble(self.template, inner), workers)
 
     def attributes(self) -> Mapping[str, Any]:
         """Return the attributes that quantizing sets in the module, such as its representation."""
@@ -115,7 +119,12 @@ def find_quantized(
             continue
         template = part.get_parameter(name).detach()
         weight = QuantizedWeight(
-            path=path, module=module.get_submodule(path), name=name, template=template, quantize=quantize, in_pieces=False
+            path=path,
+            module=module.get_submodule(path),
+            name=name,
+            template=template,
+            quantize=quantize,
+            in_pieces=False,
         )
         kind = (type(part), old[name].dtype, old[name].shape[1:], type(template), str(_forms(template)))
         if kind not in apart:
@@ -124,9 +133,7 @@ def find_quantized(
     return tuple(found)
 
 
-def _changed_parameter(
-    twin: nn.Module, path: str, part: nn.Module, old: Mapping[str, nn.Parameter]
-) -> str | None:
+def _changed_parameter(twin: nn.Module, path: str, part: nn.Module, old: Mapping[str, nn.Parameter]) -> str | None:
     """Return the name of the parameter of a module that was quantized, or None.
 
     Raises:
@@ -162,17 +169,48 @@ def _equal_in_pieces(weight: QuantizedWeight, parameter: nn.Parameter) -> bool:
     )
 
 
+@contextmanager
+def quantizing_threads(cores: int) -> Iterator[Workers]:
+    """Lend threads for pieces, and keep the operations of torch in the thread that calls them.
+
+    torch divides operations over a pool whose threads wait actively; next to threads that read, most calls would wait
+    for one that does not run.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with Workers(cores, "sluice-quantizer") as workers:
+            yield workers
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _fill_in_pieces(
-    weight: QuantizedWeight, inner: Sequence[torch.Tensor], finished: torch.Tensor, whole: torch.Tensor
+    weight: QuantizedWeight,
+    inner: Sequence[torch.Tensor],
+    finished: torch.Tensor,
+    workers: Workers,
+    whole: torch.Tensor,
 ) -> torch.Tensor:
     """Quantize pieces of rows of a weight into the inner tensors of its finished form, and return that."""
     step = max(1, _PIECE_BYTES // max(1, whole[:1].nbytes) // _TRIED_ROWS) * _TRIED_ROWS
-    for first in range(0, len(whole), step):
+    tasks = [
+        workers.start(partial(_fill_piece, weight, inner, whole, first, step)) for first in range(0, len(whole), step)
+    ]
+    for task in tasks:
+        task.result()
+    return finished
+
+
+def _fill_piece(
+    weight: QuantizedWeight, inner: Sequence[torch.Tensor], whole: torch.Tensor, first: int, rows: int
+) -> None:
+    # Grad and inference mode belong to each thread.
+    with torch.inference_mode(mode=False), torch.no_grad():
         # A copy: a function may keep rows that need no change as a view of the weight.
-        piece = _quantized(weight, whole[first : first + step].clone())
+        piece = _quantized(weight, whole[first : first + rows].clone())
         for target, part in zip(inner, inner_tensors(piece), strict=True):
             target[first : first + len(part)].copy_(part)
-    return finished
 
 
 def _quantized(weight: QuantizedWeight, values: torch.Tensor) -> torch.Tensor:
