@@ -39,6 +39,7 @@ def load_into(
     strict: bool = True,
     allow_empty: bool = False,
     place: Place = "copy",
+    quantize: object = None,
     memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
@@ -76,6 +77,9 @@ def load_into(
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
             is copied, and the report has the reasons. The file must not change while the model is in use.
+        quantize: A configuration of torchao, such as ``Int8WeightOnlyConfig()``, or a function that quantizes the
+            modules of a model in place: each weight is quantized when its last byte has arrived, with the result of
+            ``quantize_`` on the loaded model. The model is on the meta device, and is loaded on the CPU.
         memory: How much memory may grow, and the size of the staging buffers; or one size such as ``"2GiB"``, for
             host memory.
         limits: Bounds for hostile files.
@@ -133,6 +137,7 @@ def load_into(
         rules=rules,
         strict=strict,
         allow_empty=allow_empty,
+        quantize=quantize,
         share=share,
         options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
     )

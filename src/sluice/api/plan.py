@@ -45,6 +45,7 @@ def plan(
     strict: bool = True,
     allow_empty: bool = False,
     place: Place = "copy",
+    quantize: object = None,
     memory: Memory = None,
     limits: Limits | None = None,
     encoding: str = TEXT_ENCODING,
@@ -72,6 +73,7 @@ def plan(
         strict: As in ``load_into``.
         allow_empty: As in ``load_into``.
         place: As in ``load_into``.
+        quantize: As in ``load_into``.
         memory: How much memory may grow, as in ``load_into``. Limits that are not given are detected: the control
             group, free memory, ``ulimit -v``, free memory of each accelerator.
         limits: Bounds for hostile files.
@@ -136,6 +138,7 @@ def plan(
             rules=rules,
             strict=strict,
             allow_empty=allow_empty,
+            quantize=quantize,
             options=options,
         )
     else:

@@ -6,7 +6,8 @@ tensors change while they are read; an error in that time names them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,9 +65,35 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
     notes = compare_tied(job)
     extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
     attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
+    with _finishers(job) as finishers:
+        return _fetch(job, progress, finishers, notes, extra_state, attributes)
+
+
+@contextmanager
+def _finishers(job: ModuleJob) -> Iterator[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]]:
+    """Lend the functions that quantize weights."""
+    if not job.quantized:
+        yield {}
+        return
+    from sluice.quantizing.weights import quantizing_threads  # rarely needed
+
+    with quantizing_threads(job.plan.facts.cores) as workers:
+        yield {job.requests[i].name: weight.finisher(workers) for i, weight in job.quantized.items()}
+
+
+def _fetch(
+    job: ModuleJob,
+    progress: Progress,
+    finishers: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    notes: Sequence[str],
+    extra_state: Mapping[str, object],
+    attributes: Mapping[str, object],
+) -> ModuleData:
+    """Read the data; see ``fetch_module``."""
     targets = Targets(
         job.plan,
         {i: local_of(job.state.tensors[slot]) for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
+        finishers=finishers,
     )
     finished: set[int] = set()  # of the live tensors
     initial = _compute_initial(job, targets)
@@ -105,6 +132,8 @@ def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
     """Install what was read, then run the load hooks of modules."""
     with collector_paused():
         replaced = install(job.state, job.match, data.tensors, data.initial, placement=job.placement)
+    for weight in job.quantized.values():
+        vars(weight.module).update(weight.attributes())
     # The module alone holds its memory when hooks run: those of fully_shard copy tensors one after the other, and each
     # frees its memory then.
     data.tensors.clear()

@@ -44,6 +44,7 @@ from sluice.reports.report_rows import Decided, tensor_rows
 from sluice.reports.table import TensorRow
 
 if TYPE_CHECKING:
+    from sluice.quantizing.weights import QuantizedWeight
     from sluice.ranks.protocol import Group
 
 __all__ = ["EntriesRequest", "ModuleJob", "ModuleRequest"]
@@ -98,6 +99,8 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
     strict: bool = True
     #: Whether it is accepted that no tensor of the module is in the checkpoint.
     allow_empty: bool = False
+    #: Quantizes weights; a configuration of torchao, or a function.
+    quantize: object = None
 
     def arguments(self) -> dict[str, str]:
         """See ``LoadRequest.arguments``."""
@@ -146,7 +149,9 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
         )
         own = {name: value for name, value in followed.extra_state.items() if name in state.outline.extra_state}
         skipped = [name for name, value in own.items() if trees.opaques(value)]
-        job = _module_job(checkpoint, state, match_on, self.device, self.options, strict=self.strict)
+        job = _module_job(
+            checkpoint, state, match_on, self.device, self.options, strict=self.strict, quantize=self.quantize
+        )
         return replace(
             job,
             key=selection.key,
@@ -157,6 +162,7 @@ class ModuleRequest(_IntoModule, frozen=True, kw_only=True):
             notes=(
                 *selection.notes,
                 *followed.notes,
+                *job.notes,
                 *(describe_moves(map(local_of, state.tensors)) if self.device is None else ()),
                 *(f"extra state {name!r} was skipped: only running code could build it" for name in skipped),
             ),
@@ -222,6 +228,8 @@ class ModuleJob(LoadJob, frozen=True, kw_only=True):
     extra_state: Mapping[str, object] = {}
     #: Tensors that become attributes of modules, neither parameters nor buffers, by the attributes' full names.
     attributes: Mapping[str, Entry] = {}
+    #: Weights that are quantized, by the positions of their requests.
+    quantized: Mapping[int, QuantizedWeight] = {}
     #: Paths of the modules whose load_state_dict post-hooks run.
     receivers: tuple[str, ...] = ("",)
 
@@ -323,9 +331,17 @@ def _module_job(
     options: TransferOptions,
     *,
     strict: bool,
+    quantize: object = None,
 ) -> ModuleJob:
     """Return the job of a match; ``match_on`` is ``match`` with everything but the placement."""
     matched, placement = _placed(state, match_on, device, options.memory)
+    quantized: Mapping[int, QuantizedWeight] = {}
+    if quantize is not None:
+        # Here, not above: most loads do not quantize.
+        from sluice.loading.quantized import quantized_weights, with_finishers
+
+        quantized = quantized_weights(state, matched, quantize)
+        matched = with_finishers(matched, quantized)
     slots = state.outline.slots
     later_copies: list[tuple[int, int]] = []
     # A plan for ranks divides the description of a model of whole tensors.
@@ -341,16 +357,24 @@ def _module_job(
         (slots[slot].names[0], state.tensors[slot], request.entry.dtype)
         for slot, request in zip(matched.slots, matched.requests, strict=True)
     )
+    prepared = plan_transfer(
+        checkpoint,
+        matched.requests,
+        computed=_computed(state, matched, placement),
+        later_copies=later_copies,
+        options=options,
+    )
+    notes: tuple[str, ...] = ()
+    if quantized:
+        from sluice.loading.quantized import describe_quantized, with_transient
+
+        prepared, notes = with_transient(prepared, quantized), (describe_quantized(quantized),)
     return ModuleJob(
         checkpoint=checkpoint,
         requests=matched.requests,
-        prepared=plan_transfer(
-            checkpoint,
-            matched.requests,
-            computed=_computed(state, matched, placement),
-            later_copies=later_copies,
-            options=options,
-        ),
+        prepared=prepared,
+        quantized=quantized,
+        notes=notes,
         placement=placement,
         missing=matched.missing,
         unexpected=matched.unexpected,

@@ -1,0 +1,96 @@
+"""Loads that quantize: the requests of a match whose weights are quantized when they have arrived."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from sluice._dtypes import torch_dtype
+from sluice._units import counted, format_bytes
+from sluice.matching.match import Match
+from sluice.modules.collect import ModuleState
+from sluice.quantizing.functions import quantize_function
+from sluice.quantizing.weights import QuantizedWeight, find_quantized
+from sluice.reading.transfer import Prepared
+from sluice.records import Finisher, Request
+
+__all__ = ["describe_quantized", "quantized_weights", "with_finishers", "with_transient"]
+
+
+def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> dict[int, QuantizedWeight]:
+    """Return the weights that are quantized, by the positions of their requests.
+
+    Raises:
+        TypeError: ``quantize`` is neither a configuration of torchao nor a function.
+        ValueError: It changes more than single weights, or a weight cannot be quantized while it is loaded.
+    """
+    requests = dict(zip(matched.slots, enumerate(matched.requests), strict=True))
+    dtypes = {id(state.tensors[slot]): torch_dtype(request.dtype) for slot, (_, request) in requests.items()}
+    slots = {(id(owner.module), owner.name): slot for slot, owners in enumerate(state.owners) for owner in owners}
+    found: dict[int, QuantizedWeight] = {}
+    quantized: dict[int, set[tuple[int, str]]] = {}
+    for weight in find_quantized(state.module, quantize_function(quantize), dtypes):
+        place = (id(weight.module), weight.name)
+        slot = slots.get(place)
+        if slot is None or slot not in requests:
+            raise ValueError(f"quantize=: the checkpoint does not fill {weight.path}.{weight.name}")
+        position, request = requests[slot]
+        _check(request)
+        found[position] = weight
+        quantized.setdefault(slot, set()).add(place)
+    for slot, places in quantized.items():
+        owners = {(id(owner.module), owner.name) for owner in state.owners[slot]}
+        if owners != places or slot in state.aliases or slot in state.followers:
+            name = state.outline.slots[slot].names[0]
+            raise ValueError(
+                f"quantize=: {name!r} is tied to a tensor that is not quantized; leave it out, as with filter_fn of "
+                "quantize_"
+            )
+    return found
+
+
+def _check(request: Request) -> None:
+    if request.existing or request.replaces:
+        raise ValueError(f"quantize=: {request.name!r} has memory already; build the model under sluice.empty_init()")
+    if request.device != "cpu":
+        raise ValueError(
+            f"quantize=: {request.name!r} would be on {request.device}; load on the CPU, then move the model"
+        )
+
+
+def with_finishers(matched: Match, weights: Mapping[int, QuantizedWeight]) -> Match:
+    """Return the match whose requests name what finishes them."""
+    return replace(
+        matched,
+        requests=tuple(
+            replace(
+                request, finisher=Finisher(name=request.name, shape=request.entry.shape, finished_bytes=found.nbytes)
+            )
+            if (found := weights.get(i)) is not None
+            else request
+            for i, request in enumerate(matched.requests)
+        ),
+    )
+
+
+def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight]) -> Prepared:
+    """Return the plan whose prediction has the memory that quantizing one weight takes."""
+    more = max((weight.transient_bytes for weight in weights.values()), default=0)
+    peaks = prepared.plan.predicted
+    peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + more, total_bytes=peaks.total_bytes + more)
+    return replace(prepared, plan=replace(prepared.plan, predicted=peaks))
+
+
+def describe_quantized(weights: Mapping[int, QuantizedWeight]) -> str:
+    """Return a note on the weights that are quantized."""
+    kinds = sorted({type(weight.template).__name__ for weight in weights.values()})
+    before = sum(weight.template.numel() * weight.template.dtype.itemsize for weight in weights.values())
+    after = sum(weight.nbytes for weight in weights.values())
+    apart = sum(weight.in_pieces for weight in weights.values())
+    how = f"{counted(apart, 'weight')} in pieces of rows" if apart else "each in whole"
+    return (
+        f"{counted(len(weights), 'weight')} quantized to {', '.join(kinds)}: {format_bytes(before)} became "
+        f"{format_bytes(after)}, {how}"
+    )

@@ -1,0 +1,64 @@
+"""Twins of modules: equal in everything but their tensors, so that a function can be tried without changing a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["alone", "twin_of"]
+
+
+def twin_of(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Module:
+    """Return a twin of a module and its parts, with parameters on the meta device.
+
+    Args:
+        module: The module, which stays unchanged.
+        dtypes: Dtype of each parameter that changes its dtype, by its identity.
+    """
+    made: dict[int, nn.Parameter] = {}
+    return _twin(module, dtypes, made, {})
+
+
+def _twin(
+    module: nn.Module, dtypes: Mapping[int, torch.dtype], made: dict[int, nn.Parameter], seen: dict[int, nn.Module]
+) -> nn.Module:
+    if id(module) in seen:
+        return seen[id(module)]
+    twin = shell_of(module)
+    seen[id(module)] = twin
+    held: Any = vars(twin)
+    for name, parameter in module._parameters.items():  # noqa: SLF001  names and None too
+        if parameter is None:
+            continue
+        if id(parameter) not in made:
+            dtype = dtypes.get(id(parameter), parameter.dtype)
+            made[id(parameter)] = nn.Parameter(
+                torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad
+            )
+        held["_parameters"][name] = made[id(parameter)]
+    for name, part in module._modules.items():  # noqa: SLF001  as above
+        if part is not None:
+            held["_modules"][name] = _twin(part, dtypes, made, seen)
+    return twin
+
+
+def shell_of(module: nn.Module) -> nn.Module:
+    """Return a module of the same class and attributes; changes of its tensors and parts do not reach the other."""
+    shell = module.__class__.__new__(module.__class__)
+    held = dict(vars(module))
+    for name in ("_parameters", "_buffers", "_modules"):
+        held[name] = dict(held[name])
+    vars(shell).update(held)
+    return shell
+
+
+def alone(module: nn.Module, path: str) -> nn.Module:
+    """Return a root that holds nothing but a module at its path; the module itself if the path is empty."""
+    for name in reversed(path.split(".") if path else []):
+        root = nn.Module()
+        root.add_module(name, module)
+        module = root
+    return module

@@ -1,0 +1,240 @@
+"""Loads that quantize: the bits of a model that was loaded first and quantized then."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sluice
+from sluice._errors import BudgetError, ReadError
+from sluice.quantizing.inner_tensors import inner_bytes, inner_tensors
+from sluice.testing import FaultySource
+from support.quantized import Scaled, scale_modules
+
+WIDTH = 1024
+IDS = torch.tensor([[1, 2, 3]])
+
+
+class Net(nn.Module):
+    """An embedding, two linear layers, of which the first is cut into pieces, and a norm."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, WIDTH)
+        self.wide = nn.Linear(WIDTH, 2500)
+        self.norm = nn.LayerNorm(2500)
+        self.narrow = nn.Linear(2500, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 64, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.narrow(self.norm(self.wide(self.words(ids))))
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Net, Path]:
+    torch.manual_seed(0)
+    model = Net()
+    path = tmp_path_factory.mktemp("quantizing") / "net.pth"
+    torch.save(model.state_dict(), path)
+    return model, path
+
+
+def _empty(*, tied: bool = False) -> Net:
+    with sluice.empty_init():
+        return Net(tied=tied)
+
+
+def _assert_same(found: nn.Module, expected: nn.Module) -> None:
+    for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
+        assert (type(one), type(one.data), one.dtype) == (type(other), type(other.data), other.dtype), name
+        assert one.requires_grad == other.requires_grad, name
+        for mine, theirs in zip(inner_tensors(one.data), inner_tensors(other.data), strict=True):
+            assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_the_result_is_that_of_quantizing_the_loaded_model(
+    trained: tuple[Net, Path], dtype: torch.dtype | None, *, by_row: bool
+) -> None:
+    model, path = trained
+    expected = copy.deepcopy(model)
+    sluice.load_into(expected, path, dtype=dtype)
+    scale_modules(by_row=by_row)(expected)
+    found = _empty()
+    threads = torch.get_num_threads()
+    report = sluice.load_into(found, path, dtype=dtype, quantize=scale_modules(by_row=by_row))
+    assert torch.get_num_threads() == threads
+    _assert_same(found, expected)
+    with torch.no_grad():
+        assert torch.equal(found(IDS), expected(IDS))
+    assert found.wide.extra_repr() == "scaled"
+    assert str(found) == str(expected)
+    (note,) = [note for note in report.notes if "quantized" in note]
+    assert ("pieces of rows" in note) == by_row
+    assert report.loaded_bytes == sum(inner_bytes(each.data) for each in found.parameters())
+
+
+def test_pieces_are_smaller_than_a_large_weight(trained: tuple[Net, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = trained
+    largest: list[int] = []
+
+    def watched(root: nn.Module) -> None:
+        largest.extend(
+            len(part.weight) for part in root.modules() if isinstance(part, nn.Linear) and not part.weight.is_meta
+        )
+        scale_modules(names=lambda name: name != "head")(root)
+
+    sluice.load_into(_empty(), path, quantize=watched)
+    assert max(largest) == 1024  # rows of 4 KiB in a piece of 4 MiB
+    assert sum(largest) >= 2500 + WIDTH
+
+
+def test_a_plan_knows_the_finished_size_before_anything_is_read(trained: tuple[Net, Path]) -> None:
+    _, path = trained
+    quantize = scale_modules()
+    plain, planned = sluice.plan(_empty(), path), sluice.plan(_empty(), path, quantize=quantize)
+    found = _empty()
+    report = sluice.load_into(found, path, quantize=quantize)
+    assert planned.final_bytes == report.final_bytes < plain.final_bytes / 3
+    with pytest.raises(BudgetError):
+        sluice.load_into(_empty(), path, quantize=quantize, memory="8MiB")
+
+
+def test_chosen_layers_alone_are_quantized(trained: tuple[Net, Path]) -> None:
+    _, path = trained
+    found = _empty()
+    sluice.load_into(found, path, quantize=scale_modules(names=lambda name: name == "narrow"))
+    assert [name for name, value in found.named_parameters() if isinstance(value.data, Scaled)] == ["narrow.weight"]
+
+
+def test_a_failed_read_leaves_the_model_empty(trained: tuple[Net, Path]) -> None:
+    _, path = trained
+    model = _empty()
+    with sluice.open(path) as checkpoint:
+        files = checkpoint._files
+        faulty = FaultySource(files[0].source, at=5, error=5)
+        checkpoint._files = (type(files[0])(**{**_fields(files[0]), "source": faulty}),)
+        with pytest.raises(ReadError):
+            sluice.load_into(model, checkpoint, quantize=scale_modules())
+        checkpoint._files = files
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert threading.active_count() == 1
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+def _replaces(root: nn.Module) -> None:
+    for part in list(root.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, nn.Linear):
+                part.add_module(name, nn.Identity())
+
+
+def _changes_several(root: nn.Module) -> None:
+    for part in root.modules():
+        if isinstance(part, nn.Linear) and part.bias is not None:
+            part.weight, part.bias = nn.Parameter(part.weight + 1), nn.Parameter(part.bias + 1)
+
+
+def _needs_values(root: nn.Module) -> None:
+    for part in root.modules():
+        if isinstance(part, nn.Linear) and part.weight.max().item() > 0:
+            return
+
+
+@pytest.mark.parametrize(
+    ("quantize", "error", "reason"),
+    [
+        (_replaces, ValueError, "replaces the module 'wide'"),
+        (_changes_several, ValueError, r"changes \['weight', 'bias'\] of the module 'wide' together"),
+        (_needs_values, ValueError, "tensors without data"),
+        ("int8", TypeError, "a configuration of torchao"),
+    ],
+)
+def test_what_cannot_be_quantized_while_loading_is_refused(
+    trained: tuple[Net, Path], quantize: object, error: type[Exception], reason: str
+) -> None:
+    _, path = trained
+    model = _empty()
+    with pytest.raises(error, match=reason):
+        sluice.load_into(model, path, quantize=quantize)
+    assert model.wide.weight.is_meta
+
+
+def test_a_weight_that_is_tied_to_an_embedding_is_refused(trained: tuple[Net, Path]) -> None:
+    _, path = trained
+    model = _empty(tied=True)
+    with pytest.raises(ValueError, match="tied to a tensor that is not quantized"):
+        sluice.load_into(model, path, strict=False, quantize=scale_modules())
+    report = sluice.load_into(model, path, strict=False, quantize=scale_modules(names=lambda name: name != "head"))
+    assert report.loaded
+    assert model.head.weight is model.words.weight
+
+
+def test_live_models_are_refused(trained: tuple[Net, Path]) -> None:
+    model, path = trained
+    with pytest.raises(ValueError, match="has memory already"):
+        sluice.load_into(copy.deepcopy(model), path, quantize=scale_modules())
+
+
+@pytest.fixture(scope="module")
+def torchao() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+
+_CONFIGS: dict[str, Callable[[Any], object]] = {
+    "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),
+    "int8-dynamic": lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig(),
+    "int4-groups": lambda torchao: torchao.IntxWeightOnlyConfig(
+        weight_dtype=vars(torch)["int4"], granularity=torchao.PerGroup(4)
+    ),
+    "float8": lambda torchao: torchao.Float8WeightOnlyConfig(),
+    "by-name": lambda torchao: torchao.FqnToConfig(
+        {"wide": torchao.Int8WeightOnlyConfig(), "head": torchao.Float8WeightOnlyConfig()}
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("config", _CONFIGS)
+def test_configurations_of_torchao(trained: tuple[Net, Path], torchao: Any, config: str) -> None:
+    model, path = trained
+    chosen: Any = _CONFIGS[config](torchao)
+    expected = copy.deepcopy(model)
+    named = {"filter_fn": None} if config == "by-name" else {}
+    torchao.quantize_(expected, chosen, **named)
+    found = _empty()
+    sluice.load_into(found, path, quantize=chosen)
+    _assert_same(found, expected)
+    with torch.no_grad():
+        assert torch.equal(found(IDS), expected(IDS))
+    assert str(found) == str(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_filter_of_torchao(trained: tuple[Net, Path], torchao: Any) -> None:
+    _, path = trained
+    found = _empty(tied=True)
+    quantize = functools.partial(
+        torchao.quantize_, config=torchao.Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "wide"
+    )
+    sluice.load_into(found, path, strict=False, quantize=quantize)
+    assert [name for name, value in found.named_parameters() if hasattr(value, "qdata")] == ["wide.weight"]
