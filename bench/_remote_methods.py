@@ -19,7 +19,21 @@ from torch import nn
 
 from bench._raw_http import Span, huge_memory, in_parallel, receive, spans
 
-__all__ = ["BUCKET", "METHODS", "PTH", "RAW", "SAFETENSORS", "SHARDS", "Checkpoint", "Method"]
+__all__ = [
+    "BUCKET",
+    "CONTENDERS",
+    "METHODS",
+    "PTH",
+    "RAW",
+    "SAFETENSORS",
+    "SHARDS",
+    "Checkpoint",
+    "Method",
+    "bit_sum",
+    "environment",
+    "read_sums",
+    "sums_of",
+]
 
 #: Kinds of checkpoints: one torch file, one safetensors file, shards of safetensors in Hugging Face's layout.
 PTH, SAFETENSORS, SHARDS = "pth", "safetensors", "shards"
@@ -185,8 +199,8 @@ METHODS: Mapping[str, Method] = {
     "s3torchconnector": Method(load=_s3torch, reads=_ALL, imports=("s3torchconnector", "safetensors.torch")),
 }
 
-#: Those that are run in every cell; the others only where the peers are compared.
-CONTENDERS = (RAW, "sluice http", "sluice s3")
+#: Those that are run on every network; the others only where the peers are compared.
+CONTENDERS = (RAW, "sluice http")
 
 
 def environment(checkpoint: Checkpoint) -> dict[str, str]:

@@ -100,6 +100,8 @@ def parse_request(head: bytes) -> Request:
     """Return the parts of the head of a request."""
     first, *lines = head.decode("latin-1").split("\r\n")
     method, target, _ = first.split(" ", 2)
+    if "://" in target:  # the whole address, as the client of Run:ai writes it
+        target = "/" + target.partition("://")[2].partition("/")[2]
     path, _, query = target.partition("?")
     pairs = (line.partition(":") for line in lines if line)
     return Request(

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -93,14 +94,20 @@ def default_cells(
 ) -> list[tuple[Cell, tuple[str, ...]]]:
     """Return the cells with their methods, the most telling first.
 
-    Peers are compared on the fastest network with the middle latency; only the contenders run on the others.
+    Peers are compared on the fastest network with the middle latency; only the contenders run on the others. The raw
+    client runs with the first dtype only: it receives the same bytes for the others.
     """
     middle = sorted(latencies)[len(latencies) // 2]
     networks = sorted(product(gbits, latencies), key=lambda each: (each != (max(gbits), middle), -each[0], each[1]))
     return [
         (
             Cell(kind=kind, dtype=dtype, latency=latency, gbit=gbit),
-            tuple(METHODS) if (gbit, latency) == (max(gbits), middle) else CONTENDERS,
+            tuple(
+                name
+                for name in METHODS
+                if ((gbit, latency) == (max(gbits), middle) or name in CONTENDERS)
+                and (name != RAW or dtype == dtypes[0])
+            ),
         )
         for (gbit, latency), kind, dtype in product(networks, kinds, dtypes)
     ]
@@ -116,7 +123,8 @@ def missing(
     chosen = list(cells)
     for number in range(runs):
         for cell, names in chosen:
-            able = [name for name in names if cell.kind in METHODS[name].reads and (not methods or name in methods)]
+            wanted = [name for name in methods if name != RAW or name in names] or names
+            able = [name for name in wanted if cell.kind in METHODS[name].reads]
             for name in able[number % len(able) :] + able[: number % len(able)] if able else []:
                 same = [run for run in done if (run.cell, run.method) == (cell, name)]
                 if len(same) <= number and not any(run.loaded.problem for run in same):
@@ -126,16 +134,15 @@ def missing(
 def _write(folder: Path, size: str) -> None:
     """Write the checkpoints in fp32, unless they are there, and the sums of their bits."""
     bucket = folder / BUCKET
-    if (folder / "sums.json").exists():
+    own = bucket / "model.tensors"  # of tensorizer
+    if (folder / "sums.json").exists() and (own.exists() or find_spec("tensorizer") is None):
         return
     (bucket / SHARDS).mkdir(parents=True, exist_ok=True)
     state = {name: random_weight(name, tensor.shape) for name, tensor in empty_model(size).named_parameters()}
     write_checkpoint(state, bucket / "model.pth", "torch")
     write_checkpoint(state, bucket / "model.safetensors", "safetensors")
-    try:
-        write_checkpoint(state, bucket / "model.tensors", "tensorizer")
-    except ImportError:
-        (bucket / "model.tensors").unlink(missing_ok=True)
+    if find_spec("tensorizer") is not None:
+        write_checkpoint(state, own, "tensorizer")
     names, weight_map = list(state), {}
     for number in range(_SHARD_COUNT):
         file = f"model-{number + 1:05}-of-{_SHARD_COUNT:05}.safetensors"
@@ -178,9 +185,8 @@ def _load(job: Job) -> Loaded:
 
 def _run(cell: Cell, method: str, folder: Path, size: str, port: int) -> Run:
     checkpoint = _checkpoint(folder / BUCKET, cell.kind, port)
-    for file in (folder / BUCKET).rglob("*"):
-        if file.is_file() and (file.name == "model.tensors" or str(file.relative_to(folder / BUCKET)) in dict(checkpoint.files)):
-            make_warm(file)
+    for name, _ in checkpoint.files if "own format" not in method else (("model.tensors", 0),):
+        make_warm(folder / BUCKET / name)
     needed = sum(parameter.numel() for parameter in empty_model(size).parameters()) * 4
     finished = needed if cell.dtype == "float32" else needed // 2
     taken_counts(port)
@@ -222,13 +228,21 @@ def table(runs: Sequence[Run]) -> list[str]:
     for cell, method in sorted(grouped, key=lambda each: (order.index(each[0]), names.index(each[1]))):
         same = grouped[cell, method]
         good = [run for run in same if not run.loaded.problem]
-        raw = [run.loaded.seconds for run in grouped.get((cell, RAW), ()) if not run.loaded.problem]
+        raw = [
+            run.loaded.seconds
+            for run in runs
+            if run.method == RAW and not run.loaded.problem and _network(run.cell) == _network(cell)
+        ]
         start = f"| {cell.kind} | {cell.dtype} | {cell.gbit:g} Gbit/s, {cell.latency:g} ms | {method} | "
         if not good:
             lines.append(start + f"- | - | - | - | - | - | {same[-1].loaded.problem} |")
             continue
         lines.append(start + _figures(good, raw) + " |")
     return lines
+
+
+def _network(cell: Cell) -> tuple[str, float, float]:
+    return cell.kind, cell.gbit, cell.latency
 
 
 def _figures(good: Sequence[Run], raw: Sequence[float]) -> str:
