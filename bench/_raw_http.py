@@ -101,7 +101,9 @@ def receive(
         )
         try:
             for span in mine:
-                client.request("GET", span.path, headers={"Range": f"bytes={span.begin}-{span.begin + span.nbytes - 1}"})
+                client.request(
+                    "GET", span.path, headers={"Range": f"bytes={span.begin}-{span.begin + span.nbytes - 1}"}
+                )
                 answer = client.getresponse()
                 done = 0
                 while done < span.nbytes:

@@ -185,7 +185,9 @@ class _Server:
             pause = 2 * self._latency
             for request in _requests(connection):
                 if request.path == COUNTS:
-                    connection.sendall(_head(Answer(status="200 OK", headers={}, content=(body := self._counts.take()))))
+                    connection.sendall(
+                        _head(Answer(status="200 OK", headers={}, content=(body := self._counts.take())))
+                    )
                     connection.sendall(body)
                     continue
                 time.sleep(pause)

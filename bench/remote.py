@@ -58,9 +58,9 @@ _TIMEOUT_SECONDS = 180
 _KINDS = (PTH, SAFETENSORS, SHARDS)
 _DTYPES = ("float32", "bfloat16")
 _LATENCIES, _GBITS = (0.0, 5.0, 50.0), (1.0, 10.0)
-_PACKAGES = (
-    "torch", "sluice", "urllib3", "obstore", "fsspec", "aiohttp", "runai-model-streamer", "tensorizer", "s3torchconnector"
-)  # fmt: skip
+_PACKAGES = tuple(
+    ["torch", "sluice", "urllib3", "obstore", "fsspec", "aiohttp", "runai-model-streamer", "tensorizer", "s3torchconnector"]
+)
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -241,6 +241,15 @@ def table(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
+def _runs(left: Sequence[tuple[Cell, str]], folder: Path, size: str, end: float) -> Iterator[Run | None]:
+    """Load, network by network, and yield the runs; None for each that would begin after the end."""
+    for network in dict.fromkeys((cell.gbit, cell.latency) for cell, _ in left):
+        here = [(cell, method) for cell, method in left if (cell.gbit, cell.latency) == network]
+        with serving(folder, latency=network[1] / 1e3, rate=network[0] * 1e9 / 8) as port:
+            for cell, method in here:
+                yield _run(cell, method, folder, size, port) if time.monotonic() < end else None
+
+
 def _network(cell: Cell) -> tuple[str, float, float]:
     return cell.kind, cell.gbit, cell.latency
 
@@ -253,7 +262,7 @@ def _figures(good: Sequence[Run], raw: Sequence[float]) -> str:
     over = max(run.loaded.growth - run.finished for run in good) / MIB
     return (
         f"{seconds:.2f} | {ratio} | {f'{over:,.0f}' if fills else '-'} | "
-        f"{median(run.loaded.cpu for run in good):.1f} | {last.requests:,} | {last.received / last.needed:.3f} | "
+        f"{median(run.loaded.cpu for run in good):.1f} | {last.requests:,} | {last.received / max(1, last.needed):.3f} | "
     )
 
 
@@ -273,10 +282,12 @@ def _earlier(path: Path, size: str) -> list[Run]:
 @click.option("--gbit", "gbits", type=click.FloatRange(0, min_open=True), multiple=True, default=_GBITS, help="Rate.")
 @click.option("--method", "methods", type=click.Choice(list(METHODS)), multiple=True, help="Only this.")
 @click.option("--runs", type=click.IntRange(1), default=1, show_default=True, help="Repetitions; tables show medians.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=14, show_default=True, help="Start no load later.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), default=14, show_default=True, help="Start no load later."
+)
 @click.option("--directory", type=click.Path(path_type=Path), help="Keep the checkpoints here and use those there are.")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("bench-out"), show_default=True, help="Results.")
-def main(
+def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     size: str,
     kinds: tuple[str, ...],
     dtypes: tuple[str, ...],
@@ -298,17 +309,13 @@ def main(
         described = _machine.describe(folder, _PACKAGES)
         left = list(missing(default_cells(kinds, dtypes, latencies, gbits), methods, done, runs))
         late = 0
-        for network in dict.fromkeys((cell.gbit, cell.latency) for cell, _ in left):
-            with serving(folder, latency=network[1] / 1e3, rate=network[0] * 1e9 / 8) as port:
-                for cell, method in left:
-                    if (cell.gbit, cell.latency) != network:
-                        continue
-                    if time.monotonic() > end:
-                        late += 1
-                        continue
-                    done.append(_run(cell, method, folder, size, port))
-                    _show(console, done[-1])
-                    _save(out, size, described, done)
+        for run in _runs(left, folder, size, end):
+            if run is None:
+                late += 1
+                continue
+            done.append(run)
+            _show(console, run)
+            _save(out, size, described, done)
     record = _save(out, size, described, done)
     show_document(console, out, "remote", record, table(done))
     if late:
