@@ -58,9 +58,8 @@ _TIMEOUT_SECONDS = 180
 _KINDS = (PTH, SAFETENSORS, SHARDS)
 _DTYPES = ("float32", "bfloat16")
 _LATENCIES, _GBITS = (0.0, 5.0, 50.0), (1.0, 10.0)
-_PACKAGES = tuple(
-    ["torch", "sluice", "urllib3", "obstore", "fsspec", "aiohttp", "runai-model-streamer", "tensorizer", "s3torchconnector"]
-)
+_LIBRARIES = ("torch", "sluice", "urllib3", "obstore", "fsspec", "aiohttp")
+_PACKAGES = (*_LIBRARIES, "runai-model-streamer", "tensorizer", "s3torchconnector")
 
 
 class Cell(Struct, frozen=True, kw_only=True):
@@ -143,7 +142,8 @@ def _write(folder: Path, size: str) -> None:
     write_checkpoint(state, bucket / "model.safetensors", "safetensors")
     if find_spec("tensorizer") is not None:
         write_checkpoint(state, own, "tensorizer")
-    names, weight_map = list(state), {}
+    names = list(state)
+    weight_map: dict[str, str] = {}
     for number in range(_SHARD_COUNT):
         file = f"model-{number + 1:05}-of-{_SHARD_COUNT:05}.safetensors"
         part = names[number * len(names) // _SHARD_COUNT : (number + 1) * len(names) // _SHARD_COUNT]
@@ -260,9 +260,10 @@ def _figures(good: Sequence[Run], raw: Sequence[float]) -> str:
     last = good[-1]
     fills = METHODS[last.method].fills
     over = max(run.loaded.growth - run.finished for run in good) / MIB
+    share = last.received / max(1, last.needed)
     return (
         f"{seconds:.2f} | {ratio} | {f'{over:,.0f}' if fills else '-'} | "
-        f"{median(run.loaded.cpu for run in good):.1f} | {last.requests:,} | {last.received / max(1, last.needed):.3f} | "
+        f"{median(run.loaded.cpu for run in good):.1f} | {last.requests:,} | {share:.3f} | "
     )
 
 

@@ -50,8 +50,8 @@ def test_a_bucket_is_listed(root: Path) -> None:
 
 
 def test_all_connections_share_the_rate() -> None:
-    now, pauses = 100.0, []
-    link = Link(1000.0, clock=lambda: now, sleep=pauses.append)
+    pauses: list[float] = []
+    link = Link(1000.0, clock=lambda: 100.0, sleep=pauses.append)
     for _ in range(3):
         link.wait(500)
     assert pauses == pytest.approx([0.498, 0.998, 1.498])
