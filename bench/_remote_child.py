@@ -12,6 +12,7 @@ import torch
 from msgspec import Struct
 
 from bench._rank_child import empty_model
+from bench._raw_http import huge_memory
 from bench._remote_methods import METHODS, Checkpoint, bit_sum, environment
 from sluice.machine.peaks import restart_peak
 
@@ -65,9 +66,9 @@ def _load(job: Job) -> Loaded:
     for name in method.imports:
         import_module(name)
     model = empty_model(job.size).to(getattr(torch, job.dtype))
-    touched = bytearray(job.warm_bytes)
-    touched[::_PAGE_BYTES] = bytes(len(touched[::_PAGE_BYTES]))
-    del touched
+    # Huge pages: small ones that were freed would have to be joined on the clock.
+    with huge_memory(job.warm_bytes) as touched:
+        touched[::_PAGE_BYTES] = bytes(len(touched) // _PAGE_BYTES)
     restart_peak()
     before, used, began = _status("VmRSS"), time.process_time(), time.perf_counter()
     method.load(model, job.checkpoint)

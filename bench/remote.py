@@ -195,7 +195,7 @@ def _run(cell: Cell, method: str, folder: Path, size: str, port: int) -> Run:
         checkpoint=checkpoint,
         size=size,
         dtype=cell.dtype,
-        warm_bytes=2 * needed,
+        warm_bytes=2 * needed // 4096 * 4096,
         folder=str(folder),
     )
     loaded = _load(job)
