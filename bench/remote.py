@@ -300,7 +300,7 @@ def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     directory: Path | None,
     out: Path,
 ) -> None:
-    """Compare loads over a network. A later call with the same --out goes on where this one stopped."""
+    """Compare loads over a network. A later call with the same --out runs the loads that are left."""
     end = time.monotonic() + 60 * minutes
     console = console_for_tables()
     done = _earlier(out / "remote.json", size)

@@ -2,7 +2,7 @@
 
 Each transport runs in a new process: 8 connections take ranges of 8 MiB from a queue, into one buffer. The buffer is
 touched before the clock starts. Memory is the growth of the process (``VmHWM``) from there, so that it is what a
-transport holds beside the buffer. The order changes with each repetition, and the bytes are compared by their sum.
+transport holds in addition to the buffer. The order changes with each repetition, and the bytes are compared by their sum.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Measured(Struct, frozen=True, kw_only=True):
     #: Processor time of the client, in seconds per GB.
     cpu: float = 0.0
     server_cpu: float = 0.0
-    #: Bytes beside the buffer.
+    #: Memory in addition to the buffer, in bytes.
     memory: int = 0
     problem: str = ""
 
@@ -262,7 +262,7 @@ def _run(name: str, place: Place, expected: int) -> Measured:
 
 def table(done: list[Measured]) -> list[str]:
     """Return the lines of the table, medians."""
-    names = "transport | GB/s | client CPU s per GB | server CPU s per GB | MiB beside the buffer"
+    names = "transport | GB/s | client CPU s per GB | server CPU s per GB | MiB without the buffer"
     lines = [
         f"| {names} | with TLS: GB/s | client CPU s per GB | remark |",
         "|---|---:|---:|---:|---:|---:|---:|---|",
