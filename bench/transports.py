@@ -2,7 +2,8 @@
 
 Each transport runs in a new process: 8 connections take ranges of 8 MiB from a queue, into one buffer. The buffer is
 touched before the clock starts. Memory is the growth of the process (``VmHWM``) from there, so that it is what a
-transport holds in addition to the buffer. The order changes with each repetition, and the bytes are compared by their sum.
+transport holds in addition to the buffer. The order changes with each repetition, and the sum of the
+bytes is compared.
 """
 
 from __future__ import annotations
