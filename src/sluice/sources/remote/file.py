@@ -13,6 +13,7 @@ from sluice.records import AccessFacts, FileIdentity
 from sluice.sources.protocol import DirectIOUnavailable
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed
+from sluice.sources.short_reads import too_early
 
 __all__ = ["RemoteFile"]
 
@@ -76,7 +77,7 @@ class RemoteFile:
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.identity.nbytes:
-            raise self._too_early(offset, nbytes, max(0, self.identity.nbytes - offset))
+            raise too_early(self.path, offset, nbytes, self.identity.nbytes - offset)
         data = bytearray(nbytes)
         self.read_into(offset, memoryview(data))
         return bytes(data)
@@ -85,7 +86,7 @@ class RemoteFile:
         if direct:
             raise DirectIOUnavailable(self.path)
         if offset < 0:
-            raise self._too_early(offset, len(buffer), 0)
+            raise too_early(self.path, offset, len(buffer), 0)
         total = max(0, min(len(buffer), self.identity.nbytes - offset))
         kept = self._head[offset : offset + total]
         buffer[: len(kept)] = kept
@@ -132,12 +133,3 @@ class RemoteFile:
                 return facts, bytes(head[:done])
             except RequestFailedError as error:
                 attempts.failed(error, 0)
-
-    def _too_early(self, offset: int, nbytes: int, found: int) -> TruncatedError:
-        return TruncatedError(
-            "the file ends too early",
-            file=self.path,
-            offset=offset,
-            expected=f"{nbytes} bytes",
-            found=f"{found} bytes",
-        )

@@ -14,14 +14,13 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from fsspec.core import url_to_fs
-from msgspec import Struct
 
 from sluice import _options as options
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError, UnsupportedError
 from sluice.records import AccessFacts
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
-from sluice.sources.remote.directory import check_relative
+from sluice.sources.remote.directory import RemoteEntry, check_relative
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import ObjectFacts, RemoteSettings, RequestFailedError
 from sluice.sources.remote_names import without_credentials
@@ -109,8 +108,8 @@ class FilesystemFile(RemoteFile):
             raise SourceChangedError(
                 "the file was changed while it was being read",
                 file=self.path,
-                expected=_described(self._facts),
-                found=_described(found),
+                expected=self._facts.describe(),
+                found=found.describe(),
             )
 
 
@@ -203,7 +202,7 @@ class _FilesystemDirectory:
         for info in listing:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
             if name:
-                yield _Entry(name, _KINDS.get(info.get("type", ""), "special"))
+                yield RemoteEntry(name, _KINDS.get(info.get("type", ""), "special"))
 
     def open(self, name: str) -> Source:
         check_relative(name, self.path)
@@ -211,11 +210,6 @@ class _FilesystemDirectory:
 
     def check_inside(self, name: str) -> None:
         check_relative(name, self.path)
-
-
-class _Entry(Struct, frozen=True):
-    name: str
-    kind: EntryKind
 
 
 def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
@@ -266,10 +260,6 @@ def _failure(error: Exception) -> RequestFailedError:
 
 def _first(info: dict[str, Any], keys: tuple[str, ...]) -> str | None:
     return next((str(info[key]) for key in keys if info.get(key) is not None), None)
-
-
-def _described(facts: ObjectFacts) -> str:
-    return ", ".join(str(each) for each in (f"{facts.nbytes} bytes", facts.version, facts.modified) if each)
 
 
 def _is_parallel(filesystem: Any) -> bool:
