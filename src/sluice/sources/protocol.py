@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 from typing import Protocol, runtime_checkable
 
-from sluice.records import AccessFacts, FileIdentity
+from sluice.records import AccessFacts, FileIdentity, Traffic
 from sluice.sources.file_watch import FileWatch
 
-__all__ = ["DirectIOUnavailable", "MappableSource", "Source", "WatchableSource"]
+__all__ = ["DirectIOUnavailable", "MappableSource", "RemoteSource", "Source", "WatchableSource"]
 
 
 class DirectIOUnavailable(Exception):  # noqa: N818  (a signal between layers, never seen by users)
@@ -79,6 +79,16 @@ class WatchableSource(Source, Protocol):
 
     def watch(self) -> FileWatch | None:
         """Mark the file as being read, until the watch is closed; None if it cannot be opened."""
+        ...
+
+
+@runtime_checkable
+class RemoteSource(Source, Protocol):
+    """A source that makes requests to a server."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Requests for the object so far, and the bytes that they brought."""
         ...
 
 

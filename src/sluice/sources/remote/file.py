@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 from sluice import _options as options
 from sluice._errors import TruncatedError
-from sluice.records import AccessFacts, FileIdentity
+from sluice.records import AccessFacts, FileIdentity, Traffic
 from sluice.sources.protocol import DirectIOUnavailable
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed
@@ -52,6 +53,7 @@ class RemoteFile:
             RemoteError: The server does not answer.
         """
         self._remote, self._sleep, self._clock = remote, sleep, clock
+        self._traffic, self._counting = Traffic(), threading.Lock()
         self.access = access or AccessFacts(
             request_bytes=options.REMOTE_READ_BYTES,
             gap_bytes=options.REMOTE_GAP_BYTES,
@@ -74,6 +76,10 @@ class RemoteFile:
     @property
     def path(self) -> str:
         return self._remote.path
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._traffic
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.identity.nbytes:
@@ -105,6 +111,8 @@ class RemoteFile:
                         speed.received(found)
             except RequestFailedError as error:
                 attempts.failed(error, done - begun)
+            finally:
+                self._count(done - begun)
         return total
 
     def forget(self, offset: int, nbytes: int) -> None:
@@ -121,11 +129,12 @@ class RemoteFile:
         """Return what the server says about the object, and its first bytes."""
         attempts = Attempts(self.path, 0, sleep=self._sleep, clock=self._clock)
         while True:
+            done = 0
             try:
                 facts, opened = self._remote.open_first(options.REMOTE_FIRST_BYTES)
                 head = bytearray(min(options.REMOTE_FIRST_BYTES, facts.nbytes))
                 with opened as body, memoryview(head) as view:
-                    done, speed = 0, Speed(self._clock)
+                    speed = Speed(self._clock)
                     # Fewer bytes are not a failure: missing ones are requested when they are read.
                     while done < len(head) and (found := body.readinto(view[done:])):
                         done += found
@@ -133,3 +142,9 @@ class RemoteFile:
                 return facts, bytes(head[:done])
             except RequestFailedError as error:
                 attempts.failed(error, 0)
+            finally:
+                self._count(done)
+
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self._traffic = Traffic(self._traffic.requests + 1, self._traffic.nbytes + nbytes)
