@@ -31,6 +31,9 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
     gap_bytes: int
     #: Full-sized requests in flight at once that saturate the source.
     parallel_requests: int
+    #: Bytes of the first read of a file, and of any other read of a part of a header.
+    first_bytes: int = options.HEADER_PIECE_BYTES
+    header_bytes: int = options.HEADER_PIECE_BYTES
 
 
 def local_access() -> AccessFacts:
@@ -52,6 +55,8 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
         request_bytes=max(access.request_bytes for access in distinct),
         gap_bytes=max(access.gap_bytes for access in distinct),
         parallel_requests=max(access.parallel_requests for access in distinct),
+        first_bytes=max(access.first_bytes for access in distinct),
+        header_bytes=max(access.header_bytes for access in distinct),
     )
 
 

@@ -25,12 +25,12 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.archives.zip_records import record_checksums
-from sluice.formats.coalesced import read_ranges
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import Checksum
 from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
+from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from sluice import _options as options
 from sluice._errors import TruncatedError
 from sluice.records import AccessFacts, FileIdentity, Traffic
+from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import DirectIOUnavailable
+from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed
 from sluice.sources.short_reads import too_early
@@ -54,10 +56,13 @@ class RemoteFile:
         """
         self._remote, self._sleep, self._clock = remote, sleep, clock
         self._traffic, self._counting = Traffic(), threading.Lock()
+        self._expected = Expectations()
         self.access = access or AccessFacts(
             request_bytes=options.REMOTE_READ_BYTES,
             gap_bytes=options.REMOTE_GAP_BYTES,
             parallel_requests=options.REMOTE_REQUESTS,
+            first_bytes=options.REMOTE_FIRST_BYTES,
+            header_bytes=options.REMOTE_HEADER_BYTES,
         )
         try:
             self._facts, self._head = self._open()
@@ -94,9 +99,41 @@ class RemoteFile:
         if offset < 0:
             raise too_early(self.path, offset, len(buffer), 0)
         total = max(0, min(len(buffer), self.identity.nbytes - offset))
+        lead = self._expected.lead(offset) if total else 0
+        if not lead:
+            self._fill(offset, buffer[:total])
+            self._expected.look(offset, offset + total, lambda start, end: bytes(buffer[start - offset : end - offset]))
+            return total
+        before = memoryview(bytearray(lead))
+        first = offset - lead
+        self._fill(first, before, buffer[:total])
+
+        def part(start: int, end: int) -> bytes:
+            inside = buffer[max(0, start - offset) : max(0, end - offset)]
+            return bytes(before[start - first : end - first]) + bytes(inside)
+
+        self._expected.look(first, offset + total, part)
+        return total
+
+    def _fill(self, offset: int, *buffers: memoryview) -> None:
+        """Fill the buffers, one after the other, from ``offset``: in one request, unless a body ends early."""
+        total = sum(map(len, buffers))
+        done = 0
+
+        def room() -> memoryview:
+            start = done
+            for buffer in buffers:
+                if start < len(buffer):
+                    return buffer[start:]
+                start -= len(buffer)
+            return memoryview(b"")
+
         kept = self._head[offset : offset + total]
-        buffer[: len(kept)] = kept
-        done = len(kept)
+        while done < len(kept):
+            some = room()
+            count = min(len(some), len(kept) - done)
+            some[:count] = kept[done : done + count]
+            done += count
         attempts = Attempts(self.path, offset, sleep=self._sleep, clock=self._clock)
         while done < total:
             begun = done
@@ -104,7 +141,7 @@ class RemoteFile:
                 with self._remote.open_range(offset + done, total - done, self._facts) as body:
                     speed = Speed(self._clock)
                     while done < total:
-                        found = body.readinto(buffer[done:total])
+                        found = body.readinto(room())
                         if not found:
                             raise RequestFailedError("the answer ended too early", temporary=True)
                         done += found
@@ -113,13 +150,17 @@ class RemoteFile:
                 attempts.failed(error, done - begun)
             finally:
                 self._count(done - begun)
-        return total
+
+    def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
+        self._expected.add(offset, nbytes, data_bytes, check)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Do nothing: the few bytes that are kept are those of the header."""
 
     def check_unchanged(self) -> None:
-        """Return: every answer was held against the object that was opened."""
+        # Every answer was held against the object that was opened. What is left are ranges in front of data.
+        left = self._expected.left()
+        read_ranges(self, [offset for offset, _ in left], [nbytes for _, nbytes in left])
 
     def close(self) -> None:
         self._head = b""  # also of an object that has changed when it is read again

@@ -83,13 +83,15 @@ class FilesystemFile(RemoteFile):
             request_bytes=options.FSSPEC_READ_BYTES,
             gap_bytes=options.FSSPEC_GAP_BYTES,
             parallel_requests=options.FSSPEC_REQUESTS if _is_parallel(filesystem) else 1,
+            first_bytes=options.REMOTE_FIRST_BYTES,
+            header_bytes=options.REMOTE_HEADER_BYTES,
         )
         self._was_closed = False
         super().__init__(self._object, access=access)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if self._was_closed:  # as a local file is examined when it is opened again
-            self.check_unchanged()
+            self._compare()
             self._was_closed = False
         return super().read_into(offset, buffer, direct=direct)
 
@@ -98,6 +100,10 @@ class FilesystemFile(RemoteFile):
         self._was_closed = True
 
     def check_unchanged(self) -> None:
+        super().check_unchanged()
+        self._compare()
+
+    def _compare(self) -> None:
         try:
             found = self._object.facts()
         except MissingFileError as error:

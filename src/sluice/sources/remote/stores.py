@@ -91,6 +91,8 @@ def _source(remote: RemoteObject) -> RemoteFile:
         request_bytes=options.REMOTE_READ_BYTES,
         gap_bytes=options.REMOTE_GAP_BYTES,
         parallel_requests=options.STORE_REQUESTS,
+        first_bytes=options.REMOTE_FIRST_BYTES,
+        header_bytes=options.REMOTE_HEADER_BYTES,
     )
     return RemoteFile(remote, access=access)
 
