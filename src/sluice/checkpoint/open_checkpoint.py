@@ -189,7 +189,7 @@ class OpenCheckpoint:
         Args:
             storages: Positions in the index.
             at_once: Whether to check headers now: where requests are expensive, they are otherwise checked when the
-                data behind them is read.
+                data after them is read.
 
         Raises:
             FormatError: A header is damaged.

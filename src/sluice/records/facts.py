@@ -31,8 +31,9 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
     gap_bytes: int
     #: Full-sized requests in flight at once that saturate the source.
     parallel_requests: int
-    #: Bytes of the first read of a file, and of any other read of a part of a header.
+    #: Bytes at the beginning of a file that are read first.
     first_bytes: int = options.HEADER_PIECE_BYTES
+    #: Bytes of a read of any other part of the headers, if fewer are needed.
     header_bytes: int = options.HEADER_PIECE_BYTES
 
 

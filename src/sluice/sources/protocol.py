@@ -105,7 +105,7 @@ class CheckingSource(Source, Protocol):
     """A source each of whose requests is expensive: headers in front of data are read and checked together with it."""
 
     def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
-        """Have a range checked before the data behind it counts as read.
+        """Have a range checked before the data after it counts as read.
 
         A read of the first of the data begins at ``offset``, and fails if the check raises. If other parts of the data
         were read, ``check_unchanged`` reads and checks the range.
@@ -113,7 +113,7 @@ class CheckingSource(Source, Protocol):
         Args:
             offset: First byte of the range.
             nbytes: Its size.
-            data_bytes: Bytes of data behind it. Ranges and their data do not overlap.
+            data_bytes: Bytes of data after it. Ranges and their data do not overlap.
             check: Called with the range, from any thread; raises if it is not as expected.
         """
         ...

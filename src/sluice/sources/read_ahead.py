@@ -56,7 +56,7 @@ class ReadAhead(ForwardingSource):
 
 
 class _CheckingReadAhead(ReadAhead):
-    """The same of a source that checks headers together with the data behind them."""
+    """The same of a source that checks headers together with the data after them."""
 
     _source: CheckingSource
 

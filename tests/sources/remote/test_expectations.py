@@ -1,4 +1,4 @@
-"""Ranges that are checked with the data behind them: in the same request, or at the end."""
+"""Ranges that are checked with the data after them: in the same request, or at the end."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_range_far_from_what_was_read_is_checked_at_the_end() -> None:
     assert remote.requests == [(300_000, 10)]
     assert seen == []
     file.check_unchanged()
-    assert remote.requests[1:] == [(170_080, 10)]  # no data behind the others was read
+    assert remote.requests[1:] == [(170_080, 10)]  # no data after the others was read
     assert seen == [170_080]
 
 

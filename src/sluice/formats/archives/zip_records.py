@@ -57,7 +57,7 @@ _DESCRIPTOR_BYTES = 24
 #: Sizes of the data descriptors of torch, with numbers of 32 and 64 bits, and the alignment of its data, in bytes.
 _PACKED_DESCRIPTORS, _PACKED_ALIGNMENT = (16, 24), 64
 
-#: Bytes of an extra field beside the padding: its own header, and the fields of zip64.
+#: Most bytes of an extra field without the padding: its own header, and the fields of zip64.
 _EXTRA_BYTES = 32
 
 #: No limits, for a directory that was read before, within limits.

@@ -14,7 +14,7 @@ A file may hold several objects in sequence; ``Index.end`` is the end of the fir
 offset of a storage follows from the declared sizes of the storages before it. Indexing reads the pickles
 (``pickles.stream``) and the element count before each storage, which must equal the declared count. Counts less than
 16 KiB apart are read together with the data between them. Where requests are expensive, a count is checked when the
-data behind it is read. Data is usually not aligned to its element size, because it starts where the pickles end.
+data after it is read. Data is usually not aligned to its element size, because it starts where the pickles end.
 
 Limits: those of the inert unpickler, ``Limits.header_bytes`` for each pickle, and ``Limits.entries`` storages.
 

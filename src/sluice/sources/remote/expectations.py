@@ -1,4 +1,4 @@
-"""Ranges of a file that are checked together with the data behind them, so that they take no request of their own."""
+"""Ranges of a file that are checked together with the data after them, so that they take no request of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAD_BYTES = 64 << 10
 
 
 class _Expected:
-    """One range, and the data behind it."""
+    """One range, and the data after it."""
 
     __slots__ = ("check", "data", "end", "met", "start", "used")
 
@@ -70,7 +70,7 @@ class Expectations:
                 each.used = True
 
     def left(self) -> list[tuple[int, int]]:
-        """Return offset and size of the ranges that were not checked although data behind them was read."""
+        """Return offset and size of the ranges that were not checked although data after them was read."""
         with self._lock:
             found = (self._by_start[start] for start in self._starts)
             return [(each.start, each.data - each.start) for each in found if each.used and not each.met]
