@@ -155,7 +155,9 @@ class ItemReader:
         kind = head[: head.find(_DESCRIPTOR) + 1]
         chunk = self._chunks.get(kind)
         if chunk is None:
-            _, index = self._parse(source, item, self._limits, [(0, head)])
+            tail = min(_TAIL_BYTES, item.nbytes - len(head))
+            end = source.read_at(item.offset + item.nbytes - tail, tail)
+            _, index = self._parse(source, item, self._limits, [(0, head), (item.nbytes - tail, end)])
             entry = _tensor(index, source, item)
             if isinstance(entry, UnsupportedValue):
                 return entry, 0
