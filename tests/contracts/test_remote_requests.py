@@ -17,6 +17,7 @@ from sluice._options import Limits
 from sluice.checkpoint.open_file import open_file
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import Body, ObjectFacts
+from support import distributed
 from support.range_server import RangeServer
 
 pytest.importorskip("urllib3", reason="urllib3 is not installed: pip install 'sluice[remote]'")
@@ -61,7 +62,7 @@ def test_a_slice_far_from_its_header_checks_the_header(server: RangeServer, lega
     with sluice.open(served(server, bytes(content))) as checkpoint:
         server.requests.clear()
         assert torch.equal(checkpoint["w5"][30:31].read(), LARGE["w5"][30:31])
-        assert len(server.requests) == 2
+        assert len(server.requests) <= 2  # one if it is the first tensor of the file
     data = content.index(struct.pack("<f", 5.0) * 1000)
     at = data - 8 if legacy else content.rindex(b"PK\3\4", 0, data)
     content[at : at + 4] = b"else"
@@ -101,6 +102,22 @@ def test_a_directory_takes_one_request_for_the_index_and_one_for_each_shard(
     with sluice.open(server.url("/model/model.safetensors.index.json")) as checkpoint:
         assert checkpoint.keys() == LARGE.keys()
     assert len(server.requests) <= shards + 2
+
+
+@pytest.mark.parametrize(("writer", "most"), [("torch", len(LARGE) + 3), ("sluice", 2 * len(LARGE) + 1)])
+def test_a_distributed_checkpoint_takes_few_requests_for_each_item(
+    server: RangeServer, tmp_path: Path, writer: str, most: int
+) -> None:
+    """Items of torch of one kind begin alike, so that the ends of one are enough."""
+    if writer == "torch":
+        distributed.save(tmp_path / "model", dict(LARGE))
+    else:
+        sluice.save(LARGE, tmp_path / "model", format="dcp")
+    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    where = sluice.Remote(server.url("/model/.metadata"), gap_bytes=0)
+    with sluice.open(where) as checkpoint:
+        assert checkpoint.keys() == LARGE.keys()
+    assert len(server.requests) <= most
 
 
 class Huge:
