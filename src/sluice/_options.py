@@ -347,6 +347,9 @@ RANK_FAREWELL_SECONDS = 10.0
 #: Bytes of the first request for a remote object: the headers of most files, or their beginning.
 REMOTE_FIRST_BYTES = 64 << 10
 
+#: Bytes of any other request for a part of a header: the directory of a zip file with 2,000 records takes 160 KiB.
+REMOTE_HEADER_BYTES = 256 << 10
+
 #: Remote files whose first bytes are kept for the reading of their headers: 2 MiB of them.
 REMOTE_FIRST_BYTES_KEPT = 32
 

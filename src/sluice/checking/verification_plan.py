@@ -153,12 +153,12 @@ class VerificationPlan:
         known = {number: storages[number].offset for number in numbers if storages[number].located}
         unknown = [number for number in numbers if number not in known]
         try:
-            found = self._checkpoint.locate(unknown)
+            found = self._checkpoint.locate(unknown, at_once=True)
             return known | {number: found[number] for number in unknown}
         except CheckpointError:  # find the damaged ones
             for number in unknown:
                 try:
-                    known[number] = self._checkpoint.locate([number])[number]
+                    known[number] = self._checkpoint.locate([number], at_once=True)[number]
                 except CheckpointError as error:
                     self.problems.append(VerifyProblem.of(error))
             return known

@@ -188,15 +188,24 @@ class OpenCheckpoint:
         """Remarks of the files for the report of a load, one sentence each; also after closing."""
         return tuple(source_notes(file.source for file in self._files))
 
-    def locate(self, storages: Iterable[int]) -> dict[int, int]:
-        """Return the data offset of each of ``storages``; headers are checked once."""
+    def locate(self, storages: Iterable[int], *, at_once: bool = False) -> dict[int, int]:
+        """Return the data offset of each of ``storages``; headers are checked once.
+
+        Args:
+            storages: Positions in the index.
+            at_once: Whether to check headers now: where requests are expensive, they are otherwise checked when the
+                data after them is read.
+
+        Raises:
+            FormatError: A header is damaged.
+        """
         if self._closed:
             raise ValueError("the checkpoint is closed")
         wanted: defaultdict[int, list[int]] = defaultdict(list)
         for number in set(storages) - self._offsets.keys():
             wanted[self.index.storages[number].file].append(number)
         for position, numbers in wanted.items():
-            self._offsets.update(self._files[position].locate(numbers))
+            self._offsets.update(self._files[position].locate(numbers, at_once=at_once))
         return self._offsets
 
     def close(self) -> None:

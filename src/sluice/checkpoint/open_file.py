@@ -12,8 +12,8 @@ from sluice._options import Limits
 from sluice.formats.detection import detect
 from sluice.formats.protocol import Checksum, Locator
 from sluice.records import Index
-from sluice.sources.protocol import Source
-from sluice.sources.read_ahead import ReadAhead
+from sluice.sources.protocol import Source, checks_with_data
+from sluice.sources.read_ahead import read_ahead
 from sluice.sources.section import Section
 
 __all__ = ["OpenFile", "open_file"]
@@ -33,12 +33,16 @@ class OpenFile(Struct, frozen=True, kw_only=True):
     #: First byte of the checkpoint in the source: the offsets of ``index`` count from there.
     start: int = 0
 
-    def locate(self, storages: Iterable[int]) -> dict[int, int]:
+    def locate(self, storages: Iterable[int], *, at_once: bool = False) -> dict[int, int]:
         """Return the data offset of each of ``storages`` that is not located in its index.
 
         Args:
             storages: Positions in the index of the checkpoint.
+            at_once: Whether to check headers now, also where requests are expensive.
         """
+        if at_once and checks_with_data(self.source):
+            whole = Section(self.source, 0, self.source.identity.nbytes)  # which does not check with the data
+            return replace(self, source=whole).locate(storages)
         if not (self.first_storage or self.start):  # most files; equal numbers would be new objects
             return dict(self.locator.locate(self._section(), self.index, storages))
         found = self.locator.locate(self._section(), self.index, [number - self.first_storage for number in storages])
@@ -60,7 +64,7 @@ class OpenFile(Struct, frozen=True, kw_only=True):
 def open_file(source: Source, limits: Limits, encoding: str) -> OpenFile:
     """Index a file; closes the source if that fails."""
     try:
-        headers = ReadAhead(source)
+        headers = read_ahead(source)
         file_format = detect(headers, encoding=encoding)
         index = file_format.read_index(headers, limits)
         if index.end not in {None, source.identity.nbytes}:

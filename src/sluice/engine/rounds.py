@@ -19,12 +19,13 @@ from typing import ParamSpec, Protocol, TypeVar
 from msgspec import Struct
 
 from sluice import _options as options
-from sluice._errors import ReadError, TruncatedError
+from sluice._errors import ReadError
 from sluice._geometry import round_down, round_up
 from sluice.engine.running_plan import TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Read, Round
 from sluice.sources.protocol import DirectIOUnavailable, Source
+from sluice.sources.short_reads import too_early
 
 __all__ = ["RoundsResult", "Transport", "run_rounds"]
 
@@ -195,13 +196,7 @@ class _Arrival:
                 continue
             if start + found < last:
                 source.check_unchanged()
-                raise TruncatedError(
-                    "the file ends too early",
-                    file=source.path,
-                    offset=first,
-                    expected=f"{last - first} bytes",
-                    found=f"{max(0, start + found - first)} bytes",
-                )
+                raise too_early(source.path, first, last - first, start + found - first)
             if method == "buffered" and plan.drop_behind:
                 source.forget(first, last - first)
             return method

@@ -23,7 +23,7 @@ import torch
 from msgspec import Struct
 
 from sluice import _options as options
-from sluice._errors import ReadError, TruncatedError
+from sluice._errors import ReadError
 from sluice._geometry import round_down, round_up
 from sluice._threads import Worker, join_threads, start_threads
 from sluice.engine.read_methods import ReadMethods
@@ -31,6 +31,7 @@ from sluice.engine.running_plan import FinishedRead, RunningPlan, RunResult, Ses
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Read
 from sluice.sources.protocol import DirectIOUnavailable, Source
+from sluice.sources.short_reads import too_early
 
 __all__ = ["Session"]
 
@@ -288,10 +289,4 @@ class Session:
 
 def _short(source: Source, read: Read, end: int) -> Exception:
     source.check_unchanged()
-    return TruncatedError(
-        "the file ends too early",
-        file=source.path,
-        offset=read.offset,
-        expected=f"{read.nbytes} bytes",
-        found=f"{max(0, end - read.offset)} bytes",
-    )
+    return too_early(source.path, read.offset, read.nbytes, end - read.offset)

@@ -17,6 +17,7 @@ from sluice.dtensors.description import local_of
 from sluice.loading.job import LoadJob, LoadRequest
 from sluice.loading.module_job import ModuleJob
 from sluice.loading.read_probe import probe_rates
+from sluice.loading.request_meter import RequestMeter
 from sluice.planning.alternatives import Change, find_alternatives
 from sluice.planning.budget import HOST, MemoryLimit, find_limits, shortages
 from sluice.planning.other_methods import METHODS, Forecast, Rates, Subject, Weight, forecast
@@ -49,7 +50,7 @@ def plan_report(
     """
     job, memory = request.job(checkpoint), request.memory
     plan, subject, limits = job.plan, _subject(job), find_limits(job.plan.facts, memory)
-    short = shortages(plan, memory)
+    short, remote = shortages(plan, memory), RequestMeter(checkpoint, plan).planned()
     rates = None
     if probe and plan.targets:
         options = replace(request.options, place="copy")
@@ -73,6 +74,7 @@ def plan_report(
         final_bytes=plan.final_bytes,
         checkpoint_bytes=checkpoint.nbytes,
         read_bytes=plan.read_bytes,
+        remote=remote,
         mapped_bytes=plan.mapped_bytes,
         staging_bytes=plan.staging_buffers * plan.staging_buffer_bytes,
         predicted=plan.predicted,

@@ -28,12 +28,13 @@ from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.engine.read_methods import Surprise
 from sluice.engine.running_plan import RunResult
 from sluice.engine.targets import Targets
+from sluice.loading.request_meter import RequestMeter
 from sluice.machine.peaks import PeakMeter
 from sluice.matching.placement import Placement
 from sluice.planning.alternatives import Change, check_budget
 from sluice.reading import transfer
 from sluice.reading.transfer import Prepared
-from sluice.records import DeviceMemory, LoadPlan, Peaks, Request
+from sluice.records import DeviceMemory, LoadPlan, Peaks, RemoteReads, Request
 from sluice.records.bulk import collector_paused
 from sluice.reports.document import Subject
 from sluice.reports.load import LoadReport, RankReport
@@ -206,6 +207,8 @@ class Loaded(Struct, frozen=True, kw_only=True):
     replaced: tuple[str, ...] = ()
     #: Growth of each accelerator's memory.
     device_memory: tuple[DeviceMemory, ...] = ()
+    #: Requests for remote files; None if there are none.
+    remote: RemoteReads | None = None
     #: Notes for the report in addition to the job's, one sentence each.
     notes: tuple[str, ...] = ()
 
@@ -251,10 +254,10 @@ def decide(request: LoadRequest, checkpoint: OpenCheckpoint) -> LoadJob:
 
 
 def run(job: LoadJob, *, progress: Progress) -> Loaded:
-    """Run a job and measure how the memory of accelerators grows."""
-    before = transfer.allocator_state(job.plan)
+    """Run a job; measure how the memory of accelerators grows, and the requests for remote files."""
+    before, meter = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan)
     loaded = job.install(job.fetch(progress))
-    return replace(loaded, device_memory=transfer.device_memory(job.plan, before))
+    return replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=meter.measured())
 
 
 def with_reason(job: LoadJob, reason: str) -> LoadJob:
@@ -310,6 +313,7 @@ def load_report(
         measured=measured,
         ranks=ranks,
         device_memory=loaded.device_memory,
+        remote=loaded.remote,
         reads=loaded.result.read_bytes,
         stepped_down=loaded.result.stepped_down,
         missing=loaded.missing,

@@ -19,6 +19,7 @@ from sluice._progress import Progress
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries.tree import walk
 from sluice.loading.job import Loaded, LoadJob, LoadRequest, load_report, with_reason
+from sluice.loading.request_meter import RequestMeter
 from sluice.machine.filesystems import LOCAL_FILESYSTEMS
 from sluice.machine.peaks import PeakMeter
 from sluice.machine.processes import this_process
@@ -73,14 +74,14 @@ def load_together(
             job = with_reason(job, sharing.reason)
         if job.plan.readers:
             meter.sample()
-        before = transfer.allocator_state(job.plan)
+        before, requests = transfer.allocator_state(job.plan), RequestMeter(job.checkpoint, job.plan, group.rank)
         fetched = agreement.attempt(job.fetch, progress)
         agreement.settle("read", changed=lambda: job.changed_by(fetched))
         loaded = agreement.attempt(job.install, fetched)
         own = agreement.attempt(lambda: _figures(group.rank, job, loaded, started) if loaded else None)
         ranks = agreement.settle("done", msgspec.json.encode(own), _collect_figures, last=True)
         assert loaded is not None
-        loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before))
+        loaded = replace(loaded, device_memory=transfer.device_memory(job.plan, before), remote=requests.measured())
     return load_report(
         job,
         loaded,

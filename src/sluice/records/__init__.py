@@ -7,6 +7,7 @@
 ``facts``:        properties of files and of the machine: ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
 ``plan``:         complete decision of a load: ``Copy``, ``Swap``, ``Read``, ``Block``, ``LoadPlan``, ``DevicePlan``
 ``memory``:       growth of memory, predicted and measured: ``Peaks``, ``DeviceMemory``
+``requests``:     requests for remote files, planned and made: ``Traffic``, ``RemoteReads``
 ``bulk``:         fast construction of many records
 
 Import the records from this package. They hold no tensors and import no torch. Offsets and sizes are in bytes unless a
@@ -52,6 +53,7 @@ from sluice.records.plan import (
     Round,
     Swap,
 )
+from sluice.records.requests import RemoteReads, Traffic
 from sluice.records.targets import Constant, Fill, Finisher, Request, Target, View
 from sluice.records.torch_values import TorchSize, TorchText
 
@@ -84,6 +86,7 @@ __all__ = [
     "Peaks",
     "Quantized",
     "Read",
+    "RemoteReads",
     "Request",
     "Reservation",
     "Round",
@@ -94,6 +97,7 @@ __all__ = [
     "Target",
     "TorchSize",
     "TorchText",
+    "Traffic",
     "UnsupportedValue",
     "View",
     "elements_of",

@@ -31,6 +31,10 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
     gap_bytes: int
     #: Full-sized requests in flight at once that saturate the source.
     parallel_requests: int
+    #: Bytes at the beginning of a file that are read first.
+    first_bytes: int = options.HEADER_PIECE_BYTES
+    #: Bytes of a read of any other part of the headers, if fewer are needed.
+    header_bytes: int = options.HEADER_PIECE_BYTES
 
 
 def local_access() -> AccessFacts:
@@ -52,6 +56,8 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
         request_bytes=max(access.request_bytes for access in distinct),
         gap_bytes=max(access.gap_bytes for access in distinct),
         parallel_requests=max(access.parallel_requests for access in distinct),
+        first_bytes=max(access.first_bytes for access in distinct),
+        header_bytes=max(access.header_bytes for access in distinct),
     )
 
 

@@ -299,3 +299,5 @@ class Index(Struct, frozen=True, kw_only=True):
     tied: Mapping[str, str] = field(default_factory=dict)
     #: First byte after the checkpoint in its only file if other data may follow; None if the file must end there.
     end: int | None = None
+    #: End of the record of storages that are not followed by another one, by the offset of the local header.
+    record_ends: Mapping[int, int] = field(default_factory=dict)

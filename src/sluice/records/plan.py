@@ -7,9 +7,10 @@ from typing import Literal
 from msgspec import Struct
 
 from sluice.records.elements import Elements
-from sluice.records.facts import MachineFacts
+from sluice.records.facts import REMOTE_FILESYSTEM, MachineFacts
 from sluice.records.index import FileRecord
 from sluice.records.memory import Peaks
+from sluice.records.requests import Traffic
 from sluice.records.targets import Target
 
 __all__ = [
@@ -238,6 +239,15 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
     def read_bytes(self) -> int:
         """Bytes to read from files."""
         return sum(read.nbytes for read in self.reads)
+
+    def traffic(self, rank: int | None = None) -> Traffic:
+        """Return the requests for remote files; with ``rank`` also those of its rounds."""
+        remote = {number for number, file in enumerate(self.facts.files) if file.filesystem == REMOTE_FILESYSTEM}
+        if not remote:
+            return Traffic()
+        sizes = [read.nbytes for read in self.reads if read.file in remote]
+        sizes += [each.nbytes for each in self.rounds if each.file in remote and each.owner == rank]
+        return Traffic(len(sizes), sum(sizes))
 
     @property
     def mapped_bytes(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sluice._messages import listed
 from sluice._public import public
 from sluice._units import counted, format_bytes, format_rate, gb_per_second
-from sluice.records import DeviceMemory, Peaks
+from sluice.records import DeviceMemory, Peaks, RemoteReads
 from sluice.reports.document import (
     Grid,
     Report,
@@ -112,6 +112,8 @@ class LoadReport(Report):
     device_memory: tuple[DeviceMemory, ...] = ()
     #: Bytes read by each method: ``"direct"``, ``"buffered"``.
     reads: Mapping[str, int] = field(default_factory=dict)
+    #: Requests for remote files and their bytes, planned and made; None if no file is remote.
+    remote: RemoteReads | None = None
     #: Number of reads whose preferred method failed and that used a later one.
     stepped_down: int = 0
     #: Names of the model that are not in the checkpoint.
@@ -157,6 +159,8 @@ class LoadReport(Report):
             f"{format_bytes(self.loaded_bytes)}{where}"
         )
         yield self._reads()
+        if self.remote is not None:
+            yield self.remote.describe()
         yield self._memory()
         if self.ranks:
             yield self._ranks()

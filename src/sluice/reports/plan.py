@@ -13,7 +13,7 @@ from sluice._units import format_bytes
 from sluice.planning.budget import MemoryLimit
 from sluice.planning.other_methods import Rates
 from sluice.planning.recommendation import MethodVerdict
-from sluice.records import Peaks
+from sluice.records import Peaks, RemoteReads
 from sluice.reports.document import (
     Grid,
     Report,
@@ -81,6 +81,8 @@ class PlanReport(Report):
     checkpoint_bytes: int
     #: Bytes that would be read.
     read_bytes: int
+    #: Requests for remote files and their bytes, which stores bill; None if no file is remote.
+    remote: RemoteReads | None = None
     #: Bytes of finished tensors that would be mapped pages of the files.
     mapped_bytes: int = 0
     #: Bytes of the staging buffers.
@@ -184,6 +186,8 @@ class PlanReport(Report):
             f"{format_bytes(self.loaded_bytes)}{where}, {format_bytes(self.read_bytes)} to read"
             + (f", {format_bytes(self.mapped_bytes)} to map" if self.mapped_bytes else "")
         )
+        if self.remote is not None:
+            yield self.remote.describe()
         yield from cast_lines(self.cast)
         yield f"predicted growth: {format_bytes(self.predicted.total_bytes)} of host memory" + "".join(
             f", {format_bytes(nbytes)} of {device} memory" for device, nbytes in self.device_bytes.items()

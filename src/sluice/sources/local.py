@@ -32,6 +32,7 @@ from sluice.sources.descriptors import DESCRIPTORS, Lease
 from sluice.sources.file_watch import FileWatch
 from sluice.sources.mapping import map_privately
 from sluice.sources.protocol import DirectIOUnavailable
+from sluice.sources.short_reads import too_early
 
 __all__ = ["LocalFile"]
 
@@ -110,17 +111,17 @@ class LocalFile:
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._identity.nbytes:
-            raise self._too_early(offset, nbytes, max(0, self._identity.nbytes - offset))
+            raise too_early(self.path, offset, nbytes, self._identity.nbytes - offset)
         data = bytearray(nbytes)
         found = self.read_into(offset, memoryview(data))
         if found != nbytes:
             self.check_unchanged()
-            raise self._too_early(offset, nbytes, found)
+            raise too_early(self.path, offset, nbytes, found)
         return bytes(data)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if offset < 0:
-            raise self._too_early(offset, len(buffer), 0)
+            raise too_early(self.path, offset, len(buffer), 0)
         if offset >= self._identity.nbytes or not buffer:  # the system refuses offsets of 64 bits
             return 0
         with self.lend(direct=direct) as descriptor:
@@ -240,15 +241,6 @@ class LocalFile:
         # A checkpoint that was never closed, or whose ``with`` block an interrupt prevented.
         for direct in (False, True):
             DESCRIPTORS.forsake((self._key, direct))
-
-    def _too_early(self, offset: int, nbytes: int, found: int) -> TruncatedError:
-        return TruncatedError(
-            "the file ends too early",
-            file=self.path,
-            offset=offset,
-            expected=f"{nbytes} bytes",
-            found=f"{found} bytes",
-        )
 
     def _changed(self, found: FileIdentity, *, offset: int | None = None) -> SourceChangedError:
         return SourceChangedError(

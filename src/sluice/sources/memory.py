@@ -7,6 +7,7 @@ import io
 from sluice._errors import SourceChangedError, TruncatedError
 from sluice.records import AccessFacts, FileIdentity, local_access
 from sluice.sources.protocol import DirectIOUnavailable
+from sluice.sources.short_reads import too_early
 
 __all__ = ["MemoryFile"]
 
@@ -28,7 +29,7 @@ class MemoryFile:
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or not 0 <= nbytes <= self.identity.nbytes - offset:
-            raise self._too_early(offset, nbytes)
+            raise too_early(self.path, offset, nbytes, self.identity.nbytes - offset)
         self.check_unchanged()
         with self._stream.getbuffer() as content:
             return bytes(content[offset : offset + nbytes])
@@ -37,7 +38,7 @@ class MemoryFile:
         if direct:
             raise DirectIOUnavailable(self.path)
         if offset < 0:
-            raise self._too_early(offset, len(buffer))
+            raise too_early(self.path, offset, len(buffer), 0)
         self.check_unchanged()
         # The view must end with this call: a stream with an open view cannot be written to.
         with self._stream.getbuffer() as content:
@@ -60,15 +61,6 @@ class MemoryFile:
 
     def close(self) -> None:
         """Do nothing: the caller owns the stream."""
-
-    def _too_early(self, offset: int, nbytes: int) -> TruncatedError:
-        return TruncatedError(
-            "the file ends too early",
-            file=self.path,
-            offset=offset,
-            expected=f"{nbytes} bytes",
-            found=f"{self.identity.nbytes} bytes in all",
-        )
 
     def _nbytes(self) -> int:
         with self._stream.getbuffer() as content:

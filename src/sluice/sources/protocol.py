@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeGuard, runtime_checkable
 
-from sluice.records import AccessFacts, FileIdentity
+from sluice.records import AccessFacts, FileIdentity, Traffic
 from sluice.sources.file_watch import FileWatch
 
-__all__ = ["DirectIOUnavailable", "MappableSource", "Source", "WatchableSource", "source_notes"]
+__all__ = [
+    "CheckingSource",
+    "DirectIOUnavailable",
+    "MappableSource",
+    "RemoteSource",
+    "Source",
+    "WatchableSource",
+    "checks_with_data",
+    "source_notes",
+]
 
 
 class DirectIOUnavailable(Exception):  # noqa: N818  (a signal between layers, never seen by users)
@@ -81,6 +90,39 @@ class WatchableSource(Source, Protocol):
     def watch(self) -> FileWatch | None:
         """Mark the file as being read, until the watch is closed; None if it cannot be opened."""
         ...
+
+
+@runtime_checkable
+class RemoteSource(Source, Protocol):
+    """A source that makes requests to a server."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Requests for the object so far, and the bytes that they brought."""
+        ...
+
+
+class CheckingSource(Source, Protocol):
+    """A source each of whose requests is expensive: headers in front of data are read and checked together with it."""
+
+    def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
+        """Have a range checked before the data after it counts as read.
+
+        A read of the first of the data begins at ``offset``, and fails if the check raises. If other parts of the data
+        were read, ``check_unchanged`` reads and checks the range.
+
+        Args:
+            offset: First byte of the range.
+            nbytes: Its size.
+            data_bytes: Bytes of data after it. Ranges and their data do not overlap.
+            check: Called with the range, from any thread; raises if it is not as expected.
+        """
+        ...
+
+
+def checks_with_data(source: Source) -> TypeGuard[CheckingSource]:
+    """Return whether a source is a ``CheckingSource``."""
+    return hasattr(source, "expect")  # a comparison with the protocol takes 20 times as long
 
 
 @runtime_checkable

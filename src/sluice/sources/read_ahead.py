@@ -6,11 +6,12 @@ latency of separate reads would take far longer than reading the bytes.
 
 from __future__ import annotations
 
-from sluice._options import HEADER_PIECE_BYTES
-from sluice.sources.forwarding import ForwardingSource
-from sluice.sources.protocol import Source
+from collections.abc import Callable
 
-__all__ = ["ReadAhead"]
+from sluice.sources.forwarding import ForwardingSource
+from sluice.sources.protocol import CheckingSource, Source, checks_with_data
+
+__all__ = ["ReadAhead", "read_ahead"]
 
 #: Number of pieces kept: the beginning of a file, its end, and the ends of a pickle or a storage between them.
 _PIECES_KEPT = 4
@@ -26,13 +27,19 @@ class ReadAhead(ForwardingSource):
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         size = self.identity.nbytes
-        if offset < 0 or not 0 <= nbytes < HEADER_PIECE_BYTES or offset + nbytes > size:
+        piece_bytes, first_bytes = self.access.header_bytes, self.access.first_bytes
+        if offset < 0 or not 0 <= nbytes < piece_bytes or offset + nbytes > size:
             return self._source.read_at(offset, nbytes)
         for start, data in self._pieces:
             if start <= offset and offset + nbytes <= start + len(data):
                 return data[offset - start : offset - start + nbytes]
-        start = max(0, min(offset, size - HEADER_PIECE_BYTES))
-        data = self._source.read_at(start, min(HEADER_PIECE_BYTES, size - start))
+        if offset + nbytes <= max(first_bytes, piece_bytes):
+            # The first bytes are at hand, so that the rest of the first piece is one request.
+            start, end = 0, first_bytes if offset + nbytes <= first_bytes else piece_bytes
+        else:
+            start = max(0, min(offset, size - piece_bytes))
+            end = start + piece_bytes
+        data = self._source.read_at(start, min(end, size) - start)
         self._pieces = (*self._pieces[1 - _PIECES_KEPT :], (start, data))
         return data[offset - start : offset - start + nbytes]
 
@@ -46,3 +53,17 @@ class ReadAhead(ForwardingSource):
     def close(self) -> None:
         self._pieces = ()
         super().close()
+
+
+class _CheckingReadAhead(ReadAhead):
+    """The same of a source that checks headers together with the data after them."""
+
+    _source: CheckingSource
+
+    def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
+        self._source.expect(offset, nbytes, data_bytes, check)
+
+
+def read_ahead(source: Source) -> ReadAhead:
+    """Return a source that reads ahead while the wrapped one is indexed."""
+    return _CheckingReadAhead(source) if checks_with_data(source) else ReadAhead(source)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from sluice._errors import ReadError, TruncatedError
+from sluice._errors import ReadError
 from sluice._public import public
 from sluice.sources.forwarding import ForwardingSource
 from sluice.sources.protocol import MappableSource, Source
+from sluice.sources.short_reads import too_early
 
 if TYPE_CHECKING:
     from sluice.api.checkpoint import Checkpoint
@@ -128,13 +129,7 @@ class FaultySource(_WrappedSource):
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if not self._is_due(offset):
             return self._source.read_at(offset, nbytes)
-        raise TruncatedError(
-            "the file ends too early",
-            file=self.path,
-            offset=offset,
-            expected=f"{nbytes} bytes",
-            found=f"{min(nbytes, self._found_bytes)} bytes",
-        )
+        raise too_early(self.path, offset, nbytes, min(nbytes, self._found_bytes))
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if not self._is_due(offset):

@@ -83,7 +83,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def requests_of_a_load(server: Stated) -> int:
     sluice.load_state_dict(server.url("/m"))
     count = len(server.requests)
-    assert count > 3
+    assert count >= 3
     return count
 
 

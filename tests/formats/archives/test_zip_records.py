@@ -19,8 +19,11 @@ from torch.serialization import set_crc32_options
 
 import sluice
 from sluice._errors import FormatError
+from sluice._options import Limits
 from sluice.formats.archives import zip_records
-from sluice.formats.archives.zip_directory import read_directory
+from sluice.formats.archives.zip_directory import ZipRecord, read_directory
+from sluice.formats.archives.zip_records import expect_records, locate_records
+from sluice.testing import MemorySource
 from sluice.testing._archives import ArchiveRecord, build_archive
 
 STATE = {
@@ -109,14 +112,24 @@ HEALTHY: dict[str, Callable[[], bytes]] = {
 }
 
 
+def remote(path: Path) -> sluice.Remote:
+    """Return a copy of a file on a file system whose requests are expensive."""
+    fsspec = pytest.importorskip("fsspec", reason="fsspec is not installed: pip install 'sluice[remote]'")
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe_file("/f.pt", path.read_bytes())
+    return sluice.Remote("/f.pt", store=filesystem)
+
+
 @pytest.mark.parametrize("writer", sorted(HEALTHY))
 def test_records_of_other_zip_writers_are_read(tmp_path: Path, writer: str) -> None:
     path = tmp_path / "f.pt"
     path.write_bytes(HEALTHY[writer]())
-    found, expected = sluice.load_state_dict(path), torch.load(path, weights_only=True)
-    assert found.keys() == expected.keys() == STATE.keys()
-    assert all(torch.equal(found[name], STATE[name]) for name in STATE)
-    assert sluice.verify(path).ok
+    expected = torch.load(path, weights_only=True)
+    for where in (path, remote(path)):
+        found = sluice.load_state_dict(where)
+        assert found.keys() == expected.keys() == STATE.keys()
+        assert all(torch.equal(found[name], STATE[name]) for name in STATE)
+        assert sluice.verify(where).ok
 
 
 def storage_headers(content: bytes) -> Iterator[int]:
@@ -146,6 +159,12 @@ def test_a_local_header_of_the_wrong_length_is_refused(tmp_path: Path, writer: s
         assert caught.value.expected is not None
         assert caught.value.found is not None
         assert not sluice.verify(path).ok
+        copy = remote(path)
+        with pytest.raises(FormatError, match=r"record '.*/data/\d'") as caught:
+            sluice.load_state_dict(copy)
+        assert caught.value.file == "memory:///f.pt"
+        assert caught.value.offset is not None
+        assert not sluice.verify(copy).ok
 
 
 @given(st.binary(min_size=1, max_size=40), st.integers(1, 40), st.integers(0, 20))
@@ -184,3 +203,41 @@ def test_the_directory_is_read_once_for_all_checksums(monkeypatch: pytest.Monkey
         count = 0
         sluice.load_state_dict(checkpoint)
     assert count == 1
+
+
+class Expecting(MemorySource):
+    """A source that keeps what is expected of it."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content)
+        self.expected: list[tuple[int, int, int, Callable[[bytes], None]]] = []
+
+    def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
+        self.expected.append((offset, nbytes, data_bytes, check))
+
+
+@pytest.mark.parametrize("descriptor_bytes", [16, 24])
+def test_headers_of_packed_records_are_checked_with_the_data(descriptor_bytes: int) -> None:
+    """Records in files beyond 4 GiB have descriptors with wide sizes."""
+    content = saved()
+    header = next(storage_headers(content))
+    (length,) = struct.unpack_from("<H", content, header + 28)
+    name = content[header + 30 :][: struct.unpack_from("<H", content, header + 26)[0]]
+    data = header + 30 + len(name) + length
+    limit = data + STATE["a"].nbytes + descriptor_bytes
+    record = ZipRecord(name=name.decode(), header=header, nbytes=STATE["a"].nbytes, limit=limit)
+    source = Expecting(content)
+    assert expect_records(source, [record]) == [data]
+    ((offset, nbytes, data_bytes, check),) = source.expected
+    assert (offset, offset + nbytes, data_bytes) == (header, data, STATE["a"].nbytes)
+    check(content[header:data])
+    for damage in (b"PK\3\5", b"PK\3\4\0\0\1"):
+        with pytest.raises(FormatError, match="local header"):
+            check(damage + content[header + len(damage) : data])
+
+
+def test_headers_of_other_records_are_read_at_once() -> None:
+    source = Expecting(repacked(io.BytesIO()))
+    records = [one for one in read_directory(source, Limits()).records() if "/data/" in one.name and one.nbytes]
+    assert expect_records(source, records) == locate_records(source, records)
+    assert not source.expected

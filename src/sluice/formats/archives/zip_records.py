@@ -19,6 +19,7 @@ import sys
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -32,11 +33,11 @@ from sluice.formats.archives.zip_directory import (
     ZipRecord,
     read_directory,
 )
-from sluice.formats.coalesced import read_ranges
 from sluice.formats.protocol import Checksum
-from sluice.sources.protocol import Source
+from sluice.sources.coalesced import read_ranges
+from sluice.sources.protocol import CheckingSource, Source
 
-__all__ = ["locate_records", "read_record", "record_checksums"]
+__all__ = ["expect_records", "locate_records", "read_record", "record_checksums"]
 
 # signature, flags, method, stored bytes, bytes, name bytes, extra bytes
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xIIHH")
@@ -52,6 +53,12 @@ _HEADERS = (b"PK\3\4", b"PK\1\2")
 
 #: Maximum size of a data descriptor, in bytes: signature, CRC-32 and two sizes of 64 bits.
 _DESCRIPTOR_BYTES = 24
+
+#: Sizes of the data descriptors of torch, with numbers of 32 and 64 bits, and the alignment of its data, in bytes.
+_PACKED_DESCRIPTORS, _PACKED_ALIGNMENT = (16, 24), 64
+
+#: Most bytes of an extra field without the padding: its own header, and the fields of zip64.
+_EXTRA_BYTES = 32
 
 #: No limits, for a directory that was read before, within limits.
 _ANY = Limits(entries=sys.maxsize, header_bytes=sys.maxsize, name_bytes=sys.maxsize)
@@ -83,6 +90,48 @@ def locate_records(source: Source, records: Sequence[ZipRecord]) -> list[int]:
     _check_ends(source, ordered, data, starts, pieces)
     located = dict(zip(order, data, strict=True))
     return [located[position].offset for position in range(len(records))]
+
+
+def expect_records(source: CheckingSource, records: Sequence[ZipRecord]) -> list[int]:
+    """Return the offset of the data of each record, which is checked when the data is read.
+
+    torch packs records: the data of one ends a data descriptor before the next header, and begins at a multiple of 64.
+    Where both hold, the local header is expected to end there. Other headers are read now.
+
+    Raises:
+        FormatError: See ``locate_records``; reads of the data raise it too.
+    """
+    offsets = [_packed_offset(record) for record in records]
+    others = [position for position, offset in enumerate(offsets) if offset is None]
+    located = dict(zip(others, locate_records(source, [records[position] for position in others]), strict=True))
+    for record, offset in zip(records, offsets, strict=True):
+        if offset is not None:
+            check = partial(_check_offset, source, record, offset)
+            source.expect(record.header, offset - record.header, record.nbytes, check)
+    return [located[position] if offset is None else offset for position, offset in enumerate(offsets)]
+
+
+def _packed_offset(record: ZipRecord) -> int | None:
+    """Return where the data of a record begins if its archive was written by torch, judged by the central directory."""
+    first = record.header + _header_bytes(record)
+    for descriptor_bytes in _PACKED_DESCRIPTORS:
+        offset = record.limit - descriptor_bytes - record.nbytes
+        if offset % _PACKED_ALIGNMENT == 0 and 0 <= offset - first <= _PACKED_ALIGNMENT + _EXTRA_BYTES:
+            return offset
+    return None
+
+
+def _check_offset(source: Source, record: ZipRecord, offset: int, header: bytes) -> None:
+    """Raise unless a local header is right and ends at ``offset``."""
+    found = _locate(source, record, header).offset
+    if found != offset:
+        raise FormatError(
+            f"the local header of record {record.name!r} does not end where the data begins",
+            file=source.path,
+            offset=record.header,
+            expected=f"data at byte {offset}, in front of the next header",
+            found=f"data at byte {found}",
+        )
 
 
 def read_record(source: Source, record: ZipRecord, max_bytes: int) -> tuple[int, bytes]:
@@ -217,8 +266,8 @@ def _header_bytes(record: ZipRecord) -> int:
 def _locate(source: Source, record: ZipRecord, header: bytes) -> _LocatedData:
     signature, flags, method, packed, nbytes, name_bytes, extra_bytes = _LOCAL_HEADER.unpack_from(header)
     name = header[LOCAL_HEADER_BYTES : LOCAL_HEADER_BYTES + name_bytes]
-    known = signature == b"PK\3\4" and not method and not flags & ~KNOWN_FLAGS
-    if not known or name_bytes != len(name) or name != record.name.encode():
+    plain = signature == b"PK\3\4" and not method and not flags & ~KNOWN_FLAGS
+    if not plain or name_bytes != len(name) or name != record.name.encode():
         raise FormatError(
             f"the local header of record {record.name!r} does not match the central directory",
             file=source.path,
@@ -227,7 +276,9 @@ def _locate(source: Source, record: ZipRecord, header: bytes) -> _LocatedData:
         )
     extra = record.header + LOCAL_HEADER_BYTES + name_bytes
     if _IN_ZIP64 in (packed, nbytes):
-        nbytes, packed = zip64_fields(source.read_at(extra, extra_bytes), (nbytes, packed)) or (-1, -1)
+        known = header[extra - record.header :][:extra_bytes]
+        field = known if len(known) == extra_bytes else source.read_at(extra, extra_bytes)
+        nbytes, packed = zip64_fields(field, (nbytes, packed)) or (-1, -1)
     follow = flags & _SIZES_FOLLOW and (nbytes, packed) == (0, 0)
     if not follow and (nbytes, packed) != (record.nbytes, record.nbytes):
         raise FormatError(

@@ -25,12 +25,12 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, FormatError, UnsafeContentError, UnsupportedError
 from sluice._options import Limits
 from sluice.formats.archives.zip_records import record_checksums
-from sluice.formats.coalesced import read_ranges
 from sluice.formats.foreign import recognise_placeholder
 from sluice.formats.protocol import Checksum
 from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.torch_save.zip_format import TorchZipFormat
 from sluice.records import Entry, Index, Opaque, UnsupportedValue
+from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
@@ -148,14 +148,30 @@ class ItemReader:
         for batch in _batches(items):
             sizes = [min(_HEAD_BYTES, item.nbytes) for item in batch]
             heads = read_ranges(source, [item.offset for item in batch], sizes)
-            chunks += [self._chunk(source, item, head) for item, head in zip(batch, heads, strict=True)]
+            ends = self._ends(source, batch, heads)
+            chunks += [self._chunk(source, item, head, ends) for item, head in zip(batch, heads, strict=True)]
         return chunks
 
-    def _chunk(self, source: Source, item: Item, head: bytes) -> tuple[Entry | UnsupportedValue, int]:
-        kind = head[: head.find(_DESCRIPTOR) + 1]
+    def _ends(self, source: Source, items: Sequence[Item], heads: Sequence[bytes]) -> dict[int, bytes]:
+        """Return the last bytes of the items that have to be parsed, by their offsets: one of each kind."""
+        first: dict[bytes | int, Item] = {}
+        for item, head in zip(items, heads, strict=True):
+            first.setdefault(_kind(head) or item.offset, item)
+        parsed = [item for kind, item in first.items() if kind not in self._chunks]
+        sizes = [_tail_bytes(item) for item in parsed]
+        starts = [item.offset + item.nbytes - size for item, size in zip(parsed, sizes, strict=True)]
+        return dict(zip([item.offset for item in parsed], read_ranges(source, starts, sizes), strict=True))
+
+    def _chunk(
+        self, source: Source, item: Item, head: bytes, ends: Mapping[int, bytes]
+    ) -> tuple[Entry | UnsupportedValue, int]:
+        kind = _kind(head)
         chunk = self._chunks.get(kind)
         if chunk is None:
-            _, index = self._parse(source, item, self._limits, [(0, head)])
+            known = [(0, head)]
+            if item.offset in ends:
+                known.append((item.nbytes - len(ends[item.offset]), ends[item.offset]))
+            _, index = self._parse(source, item, self._limits, known)
             entry = _tensor(index, source, item)
             if isinstance(entry, UnsupportedValue):
                 return entry, 0
@@ -254,6 +270,15 @@ class ItemFile:
         return checksums
 
 
+def _kind(head: bytes) -> bytes:
+    """Return the part of the first bytes of an item that its tensor follows from; empty if it is not that of torch."""
+    return head[: head.find(_DESCRIPTOR) + 1]
+
+
+def _tail_bytes(item: Item) -> int:
+    return min(_TAIL_BYTES, item.nbytes - min(_HEAD_BYTES, item.nbytes))
+
+
 def _batches(items: Sequence[AnyItem]) -> Iterator[Sequence[AnyItem]]:
     """Split items into batches of which at most 1 MiB is read together."""
     count = (1 << 20) // (_HEAD_BYTES + _TAIL_BYTES)
@@ -266,7 +291,7 @@ def _read_ends(source: Source, items: Sequence[Item]) -> list[list[tuple[int, by
     sizes: list[int] = []
     for item in items:
         head = min(_HEAD_BYTES, item.nbytes)
-        tail = min(_TAIL_BYTES, item.nbytes - head)
+        tail = _tail_bytes(item)
         starts += [item.offset, item.offset + item.nbytes - tail]
         sizes += [head, tail]
     contents = read_ranges(source, starts, sizes)

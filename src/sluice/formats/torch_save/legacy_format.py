@@ -13,8 +13,8 @@ Layout::
 A file may hold several objects in sequence; ``Index.end`` is the end of the first. The file contains no offsets: the
 offset of a storage follows from the declared sizes of the storages before it. Indexing reads the pickles
 (``pickles.stream``) and the element count before each storage, which must equal the declared count. Counts less than
-16 KiB apart are read together with the data between them. Data is usually not aligned to its element size, because it
-starts where the pickles end.
+16 KiB apart are read together with the data between them. Where requests are expensive, a count is checked when the
+data after it is read. Data is usually not aligned to its element size, because it starts where the pickles end.
 
 Limits: those of the inert unpickler, ``Limits.header_bytes`` for each pickle, and ``Limits.entries`` storages.
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate, repeat
 from operator import add
 from typing import Never
@@ -41,7 +42,6 @@ from sluice._errors import (
     UnsupportedError,
 )
 from sluice._options import TEXT_ENCODING, Limits
-from sluice.formats.coalesced import read_ranges
 from sluice.formats.first_bytes import LEGACY_MAGIC, is_torch_legacy
 from sluice.formats.pickles.stream import unpickle_at
 from sluice.formats.pickles.unpickler import KeyGuard
@@ -51,7 +51,8 @@ from sluice.formats.torch_save.legacy_allowlist import LegacyAllowlist
 from sluice.formats.torch_save.pickled_object import check_object
 from sluice.records import FileRecord, Index, Storage
 from sluice.records.bulk import collector_paused
-from sluice.sources.protocol import Source
+from sluice.sources.coalesced import read_ranges
+from sluice.sources.protocol import Source, checks_with_data
 
 __all__ = ["TorchLegacyFormat"]
 
@@ -176,17 +177,14 @@ def _check_counts(source: Source, order: Sequence[StorageReference], data_start:
     file_bytes = source.identity.nbytes
     *starts, end = accumulate((_COUNT.size + storage.nbytes for storage in order), initial=data_start)
     inside = bisect_right(starts, file_bytes - _COUNT.size)
+    if checks_with_data(source) and end <= file_bytes:
+        for storage, start in zip(order, starts, strict=True):
+            check = partial(_check_count, source.path, storage, start)
+            source.expect(start, _COUNT.size, storage.nbytes, check)
+        return list(map(add, starts, repeat(_COUNT.size))), end
     counts = read_ranges(source, starts[:inside], [_COUNT.size] * inside, gap_bytes=_COUNT_GAP_BYTES)
     for storage, start, raw in zip(order, starts, counts, strict=False):  # only counts inside the file were read
-        (count,) = _COUNT.unpack(raw)
-        if count != storage.numel:
-            raise FormatError(
-                f"the size of storage {storage.key!r} does not match its declaration in the object",
-                file=source.path,
-                offset=start,
-                expected=f"{storage.numel} elements of {storage.dtype}",
-                found=count,
-            )
+        _check_count(source.path, storage, start, raw)
     if end > file_bytes:
         raise TruncatedError(
             "the file ends before the end of its last storage",
@@ -196,6 +194,18 @@ def _check_counts(source: Source, order: Sequence[StorageReference], data_start:
             found=f"{file_bytes} bytes",
         )
     return list(map(add, starts, repeat(_COUNT.size))), end
+
+
+def _check_count(file: str, storage: StorageReference, start: int, raw: bytes) -> None:
+    (count,) = _COUNT.unpack(raw)
+    if count != storage.numel:
+        raise FormatError(
+            f"the size of storage {storage.key!r} does not match its declaration in the object",
+            file=file,
+            offset=start,
+            expected=f"{storage.numel} elements of {storage.dtype}",
+            found=count,
+        )
 
 
 def _storages(

@@ -11,8 +11,9 @@ Records::
     NAME/.format_version, NAME/.data/serialization_id   checked but not used
 
 Indexing reads the central directory, the small records and data.pkl. The offset of the data of a storage depends on the
-local header next to the data, so ``locate`` reads the headers of the storages that are needed. ``read_index`` checks
-the headers that ``locate`` cannot check, because the index does not contain the record that follows them.
+local header next to the data, so ``locate`` reads the headers of the storages that are needed; where requests are
+expensive, it computes the offsets, and the headers are checked when the data is read. ``read_index`` checks the headers
+of storages that are followed by a record outside the index, in the same way.
 
 Limits: those of the central directory (``archives.zip_directory``) and of the inert unpickler (``pickles.unpickler``);
 ``Limits.header_bytes`` for data.pkl.
@@ -31,14 +32,14 @@ from sluice._dtypes import number_bytes
 from sluice._errors import TORCH_MAY_READ, CheckpointError, FormatError, UnsupportedError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.formats.archives.zip_directory import CentralDirectory, ZipRecord, first_names, read_directory
-from sluice.formats.archives.zip_records import locate_records, read_record, record_checksums
+from sluice.formats.archives.zip_records import expect_records, locate_records, read_record, record_checksums
 from sluice.formats.first_bytes import is_torch_zip
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Checksum
 from sluice.formats.torch_save.allowlist import StorageReference, TorchAllowlist
 from sluice.formats.torch_save.pickled_object import check_object
 from sluice.records import Entry, FileRecord, Index, Storage
-from sluice.sources.protocol import Source
+from sluice.sources.protocol import Source, checks_with_data
 
 __all__ = ["TorchZipFormat"]
 
@@ -106,7 +107,9 @@ class TorchZipFormat:
         big_endian = metadata["byteorder"] == "big"
         tree, references, notes = self._unpickle(source, directory, limits, big_endian=big_endian)
         positions = _positions(references, directory, source.path)
-        _check_headers_before_unused_records(source, references, positions, directory)
+        last = _records_before_unused_ones(references, positions, directory)
+        if not checks_with_data(source):
+            locate_records(source, last)
         return Index(
             format=self.name,
             files=(FileRecord(path=source.path, identity=source.identity),),
@@ -114,6 +117,7 @@ class TorchZipFormat:
             tree=tree,
             metadata=metadata,
             notes=notes,
+            record_ends={record.header: record.limit for record in last},
         )
 
     def locate(self, source: Source, index: Index, storages: Iterable[int]) -> Mapping[int, int]:
@@ -131,7 +135,8 @@ class TorchZipFormat:
             )
             for storage in map(index.storages.__getitem__, unlocated)
         ]
-        return dict(zip(unlocated, locate_records(source, records), strict=True))
+        found = expect_records(source, records) if checks_with_data(source) else None
+        return dict(zip(unlocated, found or locate_records(source, records), strict=True))
 
     def checksums(self, source: Source, limits: Limits) -> list[Checksum | CheckpointError]:
         return record_checksums(source, limits)
@@ -159,9 +164,9 @@ class TorchZipFormat:
 
 
 def _record_limits(index: Index, file_bytes: int) -> dict[int, int]:
-    """Return the end of each record by its local header: the next header in the index, or the end of the file."""
+    """Return the end of each record by its local header."""
     headers = sorted(storage.offset for storage in index.storages)
-    return dict(zip(headers, [*headers[1:], file_bytes], strict=True))
+    return {**dict(zip(headers, [*headers[1:], file_bytes], strict=True)), **index.record_ends}
 
 
 def _read_metadata(source: Source, directory: CentralDirectory, limits: Limits) -> dict[str, str]:
@@ -259,14 +264,14 @@ def _storages(
     ]
 
 
-def _check_headers_before_unused_records(
-    source: Source, references: Sequence[StorageReference], positions: list[int], directory: CentralDirectory
-) -> None:
-    """Check the local headers of storages followed by a record outside the index, which ``locate`` cannot check."""
+def _records_before_unused_ones(
+    references: Sequence[StorageReference], positions: list[int], directory: CentralDirectory
+) -> list[ZipRecord]:
+    """Return the records of storages followed by a record outside the index, whose ends the index does not show."""
     used = set(positions)
     records = [
         directory.record(f"data/{reference.key}")
         for reference, position in zip(references, positions, strict=True)
         if position + 1 not in used
     ]
-    locate_records(source, [record for record in records if record is not None])
+    return [record for record in records if record is not None]

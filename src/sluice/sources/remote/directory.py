@@ -24,7 +24,7 @@ _USUAL_NAMES = (
     ".metadata",
 )
 
-__all__ = ["SiblingFiles", "TunedDirectory", "below", "check_relative"]
+__all__ = ["RemoteEntry", "SiblingFiles", "TunedDirectory", "below", "check_relative"]
 
 
 def check_relative(name: str, directory: str) -> None:
@@ -47,7 +47,9 @@ def below(where: str | Remote, name: str) -> Remote:
     return dataclasses.replace(remote, url=f"{before}{slash}{text}{query}")
 
 
-class _Entry(Struct, frozen=True):
+class RemoteEntry(Struct, frozen=True):
+    """One name in a listing; see ``DirectoryEntry``."""
+
     name: str
     kind: EntryKind
 
@@ -101,7 +103,7 @@ class SiblingFiles:
         for name in _USUAL_NAMES:
             with suppress(MissingFileError):
                 self.open(name).close()
-                yield _Entry(name, "file")
+                yield RemoteEntry(name, "file")
                 return
         problem = f"the server has no listing of files, and there is none of {', '.join(_USUAL_NAMES)}"
         raise UnsupportedError(problem, file=self.path, advice="Pass the URL of a file or of the index of shards.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import deque
@@ -9,10 +10,13 @@ from collections.abc import Callable
 
 from sluice import _options as options
 from sluice._errors import TruncatedError
-from sluice.records import AccessFacts, FileIdentity
+from sluice.records import AccessFacts, FileIdentity, Traffic
+from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import DirectIOUnavailable
+from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
 from sluice.sources.remote.retries import Attempts, Speed
+from sluice.sources.short_reads import too_early
 
 __all__ = ["RemoteFile"]
 
@@ -54,10 +58,14 @@ class RemoteFile:
             RemoteError: The server does not answer.
         """
         self._remote, self._sleep, self._clock = remote, sleep, clock
+        self._traffic, self._counting = Traffic(), threading.Lock()
+        self._expected = Expectations()
         self.access = access or AccessFacts(
             request_bytes=options.REMOTE_READ_BYTES,
             gap_bytes=options.REMOTE_GAP_BYTES,
             parallel_requests=options.REMOTE_REQUESTS,
+            first_bytes=options.REMOTE_FIRST_BYTES,
+            header_bytes=options.REMOTE_HEADER_BYTES,
         )
         try:
             self._facts, self._head = self._open()
@@ -101,9 +109,13 @@ class RemoteFile:
         """Make later requests to what a function returns for the object and the first bytes."""
         self._remote = wrap(self._remote, self._head)
 
+    @property
+    def traffic(self) -> Traffic:
+        return self._traffic
+
     def read_at(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self.identity.nbytes:
-            raise self._too_early(offset, nbytes, max(0, self.identity.nbytes - offset))
+            raise too_early(self.path, offset, nbytes, self.identity.nbytes - offset)
         data = bytearray(nbytes)
         self.read_into(offset, memoryview(data))
         return bytes(data)
@@ -112,11 +124,43 @@ class RemoteFile:
         if direct:
             raise DirectIOUnavailable(self.path)
         if offset < 0:
-            raise self._too_early(offset, len(buffer), 0)
+            raise too_early(self.path, offset, len(buffer), 0)
         total = max(0, min(len(buffer), self.identity.nbytes - offset))
+        lead = self._expected.lead(offset) if total else 0
+        if not lead:
+            self._fill(offset, buffer[:total])
+            self._expected.look(offset, offset + total, lambda start, end: bytes(buffer[start - offset : end - offset]))
+            return total
+        before = memoryview(bytearray(lead))
+        first = offset - lead
+        self._fill(first, before, buffer[:total])
+
+        def part(start: int, end: int) -> bytes:
+            inside = buffer[max(0, start - offset) : max(0, end - offset)]
+            return bytes(before[start - first : end - first]) + bytes(inside)
+
+        self._expected.look(first, offset + total, part)
+        return total
+
+    def _fill(self, offset: int, *buffers: memoryview) -> None:
+        """Fill the buffers, one after the other, from ``offset``: in one request, unless a body ends early."""
+        total = sum(map(len, buffers))
+        done = 0
+
+        def room() -> memoryview:
+            start = done
+            for buffer in buffers:
+                if start < len(buffer):
+                    return buffer[start:]
+                start -= len(buffer)
+            return memoryview(b"")
+
         kept = self._head[offset : offset + total]
-        buffer[: len(kept)] = kept
-        done = len(kept)
+        while done < len(kept):
+            some = room()
+            count = min(len(some), len(kept) - done)
+            some[:count] = kept[done : done + count]
+            done += count
         attempts = Attempts(self.path, offset, sleep=self._sleep, clock=self._clock)
         while done < total:
             begun = done
@@ -124,20 +168,26 @@ class RemoteFile:
                 with self._remote.open_range(offset + done, total - done, self._facts) as body:
                     speed = Speed(self._clock)
                     while done < total:
-                        found = body.readinto(buffer[done:total])
+                        found = body.readinto(room())
                         if not found:
                             raise RequestFailedError("the answer ended too early", temporary=True)
                         done += found
                         speed.received(found)
             except RequestFailedError as error:
                 attempts.failed(error, done - begun)
-        return total
+            finally:
+                self._count(done - begun)
+
+    def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
+        self._expected.add(offset, nbytes, data_bytes, check)
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Do nothing: the few bytes that are kept are those of the header."""
 
     def check_unchanged(self) -> None:
-        """Return: every answer was held against the object that was opened."""
+        # Every answer was held against the object that was opened. What is left are ranges in front of data.
+        left = self._expected.left()
+        read_ranges(self, [offset for offset, _ in left], [nbytes for _, nbytes in left])
 
     def close(self) -> None:
         self._head = b""  # also of an object that has changed when it is read again
@@ -147,11 +197,12 @@ class RemoteFile:
         """Return what the server says about the object, and its first bytes."""
         attempts = Attempts(self.path, 0, sleep=self._sleep, clock=self._clock)
         while True:
+            done = 0
             try:
                 facts, opened = self._remote.open_first(options.REMOTE_FIRST_BYTES)
                 head = bytearray(min(options.REMOTE_FIRST_BYTES, facts.nbytes))
                 with opened as body, memoryview(head) as view:
-                    done, speed = 0, Speed(self._clock)
+                    speed = Speed(self._clock)
                     # Fewer bytes are not a failure: missing ones are requested when they are read.
                     while done < len(head) and (found := body.readinto(view[done:])):
                         done += found
@@ -159,12 +210,9 @@ class RemoteFile:
                 return facts, bytes(head[:done])
             except RequestFailedError as error:
                 attempts.failed(error, 0)
+            finally:
+                self._count(done)
 
-    def _too_early(self, offset: int, nbytes: int, found: int) -> TruncatedError:
-        return TruncatedError(
-            "the file ends too early",
-            file=self.path,
-            offset=offset,
-            expected=f"{nbytes} bytes",
-            found=f"{found} bytes",
-        )
+    def _count(self, nbytes: int) -> None:
+        with self._counting:
+            self._traffic = Traffic(self._traffic.requests + 1, self._traffic.nbytes + nbytes)

@@ -14,14 +14,13 @@ from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from fsspec.core import url_to_fs
-from msgspec import Struct
 
 from sluice import _options as options
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError, UnsupportedError
 from sluice.records import AccessFacts
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
-from sluice.sources.remote.directory import check_relative
+from sluice.sources.remote.directory import RemoteEntry, check_relative
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import ObjectFacts, RemoteSettings, RequestFailedError
 from sluice.sources.remote_names import without_credentials
@@ -86,13 +85,15 @@ class FilesystemFile(RemoteFile):
             request_bytes=options.FSSPEC_READ_BYTES,
             gap_bytes=options.FSSPEC_GAP_BYTES,
             parallel_requests=options.FSSPEC_REQUESTS if _is_parallel(filesystem) else 1,
+            first_bytes=options.REMOTE_FIRST_BYTES,
+            header_bytes=options.REMOTE_HEADER_BYTES,
         )
         self._was_closed = False
         super().__init__(self._object, access=access)
 
     def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
         if self._was_closed:  # as a local file is examined when it is opened again
-            self.check_unchanged()
+            self._compare()
             self._was_closed = False
         return super().read_into(offset, buffer, direct=direct)
 
@@ -101,6 +102,10 @@ class FilesystemFile(RemoteFile):
         self._was_closed = True
 
     def check_unchanged(self) -> None:
+        super().check_unchanged()
+        self._compare()
+
+    def _compare(self) -> None:
         try:
             found = self._object.facts()
         except MissingFileError as error:
@@ -111,8 +116,8 @@ class FilesystemFile(RemoteFile):
             raise SourceChangedError(
                 "the file was changed while it was being read",
                 file=self.path,
-                expected=_described(self._facts),
-                found=_described(found),
+                expected=self._facts.describe(),
+                found=found.describe(),
             )
 
 
@@ -205,7 +210,7 @@ class _FilesystemDirectory:
         for info in listing:
             name = str(info["name"]).rstrip("/").rpartition("/")[2]
             if name:
-                yield _Entry(name, _KINDS.get(info.get("type", ""), "special"))
+                yield RemoteEntry(name, _KINDS.get(info.get("type", ""), "special"))
 
     def open(self, name: str) -> Source:
         check_relative(name, self.path)
@@ -213,11 +218,6 @@ class _FilesystemDirectory:
 
     def check_inside(self, name: str) -> None:
         check_relative(name, self.path)
-
-
-class _Entry(Struct, frozen=True):
-    name: str
-    kind: EntryKind
 
 
 def _resolved(url: str, settings: RemoteSettings) -> tuple[Any, str]:
@@ -268,10 +268,6 @@ def _failure(error: Exception) -> RequestFailedError:
 
 def _first(info: dict[str, Any], keys: tuple[str, ...]) -> str | None:
     return next((str(info[key]) for key in keys if info.get(key) is not None), None)
-
-
-def _described(facts: ObjectFacts) -> str:
-    return ", ".join(str(each) for each in (f"{facts.nbytes} bytes", facts.version, facts.modified) if each)
 
 
 def _is_parallel(filesystem: Any) -> bool:

@@ -228,12 +228,11 @@ def no_ranges(answer: Answer) -> SluiceError:
 
 
 def _changed(answer: Answer, offset: int, facts: ObjectFacts, found: str) -> SluiceError:
-    version = facts.version or facts.weak_version or facts.modified
     return SourceChangedError(
         "the object changed while it was being read",
         file=answer.path,
         offset=offset,
-        expected=f"{facts.nbytes} bytes" + (f", version {version!r}" if version else ""),
+        expected=facts.describe(),
         found=_printable(found),
         advice="Wait until its writer has finished, then load again.",
     )

@@ -22,7 +22,7 @@ from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.local import LocalFile
 from sluice.sources.protocol import Source
 from sluice.sources.remote import http
-from sluice.sources.remote.directory import check_relative
+from sluice.sources.remote.directory import RemoteEntry, check_relative
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import RemoteSettings
 
@@ -214,7 +214,7 @@ class _HubDirectory:
         for name in below:
             first, slash, _ = name.partition("/")
             kinds[first] = "directory" if slash else "file"
-        yield from (_Entry(name=name, kind=kind) for name, kind in kinds.items())
+        yield from (RemoteEntry(name, kind) for name, kind in kinds.items())
 
     def open(self, name: str) -> Source:
         check_relative(name, self.path)
@@ -222,13 +222,6 @@ class _HubDirectory:
 
     def check_inside(self, name: str) -> None:
         check_relative(name, self.path)
-
-
-class _Entry(Struct, frozen=True, kw_only=True):
-    """One name in a listing; see ``DirectoryEntry``."""
-
-    name: str
-    kind: EntryKind
 
 
 _LOGIN = "A private or gated model needs a token: `hf auth login`, or the variable HF_TOKEN."

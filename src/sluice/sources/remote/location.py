@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
+from msgspec.structs import replace
+
 from sluice import _options
 from sluice._errors import UnsupportedError
 from sluice._messages import type_of
@@ -124,7 +126,8 @@ class Remote:
         """Return the requests that suit the server, with those that the user chose instead."""
         given = (self.request_bytes, self.gap_bytes)
         request_bytes, gap_bytes = (None if size is None else parse_bytes(size) for size in given)
-        return AccessFacts(
+        return replace(
+            access,
             request_bytes=access.request_bytes if request_bytes is None else request_bytes,
             gap_bytes=access.gap_bytes if gap_bytes is None else gap_bytes,
             parallel_requests=access.parallel_requests if self.connections is None else self.connections,

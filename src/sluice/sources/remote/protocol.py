@@ -49,6 +49,12 @@ class ObjectFacts(Struct, frozen=True, kw_only=True):
     #: ETag that does not promise equal bytes; a different one shows a change all the same.
     weak_version: str | None = None
 
+    def describe(self) -> str:
+        """Return what is known as text for error messages."""
+        version = self.version or self.weak_version
+        known = (version and f"version {version!r}", self.modified and f"modified {self.modified}")
+        return ", ".join([f"{self.nbytes} bytes", *filter(None, known)])
+
 
 class RemoteSettings(Struct, frozen=True, kw_only=True):
     """Settings of a remote source that are not in its address."""

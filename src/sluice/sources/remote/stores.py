@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Self
 
-from msgspec import Struct
-
 from sluice import _options as options
 from sluice._errors import MissingFileError, RemoteError, SourceChangedError
 from sluice.records import AccessFacts
 from sluice.sources.directory import Directory, DirectoryEntry, EntryKind
 from sluice.sources.protocol import Source
-from sluice.sources.remote.directory import check_relative
+from sluice.sources.remote.directory import RemoteEntry, check_relative
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RemoteSettings, RequestFailedError
 from sluice.sources.remote.store_clients import make_store, obstore_library, parse_address, root_of, shown
@@ -93,6 +91,8 @@ def _source(remote: RemoteObject) -> RemoteFile:
         request_bytes=options.REMOTE_READ_BYTES,
         gap_bytes=options.REMOTE_GAP_BYTES,
         parallel_requests=options.STORE_REQUESTS,
+        first_bytes=options.REMOTE_FIRST_BYTES,
+        header_bytes=options.REMOTE_HEADER_BYTES,
     )
     return RemoteFile(remote, access=access)
 
@@ -130,8 +130,8 @@ class StoredObject:
             raise SourceChangedError(
                 "the object was replaced while it was being read",
                 file=self.path,
-                expected=_described(facts),
-                found=_described(found),
+                expected=facts.describe(),
+                found=found.describe(),
             )
         self._check_range(result, offset, offset + nbytes)
         return self._body(result)
@@ -191,11 +191,6 @@ class StoreDirectory:
         check_relative(name, self.path)
 
 
-class _Entry(Struct, frozen=True):
-    name: str
-    kind: EntryKind
-
-
 class _EmptyObjectError(Exception):
     """The object has no bytes; a signal inside this module."""
 
@@ -243,10 +238,6 @@ def _facts(meta: Any) -> ObjectFacts:
     )
 
 
-def _described(facts: ObjectFacts) -> str:
-    return f"{facts.nbytes} bytes, {facts.version or facts.weak_version or facts.modified}"
-
-
 def _signals(library: Any) -> tuple[type[Exception], ...]:
     """Return the errors that calls of obstore raise: its own, and builtins for some of them."""
     return (library.exceptions.BaseError, OSError, NotImplementedError)
@@ -258,7 +249,7 @@ def _listed(store: Any, key: str, root: str, *, lister: Any) -> StoreDirectory |
     names: dict[str, EntryKind] = {meta["path"].removeprefix(prefix): "file" for meta in listing["objects"]}
     names |= {path.rstrip("/").removeprefix(prefix): "directory" for path in listing["common_prefixes"]}
     # Some tools make an empty object with the name of the prefix.
-    entries = tuple(_Entry(name, kind) for name, kind in names.items() if name and "/" not in name)
+    entries = tuple(RemoteEntry(name, kind) for name, kind in names.items() if name and "/" not in name)
     return StoreDirectory(store, prefix, root, entries) if entries else None
 
 

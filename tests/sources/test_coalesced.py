@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sluice._errors import TruncatedError
-from sluice.formats.coalesced import read_ranges
+from sluice.sources.coalesced import read_ranges
 from sluice.testing import MemorySource, RecordingSource
 
 CONTENT = random.Random(0).randbytes(100_000)

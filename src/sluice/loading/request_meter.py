@@ -1,0 +1,57 @@
+"""The requests of a load for remote files, planned and made."""
+
+from __future__ import annotations
+
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
+from sluice.records import LoadPlan, RemoteReads, Traffic
+from sluice.sources.protocol import RemoteSource
+
+__all__ = ["RequestMeter"]
+
+
+class RequestMeter:
+    """The requests for the files of a checkpoint, before and after a plan was run."""
+
+    def __init__(self, checkpoint: OpenCheckpoint, plan: LoadPlan, rank: int | None = None) -> None:
+        """Note the requests that were made so far.
+
+        Args:
+            checkpoint: The checkpoint, whose headers have been read.
+            plan: The plan that will be run.
+            rank: Rank of this process in the rounds of the plan.
+        """
+        # Files of this machine have an inode: the comparison with a protocol takes longer.
+        self._sources = [
+            each for each in checkpoint.sources if not each.identity.inode and isinstance(each, RemoteSource)
+        ]
+        self._before = self._now()
+        self._planned = plan.traffic(rank)
+
+    def planned(self) -> RemoteReads | None:
+        """Return the figures before the plan is run; None if no file is remote."""
+        if not self._sources:
+            return None
+        return RemoteReads(
+            header_requests=self._before.requests,
+            header_bytes=self._before.nbytes,
+            planned_requests=self._planned.requests,
+            planned_bytes=self._planned.nbytes,
+        )
+
+    def measured(self) -> RemoteReads | None:
+        """Return the figures after the plan was run; None if no file is remote."""
+        planned, now = self.planned(), self._now()
+        if planned is None:
+            return None
+        return RemoteReads(
+            header_requests=planned.header_requests,
+            header_bytes=planned.header_bytes,
+            planned_requests=planned.planned_requests,
+            planned_bytes=planned.planned_bytes,
+            requests=now.requests - self._before.requests,
+            received_bytes=now.nbytes - self._before.nbytes,
+        )
+
+    def _now(self) -> Traffic:
+        found = [source.traffic for source in self._sources]
+        return Traffic(sum(each.requests for each in found), sum(each.nbytes for each in found))

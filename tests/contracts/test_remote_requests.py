@@ -1,0 +1,163 @@
+"""Remote checkpoints cost few requests: at most three to open a file, and none for the headers in front of tensors."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+import sluice
+from sluice._errors import FormatError
+from sluice._options import Limits
+from sluice.checkpoint.open_file import open_file
+from sluice.sources.remote.file import RemoteFile
+from sluice.sources.remote.protocol import Body, ObjectFacts
+from support import distributed
+from support.range_server import RangeServer
+
+pytest.importorskip("urllib3", reason="urllib3 is not installed: pip install 'sluice[remote]'")
+
+#: Each tensor is larger than what is read together with its neighbors.
+LARGE = {f"w{number}": torch.full((40, 8_000), float(number)) for number in range(8)}
+
+#: With their names they make a pickle and a directory that are larger than the first request.
+SMALL = {f"model.layers.{number}.weight": torch.full((3, 5), float(number)) for number in range(2_000)}
+
+
+@pytest.fixture
+def server() -> Iterator[RangeServer]:
+    with RangeServer({}) as server:
+        yield server
+
+
+def saved(state: dict[str, torch.Tensor], *, legacy: bool = False) -> bytes:
+    stream = io.BytesIO()
+    torch.save(state, stream, _use_new_zipfile_serialization=not legacy)
+    return stream.getvalue()
+
+
+def served(server: RangeServer, content: bytes) -> sluice.Remote:
+    server.files["/model"] = content
+    return sluice.Remote(server.url("/model"), gap_bytes=0)
+
+
+@pytest.mark.parametrize(("legacy", "opening"), [(False, 2), (True, 1)], ids=["zip", "legacy"])
+def test_headers_come_with_the_tensors(server: RangeServer, legacy: bool, opening: int) -> None:
+    where = served(server, saved(LARGE, legacy=legacy))
+    with sluice.open(where) as checkpoint:
+        assert len(server.requests) == opening
+        found = sluice.load_state_dict(checkpoint)
+    assert all(torch.equal(found[name], LARGE[name]) for name in LARGE)
+    assert len(server.requests) == opening + len(LARGE)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_a_slice_far_from_its_header_checks_the_header(server: RangeServer, legacy: bool) -> None:
+    content = bytearray(saved(LARGE, legacy=legacy))
+    with sluice.open(served(server, bytes(content))) as checkpoint:
+        server.requests.clear()
+        assert torch.equal(checkpoint["w5"][30:31].read(), LARGE["w5"][30:31])
+        assert len(server.requests) <= 2  # one if it is the first tensor of the file
+    data = content.index(struct.pack("<f", 5.0) * 1000)
+    at = data - 8 if legacy else content.rindex(b"PK\3\4", 0, data)
+    content[at : at + 4] = b"else"
+    with sluice.open(served(server, bytes(content))) as checkpoint, pytest.raises(FormatError):
+        checkpoint["w5"][30:31].read()
+
+
+def test_a_wrong_count_of_a_legacy_file_is_refused(server: RangeServer) -> None:
+    content = bytearray(saved(LARGE, legacy=True))
+    at = content.index(struct.pack("<f", 5.0) * 1000) - 8
+    content[at] ^= 1
+    with sluice.open(served(server, bytes(content))) as checkpoint:
+        assert torch.equal(checkpoint["w4"].read(), LARGE["w4"])
+        with pytest.raises(FormatError, match="size of storage") as caught:
+            sluice.load_state_dict(checkpoint)
+    assert caught.value.offset == at
+    assert caught.value.found == 320_001
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_many_small_tensors_take_four_requests(server: RangeServer, legacy: bool) -> None:
+    server.files["/model"] = saved(SMALL, legacy=legacy)
+    with sluice.open(server.url("/model")) as checkpoint:
+        assert len(server.requests) <= 3
+        found = sluice.load_state_dict(checkpoint)
+    assert all(torch.equal(found[name], SMALL[name]) for name in SMALL)
+    assert len(server.requests) <= 4
+
+
+def test_a_directory_takes_one_request_for_the_index_and_one_for_each_shard(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    sluice.save(LARGE, tmp_path / "model", format="huggingface", max_shard_size="3MB")
+    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    shards = sum(name.endswith(".safetensors") for name in server.files)
+    assert shards > 2
+    with sluice.open(server.url("/model/model.safetensors.index.json")) as checkpoint:
+        assert checkpoint.keys() == LARGE.keys()
+    assert len(server.requests) <= shards + 2
+
+
+@pytest.mark.parametrize(("writer", "most"), [("torch", len(LARGE) + 3), ("sluice", 2 * len(LARGE) + 1)])
+def test_a_distributed_checkpoint_takes_few_requests_for_each_item(
+    server: RangeServer, tmp_path: Path, writer: str, most: int
+) -> None:
+    """Items of torch of one kind begin alike, so that the ends of one are enough."""
+    if writer == "torch":
+        distributed.save(tmp_path / "model", dict(LARGE))
+    else:
+        sluice.save(LARGE, tmp_path / "model", format="dcp")
+    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    where = sluice.Remote(server.url("/model/.metadata"), gap_bytes=0)
+    with sluice.open(where) as checkpoint:
+        assert checkpoint.keys() == LARGE.keys()
+    assert len(server.requests) <= most
+
+
+class Huge:
+    """An object of zeros, except at its start."""
+
+    path = "huge"
+
+    def __init__(self, start: bytes, nbytes: int) -> None:
+        self._start, self._nbytes = start, nbytes
+
+    def open_first(self, nbytes: int) -> tuple[ObjectFacts, AbstractContextManager[Body]]:
+        facts = ObjectFacts(nbytes=self._nbytes, version="1")
+        return facts, self.open_range(0, nbytes, facts)
+
+    def open_range(self, offset: int, nbytes: int, _facts: ObjectFacts) -> AbstractContextManager[Body]:
+        left = self._start[offset : offset + nbytes].ljust(nbytes, b"\0")
+
+        class Bytes:
+            def readinto(self, buffer: memoryview) -> int:
+                nonlocal left
+                count = min(len(buffer), len(left))
+                buffer[:count], left = left[:count], left[count:]
+                return count
+
+        return nullcontext(Bytes())
+
+    def close(self) -> None: ...
+
+
+def test_the_headers_of_a_hundred_gigabytes_take_less_than_five_megabytes() -> None:
+    item, count = 50_000_000, 2_000
+    entries = ",".join(
+        f'"model.layers.{number}.weight":{{"dtype":"U8","shape":[{item}],'
+        f'"data_offsets":[{number * item},{(number + 1) * item}]}}'
+        for number in range(count)
+    )
+    header = f"{{{entries}}}".encode()
+    start = struct.pack("<Q", len(header)) + header
+    source = RemoteFile(Huge(start, len(start) + item * count))
+    file = open_file(source, Limits(), "utf-8")
+    assert sum(storage.nbytes for storage in file.index.storages) == 10**11
+    assert source.traffic.requests <= 3
+    assert source.traffic.nbytes < 5_000_000
