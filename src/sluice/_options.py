@@ -353,8 +353,11 @@ REMOTE_HEADER_BYTES = 256 << 10
 #: Remote files whose first bytes are kept for the reading of their headers: 2 MiB of them.
 REMOTE_FIRST_BYTES_KEPT = 32
 
-#: Largest request for a remote object, as object stores recommend.
+#: Largest request for a remote object where the latency is short, as object stores recommend; largest one where it is
+#: long; and bytes per second of a line that requests should keep busy: 10 Gbit/s.
 REMOTE_READ_BYTES = 8 << 20
+REMOTE_MOST_BYTES = 32 << 20
+REMOTE_LINE_BYTES = 1_250_000_000
 
 #: Bytes of a body that a client of an object store hands over at once: held in addition to the memory of the caller.
 REMOTE_PIECE_BYTES = 128 << 10

@@ -56,6 +56,20 @@ def test_headers_come_with_the_tensors(server: RangeServer, legacy: bool, openin
     assert len(server.requests) == opening + len(LARGE)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in place", "staged"])
+def test_tensors_that_follow_each_other_share_requests(server: RangeServer, dtype: torch.dtype) -> None:
+    server.files["/model"] = saved(LARGE)
+    before = len(server.requests)
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(40, 8_000)) for name in LARGE}).to(dtype)
+    report = sluice.load_into(model, server.url("/model"))
+    assert all(torch.equal(model[name].data, LARGE[name].to(dtype)) for name in LARGE)
+    reads = report.remote
+    assert reads is not None
+    # 8 MiB for each request, and 9.8 MiB of tensors.
+    assert (reads.header_requests, reads.planned_requests, reads.requests) == (2, 2, 2)
+    assert len(server.requests) - before == 4
+
+
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 def test_a_slice_far_from_its_header_checks_the_header(server: RangeServer, legacy: bool) -> None:
     content = bytearray(saved(LARGE, legacy=legacy))

@@ -165,16 +165,16 @@ def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.Monkey
     plan = replace(plan, most_unfinished_reads=2)
     under_way: list[int] = []
     taken = finished = 0
-    next_read = RunningPlan.next_read
+    next_reads = RunningPlan.next_reads
 
     def counted(run: RunningPlan) -> object:
         nonlocal taken
-        read = next_read(run)
-        taken += read is not None
+        reads = next_reads(run)
+        taken += len(reads)
         under_way.append(taken - finished)
-        return read
+        return reads
 
-    monkeypatch.setattr(RunningPlan, "next_read", counted)
+    monkeypatch.setattr(RunningPlan, "next_reads", counted)
 
     def slow(whole: torch.Tensor) -> torch.Tensor:
         nonlocal finished

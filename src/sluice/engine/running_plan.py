@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from sluice.engine.read_methods import Surprise
 from sluice.engine.staging import StagingBuffer, StagingPool
-from sluice.records import LoadPlan, Method, Read
+from sluice.records import LoadPlan, Method, Read, requests_of
 from sluice.sources.protocol import Source
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class RunningPlan:
         self.has_reader = False
         self._session = session
         self._started = time.perf_counter()
-        self._reads = iter(plan.reads)
+        self._requests = requests_of(plan.reads)
         self._take = threading.Lock()
         # One permit per read whose result may wait for the caller; without a bound there are none.
         self._permits: queue.SimpleQueue[None] | None = queue.SimpleQueue() if plan.most_unfinished_reads else None
@@ -109,15 +109,18 @@ class RunningPlan:
             for _ in range(count):
                 self._permits.put(None)
 
-    def next_read(self) -> Read | None:
-        """Wait until the plan allows one more read, and take the next in file order; None if all are taken."""
+    def next_reads(self) -> list[Read]:
+        """Wait until the plan allows one more read, and take those of the next request in file order; none at the end.
+
+        A plan that limits its unfinished reads has requests of one read each.
+        """
         if self._permits is not None and self.has_reader:
             self._permits.get()
         with self._take:
-            read = next(self._reads, None)
-        if read is None:
+            reads = next(self._requests, [])
+        if not reads:
             self.admit(1)  # another reader may be waiting to find this out
-        return read
+        return reads
 
     def wait(
         self, *, progress: Callable[[int], None] | None = None, completed: Callable[[int], None] | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import queue
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
 from typing import Self
 
@@ -30,7 +30,7 @@ from sluice.engine.read_methods import ReadMethods
 from sluice.engine.running_plan import FinishedRead, RunningPlan, RunResult, SessionEndedError, TargetMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import LoadPlan, Read
-from sluice.sources.protocol import DirectIOUnavailable, Source
+from sluice.sources.protocol import DirectIOUnavailable, Source, joins_reads
 from sluice.sources.short_reads import too_early
 
 __all__ = ["Session"]
@@ -195,25 +195,37 @@ class Session:
             pass
 
     def read_next(self, run: RunningPlan) -> bool:
-        """Do the next read of a plan; return whether there may be another one."""
+        """Do the reads of the next request of a plan; return whether there may be another one."""
         try:
-            read = run.next_read()
-            if read is None or self.ended:
-                return False
-            if read.into is not None:
-                run.results.put(self._read_in_place(run, read, read.into))
-            else:
-                self._read_staged(run, read)
+            reads = run.next_reads()
+            with self._requested(reads) as source:
+                for read in reads:
+                    if self.ended:
+                        return False
+                    if read.into is not None:
+                        run.results.put(self._read_in_place(run, source, read, read.into))
+                    else:
+                        self._read_staged(run, source, read)
         except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
             run.results.put(error)
             return False
-        return True
+        return bool(reads)
 
-    def _read_staged(self, run: RunningPlan, read: Read) -> None:
+    def _requested(self, reads: Sequence[Read]) -> AbstractContextManager[Source]:
+        """Return the source of the reads of one request."""
+        source = self._sources[reads[0].file if reads else 0]
+        if len(reads) > 1 and joins_reads(source):
+            first = reads[0].offset
+            return source.request(first, reads[-1].offset + reads[-1].nbytes - first)
+        return nullcontext(source)
+
+    def _read_staged(self, run: RunningPlan, source: Source, read: Read) -> None:
         first = read.offset % options.BLOCK_BYTES
         buffer = run.staging.borrow()
         try:
-            done = self._fetch(run, read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes])
+            done = self._fetch(
+                run, source, read, lambda start, nbytes: buffer.view[start + first : start + first + nbytes]
+            )
         except BaseException:
             run.staging.give_back(buffer)
             raise
@@ -245,20 +257,22 @@ class Session:
         finally:
             run.staging.give_back(filled.buffer)
 
-    def _read_in_place(self, run: RunningPlan, read: Read, position: int) -> FinishedRead:
+    def _read_in_place(self, run: RunningPlan, source: Source, read: Read, position: int) -> FinishedRead:
         return self._fetch(
-            run, read, lambda start, nbytes: run.targets.window(position, read.into_offset + start, nbytes)
+            run, source, read, lambda start, nbytes: run.targets.window(position, read.into_offset + start, nbytes)
         )
 
-    def _fetch(self, run: RunningPlan, read: Read, window: Callable[[int, int], memoryview]) -> FinishedRead:
+    def _fetch(
+        self, run: RunningPlan, source: Source, read: Read, window: Callable[[int, int], memoryview]
+    ) -> FinishedRead:
         """Read a range by the first permitted method that the file system accepts.
 
         Args:
             run: The plan that it belongs to.
+            source: The file, or the open request for this part of it.
             read: The range.
             window: Returns memory for ``nbytes`` bytes from ``start``, counted from the range's first byte.
         """
-        source = self._sources[read.file]
         methods, surprise = self._methods.of(run.plan, read)
         for method in methods:
             first, last = read.offset, read.offset + read.nbytes

@@ -19,6 +19,7 @@ from sluice._geometry import round_up
 from sluice._options import PageCache
 from sluice.planning.planner import most_threads, plan_load, reader_count
 from sluice.planning.reads import StagedReads, collapse_fill, collapse_fills
+from sluice.planning.requests import join_requests
 from sluice.records import Block, FileRecord, LoadPlan, MachineFacts, Peaks, Target
 
 __all__ = ["TargetGroup", "group_targets", "in_long_runs", "plan_group", "plan_stream"]
@@ -59,7 +60,7 @@ def plan_stream(
     staged = StagedReads(targets, facts.files, buffer_bytes=buffer_bytes, page_cache=page_cache, host_casts=False)
     for fill in collapse_fills(targets):
         staged.add(fill)
-    reads = tuple(staged.reads())
+    reads = tuple(join_requests(staged.reads(), facts.files))
     buffers = min(max(1, staging_bytes // buffer_bytes), len(reads))
     threads = most_threads(facts, staging_bytes + options.RESERVED_ADDRESS_BYTES)
     readers = min(reader_count(reads, facts), buffers, threads) if reads else 0

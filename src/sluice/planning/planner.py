@@ -30,6 +30,7 @@ from sluice.planning.reads import (
     shared_ids,
 )
 from sluice.planning.reasons import cast_reasons, read_reasons
+from sluice.planning.requests import join_requests
 from sluice.records import (
     AccessFacts,
     Block,
@@ -76,6 +77,8 @@ def plan_load(
     access = largest_access(facts.files[file].access for file in {fill.fill.file for fill in fills})
     buffer_bytes = staging_buffer_bytes(staging_bytes, access)
     reads, leads = _plan_reads(fills, targets, facts, buffer_bytes, page_cache)
+    if not any(target.finisher for target in targets):  # otherwise readers wait between two reads
+        reads = list(join_requests(reads, facts.files))
     blocks, arenas = lay_out_blocks(targets, leads, mapped.blocks)
     threads = most_threads(facts, _address_space_bytes(targets, blocks, arenas, mapped, staging_bytes, facts))
     readers = min(reader_count(reads, facts, serial_bytes=serial_bytes), threads)
@@ -242,7 +245,8 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
         return max(1, min(facts.cores, len(reads)))
     copying = min(facts.cores, len(reads) - len(waiting))
     most = max(options.MOST_WAITING_READERS, facts.access.parallel_requests)
-    return min(min(_waiting_readers(waiting, facts), len(waiting)) + copying, most)
+    requests = sum(not read.continues for read in waiting)
+    return min(min(_waiting_readers(waiting, facts), requests) + copying, most)
 
 
 def _waits(read: Read, facts: MachineFacts) -> bool:
@@ -257,7 +261,8 @@ def _waiting_readers(reads: Sequence[Read], facts: MachineFacts) -> int:
     staged_bytes = sum(read.nbytes for read in reads if read.into is None)
     if 2 * staged_bytes > total_bytes:
         return access.parallel_requests  # more readers would occupy buffers that are being emptied
-    at_once = access.parallel_requests * access.request_bytes * len(reads) // total_bytes
+    requests = sum(not read.continues for read in reads)
+    at_once = access.parallel_requests * access.request_bytes * requests // total_bytes
     return max(access.parallel_requests, min(at_once, options.MOST_WAITING_READERS))
 
 

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import round_down, span_elements
+from sluice.planning.requests import join_requests
 from sluice.records import Copy, LoadPlan, Read, Round
 
 __all__ = ["Needs", "Schedule", "divide", "needs_of", "pieces_of", "schedule", "with_room_for_rounds"]
@@ -133,7 +134,7 @@ def divide(plan: LoadPlan, rounds: Schedule, rank: int) -> LoadPlan:
     own.sort(key=lambda read: (read.file, read.offset))
     return replace(
         plan,
-        reads=tuple(own),
+        reads=tuple(join_requests(own, plan.facts.files)),
         readers=min(plan.readers, len(own)),
         rounds=tuple(
             Round(

@@ -52,6 +52,7 @@ from sluice.records.plan import (
     Reservation,
     Round,
     Swap,
+    requests_of,
 )
 from sluice.records.requests import RemoteReads, Traffic
 from sluice.records.targets import Constant, Fill, Finisher, Request, Target, View
@@ -103,4 +104,5 @@ __all__ = [
     "elements_of",
     "largest_access",
     "local_access",
+    "requests_of",
 ]

@@ -35,6 +35,8 @@ class AccessFacts(Struct, frozen=True, kw_only=True):
     first_bytes: int = options.HEADER_PIECE_BYTES
     #: Bytes of a read of any other part of the headers, if fewer are needed.
     header_bytes: int = options.HEADER_PIECE_BYTES
+    #: Whether a read continues the request of the read before it, up to ``request_bytes`` in all.
+    joins_reads: bool = False
 
 
 def local_access() -> AccessFacts:
@@ -58,6 +60,7 @@ def largest_access(accesses: Iterable[AccessFacts]) -> AccessFacts:
         parallel_requests=max(access.parallel_requests for access in distinct),
         first_bytes=max(access.first_bytes for access in distinct),
         header_bytes=max(access.header_bytes for access in distinct),
+        joins_reads=any(access.joins_reads for access in distinct),
     )
 
 

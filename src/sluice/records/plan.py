@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from msgspec import Struct
@@ -25,6 +26,7 @@ __all__ = [
     "Reservation",
     "Round",
     "Swap",
+    "requests_of",
 ]
 
 #: Method of a read: ``direct`` bypasses the page cache (O_DIRECT), ``buffered`` uses it.
@@ -104,6 +106,20 @@ class Read(Struct, frozen=True, kw_only=True, gc=False):
     #: Without ``into``: number of copies, from the first, that precede the swaps: they need the stored bytes of ranges
     #: that other copies need byteswapped.
     copies_before_swaps: int = 0
+    #: Whether it is part of the request of the read before it: bytes between them are received and dropped.
+    continues: bool = False
+
+
+def requests_of(reads: Iterable[Read]) -> Iterator[list[Read]]:
+    """Yield the reads of each request: one, or several that follow each other in a remote file."""
+    request: list[Read] = []
+    for read in reads:
+        if request and not read.continues:
+            yield request
+            request = []
+        request.append(read)
+    if request:
+        yield request
 
 
 class Round(Struct, frozen=True, kw_only=True):
@@ -245,7 +261,8 @@ class LoadPlan(Struct, frozen=True, kw_only=True):
         remote = {number for number, file in enumerate(self.facts.files) if file.filesystem == REMOTE_FILESYSTEM}
         if not remote:
             return Traffic()
-        sizes = [read.nbytes for read in self.reads if read.file in remote]
+        requests = (request for request in requests_of(self.reads) if request[0].file in remote)
+        sizes = [request[-1].offset + request[-1].nbytes - request[0].offset for request in requests]
         sizes += [each.nbytes for each in self.rounds if each.file in remote and each.owner == rank]
         return Traffic(len(sizes), sum(sizes))
 

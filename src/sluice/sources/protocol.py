@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol, TypeGuard, runtime_checkable
 
 from sluice.records import AccessFacts, FileIdentity, Traffic
@@ -12,11 +13,13 @@ from sluice.sources.file_watch import FileWatch
 __all__ = [
     "CheckingSource",
     "DirectIOUnavailable",
+    "JoiningSource",
     "MappableSource",
     "RemoteSource",
     "Source",
     "WatchableSource",
     "checks_with_data",
+    "joins_reads",
     "source_notes",
 ]
 
@@ -123,6 +126,19 @@ class CheckingSource(Source, Protocol):
 def checks_with_data(source: Source) -> TypeGuard[CheckingSource]:
     """Return whether a source is a ``CheckingSource``."""
     return hasattr(source, "expect")  # a comparison with the protocol takes 20 times as long
+
+
+class JoiningSource(Source, Protocol):
+    """A source each of whose requests is expensive: reads that follow each other share one."""
+
+    def request(self, offset: int, nbytes: int) -> AbstractContextManager[Source]:
+        """Return this source for the reads of a range by one thread, in order; bytes between them are skipped."""
+        ...
+
+
+def joins_reads(source: Source) -> TypeGuard[JoiningSource]:
+    """Return whether a source is a ``JoiningSource``."""
+    return hasattr(source, "request")
 
 
 @runtime_checkable

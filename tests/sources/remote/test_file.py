@@ -9,6 +9,7 @@ import pytest
 
 from sluice import _options as options
 from sluice._errors import RemoteError, TruncatedError
+from sluice.sources.protocol import Source
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import Body, ObjectFacts, RequestFailedError
 
@@ -102,6 +103,13 @@ def test_the_opening_request_is_repeated() -> None:
     assert memory.closed == 1
 
 
+def test_requests_suit_the_latency_of_the_opening_request() -> None:
+    memory = Memory()
+    assert opened(memory).access.request_bytes == options.REMOTE_READ_BYTES
+    memory.seconds_per_piece = 0.2
+    assert opened(memory).access.request_bytes == 2 * options.REMOTE_READ_BYTES
+
+
 def test_an_empty_object() -> None:
     memory = Memory(b"")
     with pytest.raises(TruncatedError, match="empty"):
@@ -125,3 +133,72 @@ def test_a_trickle_is_given_up_in_opening_and_in_reading() -> None:
     assert memory.now <= options.REMOTE_PATIENCE_SECONDS + options.REMOTE_SLOW_SECONDS
     with pytest.raises(RemoteError, match=r"less than 4\.00 KiB/s"):
         opened(memory)
+
+
+def test_reads_of_a_range_share_a_request_and_gaps_are_skipped() -> None:
+    memory = Memory(piece=50_000)
+    file = opened(memory)
+    memory.requests.clear()
+    with file.request(70_000, 600_000) as shared:
+        assert [read(shared, 70_000, 10), read(shared, 70_010, 90_000)] == [True, True]
+        assert read(shared, 400_000, 200_000)
+    assert memory.requests == [(70_000, 600_000)]
+    assert file.traffic == (2, 65_536 + 530_000)
+
+
+def test_a_shared_request_is_resumed_where_it_broke() -> None:
+    memory = Memory(longest=100_000)
+    file = opened(memory)
+    memory.requests.clear()
+    with file.request(100_000, 300_000) as shared:
+        assert all(read(shared, start, 60_000) for start in range(100_000, 400_000, 60_000))
+    assert memory.requests == [(100_000, 300_000), (200_000, 200_000), (300_000, 100_000)]
+
+
+def test_what_is_not_in_order_takes_a_request_of_its_own() -> None:
+    memory = Memory()
+    file = opened(memory)
+    memory.requests.clear()
+    with file.request(200_000, 100_000) as shared:
+        assert read(shared, 250_000, 10)
+        assert read(shared, 240_000, 10)
+        assert read(shared, 299_995, 10)
+        assert read(shared, 250_010, 10)
+    assert memory.requests == [(200_000, 100_000), (240_000, 10), (299_995, 10)]
+
+
+def test_the_first_bytes_take_no_shared_request() -> None:
+    memory = Memory()
+    file = opened(memory)
+    with file.request(0, 60_000) as shared:
+        assert read(shared, 10, 50)
+    assert memory.requests == [(0, 65_536)]
+
+
+def test_time_between_the_reads_of_a_request_is_not_that_of_the_server() -> None:
+    memory = Memory(piece=1_000)
+    file = opened(memory)
+    with file.request(100_000, 200_000) as shared:
+        for start in range(100_000, 300_000, 1_000):
+            memory.now += 10 * options.REMOTE_SLOW_SECONDS
+            assert read(shared, start, 1_000)
+
+
+def test_a_range_in_front_of_data_is_checked_within_a_shared_request() -> None:
+    memory = Memory()
+    file = opened(memory)
+    seen: list[bytes] = []
+    for start in (100_000, 200_000, 300_000):
+        file.expect(start, 30, 50_000, seen.append)
+    with file.request(100_030, 250_000) as shared:
+        assert read(shared, 100_030, 50_000)
+        assert read(shared, 200_030, 50_000)
+        assert read(shared, 300_030, 50_000)
+    assert seen == [CONTENT[start : start + 30] for start in (100_000, 200_000, 300_000)]
+    assert memory.requests[1:] == [(100_000, 250_030)]
+
+
+def read(source: Source, offset: int, nbytes: int) -> bool:
+    """Return whether a read brings the right bytes."""
+    data = bytearray(nbytes)
+    return source.read_into(offset, memoryview(data)) == nbytes and data == CONTENT[offset : offset + nbytes]

@@ -6,16 +6,20 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sluice import _options as options
 from sluice._errors import TruncatedError
 from sluice.records import AccessFacts, FileIdentity, Traffic
 from sluice.sources.coalesced import read_ranges
-from sluice.sources.protocol import DirectIOUnavailable
+from sluice.sources.forwarding import ForwardingSource
+from sluice.sources.protocol import DirectIOUnavailable, Source
 from sluice.sources.remote.expectations import Expectations
 from sluice.sources.remote.protocol import ObjectFacts, RemoteObject, RequestFailedError
+from sluice.sources.remote.requests import OpenRequest
 from sluice.sources.remote.retries import Attempts, Speed
+from sluice.sources.remote.tuning import for_latency
 from sluice.sources.short_reads import too_early
 
 __all__ = ["RemoteFile"]
@@ -66,9 +70,13 @@ class RemoteFile:
             parallel_requests=options.REMOTE_REQUESTS,
             first_bytes=options.REMOTE_FIRST_BYTES,
             header_bytes=options.REMOTE_HEADER_BYTES,
+            joins_reads=True,
         )
         try:
+            began = clock()
             self._facts, self._head = self._open()
+            if self.access.joins_reads:
+                self.access = for_latency(self.access, clock() - began)
             _KEPT.append(weakref.ref(self))
             while len(_KEPT) > options.REMOTE_FIRST_BYTES_KEPT:
                 if (oldest := _KEPT.popleft()()) is not None:
@@ -126,57 +134,28 @@ class RemoteFile:
         if offset < 0:
             raise too_early(self.path, offset, len(buffer), 0)
         total = max(0, min(len(buffer), self.identity.nbytes - offset))
-        lead = self._expected.lead(offset) if total else 0
-        if not lead:
-            self._fill(offset, buffer[:total])
-            self._expected.look(offset, offset + total, lambda start, end: bytes(buffer[start - offset : end - offset]))
-            return total
-        before = memoryview(bytearray(lead))
-        first = offset - lead
-        self._fill(first, before, buffer[:total])
-
-        def part(start: int, end: int) -> bytes:
-            inside = buffer[max(0, start - offset) : max(0, end - offset)]
-            return bytes(before[start - first : end - first]) + bytes(inside)
-
-        self._expected.look(first, offset + total, part)
+        if total:
+            with self.request(offset, total) as opened:
+                opened.read_into(offset, buffer[:total])
         return total
 
-    def _fill(self, offset: int, *buffers: memoryview) -> None:
-        """Fill the buffers, one after the other, from ``offset``: in one request, unless a body ends early."""
-        total = sum(map(len, buffers))
-        done = 0
-
-        def room() -> memoryview:
-            start = done
-            for buffer in buffers:
-                if start < len(buffer):
-                    return buffer[start:]
-                start -= len(buffer)
-            return memoryview(b"")
-
-        kept = self._head[offset : offset + total]
-        while done < len(kept):
-            some = room()
-            count = min(len(some), len(kept) - done)
-            some[:count] = kept[done : done + count]
-            done += count
-        attempts = Attempts(self.path, offset, sleep=self._sleep, clock=self._clock)
-        while done < total:
-            begun = done
-            try:
-                with self._remote.open_range(offset + done, total - done, self._facts) as body:
-                    speed = Speed(self._clock)
-                    while done < total:
-                        found = body.readinto(room())
-                        if not found:
-                            raise RequestFailedError("the answer ended too early", temporary=True)
-                        done += found
-                        speed.received(found)
-            except RequestFailedError as error:
-                attempts.failed(error, done - begun)
-            finally:
-                self._count(done - begun)
+    @contextmanager
+    def request(self, offset: int, nbytes: int) -> Iterator[Source]:
+        begin, end = offset - self._expected.lead(offset), min(offset + nbytes, self.identity.nbytes)
+        opened = OpenRequest(
+            self._remote,
+            self._facts,
+            offset=begin,
+            end=end,
+            known=self._head,
+            attempts=Attempts(self.path, begin, sleep=self._sleep, clock=self._clock),
+            clock=self._clock,
+            count=self._count,
+        )
+        try:
+            yield _OneRequest(self, opened, self._expected)
+        finally:
+            opened.close()
 
     def expect(self, offset: int, nbytes: int, data_bytes: int, check: Callable[[bytes], None]) -> None:
         self._expected.add(offset, nbytes, data_bytes, check)
@@ -216,3 +195,35 @@ class RemoteFile:
     def _count(self, nbytes: int) -> None:
         with self._counting:
             self._traffic = Traffic(self._traffic.requests + 1, self._traffic.nbytes + nbytes)
+
+
+class _OneRequest(ForwardingSource):
+    """A file whose reads share one request as long as they are in order, within its range."""
+
+    def __init__(self, file: RemoteFile, opened: OpenRequest, expected: Expectations) -> None:
+        super().__init__(file)
+        self._opened, self._expected = opened, expected
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return self._source.read_at(offset, nbytes)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        opened = self._opened
+        if direct or offset < opened.position or offset + len(buffer) > opened.end:
+            return self._source.read_into(offset, buffer, direct=direct)
+        before = memoryview(bytearray(self._lead(offset)))
+        first = offset - len(before)
+        opened.skip(first - opened.position)
+        opened.receive(before)
+        opened.receive(buffer)
+
+        def part(start: int, end: int) -> bytes:
+            inside = buffer[max(0, start - offset) : max(0, end - offset)]
+            return bytes(before[max(0, start - first) : max(0, end - first)]) + bytes(inside)
+
+        self._expected.look(first, offset + len(buffer), part)
+        return len(buffer)
+
+    def _lead(self, offset: int) -> int:
+        lead = self._expected.lead(offset)
+        return lead if offset - lead >= self._opened.position else 0

@@ -30,7 +30,13 @@ class Speed:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._since, self._nbytes = clock(), 0
+        self._since = self._last = clock()
+        self._nbytes = 0
+
+    def resume(self) -> None:
+        """Leave out the time since the last bytes, in which none were awaited."""
+        now = self._clock()
+        self._since, self._last = self._since + now - self._last, now
 
     def received(self, nbytes: int) -> None:
         """Count some bytes.
@@ -39,7 +45,8 @@ class Speed:
             TooSlowError: They are too few for the time.
         """
         self._nbytes += nbytes
-        seconds = self._clock() - self._since
+        self._last = self._clock()
+        seconds = self._last - self._since
         if seconds < options.REMOTE_SLOW_SECONDS:
             return
         if self._nbytes < seconds * options.REMOTE_SLOWEST_BYTES:

@@ -93,6 +93,7 @@ def _source(remote: RemoteObject) -> RemoteFile:
         parallel_requests=options.STORE_REQUESTS,
         first_bytes=options.REMOTE_FIRST_BYTES,
         header_bytes=options.REMOTE_HEADER_BYTES,
+        joins_reads=True,
     )
     return RemoteFile(remote, access=access)
 
