@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install demo test test-long test-versions fuzz check docs notebook
+.PHONY: help install demo test test-long test-versions servers fuzz check docs notebook
 
 help:
 	@echo "make install          create .venv with everything the project needs"
@@ -15,6 +15,7 @@ help:
 	@echo "make test             the tests that CI runs"
 	@echo "make test-long        all tests, with full counts"
 	@echo "make test-versions [ENVIRONMENTS='oldest newest'] the core profile with other versions of Python, torch, ..."
+	@echo "make servers          install the object stores that tests start, into .servers"
 	@echo "make fuzz [SECONDS=60] fuzz every parser, SECONDS for each"
 	@echo "make check            lint, format, types, layers, phrases and the documentation's links"
 	@echo "make docs             build the documentation site into site/"
@@ -44,6 +45,11 @@ test-long: install
 # Environments are kept outside the checkout; see tools/version_environments.py.
 test-versions: install
 	$(BIN)/python -m tools.test_versions $(ENVIRONMENTS) $(if $(WITHIN),--within $(WITHIN))
+
+# Their needs would change those of the project, so packages of Python are in a directory of their own.
+servers: install
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix .servers azurite@3.37.0 s3rver@3.7.1
+	$(BIN)/pip install --quiet --no-deps --target .servers/python --upgrade -r tests/servers.txt
 
 SECONDS ?= 60
 fuzz: install

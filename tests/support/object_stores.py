@@ -1,4 +1,7 @@
-"""Servers of object stores on the loopback address, started from packages: moto for S3, azurite for Azure."""
+"""Servers of object stores on the loopback address: moto and s3rver for S3, azurite for Azure.
+
+They are found on the path, or where ``make servers`` installs them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import gc
 import hashlib
 import hmac
 import importlib.util
+import os
 import shutil
 import socket
 import subprocess
@@ -31,6 +35,9 @@ _AZURITE_ACCOUNT = "devstoreaccount1"
 _AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 _START_SECONDS = 60.0
+
+#: Where ``make servers`` installs programs of npm and packages of Python.
+_INSTALLED = Path(__file__).parents[2] / ".servers"
 
 
 class Bucket:
@@ -70,11 +77,11 @@ def connections_closed() -> Iterator[None]:
 def moto_bucket() -> Iterator[Bucket]:
     """Lend a bucket of a new S3 server; skip the test if the packages are not installed."""
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
-    for needed in ("moto", "flask", "flask_cors"):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed, which the S3 server needs")
-    port = _free_port()
-    with _running([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], port):
+    if not (_INSTALLED / "python" / "moto").exists() and importlib.util.find_spec("moto") is None:
+        pytest.skip("moto is not installed: make servers")
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with running(command, port, path=_INSTALLED / "python"):
         endpoint = f"http://127.0.0.1:{port}"
         with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/models", method="PUT"), timeout=30):
             pass
@@ -86,16 +93,38 @@ def moto_bucket() -> Iterator[Bucket]:
 def azurite_container(directory: Path) -> Iterator[Bucket]:
     """Lend a container of a new Azure server, run in a directory; skip the test if npm has not installed it."""
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
-    program = shutil.which("azurite-blob")
-    if program is None:
-        pytest.skip("azurite-blob is not installed: npm install -g azurite")
-    port = _free_port()
+    program = _program("azurite-blob")
+    port = free_port()
     command = [program, "--inMemoryPersistence", "--blobHost", "127.0.0.1", "--blobPort", str(port)]
-    with _running([*command, "--skipApiVersionCheck", "--silent", "--disableTelemetry"], port, directory):
+    with running([*command, "--skipApiVersionCheck", "--silent", "--disableTelemetry"], port, directory):
         endpoint = f"http://127.0.0.1:{port}/{_AZURITE_ACCOUNT}"
         _make_container(endpoint, "models")
         options = {"endpoint": endpoint, "account_name": _AZURITE_ACCOUNT, "account_key": _AZURITE_KEY}
         yield _warm(Bucket("az://models/", options))
+
+
+@contextmanager
+def s3rver_bucket(directory: Path) -> Iterator[Bucket]:
+    """Lend a bucket of a new s3rver, an S3 server that keeps files; skip the test if npm has not installed it."""
+    pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
+    program = _program("s3rver")
+    port = free_port()
+    command = [program, "-d", str(directory), "-a", "127.0.0.1", "-p", str(port), "-s", "--configure-bucket", "models"]
+    with running(command, port, directory):
+        options = {"access_key_id": "S3RVER", "secret_access_key": "S3RVER", "region": "us-east-1"}
+        yield _warm(Bucket("s3://models/", {**options, "endpoint": f"http://127.0.0.1:{port}"}))
+
+
+#: Bucket of a new server in a directory, by the name of the server.
+SERVERS = {"moto": lambda _: moto_bucket(), "s3rver": s3rver_bucket, "azurite": azurite_container}
+
+
+def _program(name: str) -> str:
+    installed = _INSTALLED / "node_modules" / ".bin"
+    program = shutil.which(name, path=f"{os.environ['PATH']}{os.pathsep}{installed}")
+    if program is None:
+        pytest.skip(f"{name} is not installed: make servers")
+    return program
 
 
 def _warm(bucket: Bucket) -> Bucket:
@@ -116,16 +145,28 @@ def _make_container(endpoint: str, name: str) -> None:
         pass
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of the loopback address that is free now."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 @contextmanager
-def _running(command: Sequence[str], port: int, directory: Path | None = None) -> Iterator[None]:
+def running(
+    command: Sequence[str], port: int, directory: Path | None = None, *, path: Path | None = None
+) -> Iterator[None]:
+    """Run a server that listens to a port until the end of the block.
+
+    Args:
+        command: How it is started.
+        port: Its port of the loopback address.
+        directory: Its working directory.
+        path: Where Python finds its packages, after those of this process.
+    """
     nothing = subprocess.DEVNULL
-    server = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd=directory)
+    environment = {**os.environ, "PYTHONPATH": str(path)} if path else None
+    server = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, cwd=directory, env=environment)
     try:
         _wait_for(server, port)
         yield

@@ -144,6 +144,25 @@ def test_a_failed_upload_leaves_nothing(bucket: Bucket, monkeypatch: pytest.Monk
     assert unfinished(bucket) == 0
 
 
+def test_an_interrupt_stays_one_if_the_upload_cannot_be_aborted(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_file: str) -> Iterator[bytes]:
+        yield bytes(100)
+        raise KeyboardInterrupt
+
+    def put(_store: object, _key: str, pieces: Iterator[bytes], **_: object) -> None:
+        try:
+            list(pieces)
+        except KeyboardInterrupt:
+            raise obstore.exceptions.GenericError("the abort failed") from None
+
+    monkeypatch.setattr(uploads, "_pieces", interrupted)
+    monkeypatch.setattr(obstore, "put", put)
+    with pytest.raises(KeyboardInterrupt):
+        sluice.save({"w": torch.zeros(7_000_000)}, "s3://models/interrupted.safetensors")
+
+
 def test_a_conversion(bucket: Bucket, tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "source.pth")
     planned = sluice.convert(tmp_path / "source.pth", "s3://models/converted.safetensors", dry_run=True)

@@ -133,13 +133,29 @@ class Upload:
             else:
                 if not replace and self._exists(key):  # a condition is possible only for one part
                     raise _ExistsError(self.url)
-                pieces = _pieces(file)
-                self._library.put(
-                    self._store, key, pieces, chunk_size=part, max_concurrency=options.UPLOADS, use_multipart=True
-                )
+                self._send_parts(file, key, part)
             found = self._library.head(self._store, key)["size"]
         if found != nbytes:
             raise SaveError("the store holds another number of bytes", file=self.url, expected=nbytes, found=found)
+
+    def _send_parts(self, file: str, key: str, part: int) -> None:
+        interrupts: list[BaseException] = []
+
+        def pieces() -> Iterator[bytes]:
+            try:
+                yield from _pieces(file)
+            except BaseException as error:
+                interrupts.append(error)
+                raise
+
+        try:
+            self._library.put(
+                self._store, key, pieces(), chunk_size=part, max_concurrency=options.UPLOADS, use_multipart=True
+            )
+        except self._library.exceptions.BaseError:
+            if interrupts:  # the upload could not be aborted, for which obstore raises instead
+                raise interrupts[0] from None
+            raise
 
     def _exists(self, key: str) -> bool:
         try:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sluice
-from support.object_stores import Bucket, connections_closed, moto_bucket
+from support.object_stores import SERVERS, Bucket, connections_closed
 from support.whole_checkpoints import MAKERS
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip install 'sluice[remote]'")
@@ -18,9 +18,9 @@ obstore = pytest.importorskip("obstore", reason="obstore is not installed: pip i
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch: sparse CSR, quantized tensors
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Bucket]:
-    with moto_bucket() as bucket:
+@pytest.fixture(scope="module", params=["moto", "s3rver"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    with SERVERS[request.param](tmp_path_factory.mktemp(request.param)) as bucket:
         yield bucket
 
 
