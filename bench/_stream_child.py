@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 import sluice
-from sluice.benchmark.gpt2 import gpt2
+from bench._stream_models import model_of
 
-__all__ = ["METHODS"]
+__all__ = ["METHODS", "same_dtype_only"]
 
 Attach = Callable[[nn.Module, Path, int], AbstractContextManager[nn.Module]]
 
 
-def _empty(size: str) -> nn.Module:
+def _empty(size: str, dtype: torch.dtype) -> nn.Module:
     with sluice.empty_init():
-        return gpt2(size).eval()
+        return model_of(size).eval().to(dtype)
 
 
 @contextlib.contextmanager
@@ -68,11 +68,21 @@ def _accelerate(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
         for name, _buffer in model.named_buffers():
-            set_module_tensor_to_device(model, name, "cpu", file.get_tensor(name))
-    index = {name: {"safetensors_file": str(path), "weight_name": name} for name in names}
+            set_module_tensor_to_device(model, name, "cpu", file.get_tensor(name), dtype=_dtype_of(model))
+    dtype = str(_dtype_of(model)).removeprefix("torch.")
+    index = {name: {"safetensors_file": str(path), "weight_name": name, "dtype": dtype} for name in names}
     yield dispatch_model(
         model, device_map={"": "disk"}, main_device="cpu", offload_index=index, offload_buffers=False, force_hooks=True
     )
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def same_dtype_only(method: str) -> bool:
+    """Return whether a method needs the dtype of the file: what maps it holds no cast weights."""
+    return METHODS[method] in {_mapped, _torch_mapped}
 
 
 METHODS: dict[str, Attach] = {
@@ -93,15 +103,17 @@ def _fetched() -> int:
 def main() -> None:
     """Attach a file to a model, call it, and print what each call took."""
     job: dict[str, Any] = json.loads(sys.argv[1])
-    model = _empty(job["size"])
-    tokens = torch.arange(job["batch"] * job["tokens"]).reshape(job["batch"], job["tokens"]) % 50_000
+    model = _empty(job["size"], getattr(torch, job["dtype"]))
+    count = job["batch"] * job["tokens"]
     calls = []
     with torch.inference_mode(), METHODS[job["method"]](model, Path(job["path"]), job["memory"]) as running:
-        for _ in range(job["calls"]):
+        for number in range(job["calls"]):
+            # Other tokens in each call, for which a router chooses other experts.
+            tokens = (torch.arange(count) + 977 * number).reshape(job["batch"], job["tokens"]) % 50_000
             before, begin = _fetched(), time.perf_counter()
             logits = running(tokens)
             calls.append({"seconds": time.perf_counter() - begin, "read": _fetched() - before})
-        digest = hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(logits.float().contiguous().numpy().tobytes()).hexdigest()
     print(json.dumps({"calls": calls, "logits": digest}))
 
 

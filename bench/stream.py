@@ -19,12 +19,13 @@ from typing import Any
 import click
 import torch
 
-from bench._stream_child import METHODS
+from bench._stream_child import METHODS, same_dtype_only
+from bench._stream_models import MODELS, empty_state, random_state
 from sluice._units import format_bytes
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.folder import temporary_folder
-from sluice.benchmark.gpt2 import final_bytes, make_checkpoint
 from sluice.benchmark.raw import read_file
+from sluice.benchmark.writing import write_checkpoint
 from sluice.measuring import run_limited
 
 __all__ = ["main", "ratios"]
@@ -118,7 +119,10 @@ def _cells(rows: Sequence[Row], share: int, loaded: Row) -> Iterator[Sequence[st
 
 
 @click.command()
-@click.option("--size", default="large", show_default=True, help="GPT-2 size.")
+@click.option("--size", type=click.Choice(MODELS), default="large", show_default=True, help="Of GPT-2, or experts.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the model, not the file."
+)
 @click.option("--shares", default="75,50,25", show_default=True, help="Memory for weights, in percent of the model.")
 @click.option("--methods", default="sluice,sluice place=map,mmap,accelerate", show_default=True)
 @click.option("--file", "name", default="model.safetensors", show_default=True, help="Its suffix is its format.")
@@ -127,8 +131,9 @@ def _cells(rows: Sequence[Row], share: int, loaded: Row) -> Iterator[Sequence[st
 @click.option("--rounds", default=5, show_default=True, help="Processes of each method.")
 @click.option("--directory", type=click.Path(path_type=Path), default=None, help="Where the checkpoint is made.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write all runs to a file.")
-def main(
+def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     size: str,
+    dtype: str,
     shares: str,
     methods: str,
     name: str,
@@ -143,18 +148,20 @@ def main(
     unknown = [each for each in chosen if each not in METHODS]
     if unknown:
         raise click.UsageError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    nbytes = final_bytes(size, torch.float32)
+    if dtype != "float32":
+        chosen = [each for each in chosen if not same_dtype_only(each)]
+    nbytes = sum(tensor.numel() for tensor in empty_state(size).values()) * getattr(torch, dtype).itemsize
     table: list[Sequence[str]] = []
-    document: Row = {"size": size, "batch": batch, "tokens": tokens, "bytes": nbytes, "shares": {}}
+    document: Row = {"size": size, "dtype": dtype, "batch": batch, "tokens": tokens, "bytes": nbytes, "shares": {}}
     with temporary_folder(directory) as folder:
         path = folder / name
-        make_checkpoint(path, size, torch.float32, "safetensors" if path.suffix == ".safetensors" else "torch")
-        job = {"size": size, "path": str(path), "batch": batch, "tokens": tokens, "calls": _CALLS, "memory": 0}
+        write_checkpoint(random_state(size), path, "safetensors" if path.suffix == ".safetensors" else "torch")
+        job = {"size": size, "dtype": dtype, "batch": batch, "tokens": tokens, "path": str(path)}
+        job |= {"calls": _CALLS, "memory": 0}
         loaded = _median("loaded", [_run("loaded", job, _GENEROUS_BYTES) for _ in range(2)])
         rate = statistics.median(_raw_rate(path) for _ in range(3))
-        click.echo(
-            f"{size}: {format_bytes(nbytes)}; computes in {loaded['seconds']:.2f} s; raw reads {rate / 1e9:.2f} GB/s"
-        )
+        computes = f"{size} in {dtype}: {format_bytes(nbytes)}; computes in {loaded['seconds']:.2f} s"
+        click.echo(f"{computes}; raw reads {rate / 1e9:.2f} GB/s")
         document |= {"loaded": loaded, "raw_bytes_per_second": rate}
         for share in map(int, shares.split(",")):
             memory = nbytes * share // 100

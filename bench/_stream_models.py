@@ -1,0 +1,62 @@
+"""The models of ``bench.stream``: GPT-2 of each size, and one whose blocks have experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from sluice.benchmark.gpt2 import SIZES, GPTModel, config, gpt2, random_weight
+
+__all__ = ["EXPERTS", "MODELS", "empty_state", "model_of", "random_state"]
+
+#: Name of the mixture of experts, which has the width and the blocks of GPT-2 small.
+EXPERTS = "experts"
+
+#: Names of the models.
+MODELS = (*SIZES, EXPERTS)
+
+#: Experts of each block, and those that a token is sent to.
+_COUNT, _CHOSEN = 8, 2
+
+
+class _Experts(nn.Module):
+    """Feed-forward networks of which each token uses two, weighted by a router, as in Mixtral."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, _COUNT, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(_COUNT)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        weights, chosen = self.router(tokens).softmax(-1).topk(_CHOSEN)
+        result = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            if len(token):
+                result[token] += weights[token, place, None] * expert(tokens[token])
+        return result.reshape(x.shape)
+
+
+def model_of(name: str) -> nn.Module:
+    """Build a model."""
+    if name != EXPERTS:
+        return gpt2(name)
+    cfg = config("small")
+    model = GPTModel(cfg)
+    for block in model.trf_blocks:
+        block.ff = _Experts(cfg["emb_dim"])
+    return model
+
+
+def empty_state(name: str) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model without memory."""
+    with torch.device("meta"):
+        return model_of(name).state_dict()
+
+
+def random_state(name: str) -> dict[str, torch.Tensor]:
+    """Return random weights of a model in fp32."""
+    return {key: random_weight(key, tensor.shape) for key, tensor in empty_state(name).items()}
