@@ -27,6 +27,7 @@ SKIPPED = {
     "docs/saving.md": 1,  # several ranks
     "docs/remote.md": 4,  # a bucket and credentials
     "docs/scaling.md": 1,
+    "docs/streaming.md": 1,  # an accelerator
     "docs/versions.md": 1,  # builds environments of several gigabytes
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sluice.planning.streaming import Step, StreamedUnit, Streaming, decide_streaming
+from sluice.planning.streaming import Step, StreamedUnit, Streaming, choose_resting, decide_streaming
 
 
 def _decide(sizes: Sequence[int], memory: int, *, fixed: int = 0, steps: Sequence[Step] | None = None) -> Streaming:
@@ -82,3 +82,15 @@ def test_memory_is_kept_and_the_smallest_works(sizes: list[int], fixed: int, mem
     assert found.smallest_bytes == 0 or not _decide(sizes, found.smallest_bytes - 1, fixed=fixed).fits(
         found.smallest_bytes - 1
     )
+
+
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(0, 1000))
+def test_as_many_units_rest_as_fit(sizes: list[int], room: int) -> None:
+    chosen = choose_resting(sizes, room)
+    left = room - sum(sizes[number] for number in chosen)
+    assert left >= 0
+    assert all(size > left for number, size in enumerate(sizes) if number not in chosen)
+
+
+def test_resting_units_are_spread_evenly() -> None:
+    assert choose_resting([10] * 8, 40) == {0, 2, 4, 6}

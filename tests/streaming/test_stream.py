@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import sluice
+from sluice import _options as options
 from sluice._errors import BudgetError, ReadError, SluiceError, SourceChangedError, StreamError
 from sluice._options import MemoryLimits
+from sluice.benchmark.cache import make_cold
 from sluice.modules.parked import ParkedParameter
 from sluice.records import DeviceFacts
 from sluice.streaming.stream import Stream
@@ -442,11 +444,43 @@ def test_a_plan_tells_what_a_stream_would_hold_and_read(file: Path) -> None:
         sluice.plan(None, file, stream=True)
 
 
-def test_a_stream_on_an_accelerator(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = saved(Layers, file)
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("sluice.loading.devices.device_name", str)
     monkeypatch.setattr("sluice.reading.transfer.device_facts", lambda device: DeviceFacts(device=device))
     monkeypatch.setattr("sluice.engine.targets.accelerator", lambda _: FakeAccelerator())
+    return "fake:0"
+
+
+@pytest.mark.parametrize("page_cache", ["cold", "cached"])
+def test_weights_of_an_accelerator_rest_in_host_memory(file: Path, fake_device: str, page_cache: str) -> None:
+    """The second call reads from the file only what has no room, and the same bits."""
+    model = saved(Layers, file)
+    memory = MemoryLimits(device=3 * block_bytes(), host=(64 << 20) + options.OVERHEAD_BYTES + 2 * block_bytes() + 8192)
+    running = empty(Layers)
+    planned = sluice.plan(running, file, memory=memory, device=fake_device, stream=True).stream
+    if page_cache == "cold":
+        make_cold(file)
+    calls: list[int] = []
+    with sluice.open(file) as checkpoint:
+        (recorded,) = record_reads(checkpoint)
+        with sluice.stream(running, checkpoint, memory=memory, device=fake_device) as stream:
+            for _ in range(3):
+                recorded.reads.clear()
+                assert torch.equal(running(IDS), model(IDS))
+                calls.append(sum(read.nbytes for read in recorded.reads))
+            report = stream.report
+    assert planned is not None
+    assert (planned.host_bytes, planned.call_bytes) == (report.host_bytes, report.call_bytes)
+    assert 0 < report.host_bytes <= 2 * block_bytes()
+    # Direct reads are of whole blocks.
+    assert all(nbytes <= report.call_bytes + 16 * options.BLOCK_BYTES for nbytes in calls[1:])
+    assert calls[0] >= report.call_bytes + report.host_bytes
+    assert "rest in host memory" in str(report)
+
+
+def test_a_stream_on_an_accelerator(file: Path, fake_device: str) -> None:
+    model = saved(Layers, file)
     running = empty(Layers)
     with sluice.stream(running, file, memory=MemoryLimits(device=3 * block_bytes()), device="fake:0") as stream:
         for _ in range(2):

@@ -54,7 +54,8 @@ def stream(
         source: A checkpoint file or directory, a shard index, a file object, or an open checkpoint; see ``open``.
         memory: Bytes for weights where they are used: a size such as ``"6GiB"``, or ``MemoryLimits``, whose ``host`` or
             ``device`` counts. The staging buffers, and what the model computes, come on top. None takes what the limits
-            of the process leave, less a tenth.
+            of the process leave, less a tenth. For a model on an accelerator, ``MemoryLimits(device=, host=)`` also
+            gives host memory, staging included, in which weights rest that do not fit on the device.
         device: Where the model runs; None for the CPU, or where its constructor moved it.
         dtype: As in ``load_into``. A cast is made each time that weights are read: convert the file once if possible.
         key: As in ``load_into``.

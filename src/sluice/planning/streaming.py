@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from msgspec import Struct
 
-__all__ = ["Step", "StreamedUnit", "Streaming", "decide_streaming"]
+__all__ = ["Step", "StreamedUnit", "Streaming", "choose_resting", "decide_streaming"]
 
 #: Most sizes of units that are tried as the largest that is streamed.
 _SIZES_TRIED = 64
@@ -102,6 +102,23 @@ def decide_streaming(
                 reads_ahead=ahead,
             )
     raise AssertionError("the smallest memory fits by its definition")
+
+
+def choose_resting(sizes: Sequence[int], memory_bytes: int) -> frozenset[int]:
+    """Return the positions of the streamed units that rest in host memory: as many bytes as fit, spread evenly.
+
+    While one of them is copied to the device, the disk reads a unit after it.
+
+    Args:
+        sizes: Bytes that each unit takes.
+        memory_bytes: Bytes for all of them.
+    """
+    chosen = set[int]()
+    for number in _spread(range(len(sizes))):
+        if sizes[number] <= memory_bytes:
+            chosen.add(number)
+            memory_bytes -= sizes[number]
+    return frozenset(chosen)
 
 
 def _candidates(units: Sequence[StreamedUnit], steps: Sequence[Step]) -> Iterator[frozenset[int]]:

@@ -24,6 +24,7 @@ from sluice.machine.facts import machine_facts
 from sluice.planning.memory_layout import single_targets
 from sluice.planning.planner import plan_load
 from sluice.records import Entry, Index, LoadPlan, MachineFacts, Request, Storage, View, elements_of
+from sluice.sources.protocol import Source
 
 __all__ = ["CheckpointReader", "PendingTensors"]
 
@@ -31,13 +32,15 @@ __all__ = ["CheckpointReader", "PendingTensors"]
 class CheckpointReader:
     """Runs plans over the files of one checkpoint. A context manager: no thread outlives it."""
 
-    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+    def __init__(self, checkpoint: OpenCheckpoint, sources: Sequence[Source] | None = None) -> None:
         """Start nothing and ask the machine nothing yet.
 
         Args:
             checkpoint: What is read; it stays open while plans run.
+            sources: Sources of the same bytes that are read instead of its files.
         """
         self._checkpoint = checkpoint
+        self._sources = checkpoint.sources if sources is None else sources
         self._session: Session | None = None
         self._first_file = len(checkpoint.index.storages)
 
@@ -69,7 +72,7 @@ class CheckpointReader:
     def begin(self, plan: LoadPlan, targets: TargetMemory) -> RunningPlan:
         """Begin to run a plan; see ``Session.start``. After a failure this begins a new session."""
         if self._session is None or self._session.ended:
-            self._session = Session(self._checkpoint.sources)
+            self._session = Session(self._sources)
         return self._session.start(plan, targets)
 
     def release_staging(self) -> None:

@@ -27,8 +27,10 @@ class StreamPlan(Report):
     resident_bytes: int
     #: Bytes of memory through which the others would pass.
     window_bytes: int
-    #: Bytes that a call of the model would read if it uses every block once.
+    #: Bytes that a call of the model would read from the files if it uses every block once.
     call_bytes: int
+    #: Bytes of the files that would rest in host memory, for a model on an accelerator.
+    host_bytes: int = 0
     #: Estimated seconds to read them, while the model computes; None without a probe.
     call_seconds: float | None = None
 
@@ -50,6 +52,7 @@ class StreamPlan(Report):
             f"as a stream: {format_bytes(self.resident_bytes)} stay in memory, the weights of "
             f"{counted(self.blocks, 'block')} pass through {format_bytes(self.window_bytes)}; each call reads "
             f"{format_bytes(self.call_bytes)}{seconds}"
+            + (f", and {format_bytes(self.host_bytes)} from host memory" if self.host_bytes else "")
         )
 
 
@@ -72,7 +75,7 @@ class StreamReport(Report):
     resident_bytes: int
     #: Bytes of memory through which the others pass.
     window_bytes: int
-    #: Bytes that a call of the model reads if it uses every block once; embeddings count in whole.
+    #: Bytes that a call of the model reads from the files if it uses every block once.
     call_bytes: int
     #: Number of calls of the model.
     calls: int
@@ -86,6 +89,8 @@ class StreamReport(Report):
     hits: int
     #: How often they were not.
     misses: int
+    #: Bytes of the files that rest in host memory after the first call, for a model on an accelerator.
+    host_bytes: int = 0
     #: Remarks, one sentence each.
     notes: tuple[str, ...] = ()
 
@@ -105,6 +110,7 @@ class StreamReport(Report):
             [
                 ("stay in memory", format_bytes(self.resident_bytes)),
                 (f"pass through, for {counted(self.blocks, 'block')}", format_bytes(self.window_bytes)),
+                *([("rest in host memory", format_bytes(self.host_bytes))] if self.host_bytes else []),
                 ("read for each call", format_bytes(self.call_bytes)),
             ],
         )

@@ -23,9 +23,10 @@ from sluice.loading.module_job import ModuleJob, ModuleRequest
 from sluice.modules.blocks import Block, find_blocks, smallest_blocks
 from sluice.modules.parked import ParkedParameter
 from sluice.planning.budget import HOST, device_limit, find_limits
-from sluice.planning.streaming import Streaming
+from sluice.planning.streaming import Streaming, choose_resting
 from sluice.reports.stream import StreamPlan
 from sluice.streaming.division import Division, divide
+from sluice.streaming.host_weights import resting_bytes
 from sluice.streaming.lookup import Lookup, looks_up_rows
 from sluice.streaming.units import UnitPlan
 
@@ -62,12 +63,24 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     decision: Streaming
     #: Device of the streamed weights.
     device: str
+    #: Positions of the units whose bytes rest in host memory.
+    resting: frozenset[int] = frozenset()
 
     @property
     def streamed_bytes(self) -> int:
         """Bytes that are read for each call that uses every unit."""
         used = set(chain.from_iterable(self.uses))
         return sum(unit.prepared.plan.read_bytes for number, unit in enumerate(self.units) if number in used)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the files that rest in host memory, so that only the first call reads them."""
+        return sum(self.units[number].prepared.plan.read_bytes for number in self.resting)
+
+    @property
+    def call_bytes(self) -> int:
+        """Bytes that are read from the files for each call that uses every unit."""
+        return self.streamed_bytes - self.host_bytes
 
 
 def decide_stream(request: StreamRequest, checkpoint: OpenCheckpoint) -> StreamJob:
@@ -105,8 +118,9 @@ def plan_stream(request: StreamRequest, checkpoint: OpenCheckpoint, *, bytes_per
         smallest_bytes=stream.decision.smallest_bytes,
         resident_bytes=stream.decision.resident_bytes,
         window_bytes=stream.decision.window_bytes,
-        call_bytes=stream.streamed_bytes,
-        call_seconds=None if bytes_per_second is None else stream.streamed_bytes / bytes_per_second,
+        host_bytes=stream.host_bytes,
+        call_bytes=stream.call_bytes,
+        call_seconds=None if bytes_per_second is None else stream.call_bytes / bytes_per_second,
     )
 
 
@@ -120,7 +134,7 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
     found = divide(job, find_blocks(model, request.blocks), memory_bytes, transfer)
     if not found.decision.fits(memory_bytes) and request.blocks is None:
         found = divide(job, smallest_blocks(model), memory_bytes, transfer)
-    return _stream_job(job, found, transfer), memory_bytes
+    return _stream_job(job, found, transfer, _resting_bytes(request.memory, _device(job))), memory_bytes
 
 
 def _refuse(model: nn.Module) -> None:
@@ -166,13 +180,20 @@ def _memory_bytes(job: ModuleJob, memory: Memory) -> int:
     return max(0, int(found * (1 - options.AUTO_RESERVE)) - gate)
 
 
+def _resting_bytes(memory: Memory, device: str) -> int:
+    """Return the bytes of host memory for weights of a model on an accelerator: those of the caller, less the gate."""
+    if device == "cpu" or not isinstance(memory, MemoryLimits) or memory.host is None:
+        return 0
+    return max(0, parse_bytes(memory.host) - parse_bytes(memory.staging) - options.OVERHEAD_BYTES)
+
+
 def _device(job: ModuleJob) -> str:
     """Return the device of the model's weights."""
     devices = Counter(request.device for request in job.requests)
     return devices.most_common(1)[0][0] if devices else "cpu"
 
 
-def _stream_job(job: ModuleJob, division: Division, transfer: TransferOptions) -> StreamJob:
+def _stream_job(job: ModuleJob, division: Division, transfer: TransferOptions, host_bytes: int) -> StreamJob:
     resident = division.decision.resident
     staying = [position for number in resident for position in division.members[number]]
     streamed = [number for number in range(len(division.units)) if number not in resident]
@@ -187,13 +208,17 @@ def _stream_job(job: ModuleJob, division: Division, transfer: TransferOptions) -
                 )
             else:
                 uses[block].append(unit)
+    units = tuple(division.units[number] for number in streamed)
+    used = {unit for each in uses for unit in each}
+    sizes = [resting_bytes(unit.prepared.plan.reads) if i in used else host_bytes + 1 for i, unit in enumerate(units)]
     return StreamJob(
         whole=job,
         resident=job.part(sorted([*division.others, *staying]), transfer),
         blocks=division.blocks,
-        units=tuple(division.units[number] for number in streamed),
+        units=units,
         uses=tuple(map(tuple, uses)),
         lookups=tuple(lookups),
         decision=division.decision,
         device=_device(job),
+        resting=choose_resting(sizes, host_bytes),
     )

@@ -24,6 +24,7 @@ from sluice.modules.parked import Guard
 from sluice.reading.reader import CheckpointReader
 from sluice.records.bulk import collector_paused
 from sluice.reports.stream import StreamReport
+from sluice.streaming.host_weights import HostWeights
 from sluice.streaming.job import StreamJob, StreamRequest, decide_stream
 from sluice.streaming.lookup import Lookup
 from sluice.streaming.order import CallOrder
@@ -37,8 +38,8 @@ __all__ = ["Stream", "open_stream"]
 class Stream:
     """A running stream; see ``sluice.stream``. A context manager that closes it."""
 
-    def __init__(self, job: StreamJob, exits: ExitStack, reader: CheckpointReader) -> None:
-        self._job, self._reader = job, reader
+    def __init__(self, job: StreamJob, exits: ExitStack, reader: CheckpointReader, host: HostWeights) -> None:
+        self._job, self._reader, self._host = job, reader, host
         self._lock = threading.RLock()
         self._units = [Unit(plan) for plan in job.units]
         facts = job.whole.plan.facts
@@ -84,11 +85,12 @@ class Stream:
             weights_bytes=job.whole.plan.final_bytes,
             resident_bytes=job.decision.resident_bytes,
             window_bytes=job.decision.window_bytes,
-            call_bytes=job.streamed_bytes,
+            host_bytes=job.host_bytes,
+            call_bytes=job.call_bytes,
             calls=self._model_calls,
             seconds=self._model_seconds,
             waited_seconds=window.waited_seconds,
-            read_bytes=window.read_bytes,
+            read_bytes=window.read_bytes - self._host.served_bytes,
             hits=window.hits,
             misses=window.misses,
             notes=job.whole.notes,
@@ -250,6 +252,9 @@ def open_stream(
             job = decide_stream(request, checkpoint)
         compare_tied(job.whole)
         run(job.resident, progress=progress)
-        reader = stack.enter_context(CheckpointReader(checkpoint))
-        return Stream(job, stack.pop_all(), reader)
+        resting = (read for number in job.resting for read in job.units[number].prepared.plan.reads)
+        host = HostWeights(checkpoint.sources, resting, huge_pages=job.whole.plan.facts.huge_pages)
+        stack.callback(host.clear)
+        reader = stack.enter_context(CheckpointReader(checkpoint, host.sources))
+        return Stream(job, stack.pop_all(), reader, host)
     raise AssertionError("no exception is suppressed")

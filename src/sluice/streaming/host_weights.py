@@ -1,0 +1,125 @@
+"""Weights of a stream on an accelerator that rest in host memory: the bytes of their reads are kept from the first one.
+
+They are kept as they are in the file, in front of its sources, so that plans, casts and copies to the device are those
+of weights on the disk. A file that changes is still noticed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from sluice import _options as options
+from sluice._geometry import round_down, round_up
+from sluice.engine.host_memory import HostMemory
+from sluice.records import Read
+from sluice.sources.forwarding import ForwardingSource
+from sluice.sources.protocol import Source
+
+__all__ = ["HostWeights", "resting_bytes"]
+
+
+def resting_bytes(reads: Iterable[Read]) -> int:
+    """Return the bytes of host memory that reads take: whole blocks, as direct reads bring them."""
+    return sum(_blocks(read)[1] for read in reads)
+
+
+class HostWeights:
+    """The files of a checkpoint, and the bytes of some reads of them."""
+
+    def __init__(self, sources: Sequence[Source], reads: Iterable[Read], *, huge_pages: bool) -> None:
+        """Keep nothing yet.
+
+        Args:
+            sources: The files.
+            reads: The reads whose bytes are kept.
+            huge_pages: Whether they are kept on huge pages.
+        """
+        by_file = defaultdict[int, list[Read]](list)
+        for read in reads:
+            by_file[read.file].append(read)
+        self._kept = {file: _KeptReads(sources[file], each, huge_pages=huge_pages) for file, each in by_file.items()}
+        #: The files; the kept reads do not reach them.
+        self.sources = tuple(self._kept.get(number, source) for number, source in enumerate(sources))
+
+    @property
+    def served_bytes(self) -> int:
+        """Bytes that were read from host memory so far."""
+        return sum(kept.served_bytes for kept in self._kept.values())
+
+    def clear(self) -> None:
+        """Free the memory; nothing is being read."""
+        for kept in self._kept.values():
+            kept.clear()
+
+
+class _Rest:
+    """The bytes of one read, once it was made."""
+
+    __slots__ = ("bytes", "first", "memory")
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.bytes = memoryview(b"")
+        self.memory: HostMemory | None = None
+
+    def part(self, offset: int, nbytes: int) -> memoryview | None:
+        """Return a part by its offset in the file; None if not all of it is here."""
+        start = offset - self.first
+        return self.bytes[start : start + nbytes] if 0 <= start <= len(self.bytes) - nbytes else None
+
+
+class _KeptReads(ForwardingSource):
+    """One file, and the bytes of some reads of it; each of them is made by one thread at a time."""
+
+    def __init__(self, source: Source, reads: Iterable[Read], *, huge_pages: bool) -> None:
+        super().__init__(source)
+        self._huge_pages = huge_pages
+        #: The rest of each read by offset and size, as it is requested buffered and as it is requested directly.
+        self._rests: dict[tuple[int, int], _Rest] = {}
+        for read in reads:
+            rest = self._rests.setdefault((read.offset, read.nbytes), _Rest())
+            self._rests.setdefault(_blocks(read), rest)
+        self.served_bytes = 0
+        self._counting = threading.Lock()
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        return self._source.read_at(offset, nbytes)
+
+    def read_into(self, offset: int, buffer: memoryview, *, direct: bool = False) -> int:
+        rest = self._rests.get((offset, len(buffer)))
+        if rest is None:
+            return self._source.read_into(offset, buffer, direct=direct)
+        # The last block of a file is shorter than what is requested.
+        nbytes = max(0, min(len(buffer), self.identity.nbytes - offset))
+        part = rest.part(offset, nbytes)
+        if part is not None:
+            _copy(buffer[:nbytes], part)
+            with self._counting:
+                self.served_bytes += nbytes
+            return nbytes
+        found = self._source.read_into(offset, buffer, direct=direct)
+        if found == nbytes:
+            rest.memory = HostMemory(nbytes, huge_pages=self._huge_pages)
+            rest.first, rest.bytes = offset, rest.memory.view()[:nbytes]
+            _copy(rest.bytes, buffer[:nbytes])
+        return found
+
+    def clear(self) -> None:
+        """Free the memory."""
+        for rest in self._rests.values():
+            rest.bytes, rest.memory = memoryview(b""), None
+
+
+def _blocks(read: Read) -> tuple[int, int]:
+    """Return offset and size of the blocks of a read."""
+    first = round_down(read.offset, options.BLOCK_BYTES)
+    return first, round_up(read.offset + read.nbytes, options.BLOCK_BYTES) - first
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    # Not a slice assignment, which holds the interpreter lock.
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
