@@ -21,6 +21,7 @@ from bench.places import Fill, Place, Spot, Unavailable
 SIZE = "1MiB"
 
 
+@pytest.mark.long
 def test_every_value_is_compared_and_nothing_stays(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

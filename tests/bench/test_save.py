@@ -24,6 +24,7 @@ def _children_find_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
 
 
+@pytest.mark.long
 def test_saves_are_made_by_processes_of_their_own_and_removed(tmp_path: Path) -> None:
     chosen = ["transposed: sluice.save .safetensors"]
     options = ["--size", "tiny", "--runs", "1", "--directory", str(tmp_path / "in"), "--out", str(tmp_path / "out")]

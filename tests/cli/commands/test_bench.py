@@ -180,6 +180,7 @@ def test_the_help_names_every_method() -> None:
     assert set(LOADERS) <= words
 
 
+@pytest.mark.long
 @pytest.mark.skipif(memory_limit_refusal() is not None, reason=f"no memory limit: {memory_limit_refusal()}")
 def test_under_a_limit_the_hungry_die_with_the_reason_and_the_lean_live(tmp_path: Path) -> None:
     path = tmp_path / "large.pth"

@@ -56,6 +56,7 @@ def test_a_model_is_divided_as_its_mesh_says(four_ranks: Ranks, checkpoint: Path
     assert four_ranks.run(loaded, str(checkpoint), mesh) == [True] * 4
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_three_dimensions_of_eight_ranks(checkpoint: Path) -> None:
     """Copies of FSDP2 over tensor parallelism; a rank holds an eighth, or less of 11 and 6 rows."""
