@@ -204,6 +204,12 @@ CACHED_SHARE = 0.85
 #: Most probes of one file; larger files are probed at larger steps.
 PROBES_PER_FILE = 4096
 
+#: Elements of one piece of packs that is decoded on an accelerator: temporary memory of about 8 MiB.
+DEVICE_PIECE_ELEMENTS = 1 << 18
+
+#: Most parts of packs that one selection takes apart from each other: each is a fill of its own.
+PACK_PARTS = 4096
+
 #: Elements of one piece of a cast. torch splits larger casts over its own thread pool, and one pool per reader would
 #: oversubscribe the machine (at::internal::GRAIN_SIZE is 32768).
 CAST_PIECE_ELEMENTS = 32_767
