@@ -33,11 +33,11 @@ class Packing(Struct, frozen=True, kw_only=True):
     elements: int
     #: Bytes of one pack.
     nbytes: int
-    #: Of a fill: the first element that it takes from each pack.
+    #: First element that a fill takes from each pack.
     first: int = 0
-    #: Of a fill: the number of elements that it takes from each pack.
+    #: Number of elements that a fill takes from each pack; 0 in an entry.
     taken: int = 0
-    #: Of a fill: step of these elements in the target, in elements.
+    #: Step of these elements in the target of a fill, in elements.
     target_step: int = 1
 
 

@@ -277,7 +277,7 @@ class UnsupportedValue(Opaque):
 class Index(Struct, frozen=True, kw_only=True):
     """Every tensor of a checkpoint, without any tensor data."""
 
-    #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``.
+    #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``, ``"gguf"``.
     format: str
     #: Files that contain tensor data or metadata.
     files: tuple[FileRecord, ...]
