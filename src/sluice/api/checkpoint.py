@@ -183,9 +183,9 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     """Open a checkpoint without reading tensor data or importing torch.
 
     Args:
-        source: A file written by ``torch.save``, safetensors or llama.cpp (GGUF); a directory: a Hugging Face model, one that
-            torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file of a
-            sharded model; the URL of one of them, or a ``Remote``; a list of files that are one checkpoint together; an
+        source: A file written by ``torch.save`` or safetensors, or a GGUF file; a directory: a Hugging Face model, one
+            that torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file
+            of a sharded model; the URL of one of them, or a ``Remote``; a list of files that are one checkpoint together; an
             open checkpoint; or a file opened with ``open(path, "rb")`` or an ``io.BytesIO``: reading starts at its
             position. Afterwards the position is the end of the object in a legacy ``torch.save`` file, and otherwise
             the end of the file. ``~`` is the home directory.
