@@ -34,7 +34,7 @@ def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, fu
     """
     shape = packs.shape[:-1]
     decoder, end = DECODERS[packing.name], packing.first + packing.taken
-    most = options.CAST_PIECE_ELEMENTS if packs.device.type == "cpu" else options.DEVICE_PIECE_ELEMENTS
+    most = max(options.CAST_PIECE_ELEMENTS, options.DECODED_ELEMENTS // torch.get_num_threads())
     for key in boxes(tuple(shape), max(1, most // packing.elements)):
         piece = packs[key]
         decoded = decoder(piece.reshape(prod(piece.shape[:-1]), packing.nbytes))[:, packing.first : end]
