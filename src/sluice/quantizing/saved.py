@@ -46,7 +46,7 @@ def opened_weights(model: nn.Module, *, finish: bool = True) -> Iterator[None]:
     Args:
         model: The model.
         finish: Whether the weights consist of what these parameters have become, at the end of the block. Otherwise,
-            and after a failure, they are as they were.
+            and after a failure, they stay unchanged.
     """
     opened = list(_open(model))
     try:
