@@ -35,6 +35,26 @@ def _safetensors(header: object, nbytes: int) -> bytes:
     return struct.pack("<Q", len(text)) + text + bytes(nbytes)
 
 
+def _gguf() -> bytes:
+    """Return a file with a number, texts, arrays, a plain tensor and one of packs."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    metadata = [
+        text("n") + struct.pack("<If", 6, 0.5),
+        text("s") + struct.pack("<I", 8) + text("\u00e9"),
+        text("t") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text(""),
+        text("i") + struct.pack("<IIQ3i", 9, 5, 3, 1, 2, 3),
+    ]
+    tensors = [
+        text("w") + struct.pack("<IQQIQ", 2, 32, 2, 8, 0),
+        text("b") + struct.pack("<IQIQ", 1, 3, 0, 96),
+    ]
+    head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata)) + b"".join(metadata + tensors)
+    return head + bytes(-len(head) % 32) + bytes(96 + 12)
+
+
 def seeds() -> dict[str, list[bytes]]:
     """Return the seed inputs of each target."""
     pair = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -61,6 +81,7 @@ def seeds() -> dict[str, list[bytes]]:
             _safetensors({"\u00e9\n": pair, "e": {"dtype": "I64", "shape": [0, 3], "data_offsets": [8, 8]}}, 8),
             _safetensors({}, 0),
         ],
+        "gguf_header": [_gguf(), struct.pack("<4sIQQ", b"GGUF", 2, 0, 0)],
         "zip_directory": [
             torch_archive(state, {"0": bytes(24)}, records={".format_version": b"1", ".storage_alignment": b"64"}),
             build_archive(records, zip64=True),

@@ -16,6 +16,7 @@ from sluice.formats.archives.zip_directory import read_directory
 from sluice.formats.archives.zip_records import locate_records
 from sluice.formats.detection import detect
 from sluice.formats.distributed.metadata import read_metadata
+from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.pickles.unpickler import Unpickler
 from sluice.formats.protocol import Format
 from sluice.formats.safetensors.reader import SafetensorsFormat
@@ -38,6 +39,11 @@ def safetensors_header(data: bytes) -> None:
     """Parse a safetensors file, unchanged and with a length field that matches the remaining bytes."""
     _index(SafetensorsFormat(), data)
     _index(SafetensorsFormat(), max(0, len(data) - 8).to_bytes(8, "little") + data[8:])
+
+
+def gguf_header(data: bytes) -> None:
+    """Parse a GGUF file."""
+    _index(GgufFormat(), data)
 
 
 def zip_directory(data: bytes) -> None:
@@ -85,7 +91,15 @@ def _index(file_format: Format, data: bytes) -> None:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     target.__name__: target
-    for target in (safetensors_header, zip_directory, pickle_program, legacy_file, shard_index, dcp_metadata)
+    for target in (
+        safetensors_header,
+        gguf_header,
+        zip_directory,
+        pickle_program,
+        legacy_file,
+        shard_index,
+        dcp_metadata,
+    )
 }
 
 

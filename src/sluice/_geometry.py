@@ -16,7 +16,6 @@ __all__ = [
     "collapse",
     "contiguous_stride",
     "cut",
-    "cut_rows",
     "is_dense",
     "round_down",
     "round_up",
@@ -155,21 +154,6 @@ def cut(whole: CopyPiece, item_bytes: int, *, limit_bytes: int, gap_bytes: int) 
     count = size if step_bytes == 0 else (limit_bytes - max(inner_bytes, step_bytes)) // step_bytes + 1
     for index in range(0, size, count):
         yield _rows(whole, index, min(count, size - index), item_bytes)
-
-
-def cut_rows(whole: CopyPiece, item_bytes: int, *, limit_bytes: int) -> Iterator[CopyPiece]:
-    """Cut a copy between the rows of its first dimension into pieces of at most ``limit_bytes`` source bytes.
-
-    Raises:
-        ValueError: ``limit_bytes`` is smaller than one row.
-    """
-    size, step_bytes = whole.shape[0], whole.source_stride[0] * item_bytes
-    row_bytes = span_elements(whole.shape[1:], whole.source_stride[1:]) * item_bytes
-    if row_bytes > limit_bytes:
-        raise ValueError(f"a read of {limit_bytes} bytes cannot hold a row of {row_bytes} bytes")
-    count = size if step_bytes == 0 else (limit_bytes - row_bytes) // step_bytes + 1
-    for first in range(0, size, count):
-        yield _rows(whole, first, min(count, size - first), item_bytes)
 
 
 def _cut_run(whole: CopyPiece, item_bytes: int, limit_bytes: int) -> Iterator[CopyPiece]:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import sluice
 from sluice._options import Limits
+from support.gguf_files import packed, plain, write
 
 
 @pytest.fixture
@@ -36,6 +37,16 @@ def test_the_parts_are_one_checkpoint(shards: list[Path], tmp_path: Path) -> Non
     assert sluice.verify(shards, hashes="sha256").ok
     assert sluice.plan(None, shards).final_bytes == 60
     assert sluice.open(shards, limits=Limits(symlinks_outside=False)).format == "torch-parts"
+
+
+def test_the_parts_of_a_divided_gguf_file(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    tensor, elements = packed((4, 64))
+    write(parts[0], {"a": tensor})
+    write(parts[1], {"b": plain(torch.ones(3))})
+    with sluice.open(parts) as checkpoint:
+        assert (checkpoint.format, list(checkpoint)) == ("gguf-parts", ["a", "b"])
+        assert torch.equal(checkpoint["a"].read(), elements)
 
 
 def test_a_list_of_one_path_is_the_path(shards: list[Path]) -> None:

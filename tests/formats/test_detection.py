@@ -102,7 +102,6 @@ OTHERS: list[tuple[bytes, type[CheckpointError], str]] = [
     (tar_bytes("model.nemo"), UnsupportedError, "a tar archive, which sluice does not read. Unpack it"),
     (tar_bytes("x", mark=False), UnsupportedError, "a tar archive, which sluice does not read. Unpack it"),
     (b"\x89HDF\r\n\x1a\n" + bytes(100), UnsupportedError, "HDF5"),
-    (b"GGUF\3\0\0\0{\0\0\0\0\0\0\0" + bytes(100), UnsupportedError, "GGUF"),
     (b"tjgg\3\0\0\0" + bytes(100), UnsupportedError, "GGML"),
     (b"\x08\x07\x12\x07pytorch\x1a\x052.1.0:\x9a\x01" + bytes(100), UnsupportedError, "ONNX"),
     (b"\x08\x0aB\x02\x10\x12:\x80\x01" + bytes(100), UnsupportedError, "ONNX"),

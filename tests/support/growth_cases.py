@@ -198,6 +198,8 @@ CASES: dict[str, Case] = {
     "safetensors": _load("plain.safetensors", long=True),
     "safetensors, unaligned": _load("unaligned.safetensors"),
     "safetensors, unaligned, cast": _load("unaligned.safetensors", item=2, dtype=_HALF, long=True),
+    "gguf": _load("packed.gguf", item=2, dtype=_HALF),
+    "gguf, cold": _load("packed.gguf", cold=True, page_cache="bypass", long=True),
     "shards": _load("shards"),
     "parameters": _load("parameters"),
     "distributed": _load("distributed"),
@@ -256,6 +258,10 @@ CASES: dict[str, Case] = {
         "even.pt", _convert("f.safetensors", 16 * MIB, EVEN, rules=[rules.transpose("*")])
     ),
     "convert unaligned to torch": _written("unaligned.safetensors", _convert("f.pt", 16 * MIB), long=True),
+    "convert gguf to safetensors": _written("packed.gguf", _convert("f.safetensors", 16 * MIB)),
+    "convert gguf to torch, transposed": _written(
+        "packed.gguf", _convert("f.pt", 16 * MIB, rules=[rules.transpose("0")]), long=True
+    ),
     "convert shards to torch": _written("shards", _convert("f.pt", 16 * MIB), long=True),
     "convert parameters to safetensors": _written("parameters", _convert("f.safetensors", 16 * MIB), long=True),
     "convert distributed to torch, cast": _written(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import sluice
+from support import gguf_files
 from support.directories import save_sharded
 from support.distributed import chunks, rows, write
 
@@ -117,6 +118,10 @@ def _huggingface(path: Path) -> None:
     safetensors.torch.save_file(state, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def _packed(path: Path) -> None:
+    gguf_files.write(path, {str(number): gguf_files.packed(shape)[0] for number, shape in enumerate(SHAPES)})
+
+
 #: Checkpoints by name; a name without a suffix is that of a directory.
 FILES: dict[str, Callable[[Path], None]] = {
     "zip.pt": _torch(SHAPES),
@@ -128,6 +133,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "views.pt": _views,
     "plain.safetensors": _safetensors,
     "unaligned.safetensors": _unaligned_safetensors,
+    "packed.gguf": _packed,
     "shards": _shards,
     "parameters": _parameters,
     "distributed": _distributed,

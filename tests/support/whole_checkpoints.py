@@ -12,7 +12,7 @@ import torch
 
 import sluice
 from sluice.formats.manifest import TensorHash
-from support import distributed, oracles
+from support import distributed, gguf_files, oracles
 
 Tensors = dict[str, torch.Tensor]
 
@@ -121,6 +121,15 @@ def _distributed(path: Path) -> Tensors:
     return tensors
 
 
+def _gguf(path: Path) -> Tensors:
+    """Write plain tensors, and packs in rows that no piece of a file divides."""
+    plain_ones = {"half": torch.linspace(0, 1, 77).half().view(7, 11), "counts": torch.arange(33)}
+    packed = {f"blk.{kind}": gguf_files.packed((37, 96), kind) for kind in ("Q8_0", "Q4_0")}
+    stored = {name: gguf_files.plain(tensor) for name, tensor in plain_ones.items()}
+    gguf_files.write(path, stored | {name: tensor for name, (tensor, _) in packed.items()})
+    return plain_ones | {name: elements for name, (_, elements) in packed.items()}
+
+
 MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
     "torch-zip": _torch_zip,
     "torch-legacy": _legacy,
@@ -131,6 +140,7 @@ MAKERS: Mapping[str, Callable[[Path], Tensors]] = {
     "shards": _shards,
     "parameters": _parameters,
     "distributed": _distributed,
+    "gguf": _gguf,
 }
 
 

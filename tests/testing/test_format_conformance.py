@@ -22,6 +22,7 @@ from sluice.checkpoint.open_file import OpenFile
 from sluice.checkpoint.several_files import open_layout
 from sluice.checkpoint.survey import CheckpointLayout
 from sluice.entries.tree import map_leaves
+from sluice.formats.gguf.reader import GgufFormat
 from sluice.formats.protocol import Checksum, Format
 from sluice.formats.safetensors.reader import SafetensorsFormat
 from sluice.formats.torch_save.legacy_format import TorchLegacyFormat
@@ -31,6 +32,7 @@ from sluice.sources.directory import DirectoryEntry
 from sluice.sources.protocol import Source
 from sluice.testing import ExpectedTensor, MemorySource, check_format
 from support import distributed
+from support.gguf_files import array, gguf_bytes, packed, plain, text
 
 TENSORS = {
     "weight": torch.randn(512, 600, generator=torch.Generator().manual_seed(0)),
@@ -73,6 +75,20 @@ def torch_file(value: object, *, legacy: bool = False) -> bytes:
 )
 def test_our_formats(file_format: Format, content: bytes) -> None:
     check_format(file_format, content, EXPECTED)
+
+
+def test_plain_and_packed_tensors_of_gguf_files() -> None:
+    tensors = {
+        "weight": packed((4096, 512))[0],
+        "bias": plain(torch.arange(700)),
+        "half": plain(torch.ones(3, 5).half()),
+    }
+    dtypes = {"weight": "float32", "bias": "int64", "half": "float16"}
+    held = {
+        name: ExpectedTensor(dtype=dtypes[name], shape=tuple(shape), data=data)
+        for name, (shape, _, data) in tensors.items()
+    }
+    check_format(GgufFormat(), gguf_bytes(tensors, {"texts": array(8, 2, text("ab") + text(""))}), held)
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["torch-zip", "torch-legacy"])

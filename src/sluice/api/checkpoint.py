@@ -46,7 +46,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype in the file; imports torch on first use."""
+        """Its dtype in the file, or the one that its packs are decoded to; imports torch on first use."""
         dtype: torch.dtype = torch_dtype(self._entry.dtype)
         return dtype
 
@@ -61,7 +61,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Bytes of its elements, decoded if they are stored in packs."""
         return self._entry.nbytes
 
     @property
@@ -183,12 +183,12 @@ def open(  # noqa: A001  (the name says what it does, as in gzip.open)
     """Open a checkpoint without reading tensor data or importing torch.
 
     Args:
-        source: A file written by ``torch.save`` or safetensors; a directory: a Hugging Face model, one that
-            torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file of a
-            sharded model; the URL of one of them, or a ``Remote``; a list of files that are one checkpoint together; an
-            open checkpoint; or a file opened with ``open(path, "rb")`` or an ``io.BytesIO``: reading starts at its
-            position. Afterwards the position is the end of the object in a legacy ``torch.save`` file, and otherwise
-            the end of the file. ``~`` is the home directory.
+        source: A file written by ``torch.save`` or safetensors, or a GGUF file; a directory: a Hugging Face model, one
+            that torch.distributed.checkpoint wrote, one file for each parameter, or safetensors parts; the index file
+            of a sharded model; the URL of one of them, or a ``Remote``; a list of files that are one checkpoint
+            together; an open checkpoint; or a file opened with ``open(path, "rb")`` or an ``io.BytesIO``: reading
+            starts at its position. Afterwards the position is the end of the object in a legacy ``torch.save`` file,
+            and otherwise the end of the file. ``~`` is the home directory.
         key: Only this part: a path into the nested object (``"ema.model"``) or a dotted prefix of names.
         limits: Bounds for hostile files; None for the defaults.
         encoding: Encoding of text that Python 2 wrote, which does not declare it, as in ``torch.load``: ``"latin1"``,

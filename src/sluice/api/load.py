@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,12 +15,13 @@ from sluice._keywords import explain_keywords
 from sluice._options import TEXT_ENCODING, Limits, Memory, PageCache, Place, Share, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
-from sluice.checkpoint.open_checkpoint import CheckpointSource, borrow
+from sluice.checkpoint.open_checkpoint import CheckpointSource, OpenCheckpoint, borrow
 from sluice.entries.rules import Rule
 from sluice.loading.devices import Device
 from sluice.loading.job import decide, load, run
 from sluice.loading.module_job import ModuleRequest
 from sluice.matching.renaming import Rename
+from sluice.modules.assembled import is_assembled_model
 from sluice.reports.load import LoadReport
 
 __all__ = ["load_into", "load_state_dict"]
@@ -141,7 +143,14 @@ def load_into(
         share=share,
         options=TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place),
     )
-    return load(request, borrow(source, limits=limits, encoding=encoding), progress=progress)
+    opening: AbstractContextManager[OpenCheckpoint] = borrow(source, limits=limits, encoding=encoding)
+    if is_assembled_model(model):
+        # Here, not above: most models are not quantized before the load.
+        from sluice.loading.quantized_models import opened_model
+
+        with opened_model(model, opening, dtype=request.dtype) as opened:
+            return load(request, opened, progress=progress)
+    return load(request, opening, progress=progress)
 
 
 @public()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from sluice.loading.module_job import ModuleRequest
 from sluice.loading.rank_plans import RankLayout, plan_ranks, tensor_parallel_dims
 from sluice.loading.state_dict import StateDictRequest
 from sluice.matching.renaming import Rename
+from sluice.modules.assembled import is_assembled_model
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
 from sluice.sharding.layouts import mesh_of
@@ -148,7 +150,7 @@ def plan(
     if stream and (model is None or mesh is not None):
         raise ValueError("plan(): stream=True needs a model, and no mesh")
     layout = _layout(model, mesh, ranks_per_host, tp_plan)
-    with borrow(source, limits=limits, encoding=encoding) as checkpoint:
+    with _opened(request, borrow(source, limits=limits, encoding=encoding)) as opening, opening as checkpoint:
         if layout is not None and isinstance(request, ModuleRequest):
             ranks, fullest = plan_ranks(request, checkpoint, layout)
             return plan_report(fullest, checkpoint, probe=probe, ranks=ranks, notes=(_ranks_note(ranks),))
@@ -156,6 +158,17 @@ def plan(
         if stream and isinstance(request, ModuleRequest):
             return _with_stream(report, request, checkpoint, memory)
         return report
+
+
+def _opened(
+    request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint]
+) -> AbstractContextManager[AbstractContextManager[OpenCheckpoint]]:
+    """Return a context for the plan, in which quantized weights of a model are parameters for their plain tensors."""
+    if not isinstance(request, ModuleRequest) or not is_assembled_model(request.model):
+        return nullcontext(opening)
+    from sluice.loading.quantized_models import opened_model  # here, not above: few models are quantized
+
+    return opened_model(request.model, opening, dtype=request.dtype, finish=False)
 
 
 def _with_stream(report: PlanReport, load: ModuleRequest, checkpoint: OpenCheckpoint, memory: Memory) -> PlanReport:

@@ -106,12 +106,15 @@ def save(
     destination = Path(refuse_url(path_argument(path), advice=UPLOAD_ADVICE))
     chosen = choose_save_format(destination, format, max_shard_size)
     check_save(metadata, chosen)
+    described: dict[str, str] = {}
+    if "torchao" in sys.modules and chosen in {"safetensors", "huggingface"}:  # otherwise nothing is quantized by it
+        state, described = _flattened(state, dtype)
     manifest_path = None if manifest is None else refuse_url(path_argument(manifest, "manifest"), advice=UPLOAD_ADVICE)
     job = SaveJob(
         destination=destination,
         dtype=dtype_argument(dtype, auto_is_none=True),
         limit_bytes=size_or_none("max_shard_size", max_shard_size),
-        metadata={"format": "pt", **(metadata or {})},
+        metadata={"format": "pt", **described, **(metadata or {})},
         overwrite=overwrite,
         staging=Staging.make(options.SAVE_STAGING_BYTES),
         manifest=manifest_writer(manifest_path, manifest_hash, destination, overwrite=overwrite),
@@ -131,6 +134,18 @@ def save(
         written_by_rank=saved.ranks,
         file_bytes=tuple(os.path.getsize(file) for file in saved.files),
     )
+
+
+def _flattened(state: object, dtype: DType | None) -> tuple[object, dict[str, str]]:
+    """Return a state whose quantized weights are plain tensors in the layout of torchao, and what describes them."""
+    from sluice.quantizing.saved import flattened
+
+    found = flattened(state) if isinstance(state, Mapping) else None
+    if found is None:
+        return state, {}
+    if dtype is not None:
+        raise SaveError("dtype= would cast the scales of quantized weights", found=str(dtype), advice="Leave it out.")
+    return found
 
 
 def _upload(path: str, state: object, requested: SaveFormat | None) -> Upload | None:

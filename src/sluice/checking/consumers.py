@@ -12,22 +12,26 @@ from typing import Protocol
 import numpy as np
 import torch
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES, torch_dtype
 from sluice._geometry import span_elements
 from sluice.checking.non_finite import NonFiniteCounter, WholeItems
 from sluice.checking.read_order import FileRange
+from sluice.engine.elementwise import cast
 from sluice.engine.host_copies import BITS, StridedBytes, copy_in_pieces
 from sluice.engine.host_memory import HostMemory
+from sluice.engine.packs import decode_packs
 from sluice.formats.manifest import Hasher
 from sluice.formats.protocol import Checksum
-from sluice.records import Entry, Part, Quantized
+from sluice.records import Entry, Packing, Part, Quantized
 
 __all__ = [
     "ByteStream",
     "ByteSwapped",
     "Consumer",
+    "Decoded",
     "RecordChecksum",
     "Tee",
     "TensorAssembler",
@@ -160,6 +164,32 @@ class ByteSwapped:
             for first in range(0, len(whole), step):
                 swapped = np.frombuffer(whole[first : first + step], dtype=f"u{self._item}").byteswap()
                 self._taker.update(memoryview(swapped.view(np.uint8).data))
+
+
+class Decoded:
+    """Passes packs on as the bytes of their elements."""
+
+    def __init__(self, consumer: Consumer, packing: Packing) -> None:
+        """Start a stream.
+
+        Args:
+            consumer: Receives the elements.
+            packing: The code of the packs.
+        """
+        self._taker = consumer
+        self._packing = replace(packing, taken=packing.elements)
+        self._packs = WholeItems(packing.nbytes)
+
+    def update(self, data: memoryview) -> None:
+        """Receive the next bytes, which may begin and end inside a pack."""
+        packing = self._packing
+        step = max(1, options.CAST_PIECE_ELEMENTS // packing.elements) * packing.nbytes
+        for whole in self._packs.take(data):
+            for first in range(0, len(whole), step):
+                packs = torch.frombuffer(bytearray(whole[first : first + step]), dtype=torch.uint8)
+                elements = torch.empty(len(packs) // packing.nbytes, packing.elements)
+                decode_packs(elements, packs.view(-1, packing.nbytes), packing, cast)
+                self._taker.update(bytes_of(elements))
 
 
 class TensorAssembler:

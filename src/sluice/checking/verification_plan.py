@@ -16,6 +16,7 @@ from sluice.checking.consumers import (
     ByteStream,
     ByteSwapped,
     Consumer,
+    Decoded,
     RecordChecksum,
     TensorAssembler,
     TensorCheck,
@@ -196,10 +197,15 @@ class VerificationPlan:
     def _in_order_stream(self, consumer: Consumer, components: Iterable[Entry]) -> ByteStream:
         """Return the stream of tensors whose elements are in order in the files, apart from their byte order."""
         pieces = [piece for one in components for piece in _in_order(one) or () if piece.numel]
-        consumers = (
-            ByteSwapped(consumer, self._swapped(piece)) if self._swapped(piece) else consumer for piece in pieces
+        return ByteStream(
+            tuple(map(self._span, pieces)), tuple(self._little_endian(consumer, piece) for piece in pieces)
         )
-        return ByteStream(tuple(map(self._span, pieces)), tuple(consumers))
+
+    def _little_endian(self, consumer: Consumer, piece: Entry) -> Consumer:
+        """Return what receives the stored bytes of a piece, and passes on its elements."""
+        if piece.elements.packing is not None:
+            return Decoded(consumer, piece.elements.packing)
+        return ByteSwapped(consumer, self._swapped(piece)) if self._swapped(piece) else consumer
 
     def _held(self, components: Sequence[Entry], done: Callable[[Sequence[torch.Tensor]], None]) -> ByteStream | None:
         """Return a stream that buffers tensors until they are complete; without ranges if they are too large.

@@ -338,6 +338,8 @@ def _size_note(shard_index: ShardIndex | None, index: Index) -> tuple[str, ...]:
 def _format_name(layout: CheckpointLayout, files: Sequence[OpenFile]) -> str:
     pickled = any(file.index.format != "safetensors" for file in files)
     if layout.kind == "parts":
+        if all(file.index.format == "gguf" for file in files):
+            return "gguf-parts"
         return "torch-parts" if pickled else "safetensors-parts"
     if layout.kind == "parameters":
         return "per-parameter"

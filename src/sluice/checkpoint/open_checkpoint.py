@@ -104,11 +104,11 @@ class OpenCheckpoint:
     def format(self) -> str:
         """Name of the format.
 
-        ``"torch-zip"``, ``"torch-legacy"`` or ``"safetensors"`` for a file; ``"huggingface-safetensors"`` or
-        ``"huggingface-bin"`` for a Hugging Face directory or a shard index; ``"safetensors-parts"`` or
-        ``"torch-parts"`` for parts without an index; ``"safetensors-chunks"`` for shards of torch's
-        ``HuggingFaceStorageWriter``; ``"per-parameter"`` for one file per parameter; ``"torch-distributed"`` for a
-        directory of torch.distributed.checkpoint.
+        ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"`` or ``"gguf"`` for a file;
+        ``"huggingface-safetensors"`` or ``"huggingface-bin"`` for a Hugging Face directory or a shard index;
+        ``"safetensors-parts"``, ``"torch-parts"`` or ``"gguf-parts"`` for parts without an index;
+        ``"safetensors-chunks"`` for shards of torch's ``HuggingFaceStorageWriter``; ``"per-parameter"`` for one file
+        per parameter; ``"torch-distributed"`` for a directory of torch.distributed.checkpoint.
         """
         return self.index.format
 

@@ -25,6 +25,7 @@ from sluice._errors import BudgetError
 from sluice._units import format_bytes
 from sluice.engine.host_copies import StridedBytes, copy_in_pieces
 from sluice.engine.host_memory import HostMemory
+from sluice.engine.packs import decode_packs
 from sluice.engine.staging import Ticket
 from sluice.records import DeviceFacts
 
@@ -152,8 +153,8 @@ class CudaAccelerator:
                 self._scratch = _allocate(self._device, self._scratch_bytes, torch.uint8)
             scratch = self._scratch[: source.raw.nbytes]
             scratch.copy_(source.raw, non_blocking=True)
-            if source.by_rows:
-                source.function(target, source.seen_in(scratch), source.first_row)
+            if source.packing is not None:
+                decode_packs(target, source.seen_in(scratch), source.packing, source.function)
                 return
             # In place, gaps and all, so that no further memory is needed. A view may show an element twice, which torch
             # refuses to multiply in place.

@@ -21,7 +21,7 @@ from sluice.engine.host_memory import HostMemory
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.engine.targets import swap_bytes
 from sluice.entries.slicing import boxes, slice_view
-from sluice.records import Constant, Copy, LoadPlan, Read
+from sluice.records import Constant, Copy, LoadPlan, Packing, Read
 from sluice.sources.protocol import Source
 
 __all__ = ["FileTargets"]
@@ -81,7 +81,7 @@ class FileTargets:
             at = copy.target_start * ITEM_BYTES[copy.dtype]
             self._write(copy.target, at, buffer.view[start : start + nbytes])
         else:
-            source = staged_bytes(copy, buffer, first, self._plan.targets[copy.target].dtype, {})
+            source = staged_bytes(copy, buffer, first, self._plan.targets[copy.target].dtype)
             self._write_box(copy.target, copy, source)
 
     def _is_verbatim(self, copy: Copy) -> bool:
@@ -100,15 +100,17 @@ class FileTargets:
         shape, stride, steps = (
             tuple(values[dim] for dim in order) for values in (box.shape, source.stride, box.target_stride)
         )
+        # The elements of a pack are one more dimension of the target.
+        inner, inner_step = ((), ()) if source.packing is None else _in_pack(source.packing)
         with self._borrowed() as scratch:
-            for key in boxes(shape, options.SCRATCH_BYTES // item):
+            for key in boxes(shape, options.SCRATCH_BYTES // (item * prod(inner))):
                 sizes, strides, begin = slice_view(shape, stride, key)
                 _, _, landed = slice_view(shape, steps, key)
-                count = prod(sizes)
-                out = torch.frombuffer(scratch.mapping, dtype=dtype, count=count, offset=scratch.start)
-                copy_in_pieces(out.view(sizes), source.part(sizes, strides, begin))
+                written = (*sizes, *inner)
+                out = torch.frombuffer(scratch.mapping, dtype=dtype, count=prod(written), offset=scratch.start)
+                copy_in_pieces(out.view(written), source.part(sizes, strides, begin))
                 held = scratch.view()
-                for start, at, length in _runs(sizes, steps):
+                for start, at, length in _runs(written, (*steps, *inner_step)):
                     piece = held[start * item : (start + length) * item]
                     self._write(position, (box.target_start + landed + at) * item, piece)
 
@@ -127,6 +129,11 @@ class FileTargets:
         self._write_piece(position, at, piece)
         with self._lock:
             self.written += len(piece)
+
+
+def _in_pack(packing: Packing) -> tuple[tuple[int], tuple[int]]:
+    """Return size and step in the target of the elements that are taken from a pack."""
+    return (packing.taken,), (packing.target_step,)
 
 
 def _runs(shape: tuple[int, ...], stride: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:

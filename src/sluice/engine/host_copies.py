@@ -16,12 +16,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice import _options as options
-from sluice._dtypes import ITEM_BYTES, is_castable, torch_dtype
+from sluice._dtypes import is_castable, torch_dtype
 from sluice._geometry import CopyPiece, collapse, cut, span_elements
 from sluice._private_torch import copy_each, neg_view
-from sluice.engine.row_kernels import RowFunction, cast, row_function
+from sluice.engine.elementwise import ElementFunction, cast, element_function
+from sluice.engine.packs import decode_packs
 from sluice.engine.staging import StagingBuffer
-from sluice.records import Constant, Copy, Elements
+from sluice.records import Constant, Copy, Elements, Packing
 
 __all__ = ["BITS", "StridedBytes", "constant_bytes", "copy_in_pieces", "copy_in_thread", "staged_bytes"]
 
@@ -30,7 +31,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torc
 
 
 class StridedBytes(Struct, frozen=True):
-    """A strided view of bytes on the host: the source of a copy."""
+    """A strided view of bytes on the host: the source of a copy. Of packed elements, shape and steps count packs."""
 
     #: The bytes from the first to the last element: one dimension of uint8, at any address.
     raw: torch.Tensor
@@ -43,14 +44,12 @@ class StridedBytes(Struct, frozen=True):
     #: The computation with the elements; None copies or casts them.
     elements: Elements | None = None
     #: The function that computes it.
-    function: RowFunction = cast
-    #: With a row kernel: position of the first row in the whole tensor.
-    first_row: int = 0
+    function: ElementFunction = cast
 
     @property
     def aligned(self) -> bool:
-        """Whether the address of its bytes is a multiple of the item size."""
-        return self.raw.data_ptr() % self.dtype.itemsize == 0
+        """Whether the address of its bytes is a multiple of the item size; packs begin at any address."""
+        return self.packing is not None or self.raw.data_ptr() % self.dtype.itemsize == 0
 
     @property
     def computed(self) -> bool:
@@ -63,16 +62,25 @@ class StridedBytes(Struct, frozen=True):
         return self.elements.factors if self.elements is not None else ()
 
     @property
-    def by_rows(self) -> bool:
-        """Whether its function computes whole rows."""
-        return self.elements is not None and self.elements.kernel is not None
+    def packing(self) -> Packing | None:
+        """The code of its packs; None if each element is stored by itself."""
+        return self.elements.packing if self.elements is not None else None
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element or pack."""
+        return self.dtype.itemsize if self.packing is None else self.packing.nbytes
 
     def on_host(self) -> torch.Tensor:
         """Return the view itself, before its function; if it is not aligned, all of its bytes are moved."""
         return self.seen_in(self.raw if self.aligned else self.raw.clone())
 
     def seen_in(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return the view of a copy of the bytes."""
+        """Return the view of a copy of the bytes; of packs, as bytes in one more dimension."""
+        if self.packing is not None:
+            item = self.packing.nbytes
+            steps = (*(step * item for step in self.stride), 1)
+            return raw.as_strided((*self.shape, item), steps, raw.storage_offset())
         seen = raw.view(self.dtype).as_strided(self.shape, self.stride, raw.storage_offset() // self.dtype.itemsize)
         math_bits = self.elements.math_bits if self.elements is not None else ()
         if "conj" in math_bits:
@@ -89,19 +97,12 @@ class StridedBytes(Struct, frozen=True):
             stride: Its steps, in elements.
             begin: Its first element, counted from the first of this one.
         """
-        item = self.dtype.itemsize
+        item = self.item_bytes
         raw = self.raw[begin * item : (begin + span_elements(shape, stride)) * item]
         return replace(self, raw=raw, shape=shape, stride=stride)
 
-    def rows(self, first: int, count: int) -> StridedBytes:
-        """Return ``count`` rows from ``first``."""
-        part = self.part((count, *self.shape[1:]), self.stride, first * self.stride[0])
-        return replace(part, first_row=self.first_row + first)
 
-
-def staged_bytes(
-    copy: Copy, buffer: StagingBuffer, first: int, target_dtype: str, kernels: Mapping[str, RowFunction]
-) -> StridedBytes:
+def staged_bytes(copy: Copy, buffer: StagingBuffer, first: int, target_dtype: str) -> StridedBytes:
     """Return the source of a copy out of a staging buffer, as integers if every bit is copied unchanged.
 
     Args:
@@ -109,9 +110,8 @@ def staged_bytes(
         buffer: The buffer that they were read into.
         first: Where the first byte of the read lies in it.
         target_dtype: Name of the dtype that they become.
-        kernels: The functions that row kernels name.
     """
-    item = ITEM_BYTES[copy.dtype]
+    item = copy.elements.item_bytes
     raw = torch.frombuffer(
         buffer.memory.mapping,
         dtype=torch.uint8,
@@ -126,8 +126,7 @@ def staged_bytes(
         copy.shape,
         copy.source_stride,
         copy.elements,
-        row_function(copy.elements, kernels),
-        copy.first_row,
+        element_function(copy.elements),
     )
 
 
@@ -138,28 +137,19 @@ def constant_bytes(constant: Constant) -> StridedBytes:
     element = torch.tensor([constant.value], dtype=exact).to(torch_dtype(elements.dtype))
     stride = (0,) * len(constant.shape)
     return StridedBytes(
-        element.view(torch.uint8), element.dtype, constant.shape, stride, elements, row_function(elements, {})
+        element.view(torch.uint8), element.dtype, constant.shape, stride, elements, element_function(elements)
     )
 
 
 def copy_in_pieces(target: torch.Tensor, source: StridedBytes) -> None:
     """Copy on the host, in pieces small enough that torch stays in this thread: the readers use every core."""
-    if source.by_rows:
-        _compute_rows(target, source)
+    if source.packing is not None:
+        decode_packs(target, source.on_host(), source.packing, source.function)
     elif source.aligned or not target.numel():
         _copy_aligned(target, source)
     else:
         for part, moved in _moved(target, source):
             _copy_aligned(part, moved)
-
-
-def _compute_rows(target: torch.Tensor, source: StridedBytes) -> None:
-    """Call a row kernel with as many whole rows at a time as a piece has elements for."""
-    row = max(1, prod(source.shape[1:]))
-    count = max(1, options.CAST_PIECE_ELEMENTS // row)
-    for first in range(0, source.shape[0], count):
-        part = source.rows(first, min(count, source.shape[0] - first))
-        part.function(target[first : first + count], part.on_host(), part.first_row)
 
 
 def _moved(target: torch.Tensor, source: StridedBytes) -> Iterator[tuple[torch.Tensor, StridedBytes]]:
@@ -193,14 +183,14 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def copy_in_thread(target: torch.Tensor, source: torch.Tensor, function: RowFunction = cast) -> None:
+def copy_in_thread(target: torch.Tensor, source: torch.Tensor, function: ElementFunction = cast) -> None:
     """Compute elements in pieces that torch does not spread over its own threads; a source on a device as a whole.
 
     If one tensor is transposed against the other, the pieces are tiles, so that each cache line that a tile fetches is
     used up before it is evicted.
     """
     if target.numel() <= options.CAST_PIECE_ELEMENTS or source.device != target.device:
-        function(target, source, 0)
+        function(target, source)
         return
     tile = _tile(target, source)
     pieces = _cut(target, tile), _cut(source, tile)
@@ -209,7 +199,7 @@ def copy_in_thread(target: torch.Tensor, source: torch.Tensor, function: RowFunc
         copy_each(*pieces)
         return
     for into, piece in zip(*pieces, strict=True):
-        function(into, piece, 0)
+        function(into, piece)
 
 
 def _tile(target: torch.Tensor, source: torch.Tensor) -> dict[int, int]:

@@ -23,7 +23,6 @@ from sluice._private_torch import set_math_bits
 from sluice.engine.accelerators import Accelerator, accelerator, page_locked
 from sluice.engine.host_copies import StridedBytes, constant_bytes, copy_in_pieces, staged_bytes
 from sluice.engine.host_memory import HostMemory
-from sluice.engine.row_kernels import RowFunction
 from sluice.engine.staging import StagingBuffer, StagingPool
 from sluice.records import Constant, Copy, LoadPlan, Read, Swap, View
 from sluice.sources.protocol import MappableSource, Source
@@ -40,7 +39,6 @@ class Targets:
         existing: Mapping[int, torch.Tensor] | None = None,
         *,
         accelerators: Mapping[str, Accelerator] | None = None,
-        kernels: Mapping[str, RowFunction] | None = None,
         finishers: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None,
         take_memory: Callable[[int], HostMemory] | None = None,
     ) -> None:
@@ -50,13 +48,11 @@ class Targets:
             plan: The plan; ``Block.kind == "existing"`` targets must all be in ``existing``.
             existing: Live tensors to fill in place, by target position.
             accelerators: The devices of the plan by name; None takes torch's.
-            kernels: The functions that the row kernels of the plan name.
             finishers: The functions that the finishers of the plan name. Each gets a whole weight and returns the
                 tensor that takes its place; the memory of the weight is freed unless the result shares it.
             take_memory: Returns host memory of at least as many bytes, with any content; None maps new memory.
         """
         self._plan = plan
-        self._kernels = kernels or {}
         self._finishers = finishers or {}
         self._finished: dict[int, torch.Tensor] = {}
         self._take_memory = take_memory
@@ -168,7 +164,7 @@ class Targets:
         if copy.target in self._existing:
             self.touched.add(copy.target)
         target = self._plan.targets[copy.target]
-        source = staged_bytes(copy, buffer, first, target.dtype, self._kernels)
+        source = staged_bytes(copy, buffer, first, target.dtype)
         box = _box(self._flat(copy.target), copy)
         if source.elements is None:
             box = box.view(source.dtype)
@@ -343,10 +339,10 @@ def _writable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _box(flat: torch.Tensor, box: Copy | Constant) -> torch.Tensor:
-    """Return the elements of a target that a copy or a constant writes; with a row kernel, its finished rows."""
+    """Return the elements of a target that a copy or a constant writes; those of a pack are one more dimension."""
     shape, stride = box.shape, box.target_stride
-    if box.elements.kernel is not None:
-        shape, stride = (shape[0], box.elements.kernel.row_elements), (stride[0], 1)
+    if (packing := box.elements.packing) is not None:
+        shape, stride = (*shape, packing.taken), (*stride, packing.target_step)
     return flat.as_strided(shape, stride, flat.storage_offset() + box.target_start)
 
 

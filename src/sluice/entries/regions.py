@@ -22,14 +22,10 @@ def select_region(entry: Entry, region: Sequence[Sequence[tuple[int, int]]]) -> 
 
     Raises:
         UnsupportedError: The tensor is sparse or quantized.
-        ValueError: The intervals overlap, leave the tensor, or are not one list per dimension; or parts of rows
-            are selected, and a row kernel computes on whole rows.
+        ValueError: The intervals overlap, leave the tensor, or are not one list per dimension.
     """
     if len(region) != len(entry.shape):
         raise ValueError(f"{len(region)} lists of intervals for a tensor of {len(entry.shape)} dimensions")
-    whole_rows = [[(0, size)] for size in entry.shape[1:]]
-    if entry.kernel is not None and [list(intervals) for intervals in region[1:]] != whole_rows:
-        raise ValueError("a row kernel needs a region of whole rows")
     for dim, intervals in enumerate(region):
         end = 0
         for start, stop in intervals:

@@ -72,7 +72,7 @@ def refusal(leaf: Opaque, name: str, file: str) -> CheckpointError:
         file: The checkpoint, for messages.
     """
     if isinstance(leaf, UnsupportedValue):
-        return UnsupportedError(leaf.reason, file=leaf.file, tensor=name, found=leaf.qualified_name)
+        return UnsupportedError(leaf.reason, file=leaf.file, tensor=name, found=leaf.qualified_name, advice=leaf.advice)
     problem = "an object that only running code could build"
     return UnsafeContentError(problem, file=file, tensor=name, found=leaf.qualified_name)
 

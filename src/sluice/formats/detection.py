@@ -9,7 +9,7 @@ from msgspec import Struct
 from sluice._errors import CheckpointError, FormatError, TruncatedError
 from sluice._options import TEXT_ENCODING
 from sluice.formats.archives.tar import is_tar, refuse_tar
-from sluice.formats.first_bytes import is_safetensors, is_torch_legacy, is_torch_zip
+from sluice.formats.first_bytes import is_gguf, is_safetensors, is_torch_legacy, is_torch_zip
 from sluice.formats.protocol import Format
 from sluice.sources.protocol import Source
 
@@ -51,11 +51,18 @@ def _safetensors(encoding: str) -> Format:  # noqa: ARG001  all its text is UTF-
     return SafetensorsFormat()
 
 
+def _gguf(encoding: str) -> Format:  # noqa: ARG001  all its text is UTF-8
+    from sluice.formats.gguf.reader import GgufFormat
+
+    return GgufFormat()
+
+
 #: The formats that sluice reads. Their first bytes exclude each other.
 FORMATS = (
     KnownFormat(name="torch-zip", matches=is_torch_zip, load=_torch_zip),
     KnownFormat(name="torch-legacy", matches=is_torch_legacy, load=_torch_legacy),
     KnownFormat(name="safetensors", matches=is_safetensors, load=_safetensors),
+    KnownFormat(name="gguf", matches=is_gguf, load=_gguf),
 )
 
 
@@ -106,7 +113,7 @@ def _foreign(source: Source, head: bytes) -> CheckpointError:
     if error is not None:
         return error
     problem = "not a recognized checkpoint format"
-    expected, advice = "a torch.save or safetensors file", CheckpointError.advice
+    expected, advice = "a torch.save, safetensors or GGUF file", CheckpointError.advice
     unknown = FormatError(problem, file=source.path, offset=0, expected=expected, found=head[:16], advice=advice)
     unknown.foreign = True
     return unknown

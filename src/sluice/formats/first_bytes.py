@@ -9,10 +9,13 @@ import re
 
 from sluice.formats.archives.tar import is_tar
 
-__all__ = ["LEGACY_MAGIC", "is_safetensors", "is_torch_legacy", "is_torch_zip"]
+__all__ = ["GGUF_MAGIC", "LEGACY_MAGIC", "is_gguf", "is_safetensors", "is_torch_legacy", "is_torch_zip"]
 
 #: The first object of a legacy file.
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+
+#: First bytes of a GGUF file.
+GGUF_MAGIC = b"GGUF"
 
 #: First bytes of a pickled 10-byte integer in protocols 2 and 3, and in protocols 4 and 5 with their frame of 13 bytes;
 #: the magic number in protocol 1.
@@ -44,4 +47,9 @@ def is_torch_legacy(head: bytes) -> bool:
 
 def is_safetensors(head: bytes) -> bool:
     """Return whether a file with this head starts with the length and the first bytes of a safetensors header."""
-    return _BRACE.match(head, 8) is not None and bool(head[:8].translate(None, _PRINTABLE))
+    return _BRACE.match(head, 8) is not None and bool(head[:8].translate(None, _PRINTABLE)) and not is_gguf(head)
+
+
+def is_gguf(head: bytes) -> bool:
+    """Return whether a file with this head starts as a GGUF file does."""
+    return head.startswith(GGUF_MAGIC)

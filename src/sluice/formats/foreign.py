@@ -95,11 +95,6 @@ _KINDS = (
     _unread(
         rb"\x89HDF\r\n\x1a\n", "an HDF5 file", "Load it with Keras or h5py, and save its tensors with safetensors."
     ),
-    _unread(
-        rb"GGUF",
-        "a GGUF file",
-        "transformers reads it with from_pretrained(gguf_file=...), and saves it as safetensors.",
-    ),
     _unread(rb"lmgg|tjgg|fmgg|algg", "a GGML file", "Get the model in the format that it was converted from."),
     _unread(rb"\x93NUMPY", "a numpy .npy file", "Load it with numpy, and save it with safetensors.numpy.save_file."),
     _unread(rb"\x1f\x8b", "a gzip-compressed file", "Unpack it with gunzip, or with tar -xzf if it is a .tar.gz."),
@@ -273,9 +268,12 @@ _HINTS = (
         r"data\.pkl",
         DirectoryHint(FormatError, "{} belongs to an unpacked torch.save file: pack its directory with zip -0 -r."),
     ),
-    (r".+\.(?:pth|ckpt|pt|bin|tar|nemo)", DirectoryHint(FormatError, "Pass the path of a file instead, such as {}.")),
     (
-        r".+\.(?:gguf|onnx|h5|keras|msgpack|pb|tflite|npz|ot)",
+        r".+\.(?:pth|ckpt|pt|bin|tar|nemo|gguf)",
+        DirectoryHint(FormatError, "Pass the path of a file instead, such as {}."),
+    ),
+    (
+        r".+\.(?:onnx|h5|keras|msgpack|pb|tflite|npz|ot)",
         DirectoryHint(UnsupportedError, "sluice does not read {}: convert it with the library that wrote it."),
     ),
 )

@@ -33,7 +33,10 @@ _BITSANDBYTES = (
     "The model is quantized by bitsandbytes: load into it before its parameters are quantized, which happens when they "
     "move to their device."
 )
-_TORCHAO = "The model is quantized by torchao: load into it before torchao.quantization.quantize_(model, ...)."
+_TORCHAO = (
+    "The model is quantized by torchao: load plain weights into it before torchao.quantization.quantize_(model, ...), "
+    "and saved quantized weights after it, while the model is on the meta device."
+)
 _QUANTIZED = "The model is quantized: load into the model with floating-point weights, and quantize it afterwards."
 
 #: Advice by package of a parameter's or module's type.

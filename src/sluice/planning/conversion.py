@@ -9,6 +9,7 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -31,9 +32,14 @@ def in_long_runs(target: Target) -> bool:
         return False
     item = ITEM_BYTES[target.dtype]
     for fill in target.fills:
-        piece = collapse_fill(0, fill).piece
-        run_elements = piece.shape[-1] if piece.source_stride[-1] == piece.target_stride[-1] == 1 else 1
-        if piece.shape != (run_elements,) and run_elements * item < options.SHORTEST_RUN_BYTES:
+        piece, packing = collapse_fill(0, fill).piece, fill.elements.packing
+        taken = 1 if packing is None else packing.taken
+        run_elements = taken if packing is None or packing.target_step == 1 else 1
+        adjacent = piece.source_stride[-1] == 1 and piece.target_stride[-1] == run_elements == taken
+        if adjacent:
+            run_elements *= piece.shape[-1]
+        whole = run_elements == taken * prod(piece.shape)
+        if not whole and run_elements * item < options.SHORTEST_RUN_BYTES:
             return False
     return True
 

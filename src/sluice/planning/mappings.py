@@ -89,8 +89,8 @@ def _why_copied(target: Target, mappable: Sequence[bool]) -> str | None:
         return "multiplied"
     if fill.dtype != target.dtype:
         return "cast"
-    if fill.elements.kernel is not None:
-        return "computed by rows"
+    if fill.elements.packing is not None:
+        return "decoded"
     if fill.elements.swap_bytes or fill.elements.math_bits:
         return "in a different byte order, conjugated or negated in the file"
     collapsed = collapse_fill(0, fill)

@@ -18,7 +18,8 @@ from msgspec.structs import replace
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import contiguous_stride, is_dense, round_up, span_elements
-from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, RowKernel, Target, View
+from sluice.planning.packed_fills import packed_fills
+from sluice.records import Block, BlockKind, Constant, Entry, Fill, Index, Part, Request, Target, View
 
 __all__ = ["Computed", "computed_targets", "lay_out_blocks", "shared_targets", "single_targets"]
 
@@ -150,8 +151,6 @@ def _block_kind(target: Target) -> BlockKind:
 def _single_target(request: Request, position: int, index: Index, offsets: Mapping[int, int]) -> tuple[Target, View]:
     """Return a target for one tensor, with the requested stride, its own stride if it leaves no gaps, or row-major."""
     entry, stride = request.entry, request.stride
-    if entry.kernel is not None:
-        return _row_target(request, entry.kernel, position, index, offsets)
     if request.finisher is not None:
         stride = contiguous_stride(entry.shape)  # finishers get row-major tensors
     if stride is not None:
@@ -171,31 +170,6 @@ def _single_target(request: Request, position: int, index: Index, offsets: Mappi
     return target, View(target=position, start=0, shape=entry.shape, stride=repeated)
 
 
-def _row_target(
-    request: Request, kernel: RowKernel, position: int, index: Index, offsets: Mapping[int, int]
-) -> tuple[Target, View]:
-    """Return a row-major target of shape ``(rows, kernel.row_elements)`` for the results of a row kernel.
-
-    Raises:
-        ValueError: The entry is assembled from parts of rows or of other elements, has no elements in a row, or is to
-            fill existing memory.
-    """
-    entry = request.entry
-    if request.existing or request.stride not in {None, contiguous_stride(entry.shape)}:
-        raise ValueError("a row kernel needs a new, row-major tensor")
-    if not entry.shape or (entry.numel == 0 and entry.shape[0]):
-        raise ValueError("a row kernel needs rows with elements")
-    if any(part.entry.shape[1:] != entry.shape[1:] for part in entry.parts):
-        raise ValueError("a row kernel needs whole rows")
-    if any(piece.elements.kernel != kernel or piece.constant is not None for piece in entry.pieces):
-        raise ValueError("a row kernel needs the same kernel for every part, and no constants")
-    stride = (kernel.row_elements, *(0 for _ in entry.shape[1:]))
-    target = _filled_target(request, entry, stride, index, offsets)
-    shape = (entry.shape[0], kernel.row_elements)
-    nbytes = shape[0] * shape[1] * ITEM_BYTES[request.dtype]
-    return replace(target, nbytes=nbytes), View(target=position, start=0, shape=shape, stride=contiguous_stride(shape))
-
-
 def _dimensions(entry: Entry) -> Iterator[tuple[int, int]]:
     """Yield the size and the step of each dimension."""
     return zip(entry.shape, entry.stride, strict=True)
@@ -207,6 +181,7 @@ def _filled_target(
     """Return a target with the given stride, with one fill for the entry or one per part.
 
     Raises:
+        UnsupportedError: It needs too many parts of packs.
         ValueError: It has a finisher and is not a new tensor on the host.
     """
     if request.finisher is not None and (request.device != "cpu" or request.existing):
@@ -216,10 +191,11 @@ def _filled_target(
     if entry.parts or entry.constant is not None:
         pieces = [(part.entry, _part_start(part, stride)) for part in entry.parts] or [(entry, 0)]
         held = [(piece, first) for piece, first in pieces if piece.numel]
-        fills = tuple(_fill(piece, first, stride, index, offsets) for piece, first in held if piece.constant is None)
+        read = [(piece, first) for piece, first in held if piece.constant is None]
+        fills = tuple(fill for piece, first in read for fill in _fills(piece, first, stride, index, offsets))
         constants = tuple(_constants(held, stride))
     else:
-        fills = (_fill(entry, 0, stride, index, offsets),) if numel else ()
+        fills = tuple(_fills(entry, 0, stride, index, offsets)) if numel else ()
         constants = ()
     return Target(
         name=request.name,
@@ -235,13 +211,17 @@ def _filled_target(
     )
 
 
-def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]) -> Fill:
-    """Return the fill from a view of one storage to a target, whose element 0 goes to ``first``."""
+def _fills(
+    piece: Entry, first: int, stride: tuple[int, ...], index: Index, offsets: Mapping[int, int]
+) -> Iterable[Fill]:
+    """Return the fills from a view of one storage to a target, whose element 0 goes to ``first``: one if not packed."""
     storage = index.storages[piece.storage]
     offset = storage.offset if storage.located else offsets[piece.storage]
+    if piece.elements.packing is not None:
+        return packed_fills(piece, first, stride, storage.file, offset)
     if piece.storage_offset:  # a sum with 0 would be a new object
         offset += piece.storage_offset * ITEM_BYTES[piece.dtype]
-    return Fill(
+    fill = Fill(
         file=storage.file,
         offset=offset,
         elements=replace(piece.elements, swap_bytes=storage.swap_bytes) if storage.swap_bytes else piece.elements,
@@ -250,6 +230,7 @@ def _fill(piece: Entry, first: int, stride: tuple[int, ...], index: Index, offse
         target_stride=stride,
         target_start=first,
     )
+    return (fill,)
 
 
 def _constants(pieces: Iterable[tuple[Entry, int]], stride: tuple[int, ...]) -> Iterator[Constant]:
@@ -276,7 +257,7 @@ def _storage_groups(requests: Sequence[Request]) -> Iterable[list[int]]:
     for position, request in enumerate(requests):
         entry = request.entry  # an assembled entry shares memory only with equal ones
         source = (entry.parts or entry.storage, entry.elements)
-        alone = request.alone or request.finisher or entry.kernel
+        alone = request.alone or request.finisher or entry.elements.packing
         apart = position if alone else None
         groups[*source, request.dtype, request.device, apart].append(position)
     return groups.values()

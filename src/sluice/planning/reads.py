@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
-from sluice._geometry import CopyPiece, collapse, cut, cut_rows, round_down, round_up, span_elements, split_evenly
+from sluice._geometry import CopyPiece, collapse, cut, round_down, round_up, span_elements, split_evenly
 from sluice._options import PageCache
 from sluice.records import AccessFacts, Copy, FileFacts, Fill, Method, Read, Swap, Target
 
@@ -57,7 +57,7 @@ class CollapsedFill(Struct, frozen=True, gc=False):
         """Whether its elements are contiguous in the file and in the target."""
         piece = self.piece
         return (
-            self.fill.elements.kernel is None
+            self.fill.elements.packing is None
             and len(piece.shape) == 1
             and piece.source_stride == (1,)
             and piece.target_stride == (1,)
@@ -83,11 +83,9 @@ def collapse_fills(targets: Sequence[Target]) -> list[CollapsedFill]:
 
 
 def collapse_fill(position: int, fill: Fill) -> CollapsedFill:
-    """Return a fill of the target at ``position``, collapsed; with a row kernel its dimensions stay."""
-    shape, source, target = fill.shape, fill.source_stride, fill.target_stride
-    if fill.elements.kernel is None:
-        shape, source, target = _collapse(shape, source, target)
-    nbytes = span_elements(shape, source) * ITEM_BYTES[fill.dtype]
+    """Return a fill of the target at ``position``, collapsed."""
+    shape, source, target = _collapse(fill.shape, fill.source_stride, fill.target_stride)
+    nbytes = span_elements(shape, source) * fill.elements.item_bytes
     return CollapsedFill(position, fill, CopyPiece(fill.offset, nbytes, shape, source, target, fill.target_start))
 
 
@@ -213,13 +211,9 @@ class StagedReads:
 
     def add(self, collapsed: CollapsedFill) -> None:
         """Add a fill."""
-        item = ITEM_BYTES[collapsed.fill.elements.dtype]
+        item = collapsed.fill.elements.item_bytes
         access = self._facts[collapsed.fill.file].access
-        limit = self._read_limit(access)
-        if collapsed.fill.elements.kernel is not None:
-            pieces = cut_rows(collapsed.piece, item, limit_bytes=limit)
-        else:
-            pieces = cut(collapsed.piece, item, limit_bytes=limit, gap_bytes=access.gap_bytes)
+        pieces = cut(collapsed.piece, item, limit_bytes=self._read_limit(access), gap_bytes=access.gap_bytes)
         self._pieces.extend((collapsed, piece) for piece in pieces)
 
     def reads(self) -> Iterator[Read]:

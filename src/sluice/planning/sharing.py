@@ -20,7 +20,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from sluice import _options as options
-from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import round_down, span_elements
 from sluice.planning.requests import join_requests
 from sluice.records import Copy, LoadPlan, Read, Round
@@ -167,7 +166,7 @@ def most_round_bytes(plan: LoadPlan) -> int:
 
 def can_share(read: Read) -> bool:
     """Return whether the bytes of a read may come from another rank; swaps and early casts need the whole read."""
-    return not read.swaps and all(copy.cast_at is None and copy.elements.kernel is None for copy in read.copies)
+    return not read.swaps and all(copy.cast_at is None for copy in read.copies)
 
 
 def pieces_of(read: Read, most_bytes: int) -> Iterator[Read]:
@@ -266,4 +265,4 @@ def _around(read: Read, copies: Sequence[Copy], stop: int) -> Read:
 
 
 def _end(copy: Copy) -> int:
-    return copy.offset + span_elements(copy.shape, copy.source_stride) * ITEM_BYTES[copy.dtype]
+    return copy.offset + span_elements(copy.shape, copy.source_stride) * copy.elements.item_bytes

@@ -51,8 +51,9 @@ Batch = list[ScanItem[_Item]]
 
 
 def row_major(entry: Entry) -> bool:
-    """Return whether the bytes of an entry in the file are those of a contiguous tensor."""
-    if entry.parts or entry.composite is not None or entry.elements.computed or entry.constant is not None:
+    """Return whether the bytes of an entry in the file are those of a contiguous tensor, or of its packs in order."""
+    computed = entry.elements.math_bits or entry.elements.factors
+    if entry.parts or entry.composite is not None or computed or entry.constant is not None:
         return False
     steps = zip(entry.shape, entry.stride, contiguous_stride(entry.shape), strict=True)
     return 0 in entry.shape or all(size == 1 or step == dense for size, step, dense in steps)

@@ -1,7 +1,7 @@
 """Frozen records that cross layers, one module for each step of a load, in the order of the steps.
 
 ``index``:        contents of a checkpoint: ``FileRecord``, ``Storage``, ``Entry``, ``Part``, ``Opaque``, ``Index``
-``elements``:     stored form of elements and computations on them: ``Elements``, ``RowKernel``
+``elements``:     stored form of elements and computations on them: ``Elements``, ``Packing``
 ``torch_values``: values of torch types without torch: ``TorchText``, ``TorchSize``
 ``targets``:      requested tensors and their final memory: ``Request``, ``Fill``, ``Constant``, ``Target``
 ``facts``:        properties of files and of the machine: ``FileFacts``, ``DeviceFacts``, ``MachineFacts``
@@ -16,7 +16,7 @@ name says elements.
 
 from __future__ import annotations
 
-from sluice.records.elements import Elements, MathBit, RowKernel, elements_of
+from sluice.records.elements import Elements, MathBit, Packing, elements_of
 from sluice.records.facts import (
     REMOTE_FILESYSTEM,
     AccessFacts,
@@ -83,6 +83,7 @@ __all__ = [
     "MathBit",
     "Method",
     "Opaque",
+    "Packing",
     "Part",
     "Peaks",
     "Quantized",
@@ -91,7 +92,6 @@ __all__ = [
     "Request",
     "Reservation",
     "Round",
-    "RowKernel",
     "Sparse",
     "Storage",
     "Swap",

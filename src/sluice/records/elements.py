@@ -12,22 +12,33 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-__all__ = ["Elements", "MathBit", "RowKernel", "elements_of"]
+from sluice._dtypes import ITEM_BYTES
+
+__all__ = ["Elements", "MathBit", "Packing", "elements_of"]
 
 #: Lazy operations that torch records as bits of a tensor: conjugate and negative of its storage.
 MathBit = Literal["conj", "neg"]
 
 
-class RowKernel(Struct, frozen=True, kw_only=True):
-    """A computation on whole rows, the first dimension of a fill.
+class Packing(Struct, frozen=True, kw_only=True):
+    """A code of packs: fixed numbers of consecutive elements that are stored together and decoded together.
 
-    The result for a row depends only on this row and its position, so that any number of rows can be computed at once.
+    The shape and the strides of a packed ``Entry`` count elements. Those of a packed ``Fill`` or ``Copy`` count packs
+    on the side of the file, and elements on the side of the target.
     """
 
-    #: Name of the function; see ``sluice.engine.row_kernels``.
+    #: Name of the code: ``"Q4_0"``; see ``sluice.engine.packs``.
     name: str
-    #: Elements of one finished row, which are contiguous in the target.
-    row_elements: int
+    #: Elements of one pack.
+    elements: int
+    #: Bytes of one pack.
+    nbytes: int
+    #: First element that a fill takes from each pack.
+    first: int = 0
+    #: Number of elements that a fill takes from each pack; 0 in an entry.
+    taken: int = 0
+    #: Step of these elements in the target of a fill, in elements.
+    target_step: int = 1
 
 
 class Elements(Struct, frozen=True, kw_only=True):
@@ -39,20 +50,25 @@ class Elements(Struct, frozen=True, kw_only=True):
     swap_bytes: int = 0
     #: Conjugation or negation of the stored elements.
     math_bits: tuple[MathBit, ...] = ()
+    #: The code that packs are decoded from, to ``dtype``; None if each element is stored by itself.
+    packing: Packing | None = None
     #: Factors by which each element is multiplied in sequence, in ``dtype``.
     factors: tuple[float, ...] = ()
-    #: Computation on whole rows, or None.
-    kernel: RowKernel | None = None
 
     @property
     def computed(self) -> bool:
         """Whether there is a computation other than a change of byte order or a cast."""
-        return bool(self.math_bits or self.factors or self.kernel)
+        return bool(self.math_bits or self.factors or self.packing)
 
     @property
     def verbatim(self) -> bool:
         """Whether a target of the same dtype receives the stored bytes unchanged."""
         return not (self.swap_bytes or self.computed)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one stored element, or of one pack."""
+        return ITEM_BYTES[self.dtype] if self.packing is None else self.packing.nbytes
 
     def native(self) -> Elements:
         """Return the same elements in native byte order."""

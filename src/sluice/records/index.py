@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from sluice._dtypes import ITEM_BYTES
 from sluice._geometry import span_elements
 from sluice._public import public
-from sluice.records.elements import Elements, MathBit, RowKernel
+from sluice.records.elements import Elements, MathBit
 
 __all__ = [
     "NO_STORAGE",
@@ -198,13 +198,6 @@ class Entry(Struct, frozen=True, eq=False, gc=False):
         return self.elements.math_bits
 
     @property
-    def kernel(self) -> RowKernel | None:
-        """The row kernel of its elements, or of the first of its parts that has one."""
-        if not self.parts:
-            return self.elements.kernel
-        return next((part.entry.elements.kernel for part in self.parts if part.entry.elements.kernel), None)
-
-    @property
     def layout(self) -> str:
         """``"strided"`` for a dense tensor, otherwise the layout of the composite."""
         return "strided" if self.composite is None else self.composite.layout
@@ -216,10 +209,12 @@ class Entry(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def byte_span(self) -> tuple[int, int]:
-        """First byte of its elements in its storage, and the first byte after them."""
-        item_bytes = ITEM_BYTES[self.dtype]
-        first = self.storage_offset * item_bytes
-        return first, first + span_elements(self.shape, self.stride) * item_bytes
+        """First byte of its elements in its storage, and the first byte after them; whole packs of packed elements."""
+        first, item_bytes = self.storage_offset, self.elements.item_bytes
+        end = first + span_elements(self.shape, self.stride)
+        if (packing := self.elements.packing) is not None:
+            first, end = first // packing.elements, -(-end // packing.elements)
+        return first * item_bytes, end * item_bytes
 
     @property
     def pieces(self) -> tuple[Entry, ...]:
@@ -245,7 +240,7 @@ class Entry(Struct, frozen=True, eq=False, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, with repeated ones counted each time; for a composite, of all its components."""
+        """Bytes of its elements, decoded, with repeated ones counted each time; of all components of a composite."""
         if self.composite is not None:
             return sum(component.nbytes for component in self.composite.components)
         return self.numel * ITEM_BYTES[self.dtype]
@@ -272,6 +267,8 @@ class UnsupportedValue(Opaque):
     reason: str
     #: The file that holds it.
     file: str
+    #: Next step for the user; None for that of its error.
+    advice: str | None = None
 
     def __repr__(self) -> str:
         return f"<not loaded: {self.reason}, {self.qualified_name}>"
@@ -280,7 +277,7 @@ class UnsupportedValue(Opaque):
 class Index(Struct, frozen=True, kw_only=True):
     """Every tensor of a checkpoint, without any tensor data."""
 
-    #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``.
+    #: Name of the format: ``"torch-zip"``, ``"torch-legacy"``, ``"safetensors"``, ``"gguf"``.
     format: str
     #: Files that contain tensor data or metadata.
     files: tuple[FileRecord, ...]

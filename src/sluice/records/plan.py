@@ -45,9 +45,9 @@ class Copy(Struct, frozen=True, kw_only=True, gc=False):
     offset: int
     #: Stored form of the elements after swaps, and computations on them.
     elements: Elements
-    #: Size of each dimension, in elements.
+    #: Size of each dimension, in elements or packs.
     shape: tuple[int, ...]
-    #: Step of each dimension in the read, in elements.
+    #: Step of each dimension in the read, in elements or packs.
     source_stride: tuple[int, ...]
     #: Step of each dimension in the target, in elements.
     target_stride: tuple[int, ...]
@@ -61,11 +61,6 @@ class Copy(Struct, frozen=True, kw_only=True, gc=False):
     def dtype(self) -> str:
         """Dtype of the elements that were read."""
         return self.elements.dtype
-
-    @property
-    def first_row(self) -> int:
-        """Position of its first row in the target, with a row kernel; 0 without one."""
-        return 0 if self.elements.kernel is None else self.target_start // max(1, self.target_stride[0])
 
     @property
     def verbatim(self) -> bool:

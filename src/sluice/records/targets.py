@@ -50,8 +50,8 @@ class Fill(Struct, frozen=True, kw_only=True, gc=False):
     Element ``i, j, ...`` of ``shape`` is read at ``offset + item * (i*source_stride[0] + ...)`` in the file and
     written at ``target_start + i*target_stride[0] + ...`` elements in the target. The computations of ``elements`` are
     done in the dtype of the file, before the cast to the dtype of the target. Whole tensors, views, slices,
-    transposes, parts of a fused weight and shards are all fills. With a row kernel, finished row ``i`` begins at
-    ``target_start + i*target_stride[0]``.
+    transposes, parts of a fused weight and shards are all fills. Of packed elements, ``i, j, ...`` is a pack, and its
+    elements are written ``target_step`` apart; see ``Packing``.
     """
 
     #: Position of the file in ``LoadPlan.files``.
@@ -60,9 +60,9 @@ class Fill(Struct, frozen=True, kw_only=True, gc=False):
     offset: int
     #: Stored form of the elements, and computations on them.
     elements: Elements
-    #: Size of each dimension, in elements.
+    #: Size of each dimension, in elements or packs.
     shape: tuple[int, ...]
-    #: Step of each dimension in the file, in elements.
+    #: Step of each dimension in the file, in elements or packs.
     source_stride: tuple[int, ...]
     #: Step of each dimension in the target, in elements of the target's dtype.
     target_stride: tuple[int, ...]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from sluice._dtypes import ITEM_BYTES
 from sluice._units import counted, format_bytes
 from sluice.records import LoadPlan, Read, Target
 from sluice.reports.document import Grid, Report, Section
@@ -187,7 +186,7 @@ def _bytes_by_target(read: Read) -> dict[int, int]:
         return {read.into: read.nbytes}
     counts: dict[int, int] = {}
     for copy in read.copies:
-        counts[copy.target] = counts.get(copy.target, 0) + prod(copy.shape) * ITEM_BYTES[copy.dtype]
+        counts[copy.target] = counts.get(copy.target, 0) + prod(copy.shape) * copy.elements.item_bytes
     return counts
 
 

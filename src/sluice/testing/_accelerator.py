@@ -17,6 +17,7 @@ import torch
 from sluice._errors import BudgetError
 from sluice._public import public
 from sluice.engine.host_copies import StridedBytes
+from sluice.engine.packs import decode_packs
 
 __all__ = ["FakeAccelerator"]
 
@@ -152,7 +153,10 @@ class FakeAccelerator:
             self._problems.append("a staging buffer was overwritten before the copy from it was done")
         target = pending.target
         source = pending.source
-        source.function(target, source.on_host(), source.first_row)
+        if source.packing is not None:
+            decode_packs(target, source.on_host(), source.packing, source.function)
+        else:
+            source.function(target, source.on_host())
         counts = self._arrived.get(target.untyped_storage().data_ptr())
         if counts is not None:
             counts.as_strided(target.shape, target.stride(), target.storage_offset()).add_(1)

@@ -21,7 +21,6 @@ import numpy as np
 
 from sluice._dtypes import ITEM_BYTES
 from sluice._errors import CheckpointError, LimitError, ReadError
-from sluice._geometry import span_elements
 from sluice._options import Limits
 from sluice._public import public
 from sluice.entries.tree import flatten
@@ -60,7 +59,7 @@ class ExpectedTensor:
     dtype: str
     #: Size of each dimension, in elements.
     shape: tuple[int, ...]
-    #: Its elements in row-major order, little-endian.
+    #: Its elements in row-major order, little-endian; of packed elements, the packs as they are stored.
     data: bytes
 
 
@@ -158,6 +157,9 @@ def _bytes_of(source: Source, index: Index, offsets: Mapping[int, int], entry: E
     require(_lies_inside(entry, index), "each tensor must lie inside its storage")
     storage, item = index.storages[entry.storage], ITEM_BYTES[entry.dtype]
     data = source.read_at(offsets[entry.storage], storage.nbytes)
+    if entry.elements.packing is not None:
+        first, end = entry.byte_span
+        return data[first:end]
     if storage.swap_bytes:
         data = np.frombuffer(data, np.uint8).reshape(-1, storage.swap_bytes)[:, ::-1].tobytes()
     elements = np.frombuffer(
@@ -171,8 +173,7 @@ def _lies_inside(entry: Entry, index: Index) -> bool:
     """Return whether the elements of an entry lie inside its storage."""
     if not 0 <= entry.storage < len(index.storages) or entry.storage_offset < 0 or min(entry.stride, default=0) < 0:
         return False
-    end = entry.storage_offset + span_elements(entry.shape, entry.stride)
-    return not entry.numel or end * ITEM_BYTES[entry.dtype] <= index.storages[entry.storage].nbytes
+    return not entry.numel or entry.byte_span[1] <= index.storages[entry.storage].nbytes
 
 
 def _refused(case: _FormatCase, what: str, work: Callable[..., object], *arguments: object) -> bool:

@@ -50,9 +50,11 @@ def refuse_unsupported(tensor: torch.Tensor, name: str, *, dense: bool = True) -
         name: Its name, for messages.
         dense: Whether the format stores dense tensors only.
     """
-    problem = ""
+    problem, advice = "", None
     if type(tensor) not in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
         problem = f"tensors of class {type(tensor).__qualname__} cannot be saved"
+        if type(tensor).__module__.startswith("torchao."):
+            advice = "Save weights that torchao quantized as .safetensors or as a Hugging Face directory."
     elif tensor.layout != torch.strided and (dense or tensor.layout not in SPARSE_LAYOUTS):
         problem = f"this format cannot store tensors of layout {tensor.layout}"
     elif tensor.is_quantized and (dense or tensor.dtype not in QUANTIZED_DTYPES):
@@ -60,7 +62,7 @@ def refuse_unsupported(tensor: torch.Tensor, name: str, *, dense: bool = True) -
     elif tensor.is_meta:
         problem = "tensors on the meta device have no values to save"
     if problem:
-        raise SaveError(problem, tensor=name)
+        raise SaveError(problem, tensor=name, advice=advice)
 
 
 def finished_dtype(tensor: torch.Tensor, dtype: str | None) -> str:

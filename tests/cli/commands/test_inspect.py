@@ -20,6 +20,7 @@ from sluice.cli.views import console as _console
 from sluice.cli.views.summary import summarise
 from sluice.entries.tree import flatten
 from support import distributed
+from support.gguf_files import packed, plain, text, write
 from support.work import at_most
 
 
@@ -202,6 +203,20 @@ def test_shared_storages_and_a_single_tensor() -> None:
     assert lines[lines.index("Shared storages") + 2] == "0 160 B emb, head, rows"
     torch.save(torch.ones(3), "one.pt")
     assert "'' float32 [3] 12 B" in inspect("one.pt")
+
+
+def test_packed_tensors_and_their_stored_bytes() -> None:
+    tensors = {"w": packed((64, 128))[0], "b": plain(torch.ones(64)), "iq": ((1, 256), 23, bytes(136))}
+    write(Path("m.gguf"), tensors, {"general.architecture": b"\b\0\0\0" + text("llama")})
+    lines = inspect("m.gguf")
+    assert "2 tensors, 32.2 KiB, 8.75 KiB stored" in lines
+    for line in ("Q8_0 as float32 1 32.0 KiB", "w Q8_0 as float32 [64, 128] 32.0 KiB", "general.architecture: llama"):
+        assert line in lines
+    assert any(line.startswith("iq a tensor of GGUF IQ4_XS, which sluice does not decode") for line in lines)
+    found = json.loads(CliRunner().invoke(main, ["inspect", "m.gguf", "--json"]).stdout)
+    assert [each["packing"] for each in found["tensors"]] == ["Q8_0", None]
+    with sluice.open("m.gguf") as checkpoint, pytest.raises(sluice.UnsupportedError, match="llama-quantize"):
+        checkpoint["iq"]
 
 
 def test_a_checkpoint_without_tensors() -> None:

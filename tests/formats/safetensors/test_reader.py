@@ -446,7 +446,7 @@ def test_accepted_files_equal_the_oracle(tmp_path: Path, data: st.DataObject) ->
         (file_bytes("{}"), True),
         (file_bytes('{"a":'), True),
         (file_bytes("{ \n}", length=1 << 63), True),
-        (b"GGUF\3\0\0\0{\0\0\0\0\0\0\0", False),
+        (b'GGUF\3\0\0\0{"\0\0\0\0\0\0', False),
         (b'{"abc": {"x": 1}}', False),
         (b'{\n "a": {"x": 1}}', False),
         (b"\x80\2}q\0(X\1\0\0\0aq\1", False),

@@ -46,11 +46,12 @@ def inspect_command(
       tensor_bytes  bytes of all tensors, each name in full
       stored_bytes  bytes of the storages that they view, each once
       dtypes        {dtype: {count, nbytes}}
-      tensors       [{name, dtype, layout, math_bits, shape, stride, nbytes,
+      tensors       [{name, dtype, layout, packing, math_bits, shape, stride, nbytes,
                       storages, storage_offset, parameter, requires_grad}]; strides
                       and offset in elements; layout is "strided" unless the tensor is
-                      sparse or quantized; math_bits "conj" and "neg"; several
-                      storages for a tensor made of several
+                      sparse or quantized; packing "Q4_K" or another GGUF type that is
+                      decoded to the dtype, or null; math_bits "conj" and "neg";
+                      several storages for a tensor made of several
       storages      [{key, file, nbytes}]; "storages" and "file" count from 0
       shared        [{storage, names}], storages that several names view
       state_dicts   keys of possible state dicts, the largest first;

@@ -70,9 +70,10 @@ def describe(value: object) -> str:
 
 
 def describe_dtype(entry: Entry) -> str:
-    """Return the dtype of an entry and its other properties: sparse, quantized, conjugated or negated."""
+    """Return the dtype of an entry and its other properties: sparse, quantized, packed, conjugated or negated."""
     layout = () if entry.composite is None else (entry.layout,)
-    return " ".join((*layout, *entry.math_bits, entry.dtype))
+    packing = () if entry.elements.packing is None else (entry.elements.packing.name, "as")
+    return " ".join((*layout, *packing, *entry.math_bits, entry.dtype))
 
 
 def _is_plain_list(value: object) -> bool:

@@ -87,6 +87,11 @@ class Summary(Struct, frozen=True, kw_only=True):
         return sum(nbytes for _, nbytes in self.dtypes.values())
 
     @property
+    def packed(self) -> bool:
+        """Whether elements are stored in packs, in fewer bytes than they have when they are read."""
+        return any(entry.elements.packing for entry in self.tensors.values())
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes of the storages that the tensors view, each storage once."""
         viewed = {number for entry in self.tensors.values() for number in entry.storages}
@@ -102,7 +107,7 @@ class Summary(Struct, frozen=True, kw_only=True):
         total = sum(file.identity.nbytes for file in index.files)
         yield Strong(path_and_key(self.path, self.key))
         yield f"{index.format}, {counted(len(index.files), 'file')}, {format_bytes(total)}"
-        stored = f", {format_bytes(self.stored_bytes)} stored" if self.shared else ""
+        stored = f", {format_bytes(self.stored_bytes)} stored" if self.shared or self.packed else ""
         yield f"{counted(len(self.tensors), 'tensor')}, {format_bytes(self.tensor_bytes)}{stored}"
         if len(index.files) > 1:
             files = ((file.path, format_bytes(file.identity.nbytes)) for file in index.files)
@@ -200,8 +205,10 @@ def summarise(path: str, key: str | None, index: Index, tensors: Mapping[str, En
     sizes: Counter[str] = Counter()
     viewers: defaultdict[int, list[str]] = defaultdict(list)
     for name, entry in tensors.items():
-        counts[entry.dtype] += 1
-        sizes[entry.dtype] += entry.nbytes
+        packing = entry.elements.packing
+        dtype = entry.dtype if packing is None else f"{packing.name} as {entry.dtype}"
+        counts[dtype] += 1
+        sizes[dtype] += entry.nbytes
         for number in entry.storages:
             viewers[number].append(name)
     return Summary(
@@ -270,6 +277,7 @@ def _tensor(name: str, entry: Entry) -> dict[str, object]:
         "name": name,
         "dtype": entry.dtype,
         "layout": entry.layout,
+        "packing": entry.elements.packing and entry.elements.packing.name,
         "math_bits": entry.math_bits,
         "shape": entry.shape,
         "stride": entry.stride,

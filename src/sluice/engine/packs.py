@@ -1,0 +1,155 @@
+"""Decoders of packs: bytes that hold a fixed number of elements together, as in GGUF files.
+
+A decoder gets ``(packs, bytes of a pack)`` and returns ``(packs, elements of a pack)`` in float32, on the same device.
+The operations and their order are those of ``gguf.quants``, so that the results have the same bits. Numbers in a pack
+are little-endian. Names follow ggml: ``d`` is a scale, ``m`` or ``dmin`` a minimum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TypeAlias
+
+import torch
+
+from sluice import _options as options
+from sluice.engine.elementwise import ElementFunction
+from sluice.entries.slicing import boxes
+from sluice.records import Packing
+
+__all__ = ["DECODERS", "Decoder", "decode_packs"]
+
+Decoder: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, function: ElementFunction) -> None:
+    """Decode packs, a piece at a time, and fill a target with the elements that a fill takes from each.
+
+    Args:
+        target: One dimension more than the fill: the last is ``packing.taken``.
+        packs: The packs, as bytes: the same first dimensions, and then ``packing.nbytes``.
+        packing: Their code.
+        function: Computes the target from the decoded elements.
+    """
+    shape = packs.shape[:-1]
+    decoder, end = DECODERS[packing.name], packing.first + packing.taken
+    most = max(options.CAST_PIECE_ELEMENTS, options.DECODED_ELEMENTS // torch.get_num_threads())
+    for key in boxes(tuple(shape), max(1, most // packing.elements)):
+        piece = packs[key]
+        decoded = decoder(piece.reshape(prod(piece.shape[:-1]), packing.nbytes))[:, packing.first : end]
+        function(target[key], decoded.reshape(*piece.shape[:-1], packing.taken))
+
+
+def _half(packs: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the float16 number at a byte of each pack as float32: ``(packs, 1)``."""
+    own = packs[:, first : first + 2].clone(memory_format=torch.contiguous_format)  # packs begin at any address
+    return own.view(torch.float16).float()
+
+
+def _bits(numbers: torch.Tensor, width: int, groups: int) -> torch.Tensor:
+    """Return fields of ``width`` bits of each byte, the lowest first, one field of a whole group after the other.
+
+    Args:
+        numbers: Bytes: ``(packs, n)``.
+        width: Bits of one field; ``8 // width`` fields are in a byte.
+        groups: Number of groups that the bytes are divided into.
+    """
+    count = len(numbers)
+    whole = numbers.reshape(count, groups, -1)
+    # One shift of all bytes after the other: a tensor of shifts takes longer.
+    fields = [whole & ((1 << width) - 1)]
+    fields += [(whole >> shift) & ((1 << width) - 1) for shift in range(width, 8 - width, width)]
+    fields.append(whole >> (8 - width))
+    return torch.stack(fields, 2).view(count, -1)
+
+
+def _fifth_bits(packs: torch.Tensor, first: int) -> torch.Tensor:
+    """Return the 32 bits of four bytes, the lowest first."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packs.device)
+    return ((packs[:, first : first + 4, None] >> shifts) & 1).reshape(len(packs), 32)
+
+
+def _q4_0(packs: torch.Tensor) -> torch.Tensor:
+    return _half(packs, 0) * (_bits(packs[:, 2:], 4, 1).to(torch.int8) - 8).float()
+
+
+def _q4_1(packs: torch.Tensor) -> torch.Tensor:
+    return _half(packs, 0) * _bits(packs[:, 4:], 4, 1).float() + _half(packs, 2)
+
+
+def _q5_0(packs: torch.Tensor) -> torch.Tensor:
+    numbers = _bits(packs[:, 6:], 4, 1) | (_fifth_bits(packs, 2) << 4)
+    return _half(packs, 0) * (numbers.to(torch.int8) - 16).float()
+
+
+def _q5_1(packs: torch.Tensor) -> torch.Tensor:
+    numbers = _bits(packs[:, 8:], 4, 1) | (_fifth_bits(packs, 4) << 4)
+    return _half(packs, 0) * numbers.float() + _half(packs, 2)
+
+
+def _q8_0(packs: torch.Tensor) -> torch.Tensor:
+    return packs[:, 2:].view(torch.int8).float() * _half(packs, 0)
+
+
+def _q2_k(packs: torch.Tensor) -> torch.Tensor:
+    """256 elements: 16 bytes of scales and minima, 64 of two bits each, d, dmin."""
+    scales, count = packs[:, :16], len(packs)
+    d = (_half(packs, 80) * (scales & 15).float()).view(count, 16, 1)
+    m = (_half(packs, 82) * (scales >> 4).float()).view(count, 16, 1)
+    return (d * _bits(packs[:, 16:80], 2, 2).view(count, 16, 16).float() - m).view(count, 256)
+
+
+def _q3_k(packs: torch.Tensor) -> torch.Tensor:
+    """256 elements: 32 bytes of third bits, 64 of two bits each, 12 of scales, d."""
+    count = len(packs)
+    low, high = _bits(packs[:, 96:104], 4, 1), _bits(packs[:, 104:108], 2, 1)
+    scales = (low | (high << 4)).to(torch.int8) - 32
+    d = (_half(packs, 108) * scales.float()).view(count, 16, 1)
+    third = _bits(packs[:, :32], 1, 1) ^ 1  # the offset is 0 where the bit is set
+    numbers = _bits(packs[:, 32:96], 2, 2).to(torch.int8) - (third << 2).to(torch.int8)
+    return (d * numbers.view(count, 16, 16).float()).view(count, 256)
+
+
+def _scales_and_minima(packs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales and minima of the eight groups of a Q4_K or Q5_K pack: ``(packs, 8, 1)`` each."""
+    d, m, rest = packs[:, 4:8], packs[:, 8:12], packs[:, 12:16]
+    scales = torch.cat([d & 63, (rest & 15) | ((d >> 2) & 48)], 1)
+    minima = torch.cat([m & 63, (rest >> 4) | ((m >> 2) & 48)], 1)
+    return (_half(packs, 0) * scales.float()).unsqueeze(2), (_half(packs, 2) * minima.float()).unsqueeze(2)
+
+
+def _q4_k(packs: torch.Tensor) -> torch.Tensor:
+    """256 elements: d, dmin, 12 bytes of scales and minima, 128 of four bits each."""
+    d, m = _scales_and_minima(packs)
+    return (d * _bits(packs[:, 16:], 4, 4).view(len(packs), 8, 32).float() - m).view(len(packs), 256)
+
+
+def _q5_k(packs: torch.Tensor) -> torch.Tensor:
+    """256 elements: d, dmin, 12 bytes of scales and minima, 32 of fifth bits, 128 of four bits each."""
+    d, m = _scales_and_minima(packs)
+    numbers = _bits(packs[:, 48:], 4, 4) | (_bits(packs[:, 16:48], 1, 1) << 4)
+    return (d * numbers.view(len(packs), 8, 32).float() - m).view(len(packs), 256)
+
+
+def _q6_k(packs: torch.Tensor) -> torch.Tensor:
+    """256 elements: 128 bytes of four bits each, 64 of two bits each, 16 of scales, d."""
+    count = len(packs)
+    d = (_half(packs, 208) * packs[:, 192:208].view(torch.int8).float()).unsqueeze(2)
+    numbers = _bits(packs[:, :128], 4, 2) | (_bits(packs[:, 128:192], 2, 2) << 4)
+    return (d * (numbers.to(torch.int8) - 32).view(count, 16, 16).float()).view(count, 256)
+
+
+#: The decoder of each code.
+DECODERS: Mapping[str, Decoder] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}

@@ -1,0 +1,194 @@
+"""Saved quantized weights: loads into models that were quantized on the meta device, and saves in torchao's layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import sluice
+from support.oracles import bits
+from support.quantized import Scaled, scale_modules
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128)
+        self.norm = nn.LayerNorm(128)
+        self.down = nn.Linear(128, 32, bias=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.down(self.norm(self.up(values)))  # type: ignore[no-any-return]
+
+
+def quantized_on_meta() -> Net:
+    with torch.device("meta"):
+        model = Net()
+    scale_modules()(model)
+    return model
+
+
+def saved(path: Path) -> Net:
+    """Write the plain tensors of a quantized model, and return the model."""
+    model = Net()
+    scale_modules()(model)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Scaled):
+            module = name.removesuffix(".weight")
+            tensors[f"{module}._weight_integers"], tensors[f"{module}._weight_scale"] = value.integers, value.scale
+        else:
+            tensors[name] = value
+    save_file(tensors, path)
+    return model
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    pairs = zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True)
+    return all(name == other and type(a) is type(b) and _bits(a) == _bits(b) for (name, a), (other, b) in pairs)
+
+
+def _bits(tensor: Any) -> list[bytes]:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [bits(tensor)]
+    return [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+
+
+def test_the_plain_tensors_of_quantized_weights_are_filled(tmp_path: Path) -> None:
+    expected = saved(tmp_path / "q.safetensors")
+    model = quantized_on_meta()
+    planned = sluice.plan(model, tmp_path / "q.safetensors")
+    assert type(model.up.weight.data) is Scaled
+    assert model.up.weight.is_meta
+    report = sluice.load_into(model, tmp_path / "q.safetensors")
+    assert same(model, expected)
+    assert report.final_bytes == planned.final_bytes == 128 * 64 + 128 * 32 + 4 * (128 + 32 + 3 * 128)
+    assert isinstance(model.up.weight, nn.Parameter)
+    assert not model.up.weight.requires_grad
+
+
+def test_tied_quantized_weights_stay_tied(tmp_path: Path) -> None:
+    saved(tmp_path / "q.safetensors")
+    model = quantized_on_meta()
+    model.up.add_module("again", nn.Linear(64, 128, bias=False, device="meta"))
+    twin = model.up.get_submodule("again")
+    tied: Any = model.up.weight
+    twin.register_parameter("weight", tied)
+    sluice.load_into(model, tmp_path / "q.safetensors")
+    assert _bits(twin.get_parameter("weight")) == _bits(model.up.weight)
+    inner: Any = model.up.weight
+    assert inner.integers.data_ptr() == twin.get_parameter("weight").integers.data_ptr()  # type: ignore[attr-defined]
+
+
+def test_a_failure_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    save_file({"up.bias": torch.ones(128)}, tmp_path / "other.safetensors")
+    model = quantized_on_meta()
+    before = dict(model.named_parameters())
+    with pytest.raises(sluice.MismatchError, match="_weight_integers"):
+        sluice.load_into(model, tmp_path / "other.safetensors")
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_scales_are_not_cast(tmp_path: Path) -> None:
+    saved(tmp_path / "q.safetensors")
+    with pytest.raises(ValueError, match="would cast the scales"):
+        sluice.load_into(quantized_on_meta(), tmp_path / "q.safetensors", dtype="bf16")
+
+
+def test_live_quantized_models_are_refused(tmp_path: Path) -> None:
+    model = saved(tmp_path / "q.safetensors")
+    with pytest.raises(sluice.MismatchError, match="cannot be loaded"):
+        sluice.load_into(model, tmp_path / "q.safetensors")
+
+
+@pytest.fixture(scope="module")
+def torchao() -> Any:
+    return pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+
+CONFIGS: dict[str, Any] = {
+    "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),
+    "int8-dynamic": lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig(),
+    "float8": lambda torchao: torchao.Float8WeightOnlyConfig(),
+    "int4-groups": lambda torchao: torchao.IntxWeightOnlyConfig(
+        weight_dtype=vars(torch)["int4"], granularity=torchao.PerGroup(32)
+    ),
+}
+LONG = {"float8", "int4-groups"}
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CONFIGS]
+)
+def test_torchao_reads_what_is_saved_and_the_other_way_round(tmp_path: Path, torchao: Any, config: str) -> None:
+    layout = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
+    model = Net()
+    torchao.quantize_(model, CONFIGS[config](torchao))
+    sluice.save(model, tmp_path / "ours.safetensors")
+    with safetensors.safe_open(tmp_path / "ours.safetensors", "pt") as file:
+        metadata = file.metadata()
+    state, left = layout.unflatten_tensor_state_dict(load_file(tmp_path / "ours.safetensors"), metadata)
+    assert not left
+    with torch.device("meta"):
+        theirs = Net()
+    theirs.load_state_dict(state, assign=True)
+    assert same(theirs, model)
+    tensors, described = layout.flatten_tensor_state_dict(model.state_dict())
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata=described)
+    with torch.device("meta"):
+        ours = Net()
+    torchao.quantize_(ours, CONFIGS[config](torchao))
+    sluice.load_into(ours, tmp_path / "theirs.safetensors")
+    assert same(ours, model)
+    values = torch.randn(3, 64)
+    assert torch.equal(ours(values), model(values))
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")
+def test_another_configuration_is_refused(tmp_path: Path, torchao: Any) -> None:
+    model = Net()
+    torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
+    sluice.save(model, tmp_path / "q.safetensors")
+    with torch.device("meta"):
+        other = Net()
+    torchao.quantize_(other, torchao.Int8WeightOnlyConfig())
+    with pytest.raises(sluice.MismatchError, match=r"'up\.weight' is Int8Tensor .* in the checkpoint") as caught:
+        sluice.load_into(other, tmp_path / "q.safetensors")
+    assert "with the configuration" in caught.value.advice
+
+
+def test_saves_of_quantized_weights_that_are_refused(tmp_path: Path, torchao: Any) -> None:
+    model = Net()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    with pytest.raises(sluice.SaveError, match=r"as \.safetensors"):
+        sluice.save(model, tmp_path / "q.pth")
+    with pytest.raises(sluice.SaveError, match="would cast the scales"):
+        sluice.save(model, tmp_path / "q.safetensors", dtype="bf16")
+    with pytest.raises(sluice.SaveError, match="name of a module"):
+        sluice.save(model.down, tmp_path / "q.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_descriptions_are_mismatches(tmp_path: Path, torchao: Any) -> None:
+    model = Net()
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    sluice.save(model, tmp_path / "q.safetensors")
+    with sluice.open(tmp_path / "q.safetensors") as checkpoint:
+        metadata = dict(checkpoint.metadata)
+    for text in ("{", "[" * 100_000, "[]", json.dumps({"_type": "os.system", "_data": "true"})):
+        save_file(load_file(tmp_path / "q.safetensors"), tmp_path / "d.safetensors", {**metadata, "up.weight": text})
+        with torch.device("meta"):
+            other = Net()
+        torchao.quantize_(other, torchao.Int8WeightOnlyConfig())
+        with pytest.raises(sluice.MismatchError, match="quantized in a different way"):
+            sluice.load_into(other, tmp_path / "d.safetensors")
