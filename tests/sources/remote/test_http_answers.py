@@ -24,7 +24,7 @@ def failure(status: int, **headers: str) -> RequestFailedError:
     ("text", "seconds"),
     [
         ("120", 120),
-        (formatdate(time.time() + 1000, usegmt=True), 1000),
+        pytest.param(formatdate(time.time() + 1000, usegmt=True), 1000, id="a date"),
         (formatdate(0, usegmt=True), 0),
         *((text, None) for text in ("soon", "-5", "1e9", "99999999999", "")),
     ],
