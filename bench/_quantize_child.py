@@ -21,7 +21,7 @@ from sluice.machine.peaks import restart_peak
 
 __all__ = ["CONFIGS", "METHODS", "UNQUANTIZED"]
 
-#: The layer that transformers leaves as it is, and so do all methods.
+#: Layer that no method quantizes, because transformers does not.
 UNQUANTIZED = "lm_head"
 
 #: Configurations of torchao by name.
