@@ -36,9 +36,12 @@ def quantized_on_meta() -> Net:
 
 
 def saved(path: Path) -> Net:
-    """Write the plain tensors of a quantized model, and return the model."""
+    """Write a quantized model: its plain tensors, or as torch.save pickles it; return the model."""
     model = Net()
     scale_modules()(model)
+    if path.suffix == ".pth":
+        torch.save({"step": 3, "model": model.state_dict()}, path)
+        return model
     tensors: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Scaled):
@@ -61,13 +64,14 @@ def _bits(tensor: Any) -> list[bytes]:
     return [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
 
 
-def test_the_plain_tensors_of_quantized_weights_are_filled(tmp_path: Path) -> None:
-    expected = saved(tmp_path / "q.safetensors")
+@pytest.mark.parametrize("name", ["q.safetensors", "q.pth"])
+def test_the_plain_tensors_of_quantized_weights_are_filled(tmp_path: Path, name: str) -> None:
+    expected = saved(tmp_path / name)
     model = quantized_on_meta()
-    planned = sluice.plan(model, tmp_path / "q.safetensors")
+    planned = sluice.plan(model, tmp_path / name)
     assert type(model.up.weight.data) is Scaled
     assert model.up.weight.is_meta
-    report = sluice.load_into(model, tmp_path / "q.safetensors")
+    report = sluice.load_into(model, tmp_path / name)
     assert same(model, expected)
     assert report.final_bytes == planned.final_bytes == 128 * 64 + 128 * 32 + 4 * (128 + 32 + 3 * 128)
     assert isinstance(model.up.weight, nn.Parameter)
@@ -152,6 +156,27 @@ def test_torchao_reads_what_is_saved_and_the_other_way_round(tmp_path: Path, tor
     assert same(ours, model)
     values = torch.randn(3, 64)
     assert torch.equal(ours(values), model(values))
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CONFIGS]
+)
+def test_pickled_weights_of_torchao(tmp_path: Path, torchao: Any, config: str) -> None:
+    model = Net()
+    torchao.quantize_(model, CONFIGS[config](torchao))
+    torch.save(model.state_dict(), tmp_path / "q.pth")
+    with torch.device("meta"):
+        ours = Net()
+    torchao.quantize_(ours, CONFIGS[config](torchao))
+    sluice.load_into(ours, tmp_path / "q.pth")
+    assert same(ours, model)
+    other = next(name for name in CONFIGS if name != config)
+    with torch.device("meta"):
+        refused = Net()
+    torchao.quantize_(refused, CONFIGS[other](torchao))
+    with pytest.raises(sluice.MismatchError, match=r"'up\.weight' is \w+ in the module, a different torchao"):
+        sluice.load_into(refused, tmp_path / "q.pth")
 
 
 @pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")

@@ -9,6 +9,7 @@ from torch import nn
 
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.quantizing.saved import check_described, opened_weights
+from sluice.quantizing.wrapped import with_inner_tensors
 
 __all__ = ["opened_model"]
 
@@ -35,6 +36,7 @@ def opened_model(
     if dtype not in {None, "auto"}:
         raise ValueError(f"dtype={dtype!r} would cast the scales of quantized weights: leave it out")
     with opening as checkpoint:
-        check_described(model, checkpoint.metadata, checkpoint.path)
+        plain, wrapped = with_inner_tensors(checkpoint)
+        check_described(model, checkpoint.metadata, wrapped, checkpoint.path)
         with opened_weights(model, finish=finish):
-            yield nullcontext(checkpoint)
+            yield nullcontext(plain)

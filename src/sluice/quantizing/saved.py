@@ -10,7 +10,7 @@ the file fills the plain tensors of its weights. The metadata must describe thes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import nn
 from sluice._errors import MismatchError, SaveError
 from sluice._messages import SHOWN, section
 from sluice.quantizing.inner_tensors import assemble, inner_tensors, is_assembled
+from sluice.quantizing.wrapped import is_described_by
+from sluice.records import UnsupportedValue
 
 __all__ = ["check_described", "flattened", "opened_weights"]
 
@@ -115,12 +117,15 @@ def _set_parameters(part: nn.Module, parameters: Mapping[str, nn.Parameter | Non
     held.update(parameters)
 
 
-def check_described(model: nn.Module, metadata: Mapping[str, str], file: str) -> None:
-    """Refuse a checkpoint whose metadata describes other quantized weights than the model has.
+def check_described(
+    model: nn.Module, metadata: Mapping[str, str], wrapped: Mapping[str, Sequence[UnsupportedValue]], file: str
+) -> None:
+    """Refuse a checkpoint that describes other quantized weights than the model has.
 
     Args:
         model: The model, before ``opened_weights``.
         metadata: Metadata of the checkpoint; weights that it does not describe are not compared.
+        wrapped: Weights that a pickle describes, by their names.
         file: The checkpoint, for messages.
 
     Raises:
@@ -132,6 +137,9 @@ def check_described(model: nn.Module, metadata: Mapping[str, str], file: str) ->
             ours, theirs = _description(weight), _parsed(metadata[name])
             if theirs is None or (theirs.get("_type"), theirs.get("_data")) != (ours["_type"], ours["_data"]):
                 wrong.append(f"{name!r} is {_shown(ours)} in the module, {_shown(theirs)} in the checkpoint")
+        elif name in wrapped and _can_open(weight) and not any(is_described_by(weight.data, o) for o in wrapped[name]):
+            ours_is, kind = type(weight.data).__name__, wrapped[name][0].qualified_name
+            wrong.append(f"{name!r} is {ours_is} in the module, a different {kind} in the checkpoint")
     if wrong:
         text = section("quantized in a different way", wrong[:SHOWN], wrong)
         error = MismatchError(f"the checkpoint does not fit the module\n{text}\nNothing was read", file=file)

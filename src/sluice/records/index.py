@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import ClassVar
 
 from msgspec import Struct, field
@@ -269,6 +270,8 @@ class UnsupportedValue(Opaque):
     file: str
     #: Next step for the user; None for that of its error.
     advice: str | None = None
+    #: Attributes of a tensor that wraps others, by name, with an ``Entry`` for each of these; None for other kinds.
+    inner: Mapping[str, object] | None = dataclass_field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return f"<not loaded: {self.reason}, {self.qualified_name}>"

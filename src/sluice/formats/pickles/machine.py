@@ -28,6 +28,7 @@ __all__ = [
     "Machine",
     "PendingObject",
     "Refusal",
+    "WrapperError",
 ]
 
 AnyCheckpointError = TypeVar("AnyCheckpointError", bound=CheckpointError)
@@ -68,6 +69,15 @@ class PendingObject(Struct, kw_only=True):
     finish: Callable[[object], object]
     #: The object; None until ``BUILD``.
     value: object = None
+
+
+class WrapperError(UnsupportedError):
+    """A tensor of a class outside the allowlist that wraps other tensors."""
+
+    def __init__(self, problem: str, *, found: str, inner: Mapping[str, object]) -> None:
+        super().__init__(problem, found=found)
+        #: Attributes of the tensor, by name.
+        self.inner = inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +329,8 @@ class Machine:
                 problem = f"the pickle has more than {self.limits.entries} unsupported values"
                 raise self.error(LimitError, problem, position)
             found = name if error.found is None else str(error.found)
-            return UnsupportedValue(qualified_name=found, reason=error.problem, file=self._file)
+            inner = error.inner if isinstance(error, WrapperError) else None
+            return UnsupportedValue(qualified_name=found, reason=error.problem, file=self._file, inner=inner)
         if unknown is not None:
             return unknown
         # The first refusal causes the later ones, whose arguments contain its placeholder.

@@ -16,6 +16,7 @@ Unsupported, and therefore leaves of the tree (``Machine.call``): nested, meta a
 plain strided tensors; dtypes, storage classes, devices, metadata and further arguments that are unknown, as a newer
 torch may write them; hooks; in a big-endian file, tensors whose dtype differs from the dtype of their storage, because
 torch swaps bytes by that. Their storages are declared anyway, because legacy files store others after them.
+The leaf of a tensor that wraps others has its attributes (``UnsupportedValue.inner``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from msgspec.structs import replace
 from sluice._dtypes import ITEM_BYTES, number_bytes
 from sluice._errors import FormatError, LimitError, UnsupportedError
 from sluice._options import Limits
+from sluice.formats.pickles.machine import WrapperError
 from sluice.formats.pickles.unpickler import Constructor, KeyGuard
 from sluice.formats.torch_save.composites import MAX_SIGNED, PACKED_DTYPES, QUANTIZED_DTYPES, quantized, sparse
 from sluice.formats.torch_save.plain_values import (
@@ -327,6 +329,8 @@ class TorchAllowlist:
         # Nested calls of this function are refused, because they would recurse without bound.
         rebuild = self._rebuilds.get(function.qualified_name) if type(function) is Constructor else None
         if isinstance(kind, Opaque) and kind.qualified_name != "torch.Tensor":
+            if type(state) is dict and all(type(name) is str for name in state):
+                raise WrapperError("a tensor subclass", found=kind.qualified_name, inner=state)
             raise UnsupportedError("a tensor subclass", found=kind.qualified_name)
         if rebuild is None or not isinstance(kind, Opaque) or type(inner) is not tuple:
             raise UnsupportedError("a tensor with a custom rebuild function")
