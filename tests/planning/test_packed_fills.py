@@ -50,7 +50,7 @@ def _write(target: torch.Tensor, fill: Fill, packing: Packing) -> None:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_views_are_put_together(data: st.DataObject) -> None:
     outer = tuple(data.draw(st.lists(st.integers(1, 3), max_size=2)))
     shape = (*outer, PACK * data.draw(st.integers(1, 4)))

@@ -119,7 +119,9 @@ def _huggingface(path: Path) -> None:
 
 
 def _packed(path: Path) -> None:
-    gguf_files.write(path, {str(number): gguf_files.packed(shape)[0] for number, shape in enumerate(SHAPES)})
+    (_, kind, pack), _ = gguf_files.packed((1, 32))
+    tensors = {str(i): (shape, kind, pack * (torch.Size(shape).numel() // 32)) for i, shape in enumerate(SHAPES)}
+    gguf_files.write(path, tensors)
 
 
 #: Checkpoints by name; a name without a suffix is that of a directory.
