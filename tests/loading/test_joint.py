@@ -17,7 +17,9 @@ from support.joint_loads import (
     load,
     load_differently,
     load_divided,
+    load_packed,
     saved,
+    saved_packed,
     state_after,
     truth,
     with_options,
@@ -39,6 +41,11 @@ def test_every_rank_gets_the_figures_of_all(two_ranks: Ranks, checkpoint: str) -
     assert first.ranks == second.ranks
     assert [each.read_bytes for each in first.ranks] == [first.read_bytes, second.read_bytes]
     assert "rank 1 on" in str(first)
+
+
+@pytest.mark.parametrize("share", ["none", "once"])
+def test_packed_tensors_are_divided_and_shared(two_ranks: Ranks, tmp_path: Path, share: str) -> None:
+    assert two_ranks.run(load_packed, saved_packed(str(tmp_path / "model.gguf")), share) == [True, True]
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 import sluice
 from sluice.testing import record_reads
+from support.gguf_files import packed, plain, write
 
 # The functions that run on ranks import torch.distributed.tensor, which takes as long as all of torch.
 # mypy: disable-error-code="no-untyped-call"
@@ -28,8 +30,10 @@ __all__ = [
     "load",
     "load_differently",
     "load_divided",
+    "load_packed",
     "load_part",
     "saved",
+    "saved_packed",
     "sharded",
     "state_after",
     "truth",
@@ -117,6 +121,34 @@ def load_divided(
     model = divided(device)
     report = sluice.load_into(model, path, share=share, **arguments)  # type: ignore[arg-type]
     return replace(report, rows=tuple), is_loaded(model, arguments.get("dtype"))
+
+
+def saved_packed(path: str) -> str:
+    """Write a GGUF file, whose weights are packed."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in truth().items()}
+    tensors = {
+        name: packed(shape)[0] if len(shape) == 2 else plain(torch.ones(shape)) for name, shape in shapes.items()
+    }
+    write(Path(path), tensors)
+    return path
+
+
+def load_packed(path: str, share: str) -> bool:
+    """Load a GGUF file; return whether every local tensor is the part of the whole one that is read alone."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    model = divided("meta")
+    sluice.load_into(model, path, share=share)  # type: ignore[arg-type]
+    with sluice.open(path) as checkpoint:
+        whole = {name: checkpoint[name].read() for name in checkpoint}
+    right = []
+    for name, value in model.state_dict().items():
+        expected = whole[name]
+        if isinstance(value, DTensor):
+            expected = distribute_tensor(expected, value.device_mesh, value.placements).to_local()
+            value = value.to_local()  # noqa: PLW2901
+        right.append(torch.equal(value, expected))
+    return all(right)
 
 
 def bytes_recorded(path: str, share: str) -> int:
