@@ -1,0 +1,131 @@
+"""Two simulated devices, ``sim:0`` and ``sim:1``, that torch takes for accelerators; harsher than a GPU.
+
+- Their memory is apart from the host's: a pointer to it cannot be followed, and it counts for no process.
+- Streams run as late as possible: an item runs when something waits for it. With a seed, some items run earlier.
+- Copies from page-locked memory read it when they run; copies from other memory have read it when they return.
+- The caching allocator follows the documented rules of torch's CUDA allocator, with the same statistics.
+- Operators that are not copies, fills or products in place are computed by the CPU, after their stream.
+
+torch has one place for such a device in each process, which cannot be given back. Until ``plugged_in`` no device is
+available, so that the other tests of the process do not see it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from .build import library, reason_against
+from .torch_module import make_module
+
+__all__ = ["Simulator", "plugged_in", "reason_against"]
+
+_GIB = 1 << 30
+
+
+class Simulator:
+    """Control of both devices."""
+
+    def __init__(self, loaded: ctypes.CDLL, module: Any) -> None:
+        self._library, self._module = loaded, module
+
+    def plug(self, *, inserted: bool) -> None:
+        """Make the devices available to torch, or not."""
+        self._module.plugged = inserted
+        self._library.sim_plug(int(inserted))
+
+    def reset(self) -> None:
+        """Run what is pending, drop planted failures, and return to 8 GiB and the latest schedule."""
+        self.fail_copy(None)
+        self.fail_allocation(None)
+        self.refuse_page_locking(refuse=False)
+        self.schedule(None)
+        for device in range(2):
+            try:
+                torch.accelerator.synchronize(device)
+            except RuntimeError:
+                torch.accelerator.synchronize(device)
+            self.set_capacity(device, 8 * _GIB)
+            self._library.sim_set_fraction(device, ctypes.c_double(1.0))
+        self._library.sim_set_device(0)
+        self.take_faults()
+        self._library.sim_reset_peak_page_locked()
+
+    def set_capacity(self, device: int, nbytes: int) -> None:
+        """Set the size of a device in bytes."""
+        self._library.sim_set_capacity(device, ctypes.c_uint64(nbytes))
+
+    def schedule(self, seed: int | None) -> None:
+        """Let a seed decide when and in which order streams run; None is as late as possible."""
+        self._library.sim_set_schedule(ctypes.c_int64(-1 if seed is None else seed))
+
+    def fail_allocation(self, number: int | None) -> None:
+        """Refuse the allocation with this number, counted from 0 on; None refuses none."""
+        self._library.sim_fail_allocation(ctypes.c_int64(-1 if number is None else number))
+
+    def fail_copy(self, number: int | None, *, late: bool = False) -> None:
+        """Let the copy with this number fail when it is started, or when it runs."""
+        self._library.sim_fail_copy(ctypes.c_int64(-1 if number is None else number), int(late))
+
+    def refuse_page_locking(self, *, refuse: bool) -> None:
+        """Refuse to page-lock host memory from now on, or accept it again."""
+        self._library.sim_refuse_page_locking(int(refuse))
+
+    def lock_pages(self, address: int, nbytes: int) -> int:
+        """Page-lock host memory; return 0 or the number of the error that CUDA's runtime would give."""
+        return int(self._library.sim_lock_pages(ctypes.c_void_p(address), ctypes.c_uint64(nbytes)))
+
+    def unlock_pages(self, address: int) -> int:
+        """Release page-locked memory."""
+        return int(self._library.sim_unlock_pages(ctypes.c_void_p(address)))
+
+    def page_locked_bytes(self) -> tuple[int, int]:
+        """Return the bytes of page-locked memory, now and at most since the reset."""
+        return int(self._library.sim_page_locked()), int(self._library.sim_peak_page_locked())
+
+    def pending(self, device: int = 0) -> int:
+        """Return the number of items that no stream of a device has run."""
+        return int(self._library.sim_pending(device))
+
+    def take_faults(self) -> list[str]:
+        """Return the faults that did not stop the program, and forget them."""
+        text = ctypes.create_string_buffer(1 << 16)
+        self._library.sim_take_faults(text, ctypes.c_uint64(len(text)))
+        return text.value.decode().splitlines()
+
+    def name_host_accesses(self) -> None:
+        """Print the kind and place of a host access to device memory before it ends the process."""
+        self._library.sim_name_host_accesses()
+
+
+@cache
+def _loaded() -> Simulator:
+    path = str(library())
+    torch.ops.load_library(path)
+    loaded = ctypes.CDLL(path)
+    for name in ("sim_page_locked", "sim_peak_page_locked", "sim_pending"):
+        getattr(loaded, name).restype = ctypes.c_uint64
+    module = make_module(loaded)
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    return Simulator(loaded, module)
+
+
+@contextmanager
+def plugged_in() -> Iterator[Simulator]:
+    """Make ``sim:0`` and ``sim:1`` available during the block, in a fresh state."""
+    simulator = _loaded()
+    simulator.plug(inserted=True)
+    try:
+        simulator.reset()
+        yield simulator
+    finally:
+        simulator.reset()
+        torch.accelerator.empty_cache()
+        simulator.plug(inserted=False)
