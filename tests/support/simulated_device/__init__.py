@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from sluice.engine.vendors import VENDORS, OtherVendor
+
 from .build import library, reason_against
 from .torch_module import make_module
 
@@ -103,6 +105,21 @@ class Simulator:
         self._library.sim_name_host_accesses()
 
 
+class _SimulatedVendor(OtherVendor):
+    """Page-locking, as ``cudaHostRegister`` does it."""
+
+    locks_pages = True
+
+    def __init__(self, simulator: Simulator) -> None:
+        self._simulator = simulator
+
+    def lock_pages(self, device: torch.device, address: int, nbytes: int) -> bool:  # noqa: ARG002
+        return self._simulator.lock_pages(address, nbytes) == 0
+
+    def unlock_pages(self, device: torch.device, address: int) -> None:  # noqa: ARG002
+        assert self._simulator.unlock_pages(address) == 0
+
+
 @cache
 def _loaded() -> Simulator:
     path = str(library())
@@ -114,7 +131,9 @@ def _loaded() -> Simulator:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
-    return Simulator(loaded, module)
+    simulator = Simulator(loaded, module)
+    VENDORS["sim"] = _SimulatedVendor(simulator)
+    return simulator
 
 
 @contextmanager

@@ -129,10 +129,20 @@ void copy_across(const Tensor& source, const Tensor& target) {
   enqueue_wait(to, current_stream(to), mark(from, current_stream(from)));
 }
 
+Tensor without_math_bits(const Tensor& tensor) {
+  if (!tensor.is_conj() && !tensor.is_neg()) return tensor;
+  const Tensor plain = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options());
+  return plain.copy_(tensor);
+}
+
 // As torch does for CUDA: a cast runs on the device if the copy may continue after the call, else on the host.
 Tensor copy_from(const Tensor& self, const Tensor& target, bool non_blocking) {
   if (target.numel() == 0) return target;
   count_copy();
+  if (self.device() != target.device() && (self.is_conj() || self.is_neg() || target.is_conj() || target.is_neg())) {
+    target.copy_(without_math_bits(self).to(target.device()));
+    return target;
+  }
   const Tensor source = self.expand(target.sizes());
   const c10::OptionalDeviceGuard guard(target.is_cpu() ? source.device() : target.device());
   if (!source.is_cpu() && !target.is_cpu()) {
@@ -263,6 +273,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("zero_", zero);
   m.impl("mul_.Tensor", multiply_in_place);
 }
+
+// copy_from looks at these bits itself; the fallback would clone first, which copies again, without an end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
 
