@@ -75,10 +75,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests if the machine has no accelerator, with that as the reason."""
+    """Skip tests that need an accelerator if there is none and none can be simulated, with both reasons."""
     if item.get_closest_marker("gpu") is None:
         return
     import torch
 
-    if not torch.accelerator.is_available():
-        pytest.skip(f"torch {torch.__version__} finds no accelerator on this machine")
+    from support.simulated_device import reason_against
+
+    if not torch.accelerator.is_available() and (reason := reason_against()):
+        pytest.skip(f"torch {torch.__version__} finds no accelerator on this machine, and {reason}")

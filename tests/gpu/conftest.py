@@ -1,14 +1,17 @@
-"""Fixtures of GPU tests: CUDA or a skip, a context before measurements start, and release of device memory."""
+"""Fixtures of tests on an accelerator: CUDA, else the simulated device; its context, and release of device memory."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 
+from sluice.engine.accelerators import accelerators
 from support.leaks import Holdings
+from support.simulated_device import Simulator, plugged_in, prepare
 
 #: Targets of the driver's own descriptors, which it opens at any time.
 _DRIVER = tuple(
@@ -16,15 +19,11 @@ _DRIVER = tuple(
 )
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip if the accelerator is not a CUDA device."""
-    if torch.accelerator.is_available() and not torch.cuda.is_available():
-        pytest.skip("these tests are about CUDA")
-
-
 @pytest.fixture(scope="session")
 def context() -> None:
     """Create the context of every device, so that it does not count as growth of a test."""
+    if not torch.cuda.is_available():
+        prepare()
     for number in range(torch.cuda.device_count()):
         torch.ones(1, device=f"cuda:{number}").add_(1).item()
 
@@ -38,17 +37,34 @@ def _no_leaks(context: None) -> Iterator[None]:
     assert not left, "the test left behind:\n" + "\n".join(left)
 
 
+@pytest.fixture(autouse=True)
+def simulator(context: None) -> Iterator[Simulator | None]:
+    """Plug the simulated devices in for a test and check that it made no fault; None if there is a GPU."""
+    with ExitStack() as stack:
+        simulated = None if torch.cuda.is_available() else stack.enter_context(plugged_in())
+        yield simulated
+        if simulated is not None:
+            assert not simulated.take_faults()
+
+
 @pytest.fixture
-def device(context: None) -> Iterator[str]:
+def device(simulator: Simulator | None) -> Iterator[str]:
     """Yield the first device with an empty allocator cache; remove its memory limit after the test."""
     _free()
-    yield "cuda:0"
-    torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    yield accelerators()[0]
+    torch.get_device_module().set_per_process_memory_fraction(1.0, 0)
     _free()
+
+
+@pytest.fixture
+def second_device(device: str) -> str:
+    """Return the second device, or skip."""
+    names = accelerators()
+    return names[1] if len(names) > 1 else pytest.skip("needs two devices")
 
 
 def _free() -> None:
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
+    torch.accelerator.synchronize()
+    torch.get_device_module().empty_cache()
+    torch.get_device_module().reset_peak_memory_stats()

@@ -25,7 +25,7 @@ from sluice.engine.vendors import VENDORS, OtherVendor
 from .build import library, reason_against
 from .torch_module import make_module
 
-__all__ = ["Simulator", "plugged_in", "reason_against"]
+__all__ = ["Simulator", "plugged_in", "prepare", "reason_against"]
 
 _GIB = 1 << 30
 
@@ -134,6 +134,11 @@ def _loaded() -> Simulator:
     simulator = Simulator(loaded, module)
     VENDORS["sim"] = _SimulatedVendor(simulator)
     return simulator
+
+
+def prepare() -> None:
+    """Build and register the devices, which stay unavailable."""
+    _loaded()
 
 
 @contextmanager

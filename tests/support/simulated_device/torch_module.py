@@ -74,6 +74,9 @@ class _Module(types.ModuleType):
     def get_device_properties(self, device: Any = None) -> Any:
         return types.SimpleNamespace(name="simulated device", total_memory=self.mem_get_info(device)[1])
 
+    def _sleep(self, cycles: int) -> None:
+        """Do nothing: what is queued runs late anyway."""
+
     def manual_seed_all(self, seed: int) -> None:
         """Do nothing: the CPU's generator makes the numbers."""
 
