@@ -145,7 +145,7 @@ def test_out_of_memory_at_any_tensor_leaves_everything_as_it_was(
 def test_a_limit_that_cannot_be_kept_is_refused_before_reading(
     file: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_transfer, "execute", lambda *_, **__: pytest.fail("data was read"))
+    monkeypatch.setattr(_transfer, "run", lambda *_, **__: pytest.fail("data was read"))
     model = Weights(SHAPES)
     with pytest.raises(sluice.BudgetError, match=rf"memory of {device}.*at most 10\.0 MiB"):
         sluice.load_into(model, file, device=device, memory=sluice.MemoryLimits(device="10MiB"))
@@ -161,7 +161,7 @@ def test_what_the_device_does_not_have_is_refused_before_reading(
     with (tmp_path / "f.safetensors").open("wb") as stream:
         stream.write(len(header).to_bytes(8, "little") + header)
         stream.truncate(8 + len(header) + count * 4)  # a hole in the file: it must not be read
-    monkeypatch.setattr(_transfer, "execute", lambda *_, **__: pytest.fail("data was read"))
+    monkeypatch.setattr(_transfer, "run", lambda *_, **__: pytest.fail("data was read"))
     with pytest.raises(sluice.BudgetError, match=rf"memory of {device}.*free on the device"):
         sluice.load_into(Weights({"t": (count,)}), tmp_path / "f.safetensors", device=device)
 

@@ -208,7 +208,7 @@ def test_a_device_that_is_not_there_is_refused_before_reading(
     tensors = {"t": torch.randn(10)}
     torch.save(tensors, tmp_path / "f.pth")
     model = meta_parameters(tensors)
-    monkeypatch.setattr(_transfer, "execute", lambda *_, **__: pytest.fail("data was read"))
+    monkeypatch.setattr(_transfer, "run", lambda *_, **__: pytest.fail("data was read"))
     missing = f"{torch.device(device).type}:99"
     with pytest.raises(ValueError, match=missing):
         sluice.load_into(model, tmp_path / "f.pth", device=missing)
