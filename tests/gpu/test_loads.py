@@ -171,7 +171,7 @@ def test_a_tensor_larger_than_staging(
     cores: int,
 ) -> None:
     monkeypatch.setattr(options, "HOST_CAST_CORES", cores)
-    tensor = torch.randn(48 * MIB)
+    tensor = torch.randn(12 * MIB)
     torch.save({"t": tensor}, tmp_path / "f.pth")
     loaded = sluice.load_state_dict(
         tmp_path / "f.pth",
