@@ -24,7 +24,7 @@ LONG = 200_000_000
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    torch.save({f"t{i}": torch.randn(4 * MIB) for i in range(6)}, tmp_path / "f.pth")
+    torch.save({f"t{i}": torch.randn(2 * MIB) for i in range(6)}, tmp_path / "f.pth")
     return tmp_path / "f.pth"
 
 
@@ -40,7 +40,7 @@ def new_stream() -> Any:
 
 def leave_work_behind(device: str) -> None:
     """Queue writes to memory and free it: the next user of that memory must wait for them."""
-    others = [torch.empty(4 * MIB, device=device) for _ in range(6)]
+    others = [torch.empty(2 * MIB, device=device) for _ in range(6)]
     torch.get_device_module()._sleep(LONG)
     for other in others:
         other.fill_(7.0)

@@ -1,7 +1,7 @@
-"""What torch has no common interface for: page-locking of the caller's host memory, and events that sleep.
+"""Functions of one kind of device: page-locking of the caller's host memory, and events that sleep.
 
-Everything else that ``StreamAccelerator`` needs is the same for every device: ``torch.accelerator``, ``torch.Stream``,
-``torch.Event``, and the functions that the modules of devices share (``torch.cuda``, ``torch.xpu``).
+Torch has no common interface for them. Everything else that ``StreamAccelerator`` needs is the same for every device:
+``torch.Stream``, ``torch.Event``, and the functions that the modules of devices share (``torch.cuda``, ``torch.xpu``).
 """
 
 from __future__ import annotations

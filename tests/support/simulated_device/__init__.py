@@ -6,7 +6,7 @@
 - The caching allocator follows the documented rules of torch's CUDA allocator, with the same statistics.
 - Operators that are not copies, fills or products in place are computed by the CPU, after their stream.
 
-torch has one place for such a device in each process, which cannot be given back. Until ``plugged_in`` no device is
+torch has one place for such a device in each process, which stays taken. Until ``plugged_in`` no device is
 available, so that the other tests of the process do not see it.
 """
 
@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils import backend_registration
 
 from sluice.engine.vendors import VENDORS, OtherVendor
 
@@ -123,15 +124,16 @@ class _SimulatedVendor(OtherVendor):
 @cache
 def _loaded() -> Simulator:
     path = str(library())
-    torch.ops.load_library(path)
+    torch.ops.load_library(path)  # type: ignore[no-untyped-call]  # of torch
     loaded = ctypes.CDLL(path)
     for name in ("sim_page_locked", "sim_peak_page_locked", "sim_pending"):
         getattr(loaded, name).restype = ctypes.c_uint64
     module = make_module(loaded)
-    torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", module)  # type: ignore[no-untyped-call]  # of torch
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     simulator = Simulator(loaded, module)
+    simulator.set_capacity(0, 8 * _GIB)  # opens the memory of both, which are not opened during a test
     VENDORS["sim"] = _SimulatedVendor(simulator)
     return simulator
 

@@ -3,13 +3,13 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/resize_native.h>
 #include <ATen/ops/set_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_as_complex_native.h>
@@ -198,7 +198,13 @@ Tensor empty_with_strides(IntArrayRef size, IntArrayRef stride, std::optional<at
 }
 
 const Tensor& resize(const Tensor& self, IntArrayRef size, std::optional<at::MemoryFormat> format) {
-  return at::native::resize_(self, size, format);
+  c10::TensorImpl* tensor = self.unsafeGetTensorImpl();
+  tensor->set_sizes_contiguous(size);
+  if (format) tensor->empty_tensor_restride(*format);
+  const auto needed = static_cast<size_t>(self.storage_offset() + self.numel()) * self.itemsize();
+  if (self.numel() && needed > tensor->storage().nbytes())
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor->storage(), needed);
+  return self;
 }
 
 Tensor& set_empty(Tensor& self) {
@@ -206,6 +212,8 @@ Tensor& set_empty(Tensor& self) {
   c10::Storage storage(c10::Storage::use_byte_size_t(), 0, allocator().allocate(0), &allocator(), true);
   return at::native::set_storage_cpu_(self, storage, 0, {0}, {});
 }
+
+void record_stream(Tensor& self, at::Stream stream) { allocator().recordStream(self.storage().data_ptr(), stream); }
 
 // ---- arithmetic that is late too
 
@@ -266,6 +274,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", at::native::set_tensor_);
   m.impl("set_.source_Storage", at::native::set_);
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+  m.impl("record_stream", record_stream);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
