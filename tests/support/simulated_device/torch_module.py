@@ -24,6 +24,13 @@ _NAMES = (
 )
 
 
+class Stream(torch.Stream):
+    """A stream of a simulated device; a class of its own, as CUDA's is, with methods that tests can replace."""
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        super().wait_stream(stream)
+
+
 class _Module(types.ModuleType):
     """Functions that torch looks up by name; those of the allocator are torch's own for any accelerator."""
 
@@ -31,7 +38,7 @@ class _Module(types.ModuleType):
         super().__init__("torch.sim")
         self._library = library
         self.plugged = False
-        self.Stream, self.Event = torch.Stream, torch.Event
+        self.Stream, self.Event = Stream, torch.Event
         for name in _NAMES:
             setattr(self, name, getattr(torch.accelerator, name))
 
