@@ -219,14 +219,19 @@ def page_locked(memory: HostMemory, devices: Iterable[str]) -> Iterator[None]:
     if name is None:
         yield
         return
-    device = torch.device(name)
+    device, driver = torch.device(name), vendor(name)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory.mapping, memory.start))
-    locked = vendor(name).lock_pages(device, address, memory.nbytes)
+    locked = True  # until it is known: an interrupt may come after the driver has done it
     try:
+        locked = driver.lock_pages(device, address, memory.nbytes)
         yield
     finally:
         if locked:
-            vendor(name).unlock_pages(device, address)
+            try:
+                driver.unlock_pages(device, address)
+            except BaseException:  # an interrupt
+                driver.unlock_pages(device, address)
+                raise
 
 
 def accelerators() -> tuple[str, ...]:

@@ -34,7 +34,7 @@ class Vendor(Protocol):
         ...
 
     def unlock_pages(self, device: torch.device, address: int) -> None:
-        """Release memory that was page-locked."""
+        """Release memory that was page-locked; do nothing if it is not."""
         ...
 
 
@@ -56,7 +56,9 @@ class CudaVendor:
 
     def unlock_pages(self, device: torch.device, address: int) -> None:
         with torch.cuda.device(device):
-            _runtime().cudaHostUnregister(address)
+            code = int(_runtime().cudaHostUnregister(address))
+        if code:
+            _forget_last_error()
 
 
 class OtherVendor:
