@@ -173,7 +173,7 @@ class RunningPlan:
             if not self.has_reader and self.results.empty():
                 self._session.read_next(self)
             yield self._next_result()
-        if not self.results.empty():
+        if not self.has_reader and not self.results.empty():
             self._next_result()
 
     def _next_result(self) -> FinishedRead:
