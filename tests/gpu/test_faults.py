@@ -37,11 +37,6 @@ def model_of(device: str = "meta", seed: int = 0) -> nn.ParameterDict:
 
 
 @pytest.fixture
-def sim(simulator: Simulator | None) -> Simulator:
-    return simulator or pytest.skip("failures are planted in the simulated device")
-
-
-@pytest.fixture
 def file(tmp_path: Path) -> Path:
     torch.save(model_of("cpu").state_dict(), tmp_path / "f.pth")
     return tmp_path / "f.pth"
