@@ -245,3 +245,13 @@ def test_a_model_on_the_host_moves_to_the_device(file: Path, device: str) -> Non
     assert all(ours is theirs for ours, theirs in zip(model.parameters(), parameters, strict=True))
     assert {str(parameter.device) for parameter in model.parameters()} == {device}
     assert_holds(model, file)
+
+
+def test_measure_reports_the_growth_of_each_device(file: Path, device: str) -> None:
+    before, reserved = allocated_and_reserved()
+    with sluice.measure() as memory:
+        loaded = sluice.load_state_dict(file, device=device)
+    grown = torch.get_device_module().memory_allocated() - before
+    (found,) = [each for each in memory.report.devices if each.device == device]
+    assert found.allocated_bytes >= grown >= sum(tensor.nbytes for tensor in loaded.values())
+    assert found.reserved_bytes == torch.get_device_module().max_memory_reserved() - reserved
