@@ -16,6 +16,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ from sluice.engine.vendors import VENDORS, OtherVendor
 from .build import library, reason_against
 from .torch_module import make_module
 
-__all__ = ["Simulator", "plugged_in", "prepare", "reason_against"]
+__all__ = ["AUTOLOAD", "Simulator", "plug_in", "plugged_in", "prepare", "reason_against"]
 
 _GIB = 1 << 30
+
+#: Folder with an entry point of torch, for programs that use the devices without knowing them: with it and ``tests`` on
+#: the path, ``import torch`` plugs them in.
+AUTOLOAD = Path(__file__).parent / "autoload"
 
 
 class Simulator:
@@ -141,6 +146,11 @@ def _loaded() -> Simulator:
 def prepare() -> None:
     """Build and register the devices, which stay unavailable."""
     _loaded()
+
+
+def plug_in() -> None:
+    """Make the devices available for the rest of the process: torch calls this if ``AUTOLOAD`` is on its path."""
+    _loaded().plug(inserted=True)
 
 
 @contextmanager
