@@ -21,6 +21,7 @@ def _no_leaks() -> Iterator[None]:
     return iter([None])
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")  # the compiler logs many warnings
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -103,7 +103,7 @@ def test_reserved_memory_is_the_weights_and_a_constant(
     assert_holds(model, file)
 
 
-@pytest.mark.parametrize("loads", [6, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("loads", [3, pytest.param(50, marks=pytest.mark.long)])
 @pytest.mark.parametrize("cores", [1, 1 << 20], ids=["host casts", "device casts"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 def test_many_loads_take_no_more_than_one(

@@ -57,7 +57,9 @@ def test_every_dtype_arrives_bit_by_bit(tmp_path: Path, device: str, name: str) 
     assert torch.equal(bits(loaded), bits(tensor))
 
 
-@pytest.mark.parametrize(("cores", "where"), [(1, "host"), (1 << 20, "accelerator")])
+@pytest.mark.parametrize(
+    ("cores", "where"), [pytest.param(1, "host", marks=pytest.mark.long), (1 << 20, "accelerator")]
+)
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -161,7 +163,7 @@ def test_thousands_of_small_tensors(tmp_path: Path, device: str) -> None:
 
 @pytest.mark.parametrize("cores", [1, 1 << 20], ids=["host", "accelerator"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("page_cache", ["keep", "bypass"])
+@pytest.mark.parametrize("page_cache", ["keep", pytest.param("bypass", marks=pytest.mark.long)])
 def test_a_tensor_larger_than_staging(
     tmp_path: Path,
     device: str,

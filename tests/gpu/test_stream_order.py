@@ -46,7 +46,7 @@ def leave_work_behind(device: str) -> None:
         other.fill_(7.0)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("own_stream", [False, True], ids=["default stream", "a stream"])
 def test_weights_are_there_for_the_next_kernel_and_only_they(
     file: Path, device: str, expected: dict[str, torch.Tensor], own_stream: bool, dtype: torch.dtype | None

@@ -26,7 +26,7 @@ def plan(*, cached: bool, cores: int, staging: int, dtype: str = "float32") -> L
 
 
 @pytest.mark.parametrize(("read_rate", "copy_rate"), [(1, 1), (1, 4), (4, 1)], ids=["1:1", "1:4", "4:1"])
-@pytest.mark.parametrize("staging", [16 * MIB, 64 * MIB, 256 * MIB])
+@pytest.mark.parametrize("staging", [16 * MIB, 64 * MIB, pytest.param(256 * MIB, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("cached", "cores"), [(False, 2), (False, 16), (True, 2), (True, 16)])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_the_slower_of_disk_and_device_never_waits_for_the_other(
