@@ -215,10 +215,11 @@ def page_locked(memory: HostMemory, devices: Iterable[str]) -> Iterator[None]:
 
     If the driver refuses, copies are slower and nothing else changes.
     """
-    name = next((name for name in devices if vendor(name).locks_pages), None)
-    if name is None:
+    names = [name for name in devices if vendor(name).locks_pages]
+    if not names:
         yield
         return
+    name = names[0]
     device, driver = torch.device(name), vendor(name)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory.mapping, memory.start))
     locked = True  # until it is known: an interrupt may come after the driver has done it

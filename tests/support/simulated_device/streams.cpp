@@ -57,16 +57,25 @@ void run_first(int device, int number) {
   ++stream.done;
 }
 
-// What a device may do at any moment, seen from the host.
+// Run the next item of a stream that the seed chooses among those of the devices from `first` to `last`.
+bool run_any(int first, int last) {
+  State& all = state();
+  std::vector<std::pair<int, int>> ready;  // only these, so that the choice does not depend on streams of the past
+  for (int device = first; device <= last; ++device)
+    for (size_t number = 0; number < all.streams[device].size(); ++number)
+      if (const Stream& stream = all.streams[device][number]; !stream.items.empty() && !stream.running)
+        ready.emplace_back(device, static_cast<int>(number));
+  if (ready.empty()) return false;
+  const auto [device, number] = ready[(*all.random)() % ready.size()];
+  run_first(device, number);
+  return true;
+}
+
+// What a device may do at any moment, seen from the host. Mostly nothing: queues have to grow.
 void run_some() {
   State& all = state();
-  if (!all.random) return;
-  auto& random = *all.random;
-  for (uint64_t count = random() % 4; count; --count) {
-    const int device = static_cast<int>(random() % kDevices);
-    const int number = static_cast<int>(random() % all.streams[device].size());
-    if (!stream_of(device, number).items.empty() && !stream_of(device, number).running) run_first(device, number);
-  }
+  if (!all.random || (*all.random)() % 4) return;
+  for (uint64_t count = (*all.random)() % 3; count && run_any(0, kDevices - 1);) --count;
 }
 
 void raise(int device) {
@@ -114,6 +123,7 @@ bool is_done(Point point) {
 
 void run_until(Point point) {
   std::lock_guard guard(lock());
+  if (stream_of(point.device, point.stream).done >= point.sequence) return;
   run_some();
   while (stream_of(point.device, point.stream).done < point.sequence &&
          !stream_of(point.device, point.stream).items.empty())
@@ -130,6 +140,8 @@ void synchronize_stream(int device, int stream) { wait_for(mark(device, stream))
 
 void synchronize_device(int device) {
   std::lock_guard guard(lock());
+  while (state().random && run_any(device, device)) {
+  }
   for (size_t stream = 0; stream < state().streams.at(device).size(); ++stream)
     run_until(mark(device, static_cast<int>(stream)));
   raise(device);
