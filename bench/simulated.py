@@ -1,7 +1,7 @@
 """``python3 -m bench.simulated``: memory of the tutorial's methods on the simulated device of the tests; no seconds.
 
 The device is that of ``tests/support/simulated_device``: torch takes it for an accelerator, its allocator follows the
-documented rules of CUDA's, and its memory is no memory of the host. Speeds of a GPU cannot be measured on it.
+documented rules of CUDA's, and its memory is apart from the host's. Speeds of a GPU cannot be measured on it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _tutorial(size: str, folder: Path) -> Section:
 
 
 def _puzzle(folder: Path) -> Section:
-    """Return what becomes of each method on a device of 24 units, a host of 32 and a file of 40."""
+    """Return the outcome of each method on a device of 24 units, a host of 32 and a file of 40."""
     size = Puzzle(layers=_FILE_UNITS, width=_PUZZLE_WIDTH)
     unit = size.file_bytes // _FILE_UNITS
     make_file(folder / "puzzle.pth", size, threads=len(os.sched_getaffinity(0)))
