@@ -87,7 +87,7 @@ def until_it_succeeds(file: Path, device: str, sim: Simulator, plant: Callable[[
 
 
 def test_whichever_allocation_is_refused(file: Path, device: str, sim: Simulator) -> None:
-    # A load goes on without the one block: the tensors are allocated one by one.
+    # A load continues without the one block: the tensors are allocated one by one.
     model = model_of()
     sim.fail_allocation(0)
     load(model, file, device)
