@@ -16,6 +16,7 @@ from sluice import _options as options
 from sluice.engine.vendors import VENDORS, Vendor, vendor
 from sluice.reading import transfer as _transfer
 from sluice.sources.local import LocalFile
+from support.simulated_device import Simulator
 
 pytestmark = pytest.mark.gpu
 
@@ -255,3 +256,15 @@ def test_measure_reports_the_growth_of_each_device(file: Path, device: str) -> N
     (found,) = [each for each in memory.report.devices if each.device == device]
     assert found.allocated_bytes >= grown >= sum(tensor.nbytes for tensor in loaded.values())
     assert found.reserved_bytes == torch.get_device_module().max_memory_reserved() - reserved
+
+
+def test_a_driver_that_does_not_tell_its_free_memory_is_no_obstacle(
+    file: Path, device: str, sim: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("the driver does not support this query")
+
+    monkeypatch.setattr(torch.get_device_module(), "mem_get_info", refuse)
+    model = Weights(SHAPES)
+    sluice.load_into(model, file, device=device)
+    assert_holds(model, file)

@@ -246,7 +246,12 @@ def device_facts(device: str) -> DeviceFacts:
     module = stream_module(device)
     if module is None:
         return DeviceFacts(device=device)
-    free, total = module.mem_get_info(device)
+    try:
+        free, total = module.mem_get_info(device)
+    except RuntimeError:
+        if module is torch.cuda:
+            raise
+        return DeviceFacts(device=device)  # some drivers of XPU do not tell
     reserved = module.memory_reserved(device)
     # A process may be limited to a fraction of the device; torch reports it since 2.10.
     fraction = getattr(module, "get_per_process_memory_fraction", lambda _: 1.0)(device)
