@@ -222,13 +222,25 @@ def _panels(scenarios: Sequence[Scenario], traces: Sequence[Trace]) -> list[Trac
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--size", type=click.Choice(SIZES), default="xl", show_default=True, help="Size of GPT-2.")
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "sim"]),
+    default="cuda",
+    show_default=True,
+    help="sim: the simulated device of the tests; memory only, without a time limit and files.",
+)
 @click.option("--minutes", type=click.FloatRange(min=1), default=7.5, show_default=True, help="When to end.")
 @click.option(
     "--directory", type=click.Path(path_type=Path), help="Where to put the checkpoints; else the temp folder."
 )
 @click.option("--out", type=click.Path(path_type=Path), default=Path("gpu-out"), show_default=True, help="Results.")
-def main(size: str, minutes: float, directory: Path | None, out: Path) -> None:
+def main(size: str, device: str, minutes: float, directory: Path | None, out: Path) -> None:
     """Compare loaders on a CUDA device: memory of device and host, seconds cold and cached, and goals."""
+    if device == "sim":
+        from bench import simulated
+
+        simulated.run(console_for_tables(), [size], directory)
+        return
     if not torch.cuda.is_available():
         click.echo(f"bench.gpu needs a CUDA device, and torch {torch.__version__} finds none here.", err=True)
         raise SystemExit(2)

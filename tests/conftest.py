@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -12,6 +14,9 @@ from hypothesis import settings
 from support.fresh_process import serving
 from support.leaks import Holdings
 from support.ranks import Ranks
+
+if TYPE_CHECKING:
+    from support.simulated_device import Simulator
 
 # Set before torch is imported: waiting threads of OpenMP sleep. By default they spin, and on two cores that several
 # processes share they take more time than the tests.
@@ -67,6 +72,68 @@ def four_ranks() -> Iterator[Ranks]:
         yield ranks
 
 
+@pytest.fixture(scope="session")
+def context() -> Iterator[None]:
+    """Create the context of every accelerator, so that it does not count as growth of a test."""
+    import torch
+
+    from support.simulated_device import prepare
+
+    if not torch.cuda.is_available():
+        prepare()
+    for number in range(torch.cuda.device_count()):
+        torch.ones(1, device=f"cuda:{number}").add_(1).item()
+    gc.freeze()  # each test collects garbage twice, which takes a quarter of a second with all modules in it
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def simulator(context: None) -> Iterator[Simulator | None]:
+    """Plug the simulated devices in for a test and check that it made no fault; None if there is a GPU."""
+    import torch
+
+    from support.simulated_device import plugged_in
+
+    if torch.cuda.is_available():
+        yield None
+        return
+    with plugged_in() as simulated:
+        yield simulated
+        assert not simulated.take_faults()
+
+
+@pytest.fixture
+def device(simulator: Simulator | None) -> Iterator[str]:
+    """Yield the first accelerator with an empty allocator cache; remove its memory limit after the test."""
+    import torch
+
+    from sluice.engine.accelerators import accelerators
+
+    _free()
+    yield accelerators()[0]
+    torch.get_device_module().set_per_process_memory_fraction(1.0, 0)
+    _free()
+
+
+@pytest.fixture
+def second_device(device: str) -> str:
+    """Return the second accelerator, or skip."""
+    from sluice.engine.accelerators import accelerators
+
+    names = accelerators()
+    return names[1] if len(names) > 1 else pytest.skip("needs two devices")
+
+
+def _free() -> None:
+    import torch
+
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.get_device_module().empty_cache()
+    torch.get_device_module().reset_peak_memory_stats()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that need a process group."""
     for item in items:
@@ -75,10 +142,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip GPU tests if the machine has no accelerator, with that as the reason."""
+    """Skip tests that need an accelerator if there is none and none can be simulated, with both reasons."""
     if item.get_closest_marker("gpu") is None:
         return
     import torch
 
-    if not torch.accelerator.is_available():
-        pytest.skip(f"torch {torch.__version__} finds no accelerator on this machine")
+    from support.simulated_device import reason_against
+
+    if not torch.accelerator.is_available() and (reason := reason_against()):
+        pytest.skip(f"torch {torch.__version__} finds no accelerator on this machine, and {reason}")

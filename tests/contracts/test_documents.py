@@ -16,7 +16,7 @@ SKIPPED = {
     "bench/README.md": 19,
     "docs/benchmarking.md": 1,  # many processes
     "docs/own-loading.md": 1,
-    "docs/performance.md": 7,
+    "docs/performance.md": 8,
     "docs/quantizing.md": 3,  # torchao
     "docs/quickstart.md": 1,
     "docs/ranks.md": 4,  # several ranks

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import sluice
+from sluice import _options as options
 from sluice._errors import FormatError
 from sluice._options import Limits
 from sluice.checkpoint.open_file import open_file
@@ -30,7 +31,8 @@ SMALL = {f"model.layers.{number}.weight": torch.full((3, 5), float(number)) for 
 
 
 @pytest.fixture
-def server() -> Iterator[RangeServer]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
+    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # requests of one size, whatever the latency is
     with RangeServer({}) as server:
         yield server
 

@@ -141,23 +141,6 @@ def test_the_fake_notices_what_arrives_twice_or_never() -> None:
         fake.assert_filled_once()
 
 
-@pytest.mark.parametrize("fits", range(5))
-def test_a_failing_kth_allocation_is_a_budget_error_and_releases_the_others(tmp_path: Path, fits: int) -> None:
-    tensors = [torch.randn(100_000) for _ in range(5)]
-    places = write_storages(tmp_path / "f", tensors)
-    requests = [request(f"t{i}", entry_of(tensor, i), device=FAKE) for i, tensor in enumerate(tensors)]
-    fake = FakeAccelerator(capacity_bytes=fits * 400_000)
-    source = LocalFile(tmp_path / "f")
-    plan = plan_for(source, requests, places)
-    targets = Targets(plan, accelerators={FAKE: fake})
-    with pytest.raises(sluice.BudgetError, match="out of memory"):
-        execute(plan, [source], targets)
-    source.close()
-    targets.discard()
-    assert fake.released
-    assert fake.allocated_bytes <= fits * 400_000
-
-
 def test_a_failing_read_waits_for_the_copies_in_flight(tmp_path: Path) -> None:
     tensor = torch.randn(4 * MIB)
     places = write_storages(tmp_path / "f", [tensor])

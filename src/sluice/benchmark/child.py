@@ -124,27 +124,29 @@ def make_context(device: str, limit_bytes: int | None = None) -> None:
     with torch.device("meta"):
         GPTModel(config)
     touch(GPTModel(config).to(device))
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+    if device != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()
         if limit_bytes is not None:
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / torch.cuda.mem_get_info()[1]))
-        torch.cuda.reset_peak_memory_stats()
+            module.set_per_process_memory_fraction(min(1.0, limit_bytes / module.mem_get_info()[1]))
+        module.reset_peak_memory_stats()
 
 
 def _device_peaks(device: str) -> dict[str, int]:
-    if device != "cuda":
+    if device == "cpu":
         return {"device_allocated_bytes": 0, "device_reserved_bytes": 0}
+    module = torch.get_device_module(device)
     return {
-        "device_allocated_bytes": torch.cuda.max_memory_allocated(),
-        "device_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "device_allocated_bytes": module.max_memory_allocated(),
+        "device_reserved_bytes": module.max_memory_reserved(),
     }
 
 
 def _finish(model: nn.Module, device: str) -> None:
     """Wait until every weight is in place; on the host, touch every page."""
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
     else:
         touch(model)
 

@@ -78,7 +78,7 @@ def findings(scenarios: Sequence[Scenario], runs: Sequence[MethodRun]) -> Iterat
 def explain_final_bytes(scenarios: Sequence[Scenario]) -> str:
     """Return what F is, with its size for each dtype of the comparison."""
     sizes = dict.fromkeys(f"{format_bytes(each.final_bytes)} in {each.short_dtype}" for each in scenarios)
-    memory = "GPU memory" if scenarios[0].device == "cuda" else "host memory"
+    memory = "GPU memory" if scenarios[0].device != "cpu" else "host memory"
     return (
         f"F is the size of the finished model: {', '.join(sizes)}. Every peak is growth of {memory} during the load: "
         "1.00 F is the model alone, 2.00 F a second copy of it."

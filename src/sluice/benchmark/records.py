@@ -89,7 +89,7 @@ class MethodJob:
     key: str | None = None
     #: Dtype of the floating-point tensors of the finished model.
     dtype: Precision
-    #: Device of the finished model: ``"cpu"`` or ``"cuda"``.
+    #: Device of the finished model: ``"cpu"``, ``"cuda"``, or a simulated device.
     device: str
     #: Limit of torch's allocator on the device, in bytes; None for none.
     device_limit_bytes: int | None = None

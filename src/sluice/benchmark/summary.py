@@ -74,7 +74,7 @@ def _row(
     verdicts = [run.outcome.verdict for run in own if run.outcome.verdict is not None]
     total = _peak(own, lambda outcome: outcome.total_bytes)
     reserved = _peak(own, lambda outcome: outcome.device_reserved_bytes)
-    judged = reserved if scenario.device == "cuda" else total
+    judged = reserved if scenario.device != "cpu" else total
     return Row(
         method=method,
         reasons=tuple(dict.fromkeys(run.outcome.reason for run in own if run.outcome.reason)),

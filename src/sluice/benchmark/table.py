@@ -46,7 +46,7 @@ _LEAN, _FAIR = 1.1, 1.6
 def headings_of(scenario: Scenario) -> list[str]:
     """Return the column headings except that of the method: the name on one line and the unit on the next."""
     peaks = ["host\nGiB", "anon\nGiB", "file\nGiB"]
-    if scenario.device == "cuda":
+    if scenario.device != "cpu":
         peaks += ["GPU\nalloc", "GPU\nresv"]
     seconds = [heading for state in scenario.states for heading in _state_headings(scenario, state)]
     return [*peaks, _RATIO, *seconds, "same\nlogits" if scenario.builtin else "same\nweights"]
@@ -63,7 +63,7 @@ def _has_raw(scenario: Scenario) -> bool:
 def cells_of(scenario: Scenario, row: Row) -> list[str]:
     """Return the texts of the cells, in the order of ``headings_of``; a dash means not measured."""
     peaks = [row.total_bytes, row.anon_bytes, row.file_bytes]
-    if scenario.device == "cuda":
+    if scenario.device != "cpu":
         peaks += [row.device_allocated_bytes, row.device_reserved_bytes]
     measured = row.total_bytes > 0
     texts = [f"{peak / _GIB:.2f}" if measured else _NOTHING for peak in peaks]

@@ -1,8 +1,8 @@
 """Accelerators: allocation, page-locked staging and asynchronous copies.
 
-``Accelerator`` is the engine's interface to a device. ``CudaAccelerator`` copies from page-locked staging on a side
-stream. ``BlockingAccelerator`` uses plain copies on any device that torch supports (mps, xpu, npu). Tests use
-``sluice.testing.FakeAccelerator``, which copies late and in any order.
+``Accelerator`` is the engine's interface to a device. ``StreamAccelerator`` copies from page-locked staging on a side
+stream, on every device with streams. ``BlockingAccelerator`` uses plain copies on any other device (mps). Tests use a
+simulated device that torch takes for an accelerator, and ``sluice.testing.FakeAccelerator``, which checks each copy.
 
 A copy may read its source until the ticket of a later ``mark`` has fired. The source is a run of bytes with a strided
 view: casts and views are made on the device, from a scratch buffer the size of one staging buffer. The bus carries the
@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 
@@ -27,20 +27,18 @@ from sluice.engine.host_copies import StridedBytes, copy_in_pieces
 from sluice.engine.host_memory import HostMemory
 from sluice.engine.packs import decode_packs
 from sluice.engine.staging import Ticket
+from sluice.engine.vendors import stream_module, vendor
 from sluice.records import DeviceFacts
 
 __all__ = [
     "Accelerator",
     "BlockingAccelerator",
-    "CudaAccelerator",
+    "StreamAccelerator",
     "accelerator",
     "accelerators",
     "allocator_bytes",
     "device_facts",
 ]
-
-#: ``cudaHostRegisterPortable``: page-locked for every device of the process.
-_PORTABLE = 1
 
 
 class Accelerator(Protocol):
@@ -110,13 +108,15 @@ class BlockingAccelerator:
         """Do nothing: the behavior of the allocator is unknown."""
 
 
-class CudaAccelerator:
-    """One CUDA device, with copies on a side stream."""
+class StreamAccelerator:
+    """One device with streams, such as a CUDA device, with copies on a side stream."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
-        self._callers = torch.cuda.current_stream(self._device)
-        self._stream = _side_stream(self._device)
+        self._module: Any = stream_module(device)
+        self._vendor = vendor(device)
+        self._callers: torch.Stream = self._module.current_stream(self._device)
+        self._stream = _side_stream(device)
         # Kernels that the caller has queued may still read tensors that are about to be filled in place.
         self._stream.wait_stream(self._callers)
         self._scratch_bytes = 0
@@ -128,7 +128,7 @@ class CudaAccelerator:
 
     def reserve(self, nbytes: int) -> None:
         with self._on(self._callers):
-            if 0 < torch.cuda.memory_stats(self._device).get("max_split_size", 0) < nbytes:
+            if 0 < self._module.memory_stats(self._device).get("max_split_size", 0) < nbytes:
                 return  # blocks of this size must not be split, so that it could not hold the tensors
             try:
                 torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -147,12 +147,12 @@ class CudaAccelerator:
         with self._lock, self._on(self._stream):  # one copy at a time: the scratch is used in stream order
             same = (target.dtype, target.stride()) == (source.dtype, source.stride) and target.is_contiguous()
             if same and not source.computed:
-                _bytes_of(target).copy_(source.raw, non_blocking=True)
+                self._send(_bytes_of(target), source)
                 return
             if self._scratch is None:
                 self._scratch = _allocate(self._device, self._scratch_bytes, torch.uint8)
             scratch = self._scratch[: source.raw.nbytes]
-            scratch.copy_(source.raw, non_blocking=True)
+            self._send(scratch, source)
             if source.packing is not None:
                 decode_packs(target, source.seen_in(scratch), source.packing, source.function)
                 return
@@ -162,12 +162,14 @@ class CudaAccelerator:
                 scratch.view(source.dtype).mul_(factor)
             target.copy_(source.seen_in(scratch))
 
+    def _send(self, target: torch.Tensor, source: StridedBytes) -> None:
+        target.copy_(source.raw, non_blocking=self._vendor.locks_pages)
+
     def mark(self) -> Ticket:
-        with torch.cuda.device(self._device):
-            # Blocking, so that waiting readers leave the cores to threads that cast.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with self._module.device(self._device):
+            event = self._vendor.event(self._device)
             event.record(self._stream)
-            return _CudaTicket(event)
+            return _StreamTicket(event)
 
     def finish(self) -> None:
         try:
@@ -177,25 +179,26 @@ class CudaAccelerator:
             self._scratch = None
 
     def release(self) -> None:
-        with torch.cuda.device(self._device):
-            torch.cuda.empty_cache()
+        with self._module.device(self._device):
+            self._module.empty_cache()
 
     @contextmanager
-    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+    def _on(self, stream: torch.Stream) -> Iterator[None]:
         # The device first: leaving a stream context restores the previous device, and a thread that never selected one
         # would create a context on device 0.
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+        with self._module.device(self._device), self._module.stream(stream):
             yield
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: str) -> torch.Stream:
     """Return the side stream of a device: one per process, because the allocator caches scratch memory by stream."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream: torch.Stream = stream_module(device).Stream(device)
+    return stream
 
 
-class _CudaTicket(Struct, frozen=True):
-    event: torch.cuda.Event
+class _StreamTicket(Struct, frozen=True):
+    event: torch.Event
 
     def wait(self) -> None:
         self.event.synchronize()
@@ -203,39 +206,33 @@ class _CudaTicket(Struct, frozen=True):
 
 def accelerator(device: str) -> Accelerator:
     """Return the accelerator for a device name with its index, such as ``"cuda:0"``."""
-    if _is_cuda(device):
-        return CudaAccelerator(device)
-    return BlockingAccelerator(device)
+    return BlockingAccelerator(device) if stream_module(device) is None else StreamAccelerator(device)
 
 
 @contextmanager
 def page_locked(memory: HostMemory, devices: Iterable[str]) -> Iterator[None]:
-    """Page-lock staging during the ``with`` block, for all CUDA devices, so that they copy without the host.
+    """Page-lock staging during the ``with`` block, for all devices of the process, so that they copy without the host.
 
     If the driver refuses, copies are slower and nothing else changes.
     """
-    cuda = [device for device in devices if _is_cuda(device)]
-    if not cuda:
+    names = [name for name in devices if vendor(name).locks_pages]
+    if not names:
         yield
         return
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    name = names[0]
+    device, driver = torch.device(name), vendor(name)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory.mapping, memory.start))
-    with torch.cuda.device(cuda[0]):
-        locked = int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)) == 0
-    if not locked:
-        _forget_last_error()
+    locked = True  # until it is known: an interrupt may come after the driver has done it
     try:
+        locked = driver.lock_pages(device, address, memory.nbytes)
         yield
     finally:
         if locked:
-            with torch.cuda.device(cuda[0]):
-                runtime.cudaHostUnregister(address)
-
-
-def _forget_last_error() -> None:
-    """Clear the error of the CUDA runtime, which the next kernel would report; a checked failure clears it."""
-    with suppress(RuntimeError):
-        torch.cuda.set_device(torch.cuda.device_count())
+            try:
+                driver.unlock_pages(device, address)
+            except BaseException:  # an interrupt
+                driver.unlock_pages(device, address)
+                raise
 
 
 def accelerators() -> tuple[str, ...]:
@@ -246,26 +243,27 @@ def accelerators() -> tuple[str, ...]:
 
 def device_facts(device: str) -> DeviceFacts:
     """Return the memory figures of a device."""
-    if not _is_cuda(device):
+    module = stream_module(device)
+    if module is None:
         return DeviceFacts(device=device)
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
+    try:
+        free, total = module.mem_get_info(device)
+    except RuntimeError:
+        if module is torch.cuda:
+            raise
+        return DeviceFacts(device=device)  # some drivers of XPU do not tell
+    reserved = module.memory_reserved(device)
     # A process may be limited to a fraction of the device; torch reports it since 2.10.
-    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    fraction = getattr(module, "get_per_process_memory_fraction", lambda _: 1.0)(device)
     allowed = max(0, int(fraction * total) - reserved)
-    cached = reserved - torch.cuda.memory_allocated(device)
+    cached = reserved - module.memory_allocated(device)
     return DeviceFacts(device=device, free_bytes=min(free, allowed), cached_bytes=cached)
 
 
 def allocator_bytes(device: str) -> tuple[int, int] | None:
     """Return the bytes that torch's allocator has allocated and reserved on a device; None if unknown."""
-    if not _is_cuda(device):
-        return None
-    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-
-
-def _is_cuda(device: str) -> bool:
-    return device.partition(":")[0] == "cuda"
+    module = stream_module(device)
+    return None if module is None else (module.memory_allocated(device), module.memory_reserved(device))
 
 
 def _allocate(device: torch.device, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -169,12 +169,18 @@ class RunningPlan:
         """Yield the finished reads in the order in which they finish; raise the first failure instead."""
         for _ in self.plan.reads:
             self._session.check_process()
-            if not self.has_reader:
+            # An interrupt after a read was finished is a second result: its buffer may never have been returned.
+            if not self.has_reader and self.results.empty():
                 self._session.read_next(self)
-            result = self.results.get()
-            if isinstance(result, BaseException):
-                raise result
-            yield result
+            yield self._next_result()
+        if not self.has_reader and not self.results.empty():
+            self._next_result()
+
+    def _next_result(self) -> FinishedRead:
+        result = self.results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
 class _Pending:

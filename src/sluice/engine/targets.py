@@ -11,8 +11,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +66,7 @@ class Targets:
         self._lock = threading.Lock()
         self._arena_lock = threading.Lock()
         self._reserved = False
-        self._cleanup = ExitStack()
+        self._begun: list[Accelerator] = []
         #: Positions of live tensors that bytes were read or copied into.
         self.touched: set[int] = set()
 
@@ -100,7 +99,7 @@ class Targets:
         staging.page_lock(lambda memory: page_locked(memory, self._accelerators))
         for device in self._plan.devices:
             link = self._accelerators[device.device]
-            self._cleanup.callback(link.finish)  # each one, even if another raises
+            self._begun.append(link)
             link.begin(self._plan.device_scratch_bytes)
         self.reserve()
         self._map_targets()
@@ -127,8 +126,16 @@ class Targets:
         self._reserved = True
 
     def finish(self) -> None:
-        """Return once every copy is done, whether the load succeeded or not."""
-        self._cleanup.close()
+        """Return once every copy is done, whether the load succeeded or not. After an interrupt, call it again."""
+        failure: Exception | None = None
+        while self._begun:
+            try:
+                self._begun[-1].finish()
+            except Exception as error:  # noqa: BLE001  (raised below: the other devices have to finish too)
+                failure = failure or error
+            self._begun.pop()
+        if failure is not None:
+            raise failure
 
     def discard(self) -> None:
         """Free everything that was allocated, after a load that failed."""
@@ -326,7 +333,8 @@ def _set(tensor: Any, flat: torch.Tensor, view: View) -> torch.Tensor:
     """Make a tensor a view of the memory of a different tensor, without a base."""
     # From the tensor: its untyped_storage() leaves an object that lives as long as the storage. torch's stubs have only
     # the form that takes a storage.
-    return cast("torch.Tensor", tensor.set_(flat, view.start, view.shape, view.stride))
+    seen: torch.Tensor = tensor.set_(flat, view.start, view.shape, view.stride)
+    return seen
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:

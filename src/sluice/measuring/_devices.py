@@ -9,9 +9,6 @@ from msgspec import Struct
 
 __all__ = ["DeviceMeter"]
 
-#: Modules of torch whose allocators have these statistics.
-_KINDS = ("cuda", "xpu")
-
 
 class _Held(Struct, frozen=True):
     allocated: int
@@ -60,10 +57,10 @@ def _uuid(module: Any, number: int) -> str:
 def _devices() -> list[tuple[str, Any, int]]:
     """Return name, torch module and number of each initialized accelerator."""
     torch = sys.modules.get("torch")
-    modules = [(kind, getattr(torch, kind, None)) for kind in _KINDS]
-    return [
-        (f"{kind}:{number}", module, number)
-        for kind, module in modules
-        if module is not None and module.is_available() and module.is_initialized()
-        for number in range(module.device_count())
-    ]
+    kind = None if torch is None else torch.accelerator.current_accelerator()
+    if torch is None or kind is None:
+        return []
+    module: Any = getattr(torch, kind.type, None)
+    if not hasattr(module, "max_memory_reserved") or not (module.is_available() and module.is_initialized()):
+        return []
+    return [(f"{kind.type}:{number}", module, number) for number in range(module.device_count())]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
@@ -153,8 +153,9 @@ def _set_memory(module: nn.Module, own: torch.Tensor, owners: Sequence[Owner], t
         if (own.dtype, own.device) != (tensor.dtype, tensor.device):
             own.grad = None  # the next backward pass could not add to it, and it belongs to the old values
         if not is_dtensor(own):  # of a DTensor, .data would change neither dtype nor device
-            own.data = tensor
-            return True
+            with suppress(RuntimeError):  # torch refuses it between the host and the device of a vendor's package
+                own.data = tensor
+                return True
     if not _recurrent(owners) and swap_data(own, tensor):
         return True
     with _without_weak_references(owners):

@@ -3,9 +3,10 @@
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` (torch 2.6 to 2.13), without expandable segments:
 
 - a request is rounded up to 512 bytes;
-- requests up to 1 MiB share segments of 2 MiB, those below 10 MiB share segments of 20 MiB, and larger ones get their
-  own segment, rounded up to 2 MiB;
-- the rest of a segment stays usable, unless at most 1 MiB of a 20 MiB segment is left.
+- requests up to 1 MiB share segments of 2 MiB;
+- larger ones take the smallest free range that fits, else a new segment: of 20 MiB if they are below 10 MiB, and of
+  their own size, rounded up to 2 MiB, from there on;
+- the rest of a segment stays usable, unless at most 1 MiB of a segment for larger requests is left.
 
 Separate allocations therefore reserve more than the tensors: 10 % more for many tensors of 3 MiB. A single allocation
 of the total size, freed at once, leaves a cached block from which these tensors are then allocated without this loss.
@@ -16,7 +17,7 @@ Pure functions: no I/O, no torch.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sluice._geometry import round_up
 from sluice.records import Reservation
@@ -44,8 +45,8 @@ def plan_reservation(sizes: Iterable[int], *, one_block: bool = True) -> Reserva
     rounded = [round_up(size, _SMALLEST_BYTES) for size in requested]
     small = [size for size in rounded if size <= _LARGEST_SMALL_BYTES]
     large = [size for size in rounded if size > _LARGEST_SMALL_BYTES]
-    small_bytes = _packed(small, _SMALL_SEGMENT_BYTES)
-    apart = small_bytes + _apart(large)
+    small_bytes = _packed(small, _small_segment)
+    apart = small_bytes + _packed(large, _large_segment, lost_bytes=_LARGEST_SMALL_BYTES)
     # Below 10 MiB the allocator would take a segment of 20 MiB; from 10 MiB on it takes the size of the block.
     block = round_up(max(sum(large), _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES) if large and one_block else 0
     return Reservation(
@@ -62,31 +63,32 @@ def scratch_bytes(buffer_bytes: int) -> int:
     return round_up(max(buffer_bytes, _LARGEST_MEDIUM_BYTES), _SEGMENT_MULTIPLE_BYTES)
 
 
-def _apart(large: Iterable[int]) -> int:
-    """Return the bytes of the segments of large tensors that are allocated one by one."""
-    large = list(large)
-    medium = [size for size in large if size < _LARGEST_MEDIUM_BYTES]
-    own = sum(round_up(size, _SEGMENT_MULTIPLE_BYTES) for size in large if size >= _LARGEST_MEDIUM_BYTES)
-    return own + _packed(medium, _MEDIUM_SEGMENT_BYTES, lost_bytes=_MIB)
+def _small_segment(size: int) -> int:  # noqa: ARG001  the signature of _large_segment
+    return _SMALL_SEGMENT_BYTES
 
 
-def _packed(sizes: Iterable[int], segment_bytes: int, *, lost_bytes: int = 0) -> int:
+def _large_segment(size: int) -> int:
+    return _MEDIUM_SEGMENT_BYTES if size < _LARGEST_MEDIUM_BYTES else round_up(size, _SEGMENT_MULTIPLE_BYTES)
+
+
+def _packed(sizes: Iterable[int], segment_for: Callable[[int], int], *, lost_bytes: int = 0) -> int:
     """Return the bytes of the segments for allocations in sequence, each in the smallest free range that fits.
 
     Args:
         sizes: Bytes of each allocation, in order.
-        segment_bytes: Bytes of a segment.
+        segment_for: Returns the bytes of a new segment for an allocation.
         lost_bytes: Largest rest of a segment that is not used again.
     """
     rests: list[int] = []  # sorted
-    segments = 0
+    reserved = 0
     for size in sizes:
         position = bisect_left(rests, size)
         if position == len(rests):
-            segments += 1
-            rest = segment_bytes - size
+            segment = segment_for(size)
+            reserved += segment
+            rest = segment - size
         else:
             rest = rests.pop(position) - size
         if rest > lost_bytes:
             insort(rests, rest)
-    return segments * segment_bytes
+    return reserved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -168,13 +169,27 @@ def run(
             from sluice.reading.shared_reads import run_shared
 
             result = run_shared(checkpoint, prepared.plan, targets, transport, progress=progress, completed=completed)
-            return targets.take(prepared.views), result
-        with CheckpointReader(checkpoint) as reader:
-            result = reader.run(prepared.plan, targets, progress=progress, completed=completed)
-    except BaseException:
+        else:
+            with CheckpointReader(checkpoint) as reader:
+                result = reader.run(prepared.plan, targets, progress=progress, completed=completed)
+        return targets.take(prepared.views), result
+    except BaseException as error:
+        _forget_tensors(error)
         targets.discard()
         raise
-    return targets.take(prepared.views), result
+
+
+def _forget_tensors(error: BaseException) -> None:
+    """Clear variables of the engine and of torch in the traceback: a tensor would keep its device memory reserved."""
+    each: BaseException | None = error
+    while each is not None:
+        trace = each.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_globals.get("__name__", "").startswith(("sluice.", "torch.")):
+                with suppress(RuntimeError):  # it is still running
+                    trace.tb_frame.clear()
+            trace = trace.tb_next
+        each = each.__cause__ or each.__context__
 
 
 def allocator_state(plan: LoadPlan) -> dict[str, tuple[int, int] | None]:

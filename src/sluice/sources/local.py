@@ -180,7 +180,11 @@ class LocalFile:
                 raise read_error("the file cannot be opened", error, file=self.path) from error
             yield descriptor.number
         finally:
-            DESCRIPTORS.give_back(lease)
+            try:
+                DESCRIPTORS.give_back(lease)
+            except BaseException:  # an interrupt
+                DESCRIPTORS.give_back(lease)
+                raise
 
     def _open(self, opened: list[int], *, direct: bool) -> None:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)

@@ -22,6 +22,7 @@ The leaf of a tensor that wraps others has its attributes (``UnsupportedValue.in
 from __future__ import annotations
 
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -83,13 +84,28 @@ _UNSUPPORTED_TENSORS = {
     "_rebuild_xla_tensor": "a tensor on a device without storages",
 }
 
-#: Device of a storage when it was saved: one of torch's device types, or a name that a vendor registers for
+#: Device of a storage when it was saved: one of torch's device types, or a name that a known vendor registers for
 #: ``privateuseone``. The device is not used, but a valid file contains no other text.
 _LOCATION = re.compile(
     r"(cpu|cuda|mps|meta|xpu|xla|hpu|mtia|maia|ipu|hip|ve|fpga|vulkan|lazy|mkldnn|privateuseone"
     r"|npu|mlu|musa|gcu|sdaa|supa|tpu)(:\d{1,4})?",
     re.ASCII,
 )
+
+#: The same with any name, which has to be registered.
+_NAMED_LOCATION = re.compile(r"[a-z][a-z0-9_]{0,31}(:\d{1,3})?", re.ASCII)
+
+
+def _is_registered(location: str) -> bool:
+    """Return whether torch, if it is imported, knows a device by this name, such as that of a vendor's package."""
+    torch = sys.modules.get("torch")
+    if torch is None or not _NAMED_LOCATION.fullmatch(location):
+        return False
+    try:
+        torch.device(location)
+    except RuntimeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +231,7 @@ class TorchAllowlist:
     def _check_location(self, location: object) -> None:
         if type(location) is not str:
             raise FormatError("the device of a storage is not text")
-        if not _LOCATION.fullmatch(location):
+        if not _LOCATION.fullmatch(location) and not _is_registered(location):
             problem = "a storage on an unknown device, which torch reads with map_location='cpu'"
             raise UnsupportedError(problem, found=short_repr(location))
         self._locations.add(location)

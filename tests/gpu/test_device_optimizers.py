@@ -1,4 +1,4 @@
-"""Optimizers on a CUDA device: state is loaded there, or deferred on the host, and training continues."""
+"""Optimizers on a device: state is loaded there, or deferred on the host, and training continues."""
 
 from __future__ import annotations
 
