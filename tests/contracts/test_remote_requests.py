@@ -32,7 +32,7 @@ SMALL = {f"model.layers.{number}.weight": torch.full((3, 5), float(number)) for 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
-    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # requests of one size, whatever the latency is
+    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     with RangeServer({}) as server:
         yield server
 

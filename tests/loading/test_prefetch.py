@@ -24,7 +24,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeSer
     """Return a server of a directory with shards."""
     monkeypatch.setattr(options, "REMOTE_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(options, "REMOTE_READ_BYTES", 1 << 20)
-    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # whatever the latency is
+    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     state = {f"w{number}": torch.full((1000, 500), number) for number in range(SHARDS)}
     sluice.save(state, tmp_path / "m", format="huggingface", max_shard_size=4_000_000)
     with RangeServer({f"/m/{path.name}": path.read_bytes() for path in (tmp_path / "m").iterdir()}) as running:

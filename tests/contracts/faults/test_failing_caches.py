@@ -53,7 +53,7 @@ print(hash(bytes(buffer)), type(source).__name__)
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
     monkeypatch.setattr(options, "REMOTE_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(options, "REMOTE_READ_BYTES", 1 << 20)
-    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # whatever the latency is
+    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     with RangeServer({"/m": safetensors.torch.save(STATE)}) as running:
         yield running
 

@@ -72,7 +72,7 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(options, "REMOTE_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(options, "REMOTE_FIRST_BYTES", 4096)
     monkeypatch.setattr(options, "REMOTE_READ_BYTES", 1 << 20)
-    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # whatever the latency is
+    monkeypatch.setattr(options, "REMOTE_LINE_BYTES", 0)  # the same size for any latency
     monkeypatch.setattr(options, "REMOTE_GAP_BYTES", 0)
     torch.manual_seed(0)
     state = Model().state_dict()
