@@ -145,6 +145,9 @@ DIRECT_FILE_BYTES = 64 << 20
 #: two megabytes, and for many small tensors they would wait for each other's interpreter lock.
 SERIAL_BYTES = READ_BYTES
 
+#: Most such bytes if all of them are in the page cache: one thread copies them in the time in which two start.
+CACHED_SERIAL_BYTES = 32 << 20
+
 #: Copies out of staging that are smaller on average take longer in the interpreter than in the processor's memory.
 SMALL_COPY_BYTES = 64 << 10
 

@@ -13,7 +13,7 @@ from support.documents import DOCUMENTS, ROOT, run_document
 SKIPPED = {
     "CONTRIBUTING.md": 1,
     "README.md": 1,
-    "bench/README.md": 19,
+    "bench/README.md": 20,
     "docs/benchmarking.md": 1,  # many processes
     "docs/own-loading.md": 1,
     "docs/performance.md": 8,

@@ -302,8 +302,15 @@ class FakeModule:
         return type("Properties", (), {"uuid": "b"})
 
 
+class FakeAccelerators:
+    @staticmethod
+    def current_accelerator() -> object:
+        return type("Device", (), {"type": "cuda"})
+
+
 def test_accelerators_in_use_are_queried(monkeypatch: pytest.MonkeyPatch) -> None:
     class Torch:
+        accelerator = FakeAccelerators
         cuda = FakeModule()
 
     monkeypatch.setitem(sys.modules, "torch", Torch)
@@ -380,7 +387,8 @@ def holds(path: Path, text: str) -> bool:
 
 
 def test_nvml_reports_the_whole_device_under_any_name_of_torch(nvml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", type("Torch", (), {"cuda": FakeModule()}))
+    fake = {"accelerator": FakeAccelerators, "cuda": FakeModule()}
+    monkeypatch.setitem(sys.modules, "torch", type("Torch", (), fake))
     with sluice.measure() as memory:
         for used in (47, 17):
             nvml.with_suffix(".new").write_text(str(used * MIB))

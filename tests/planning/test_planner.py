@@ -6,7 +6,7 @@ from msgspec.structs import replace
 import sluice
 from sluice._dtypes import ITEM_BYTES
 from sluice.planning.memory_layout import shared_targets, single_targets
-from sluice.planning.planner import plan_load
+from sluice.planning.planner import plan_load, reader_count
 from sluice.records import Elements, Fill, LoadPlan, MachineFacts, Request, Target
 from support.plans import FILE, MIB, entry, facts, index_of, request
 
@@ -104,6 +104,15 @@ def test_short_reads_get_more_readers(small: int, dtype: str, readers: int) -> N
     made = plan(large + between, storages, facts(cached=False, cores=2))
     assert made.readers == readers
     assert made.staging_buffers <= 16
+
+
+@pytest.mark.parametrize(
+    ("mib", "cached", "serial", "readers"),
+    [(8, False, 8, 0), (9, False, 8, 2), (32, True, 8, 0), (33, True, 8, 2), (8, True, 0, 1)],
+)
+def test_the_caller_reads_what_takes_less_time_than_threads(mib: int, cached: bool, serial: int, readers: int) -> None:
+    read = plan([big(mib=mib)], [(0, mib * MIB)], facts(cached=cached, direct_io=False, cores=2))
+    assert reader_count(read.reads, read.facts, serial_bytes=serial * MIB) == readers
 
 
 def test_readers_that_never_wait_for_a_disk_copy_by_themselves() -> None:

@@ -89,7 +89,7 @@ def file_facts(source: Source) -> FileFacts:
         filesystem=filesystem,
         direct_io=large and filesystem in _DIRECT_FILESYSTEMS and _opens_direct(source),
         probe_step_bytes=step,
-        cached=_cached(source, filesystem, range(0, nbytes, step)) if large else (),
+        cached=_cached(source, filesystem, range(0, nbytes, step)) if nbytes > options.SERIAL_BYTES else (),
         access=source.access,
     )
 

@@ -239,6 +239,8 @@ def reader_count(reads: Sequence[Read], facts: MachineFacts, *, serial_bytes: in
     copied = sum(len(read.copies) for read in reads)
     # Threads that copy many small tensors wait for the lock of the interpreter.
     tiny = total < options.SMALL_COPY_BYTES * copied and not (probed and mostly_waits)
+    if serial_bytes and not waiting:
+        serial_bytes = max(serial_bytes, options.CACHED_SERIAL_BYTES)
     if serial_bytes and local and total > 0 and (total <= serial_bytes or tiny):
         return 0
     if not waiting:
