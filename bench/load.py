@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -138,6 +138,10 @@ def _scenario(name: str, size: str, methods: Sequence[str], directory: Path) -> 
     )
 
 
+def _with_lazy(states: tuple[State, ...]) -> tuple[State, ...]:
+    return (*states, "lazy") if states == _COLD_AND_WARM else states
+
+
 def _in_a_row(case: Case) -> bool:
     return case.states == _IN_A_ROW
 
@@ -177,6 +181,7 @@ def _make_checkpoints(console: Console, scenarios: Sequence[Scenario]) -> None:
 @click.option(
     "--method", "methods", type=click.Choice([peer.name for peer in PEERS]), multiple=True, help="Only this method."
 )
+@click.option("--lazy", is_flag=True, help="Also load cold into memory that the host of a virtual machine took back.")
 @click.option("--runs", type=click.IntRange(1), default=5, show_default=True, help="Repetitions; tables show medians.")
 @click.option(
     "--minutes", type=click.FloatRange(0, min_open=True), help="Start no repetition later; repeat contenders only."
@@ -187,6 +192,7 @@ def main(
     size: str,
     cases: tuple[str, ...],
     methods: tuple[str, ...],
+    lazy: bool,
     runs: int,
     minutes: float | None,
     directory: Path | None,
@@ -199,6 +205,8 @@ def main(
     with nullcontext(directory) if directory else temporary_folder() as folder:
         machine = _machine.describe(folder, _PACKAGES)
         every = [_scenario(name, size, methods, folder) for name in cases or DEFAULT_CASES]
+        if lazy:
+            every = [replace(each, states=_with_lazy(each.states)) for each in every]
         scenarios = [scenario for scenario in every if scenario.checkpoints]
         _make_checkpoints(console, scenarios)
         done = run_with_progress(
@@ -209,7 +217,7 @@ def main(
             budget_seconds=math.inf if minutes is None else 60 * minutes,
         )
     print_tables(console, scenarios, done)
-    selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods)]
+    selection = [*(f"--case {name}" for name in cases), *(f"--method {name}" for name in methods), *["--lazy"] * lazy]
     command = " ".join(["python -m bench.load", f"--size {size}", f"--runs {runs}", *selection])
     command += f" --minutes {minutes:g}" if minutes is not None else ""
     write_results(out, "load", machine=machine, command=command, scenarios=scenarios, runs=done)

@@ -39,12 +39,12 @@ def test_load_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     runner = FakeRunner()
     monkeypatch.setattr(load, "run_with_progress", runner)
     arguments: list[str] = ["--size", "tiny", "--runs", "1", "--case", "pth-bf16", "--case", "in-a-row-safetensors"]
-    arguments += ["--method", "torch-load", "--method", "raw-direct", "--method", "sluice-map"]
+    arguments += ["--method", "torch-load", "--method", "raw-direct", "--method", "sluice-map", "--lazy"]
     folders: list[str | Path] = ["--directory", tmp_path / "files", "--out", tmp_path / "out"]
     result = _invoke(load.main, *arguments, *folders)
     assert result.exit_code == 0, result.output
     assert [(s.dtype, s.states, list(s.checkpoints)) for s in runner.scenarios] == [
-        ("bfloat16", ("cold", "warm"), ["raw-direct", "torch-load", "sluice-map"]),
+        ("bfloat16", ("cold", "warm", "lazy"), ["raw-direct", "torch-load", "sluice-map"]),
         ("float32", ("first", "second", "third"), ["sluice-map"]),
     ]
     assert runner.files == {"tiny.pth", "tiny.safetensors"}

@@ -58,7 +58,10 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
 
     def run_job(job: MethodJob, **_: object) -> Outcome:
-        lines.append(f"{job.method} {Path(job.checkpoint).name} {'verify' if job.verify else ''}".strip())
+        lines.append(
+            f"{job.method} {Path(job.checkpoint).name} {'verify' if job.verify else ''}".strip()
+            + " unclaimed" * (not job.claim_memory)
+        )
         return Outcome(status="ok", seconds=1.0)
 
     def prepare(state: State, path: Path) -> bool:
@@ -73,6 +76,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def _all_runs(*scenarios: Scenario, repetitions: int = 1) -> list[MethodRun]:
     return run_with_progress(Console(file=io.StringIO()), scenarios, repetitions=repetitions)
+
+
+def test_memory_is_not_claimed_before_loads_into_memory_of_the_host(log: list[str]) -> None:
+    _all_runs(_scenario("cold", "lazy", methods=("sluice",)))
+    assert log[1:] == ["sluice made cold", "sluice sluice verify", "sluice made lazy", "sluice sluice verify unclaimed"]
 
 
 def test_methods_take_turns_and_the_cache_is_prepared_before_each(log: list[str]) -> None:

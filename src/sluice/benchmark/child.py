@@ -69,7 +69,8 @@ def _serve(job: MethodJob, say: Callable[..., None], answers: IO[str], import_se
         return
     make_context(job.device, job.device_limit_bytes)
     gc.collect()
-    _touch_free_memory(2 * _size_on_disk(job.checkpoint))  # last, because the effect is short
+    if job.claim_memory:
+        _touch_free_memory(2 * _size_on_disk(job.checkpoint))  # last, because the effect is short
     say("ready", peak_was_reset=restart_peak())
     answers.readline()
     begin = time.perf_counter()

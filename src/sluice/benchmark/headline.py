@@ -22,6 +22,7 @@ _USUAL = {"naive": "plain torch.load", "torch-load": "plain torch.load"}
 _STATES: dict[State, str] = {
     "cold": "cold",
     "warm": "cached",
+    "lazy": "cold, memory not claimed",
     "first": "first load",
     "second": "second load",
     "third": "third load",

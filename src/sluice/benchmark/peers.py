@@ -209,7 +209,7 @@ def generate(job: MethodJob, model: nn.Module) -> nn.Module:
 
 def _raw_read(job: MethodJob, *, direct: bool) -> Loaded:
     threads = 8 if direct else len(os.sched_getaffinity(0))
-    return _raw.read_file(job.checkpoint, direct=direct, threads=threads)
+    return _raw.read_file(job.checkpoint, direct=direct, threads=threads, huge_pages=job.claim_memory)
 
 
 def _filling(

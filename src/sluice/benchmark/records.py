@@ -59,8 +59,9 @@ HUGGING_FACE: Kind = "hugging-face"
 OTHER: Kind = "other"
 
 #: State of the page cache. ``cold``: the checkpoint is not cached. ``warm``: all of it is cached.
+#: ``lazy``: it is not cached, and the host of a virtual machine has taken free memory back.
 #: ``first``, ``second``, ``third``: successive loads of the same file, the first of them cold.
-State = Literal["cold", "warm", "first", "second", "third"]
+State = Literal["cold", "warm", "lazy", "first", "second", "third"]
 
 #: Dtype of a finished model.
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -95,6 +96,8 @@ class MethodJob:
     device_limit_bytes: int | None = None
     #: Whether to compute the digests of the finished model, after the measurement.
     verify: bool
+    #: Whether to touch and free memory before the measurement; see ``State``.
+    claim_memory: bool = True
 
     @property
     def torch_dtype(self) -> torch.dtype:

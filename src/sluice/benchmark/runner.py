@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +19,12 @@ from sluice.benchmark.records import REFERENCE, MethodJob, MethodRun, Outcome, S
 __all__ = ["REFERENCE", "contends", "run_with_progress", "seconds_left"]
 
 #: Preparation of the checkpoint for each state; none before the second and third load in a row.
-_PREPARATIONS: dict[State, Callable[[Path], bool]] = {"cold": make_cold, "first": make_cold, "warm": make_warm}
+_PREPARATIONS: dict[State, Callable[[Path], bool]] = {
+    "cold": make_cold,
+    "lazy": make_cold,
+    "first": make_cold,
+    "warm": make_warm,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +113,7 @@ def _run(step: _Step, *, timeout_seconds: float, settle_seconds: float) -> Metho
     else:
         # Digests take longer than a load, so only the first repetition is verified.
         job = _job(scenario, method, scenario.checkpoints[method], verify=step.repetition == 0)
+        job = replace(job, claim_memory=state != "lazy")
         time.sleep(settle_seconds)
         outcome = run_job(job, timeout_seconds=timeout_seconds, host_limit_bytes=scenario.host_limit_bytes)
     return MethodRun(scenario=scenario.title, method=method, state=state, repetition=step.repetition, outcome=outcome)
