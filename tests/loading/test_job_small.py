@@ -41,7 +41,7 @@ def test_a_second_small_load_opens_few_system_files_and_starts_no_thread(
 
 
 def test_a_load_with_readers_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = torch.nn.Linear(MIB, 6, bias=False)
+    model = torch.nn.Linear(MIB, 9, bias=False)  # more than one thread reads if it is cached
     torch.save(model.state_dict(), tmp_path / "f.pth")
     started: list[str] = []
     start = threading.Thread.start

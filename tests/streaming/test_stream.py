@@ -465,7 +465,7 @@ def test_weights_of_an_accelerator_rest_in_host_memory(file: Path, fake_device: 
     with sluice.open(file) as checkpoint:
         (recorded,) = record_reads(checkpoint)
         with sluice.stream(running, checkpoint, memory=memory, device=fake_device) as stream:
-            for _ in range(3):
+            for _ in range(5):
                 recorded.reads.clear()
                 assert torch.equal(running(IDS), model(IDS))
                 calls.append(sum(read.nbytes for read in recorded.reads))
@@ -473,8 +473,8 @@ def test_weights_of_an_accelerator_rest_in_host_memory(file: Path, fake_device: 
     assert planned is not None
     assert (planned.host_bytes, planned.call_bytes) == (report.host_bytes, report.call_bytes)
     assert 0 < report.host_bytes <= 2 * block_bytes()
-    # Direct reads are of whole blocks.
-    assert all(nbytes <= report.call_bytes + 16 * options.BLOCK_BYTES for nbytes in calls[1:])
+    # Direct reads are of whole blocks, and up to two weights are read ahead for the next call.
+    assert sum(calls[1:]) <= 4 * (report.call_bytes + 16 * options.BLOCK_BYTES) + 2 * MIB
     assert calls[0] >= report.call_bytes + report.host_bytes
     assert "rest in host memory" in str(report)
 
