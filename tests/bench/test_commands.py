@@ -30,9 +30,9 @@ def _terminate_inside(parent: Path) -> None:
 
 def test_the_folder_is_removed_when_its_process_is_terminated(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
-        _terminate_inside(tmp_path)
+        _terminate_inside(tmp_path / "new")
     assert ended.value.code == 143
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "new").iterdir()) == []
 
 
 def test_load_runs_what_was_selected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

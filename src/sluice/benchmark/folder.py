@@ -18,9 +18,11 @@ def temporary_folder(parent: Path | None = None, *, keep: bool = False) -> Itera
     """Lend a new directory and remove it afterwards, also if the process is interrupted or terminated.
 
     Args:
-        parent: Parent directory; None for the system's temporary directory.
+        parent: Parent directory, which is created; None for the system's temporary directory.
         keep: Whether to keep it.
     """
+    if parent is not None:
+        parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="sluice-bench-", dir=parent))
     # By default SIGTERM ends Python without cleanup.
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
