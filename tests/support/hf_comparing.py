@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from sluice.quantizing.inner_tensors import inner_tensors
+
 __all__ = ["assert_same", "outputs", "save_bin"]
 
 
@@ -34,7 +36,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
 def assert_same_tensor(name: str, mine: torch.Tensor, other: torch.Tensor) -> None:
     assert (mine.dtype, mine.shape, mine.requires_grad) == (other.dtype, other.shape, other.requires_grad), name
     assert type(mine) is type(other), name
-    assert torch.equal(_bits(mine), _bits(other)), name
+    assert type(mine.data) is type(other.data), name
+    for part, expected in zip(inner_tensors(mine.data), inner_tensors(other.data), strict=True):
+        assert torch.equal(_bits(part), _bits(expected)), name
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,6 @@ __all__ = ["class_and_config", "settle_dtype"]
 
 #: Settings of a configuration that change how weights are loaded and that sluice does not support.
 _REFUSED_SETTINGS = {
-    "quantization_config": "a quantized model",
     "compression_config": "a compressed model",
     "fusion_config": "a model with fused modules",
     "transformers_weights": "a model whose configuration names its weight file",

@@ -36,6 +36,7 @@ def find_library() -> Any:
             rename_source_key,
         )
         from transformers.monkey_patching import apply_patches, patch_output_recorders
+        from transformers.quantizers.auto import get_hf_quantizer
     except ImportError as error:
         raise ImportError(
             f"transformers {transformers.__version__} lacks a function that sluice.hf uses: {advice}"
@@ -52,4 +53,5 @@ def find_library() -> Any:
         rename_source_key=rename_source_key,
         apply_patches=apply_patches,
         patch_output_recorders=patch_output_recorders,
+        get_hf_quantizer=get_hf_quantizer,
     )

@@ -33,11 +33,13 @@ from sluice._options import Limits, Memory, PageCache, Place, TransferOptions
 from sluice._progress import Progress
 from sluice._public import public
 from sluice.api.checkpoint import open as open_checkpoint
+from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.entries import tree as trees
 from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._distribution import Ranks
 from sluice.hf._library import find_library
-from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tensor_of, tie
+from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tie
+from sluice.hf._quantization import Quantizer
 from sluice.loading.devices import Device
 from sluice.loading.job import load
 from sluice.loading.module_job import EntriesRequest
@@ -63,6 +65,7 @@ def from_pretrained(
     experts_implementation: str | None = None,
     distributed_config: Any = None,
     tp_plan: Any = None,
+    quantization_config: Any = None,
     strict: bool = True,
     allow_empty: bool = False,
     place: Place = "copy",
@@ -87,6 +90,8 @@ def from_pretrained(
         distributed_config: A ``DistributedConfig`` of the library, or a dict of its options: the model is divided over
             the ranks of the process group, and each rank reads only what it holds. Every rank makes the call.
         tp_plan: Short for ``DistributedConfig(tp_plan=tp_plan)``, as in older code: ``"auto"`` or a dict.
+        quantization_config: A ``TorchAoConfig`` of the library: each weight that it selects is quantized when its last
+            byte has arrived, on the CPU.
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
         allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
@@ -134,12 +139,19 @@ def from_pretrained(
     if ranks is not None:
         config.distributed_config = ranks.config
         device = ranks.device if device is None else device
-    with open_checkpoint(path, limits=limits) as checkpoint:
+    quantizer = Quantizer.prepare(library, config, quantization_config, path)
+    if ranks is not None and quantizer is not None:
+        raise UnsupportedError("a quantized model cannot be divided over ranks while it is loaded", file=path)
+    with ExitStack() as stack:
+        checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(path, limits=limits))
         for name, leaf in trees.opaques(checkpoint.index.tree).items():
             if isinstance(leaf, UnsupportedValue):  # the conversions may need it
                 raise trees.refusal(leaf, name, path)
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
         model = _build(library, model_class, config, chosen)
+        if quantizer is not None:
+            quantizer.prepare_model(model, chosen)
+            checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
         names = MatchedWeights.of(library, model, checkpoint.entries, path)
         apply_dtype_plan(model, chosen, names.entries)
         if ranks is not None:
@@ -147,10 +159,13 @@ def from_pretrained(
         notes = tie(model, names, checkpoint)
         check(model, names, strict=strict, allow_empty=allow_empty)
         make_real(model, names.missing)
+        quantize = None if quantizer is None else quantizer.function(model)
         options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
-        request = EntriesRequest(model=model, entries=names.entries, device=device, options=options)
+        request = EntriesRequest(model=model, entries=names.entries, device=device, quantize=quantize, options=options)
         loaded = load(request, nullcontext(checkpoint), progress=progress)
     _finish(model, names, path)
+    if quantizer is not None:
+        quantizer.finish(model)
     if report is not None:
         missing = tuple(sorted(names.missing))
         report(
@@ -202,8 +217,9 @@ def _finish(model: Any, names: MatchedWeights, path: str) -> None:
     """Do the library's work after the weights are loaded."""
     for parameter in model.parameters():  # also those frozen by a constructor: the library recreates them
         parameter.requires_grad_(parameter.is_floating_point())
-    for name in names.entries:
-        vars(tensor_of(model, name))["_is_hf_initialized"] = True  # excludes it from the library's initialization
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in names.missing:
+            vars(tensor)["_is_hf_initialized"] = True  # excludes it from the library's initialization
     model.initialize_weights()
     model._weight_conversions = names.used
     model.eval()

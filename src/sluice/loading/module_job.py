@@ -199,12 +199,14 @@ class EntriesRequest(_IntoModule, frozen=True, kw_only=True):
     entries: Mapping[str, Entry]
     #: As in ``ModuleRequest``.
     device: Device = None
+    #: As in ``ModuleRequest``.
+    quantize: object = None
 
     def job(self, checkpoint: OpenCheckpoint) -> ModuleJob:
         """See ``LoadRequest.job``."""
         state = collect(self.model)
         match_on = partial(match, state.outline, self.entries, strict=False, allow_empty=True)
-        return _module_job(checkpoint, state, match_on, self.device, self.options, strict=False)
+        return _module_job(checkpoint, state, match_on, self.device, self.options, strict=False, quantize=self.quantize)
 
     def changed(self, change: Change) -> EntriesRequest:
         """See ``LoadRequest.changed``."""
