@@ -6,7 +6,8 @@ value holds any object, which may contain tensors.
 Opening a checkpoint parses values in full but reads only the first bytes of each chunk, because only they hold its
 stride. Neighboring heads are read together. The records before the data, up to the end of data.pkl, are identical for
 all chunks of one dtype, shape and stride, so only the first chunk of each kind is parsed. ``locate`` parses the item of
-a chunk in full and compares it with these results before any data is read.
+a chunk in full and compares it with these results before any data is read. Where requests are expensive,
+``ItemReader.located`` parses all items in full at once, so that each is read once.
 
 Limits: those of ``torch_save.zip_format`` for each item. Refused: items that overlap or extend past the end of their
 file, items that are not ``torch.save`` files, big-endian items, and data files in safetensors format.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -34,7 +35,7 @@ from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
-__all__ = ["Item", "ItemFile", "ItemReader", "ItemStorage", "check_items"]
+__all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "check_items"]
 
 AnyItem = TypeVar("AnyItem")
 
@@ -70,6 +71,17 @@ class Item(Struct, frozen=True, kw_only=True):
     offset: int
     #: Size, in bytes.
     nbytes: int
+
+
+class ChunkHeader(NamedTuple):
+    """Description of the tensor of a chunk in its item."""
+
+    #: The tensor, as an entry of the item's own index; ``UnsupportedValue`` if sluice cannot assemble it.
+    entry: Entry | UnsupportedValue
+    #: Size of its storage, in bytes.
+    nbytes: int
+    #: Offset of the data in the file, in bytes; None if it is not known yet.
+    offset: int | None
 
 
 class ItemStorage(Struct, frozen=True, kw_only=True):
@@ -120,7 +132,7 @@ class ItemReader:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._format = TorchZipFormat(max_cached=_MAX_CACHED, whole_objects=True)
-        self._chunks: dict[bytes, tuple[Entry, int]] = {}
+        self._chunks: dict[bytes, ChunkHeader] = {}
 
     def value(self, source: Source, item: Item, limits: Limits) -> Index:
         """Return the index of an item that holds a value: any object, or the inert leaf of one.
@@ -132,10 +144,10 @@ class ItemReader:
         _, index = self._parse(source, item, limits, small)
         return index
 
-    def chunks(self, source: Source, items: Sequence[Item]) -> list[tuple[Entry | UnsupportedValue, int]]:
-        """Return the tensor of each item, as an entry of the item's own index, and the size of its storage in bytes.
+    def located(self, source: Source, items: Sequence[Item]) -> list[ChunkHeader]:
+        """Parse the items of chunks in full.
 
-        A tensor that sluice cannot assemble is an ``UnsupportedValue`` with size 0.
+        The end of an item and the start of the next one share a request.
 
         Args:
             source: File of the items.
@@ -144,7 +156,30 @@ class ItemReader:
         Raises:
             CheckpointError: An item is not a ``torch.save`` file of one tensor.
         """
-        chunks: list[tuple[Entry | UnsupportedValue, int]] = []
+        headers: list[ChunkHeader] = []
+        for batch in _batches(items):
+            for item, known in zip(batch, _read_ends(source, batch), strict=True):
+                section, index = self._parse(source, item, self._limits, known)
+                entry = _tensor(index, source, item)
+                if isinstance(entry, UnsupportedValue):
+                    headers.append(ChunkHeader(entry, 0, None))
+                    continue
+                with _errors_in_file(section, item):
+                    offset = self._format.locate(section, index, [entry.storage])[entry.storage]
+                headers.append(ChunkHeader(entry, index.storages[entry.storage].nbytes, section.start + offset))
+        return headers
+
+    def chunks(self, source: Source, items: Sequence[Item]) -> list[ChunkHeader]:
+        """Read the first bytes of each item; return its tensor, whose data is not located yet.
+
+        Args:
+            source: File of the items.
+            items: Items of chunks, sorted by offset.
+
+        Raises:
+            CheckpointError: An item is not a ``torch.save`` file of one tensor.
+        """
+        chunks: list[ChunkHeader] = []
         for batch in _batches(items):
             sizes = [min(_HEAD_BYTES, item.nbytes) for item in batch]
             heads = read_ranges(source, [item.offset for item in batch], sizes)
@@ -162,9 +197,7 @@ class ItemReader:
         starts = [item.offset + item.nbytes - size for item, size in zip(parsed, sizes, strict=True)]
         return dict(zip([item.offset for item in parsed], read_ranges(source, starts, sizes), strict=True))
 
-    def _chunk(
-        self, source: Source, item: Item, head: bytes, ends: Mapping[int, bytes]
-    ) -> tuple[Entry | UnsupportedValue, int]:
+    def _chunk(self, source: Source, item: Item, head: bytes, ends: Mapping[int, bytes]) -> ChunkHeader:
         kind = _kind(head)
         chunk = self._chunks.get(kind)
         if chunk is None:
@@ -174,8 +207,8 @@ class ItemReader:
             _, index = self._parse(source, item, self._limits, known)
             entry = _tensor(index, source, item)
             if isinstance(entry, UnsupportedValue):
-                return entry, 0
-            chunk = entry, index.storages[entry.storage].nbytes
+                return ChunkHeader(entry, 0, None)
+            chunk = ChunkHeader(entry, index.storages[entry.storage].nbytes, None)
             if kind and len(self._chunks) < _MAX_CACHED:
                 self._chunks[kind] = chunk
         return chunk
