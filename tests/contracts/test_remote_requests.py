@@ -121,6 +121,14 @@ def test_a_directory_takes_one_request_for_the_index_and_one_for_each_shard(
     assert len(server.requests) <= shards + 2
 
 
+def test_a_directory_with_a_trailing_slash_reads_its_index_once(server: RangeServer, tmp_path: Path) -> None:
+    sluice.save(LARGE, tmp_path / "model", format="huggingface", max_shard_size="3MB")
+    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with sluice.open(server.url("/model/")) as checkpoint:
+        assert checkpoint.keys() == LARGE.keys()
+    assert sum(request.path == "/model/model.safetensors.index.json" for request in server.requests) == 1
+
+
 def divided(directory: Path, ranks: int) -> dict[str, torch.Tensor]:
     """Write a distributed checkpoint of chunks that are larger than what is read together; return its tensors."""
     whole = {f"layers.{number}": torch.randn(ranks * 40, 800) for number in range(6)}

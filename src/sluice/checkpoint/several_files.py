@@ -9,16 +9,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from typing import cast
 
 from sluice._errors import CheckpointError, LimitError
 from sluice._options import INDEXING_THREADS, TEXT_ENCODING, Limits
 from sluice._threads import in_threads
 from sluice.checkpoint.merging import incomplete, merge
 from sluice.checkpoint.names import METADATA_FILE
+from sluice.checkpoint.one_file import open_alone
 from sluice.checkpoint.open_file import OpenFile, open_file
 from sluice.checkpoint.survey import CheckpointLayout, index_layout, listed_layout, open_member, survey
 from sluice.records import Index
 from sluice.records.bulk import collector_paused
+from sluice.sources.directory import Directory
 from sluice.sources.opening import (
     Location,
     check_listed,
@@ -26,9 +29,11 @@ from sluice.sources.opening import (
     location_name,
     location_text,
     open_directory,
+    open_place,
     open_source,
     parent_directory,
 )
+from sluice.sources.protocol import Source
 
 __all__ = ["open_files_at", "open_layout", "open_listed"]
 
@@ -43,7 +48,14 @@ def open_files_at(
     """
     name = location_name(path)
     single = is_remote(path) and (name.endswith(".json") or name == METADATA_FILE)  # asks no server for a directory
-    directory = None if single else open_directory(path)
+    directory: Directory | None = None
+    if is_remote(path) and not single:
+        place = open_place(path)
+        if not hasattr(place, "entries"):
+            return open_alone(cast("Source", place), limits, encoding)
+        directory = cast("Directory", place)
+    elif not single:
+        directory = open_directory(path)
     if directory is not None:
         return open_layout(survey(directory, limits), limits, encoding)
     if name == METADATA_FILE:
