@@ -100,7 +100,7 @@ def save(
 
         def write(local: str) -> SaveReport:
             return save(
-                state,  # type: ignore[arg-type]  # what obj holds
+                state,
                 local,
                 format=format,
                 dtype=dtype,

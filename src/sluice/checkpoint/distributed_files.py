@@ -14,7 +14,7 @@ from sluice._messages import SHOWN, section
 from sluice._options import INDEXING_THREADS, REMOTE_REQUESTS, Limits
 from sluice._threads import in_threads
 from sluice.checkpoint.survey import open_member
-from sluice.formats.distributed.items import ChunkHeader, Item, ItemReader, check_items
+from sluice.formats.distributed.items import ChunkHeader, Item, ItemReader, check_items, small_items
 from sluice.formats.distributed.metadata import SavedChunk, TensorItem
 from sluice.records import Index
 from sluice.sources.directory import Directory
@@ -138,14 +138,13 @@ class ItemFiles:
 
     def _read_values(self, source: Source, listed: Sequence[ListedItem]) -> None:
         check_items(source, [each.item for each in listed])
-        for each in listed:
-            if each.tensor is None:
-                self._read_value(source, each.item)
+        for item, data in small_items(source, [each.item for each in listed if each.tensor is None]):
+            self._read_value(source, item, data)
 
-    def _read_value(self, source: Source, item: Item) -> None:
+    def _read_value(self, source: Source, item: Item, data: bytes | None) -> None:
         with self._parsing:  # the limit is that of all values together
             limits = dataclasses.replace(self._limits, header_bytes=self._header_bytes_left)
-            index = self.reader.value(source, item, limits)
+            index = self.reader.value(source, item, limits, data)
             rest = item.nbytes - sum(storage.nbytes for storage in index.storages) - _RECORDS_BYTES
             self._header_bytes_left = max(0, self._header_bytes_left - max(0, rest))
             self.values[item.name] = index

@@ -33,7 +33,6 @@ from sluice.sources.opening import (
     open_source,
     parent_directory,
 )
-from sluice.sources.protocol import Source
 
 __all__ = ["open_files_at", "open_layout", "open_listed"]
 
@@ -52,7 +51,7 @@ def open_files_at(
     if is_remote(path) and not single:
         place = open_place(path)
         if not hasattr(place, "entries"):
-            return open_alone(cast("Source", place), limits, encoding)
+            return open_alone(place, limits, encoding)
         directory = cast("Directory", place)
     elif not single:
         directory = open_directory(path)

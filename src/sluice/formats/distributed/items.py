@@ -35,7 +35,7 @@ from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
-__all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "check_items"]
+__all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "check_items", "small_items"]
 
 AnyItem = TypeVar("AnyItem")
 
@@ -48,6 +48,9 @@ _TAIL_BYTES = 2048
 
 #: Maximum size of values that are read in one piece, in bytes. Most take about 1,500.
 _SMALL_BYTES = 16 << 10
+
+#: Bytes of items that are read together.
+_TOGETHER_BYTES = 1 << 20
 
 #: Size of an empty zip archive, in bytes.
 _MIN_ITEM_BYTES = 22
@@ -126,6 +129,26 @@ def check_items(source: Source, items: Sequence[Item]) -> None:
             raise _error("an item is too short to be a torch.save file", source, item, found=f"{item.nbytes} bytes")
 
 
+def small_items(source: Source, items: Sequence[Item]) -> Iterator[tuple[Item, bytes | None]]:
+    """Yield each item with its bytes, of which at most 1 MiB is read together; None for a large one.
+
+    Args:
+        source: File of the items.
+        items: Items sorted by offset.
+    """
+    taken: list[int] = []  # bytes of the items before each one, without large ones
+    total = 0
+    for item in items:
+        taken.append(total)
+        total += item.nbytes if item.nbytes <= _SMALL_BYTES else 0
+    for _, numbered in groupby(enumerate(items), lambda each: taken[each[0]] // _TOGETHER_BYTES):
+        batch = [item for _, item in numbered]
+        small = [item for item in batch if item.nbytes <= _SMALL_BYTES]
+        contents = read_ranges(source, [item.offset for item in small], [item.nbytes for item in small])
+        known = dict(zip([item.offset for item in small], contents, strict=True))
+        yield from ((item, known.get(item.offset)) for item in batch)
+
+
 class ItemReader:
     """Parser of the items in all files of one checkpoint; caches parts that many items share."""
 
@@ -134,14 +157,19 @@ class ItemReader:
         self._format = TorchZipFormat(max_cached=_MAX_CACHED, whole_objects=True)
         self._chunks: dict[bytes, ChunkHeader] = {}
 
-    def value(self, source: Source, item: Item, limits: Limits) -> Index:
+    def value(self, source: Source, item: Item, limits: Limits, data: bytes | None) -> Index:
         """Return the index of an item that holds a value: any object, or the inert leaf of one.
+
+        Args:
+            source: File of the item.
+            item: The item.
+            limits: Bounds for hostile files.
+            data: The bytes of the item; None if they were not read.
 
         Raises:
             CheckpointError: The item is not a ``torch.save`` file that sluice reads.
         """
-        small = [(0, source.read_at(item.offset, item.nbytes))] if item.nbytes <= _SMALL_BYTES else []
-        _, index = self._parse(source, item, limits, small)
+        _, index = self._parse(source, item, limits, [] if data is None else [(0, data)])
         return index
 
     def located(self, source: Source, items: Sequence[Item]) -> list[ChunkHeader]:
@@ -314,7 +342,7 @@ def _tail_bytes(item: Item) -> int:
 
 def _batches(items: Sequence[AnyItem]) -> Iterator[Sequence[AnyItem]]:
     """Split items into batches of which at most 1 MiB is read together."""
-    count = (1 << 20) // (_HEAD_BYTES + _TAIL_BYTES)
+    count = _TOGETHER_BYTES // (_HEAD_BYTES + _TAIL_BYTES)
     return (items[first : first + count] for first in range(0, len(items), count))
 
 

@@ -85,13 +85,13 @@ class _PromptResponse(HTTPResponse):
 
     def begin(self) -> None:
         """Receive the headers."""
-        lines = _HeaderLines(self.fp)
-        self.fp = lines  # type: ignore[assignment]  # it has what is used of a stream here
+        stream = self.fp
+        self.fp = _HeaderLines(stream)  # type: ignore[assignment]  # it has what is used of a stream here
         try:
             super().begin()
         finally:
-            if self.fp is lines:
-                self.fp = lines.stream
+            if self.fp is not None:
+                self.fp = stream
 
     def read(self, amt: int | None = None) -> bytes:
         target = _TARGET.view
