@@ -30,7 +30,7 @@ from msgspec.structs import replace
 from sluice._errors import FormatError, LimitError
 from sluice._geometry import contiguous_stride
 from sluice._options import Limits
-from sluice.checkpoint.distributed_files import ItemFiles, ListedItem
+from sluice.checkpoint.distributed_files import DataFiles, ListedItem
 from sluice.checkpoint.merging import moved
 from sluice.checkpoint.names import METADATA_FILE
 from sluice.checkpoint.open_file import OpenFile
@@ -67,7 +67,7 @@ def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, t
     if len(files) > limits.files:
         expected = f"at most {limits.files}"
         raise LimitError("the metadata exceeds the limit 'files'", file=path, expected=expected, found=len(files))
-    members = ItemFiles(layout.directory, files, path, limits)
+    members = DataFiles(layout.directory, files, limits)
     try:
         members.open()
 
@@ -128,7 +128,7 @@ class _ItemFileRecords(Struct):
 class _IndexBuilder:
     """Builds the index file by file, and item by item within a file."""
 
-    def __init__(self, path: str, limits: Limits, members: ItemFiles) -> None:
+    def __init__(self, path: str, limits: Limits, members: DataFiles) -> None:
         self._path = path
         self._limits = limits
         self._members = members

@@ -20,7 +20,7 @@ from sluice.records import Index
 from sluice.sources.directory import Directory
 from sluice.sources.protocol import Source, checks_with_data
 
-__all__ = ["ItemFiles", "ListedItem"]
+__all__ = ["DataFiles", "ListedItem"]
 
 #: Bytes of an item besides its data and its pickle; slightly more than torch writes.
 _RECORDS_BYTES = 2048
@@ -46,21 +46,18 @@ class ListedItem(NamedTuple):
         return prod(self.chunk.shape) * ITEM_BYTES[self.tensor.dtype]
 
 
-class ItemFiles:
+class DataFiles:
     """The data files of one directory. Each is opened, and its headers are read, in a thread of several."""
 
-    def __init__(
-        self, directory: Directory, files: Mapping[str, Sequence[ListedItem]], path: str, limits: Limits
-    ) -> None:
+    def __init__(self, directory: Directory, files: Mapping[str, Sequence[ListedItem]], limits: Limits) -> None:
         """Keep the names; nothing is opened.
 
         Args:
             directory: The directory.
             files: Items of each file, sorted by offset.
-            path: Path of the metadata, for messages.
             limits: Bounds for hostile files.
         """
-        self._directory, self._files, self._path, self._limits = directory, files, path, limits
+        self._directory, self._files, self._limits = directory, files, limits
         self._opened: list[Source | None] = [None] * len(files)
         self._header_bytes_left = limits.header_bytes
         self._parsing = threading.Lock()
@@ -130,7 +127,7 @@ class ItemFiles:
             filled = [each.item for each in listed[position] if each.filled]
             found[position] = read(sources[position], filled)
 
-        # Files with many items are read one after the other: each is read in as many threads as its server is asked by.
+        # Files with many items are read one after the other: the items of each are read in several threads.
         most = max((sum(each.filled for each in items) for items in listed), default=0)
         threads = REMOTE_REQUESTS // max(1, most) if self.expensive else 1
         in_threads(work, len(sources), threads=max(1, threads), name="sluice-index")

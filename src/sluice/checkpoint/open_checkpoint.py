@@ -114,8 +114,11 @@ class OpenCheckpoint:
             return opened
 
     def _take(self, key: str) -> None:
-        self.outline = replace(self.outline, tree=_part(self.outline.tree, key, self.path))
+        self.outline = self._part_of(self.outline, key)
         self._key = key
+
+    def _part_of(self, index: Index, key: str | None) -> Index:
+        return index if key is None else replace(index, tree=_part(index.tree, key, self.path))
 
     def _settled(self) -> tuple[Index, tuple[OpenFile, ...]]:
         return self.index, self._files
@@ -134,9 +137,8 @@ class OpenCheckpoint:
                 if self._settle is not None:
                     if self._closed:
                         raise ValueError("the checkpoint is closed")
-                    self.outline, self._files = self._settle()
-                    if self._key is not None:
-                        self._take(self._key)
+                    index, files = self._settle()
+                    self.outline, self._files = self._part_of(index, self._key), files
                     self._settle = None
         return self.outline
 
