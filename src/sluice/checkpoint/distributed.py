@@ -19,6 +19,7 @@ metadata. Values that only running code could build become placeholders with the
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -41,7 +42,8 @@ from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, 
 from sluice.formats.distributed.unflatten import unflatten
 from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
-from sluice.sources.protocol import Source
+from sluice.sources.protocol import Source, checks_with_data
+from sluice.sources.section import Section
 
 __all__ = ["open_distributed"]
 
@@ -61,30 +63,54 @@ def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, t
     if not limits.symlinks_outside:
         layout.directory.check_inside(METADATA_FILE)
     with closing(layout.directory.open(METADATA_FILE)) as source:
-        path = source.path
-        contents = read_metadata(source, limits)
+        once = _Metadata(source, limits) if checks_with_data(source) else None
+        contents = read_metadata(source if once is None else once.unpacked(), limits)
     files = _items_by_file(contents)
     if len(files) > limits.files:
         expected = f"at most {limits.files}"
-        raise LimitError("the metadata exceeds the limit 'files'", file=path, expected=expected, found=len(files))
-    members = DataFiles(layout.directory, files, limits)
+        raise LimitError(
+            "the metadata exceeds the limit 'files'", file=source.path, expected=expected, found=len(files)
+        )
+    members = DataFiles(layout.directory, limits)
     try:
-        members.open()
-
-        def build(headers: Sequence[Sequence[ChunkHeader]]) -> tuple[Index, tuple[OpenFile, ...]]:
-            with collector_paused():
-                builder = _IndexBuilder(path, limits, members)
-                for source, items, own in zip(members.sources, files.values(), headers, strict=True):
-                    builder.add_file(source, items, own)
-                return builder.finish(contents, layout)
-
-        if not members.expensive:
-            return build(members.chunks())
-        index, opened = build([_assumed(items) for items in files.values()])
-        return index, tuple(replace(file, settle=lambda: build(members.located())) for file in opened)
+        members.open(files)
+        builder = _IndexBuilder(source.path, limits, members)
+        if once is None or not members.expensive:
+            return builder.build(contents, layout, files, members.chunks(files))
+        index, opened = builder.build(contents, layout, files, [_assumed(items) for items in files.values()])
+        settle = partial(_settled, once, layout, limits, members)
+        return index, tuple(replace(file, settle=settle) for file in opened)
     except BaseException:
         members.close()
         raise
+
+
+class _Metadata:
+    """The metadata of a checkpoint, read once; compressed it takes less memory than its items, which are parsed again.
+
+    Metadata that exceeds the limit is not read.
+    """
+
+    def __init__(self, source: Source, limits: Limits) -> None:
+        nbytes = source.identity.nbytes
+        self._source = source
+        self._data = zlib.compress(source.read_at(0, nbytes), 1) if nbytes <= limits.header_bytes else None
+
+    def unpacked(self) -> Source:
+        """Return a source that makes no requests."""
+        if self._data is None:
+            return self._source
+        return Section(self._source, 0, self._source.identity.nbytes, known=[(0, zlib.decompress(self._data))])
+
+
+def _settled(
+    metadata: _Metadata, layout: CheckpointLayout, limits: Limits, members: DataFiles
+) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index with the headers of all chunks, and the files."""
+    source = metadata.unpacked()
+    contents = read_metadata(source, limits)
+    files = _items_by_file(contents)
+    return _IndexBuilder(source.path, limits, members).build(contents, layout, files, members.located(files))
 
 
 def _items_by_file(contents: DistributedMetadata) -> dict[str, list[ListedItem]]:
@@ -140,8 +166,27 @@ class _IndexBuilder:
         #: Notes about the values, without duplicates.
         self._notes: dict[str, None] = {}
 
-    def add_file(self, source: Source, listed: Sequence[ListedItem], headers: Sequence[ChunkHeader]) -> None:
-        """Add the items of the next file, sorted by offset, and the headers of its chunks that have elements."""
+    def build(
+        self,
+        contents: DistributedMetadata,
+        layout: CheckpointLayout,
+        files: Mapping[str, Sequence[ListedItem]],
+        headers: Sequence[Sequence[ChunkHeader]],
+    ) -> tuple[Index, tuple[OpenFile, ...]]:
+        """Return the index of all files, and the files.
+
+        Args:
+            contents: The metadata.
+            layout: The directory.
+            files: Items of each file, sorted by offset.
+            headers: Headers of the chunks of each file that have elements.
+        """
+        with collector_paused():
+            for source, items, own in zip(self._members.sources, files.values(), headers, strict=True):
+                self._add_file(source, items, own)
+            return self._finish(contents, layout)
+
+    def _add_file(self, source: Source, listed: Sequence[ListedItem], headers: Sequence[ChunkHeader]) -> None:
         self._files.append(_ItemFileRecords(self._count, [], []))
         following = iter(headers)
         for each in listed:
@@ -164,8 +209,7 @@ class _IndexBuilder:
                 entry = replace(inner, storage=storage)
             self._entries[id(each.chunk)] = entry
 
-    def finish(self, contents: DistributedMetadata, layout: CheckpointLayout) -> tuple[Index, tuple[OpenFile, ...]]:
-        """Return the index of all files, and the files."""
+    def _finish(self, contents: DistributedMetadata, layout: CheckpointLayout) -> tuple[Index, tuple[OpenFile, ...]]:
         sources = self._members.sources
         values = {
             name: self._values[name] if isinstance(item, ItemPlace) else self._tensor(item)

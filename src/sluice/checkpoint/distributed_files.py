@@ -49,16 +49,10 @@ class ListedItem(NamedTuple):
 class DataFiles:
     """The data files of one directory. Each is opened, and its headers are read, in a thread of several."""
 
-    def __init__(self, directory: Directory, files: Mapping[str, Sequence[ListedItem]], limits: Limits) -> None:
-        """Keep the names; nothing is opened.
-
-        Args:
-            directory: The directory.
-            files: Items of each file, sorted by offset.
-            limits: Bounds for hostile files.
-        """
-        self._directory, self._files, self._limits = directory, files, limits
-        self._opened: list[Source | None] = [None] * len(files)
+    def __init__(self, directory: Directory, limits: Limits) -> None:
+        """Keep the directory; nothing is opened."""
+        self._directory, self._limits = directory, limits
+        self._opened: list[Source | None] = []
         self._header_bytes_left = limits.header_bytes
         self._parsing = threading.Lock()
         #: Parser of the items.
@@ -76,8 +70,11 @@ class DataFiles:
         """Whether each read of a file is a request."""
         return any(map(checks_with_data, self.sources))
 
-    def open(self) -> None:
+    def open(self, files: Mapping[str, Sequence[ListedItem]]) -> None:
         """Open the files, check the places of their items and read their values.
+
+        Args:
+            files: Items of each file, sorted by offset.
 
         Raises:
             FormatError: Files are missing, or the items do not fit their files.
@@ -85,7 +82,8 @@ class DataFiles:
             LimitError: The values exceed the limits.
         """
         missing: list[int] = []
-        names, listed = list(self._files), list(self._files.values())
+        names, listed = list(files), list(files.values())
+        self._opened = [None] * len(names)
 
         def work(position: int) -> None:
             source = open_member(self._directory, names[position], self._limits)
@@ -106,21 +104,25 @@ class DataFiles:
             text = f"files named in the metadata do not exist\n{lines}\nNothing was read"
             raise FormatError(text, file=self._directory.path, advice=IncompleteCheckpointError.advice)
 
-    def chunks(self) -> list[list[ChunkHeader]]:
-        """Return what the first bytes of the chunks of each file say."""
-        return self._headers(self.reader.chunks)
+    def chunks(self, files: Mapping[str, Sequence[ListedItem]]) -> list[list[ChunkHeader]]:
+        """Return the headers of the chunks of each file that have elements, by the first bytes of the items."""
+        return self._headers(files, self.reader.chunks)
 
-    def located(self) -> list[list[ChunkHeader]]:
-        """Return what the items of the chunks of each file say, and the places of their data."""
-        return self._headers(self.reader.located)
+    def located(self, files: Mapping[str, Sequence[ListedItem]]) -> list[list[ChunkHeader]]:
+        """Return the same with the places of the data, by all of the items but their data."""
+        return self._headers(files, self.reader.located)
 
     def close(self) -> None:
         """Close the files."""
         for source in self.sources:
             source.close()
 
-    def _headers(self, read: Callable[[Source, Sequence[Item]], list[ChunkHeader]]) -> list[list[ChunkHeader]]:
-        sources, listed = self.sources, list(self._files.values())
+    def _headers(
+        self,
+        files: Mapping[str, Sequence[ListedItem]],
+        read: Callable[[Source, Sequence[Item]], list[ChunkHeader]],
+    ) -> list[list[ChunkHeader]]:
+        sources, listed = self.sources, list(files.values())
         found: list[list[ChunkHeader]] = [[] for _ in sources]
 
         def work(position: int) -> None:
