@@ -401,6 +401,9 @@ REMOTE_FIRST_PAUSE, REMOTE_LONGEST_PAUSE = 0.2, 10.0
 #: Seconds without a byte after which a request counts as failed.
 REMOTE_TIMEOUT_SECONDS = 30.0
 
+#: Seconds in which the headers of an answer have to arrive, from their first byte on.
+REMOTE_HEADERS_SECONDS = 30.0
+
 #: Bytes per second below which an answer counts as failed, and seconds for which it has to stay there. Sixteen
 #: requests that share a line of 1 Mbit/s get twice as much each.
 REMOTE_SLOWEST_BYTES, REMOTE_SLOW_SECONDS = 4 << 10, 20.0

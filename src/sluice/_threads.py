@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -17,7 +18,16 @@ try:
 except ImportError:  # Windows has no such limits
     resource = None  # type: ignore[assignment]  # the one name for both
 
-__all__ = ["Task", "Worker", "Workers", "address_space_room", "join_threads", "spare_threads", "start_threads"]
+__all__ = [
+    "Task",
+    "Worker",
+    "Workers",
+    "address_space_room",
+    "in_threads",
+    "join_threads",
+    "spare_threads",
+    "start_threads",
+]
 
 _Result = TypeVar("_Result")
 
@@ -136,6 +146,44 @@ def join_threads(threads: Sequence[Worker]) -> None:
                 interrupt = error
     if interrupt is not None:
         raise interrupt
+
+
+def in_threads(work: Callable[[int], None], count: int, *, threads: int, name: str) -> None:
+    """Call ``work`` with each number below ``count``, in this thread and in several others.
+
+    The first failure stops all threads, which are joined before it is raised. Of several failures the one with the
+    lowest number is raised. If the process cannot start more threads, fewer do the work.
+
+    Args:
+        work: Function that is called from any of the threads.
+        count: Number of calls.
+        threads: Most threads, that of the caller included.
+        name: Prefix of the names of the threads.
+    """
+    waiting = deque(range(count))
+    failures: dict[int, BaseException] = {}
+
+    def run() -> None:
+        while waiting:
+            try:
+                number = waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            try:
+                work(number)
+            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
+                failures[number] = error
+                waiting.clear()
+
+    started: list[Worker] = []
+    try:
+        start_threads(started, spare_threads(min(threads, count) - 1), run, name)
+        run()
+    finally:
+        waiting.clear()
+        join_threads(started)
+    if failures:
+        raise failures[min(failures)]
 
 
 class Task(Generic[_Result]):

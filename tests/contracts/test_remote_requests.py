@@ -6,6 +6,7 @@ import io
 import struct
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,20 +121,70 @@ def test_a_directory_takes_one_request_for_the_index_and_one_for_each_shard(
     assert len(server.requests) <= shards + 2
 
 
-@pytest.mark.parametrize(("writer", "most"), [("torch", len(LARGE) + 3), ("sluice", 2 * len(LARGE) + 1)])
-def test_a_distributed_checkpoint_takes_few_requests_for_each_item(
-    server: RangeServer, tmp_path: Path, writer: str, most: int
-) -> None:
-    """Items of torch of one kind begin alike, so that the ends of one are enough."""
-    if writer == "torch":
-        distributed.save(tmp_path / "model", dict(LARGE))
-    else:
-        sluice.save(LARGE, tmp_path / "model", format="dcp")
+def test_a_directory_with_a_trailing_slash_reads_its_index_once(server: RangeServer, tmp_path: Path) -> None:
+    sluice.save(LARGE, tmp_path / "model", format="huggingface", max_shard_size="3MB")
     server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with sluice.open(server.url("/model/")) as checkpoint:
+        assert checkpoint.keys() == LARGE.keys()
+    assert sum(request.path == "/model/model.safetensors.index.json" for request in server.requests) == 1
+
+
+def divided(directory: Path, ranks: int) -> dict[str, torch.Tensor]:
+    """Write a distributed checkpoint of chunks that are larger than what is read together; return its tensors."""
+    whole = {f"layers.{number}": torch.randn(ranks * 40, 800) for number in range(6)}
+    stored = {name: distributed.rows(tensor, ranks, files=ranks) for name, tensor in whole.items()}
+    # A chunk of the same size and kind as the others, whose elements are stored column by column.
+    columns = whole["layers.3"][:40].t().contiguous().t()
+    first = replace(stored["layers.3"].chunks[0], item=distributed.item(columns))
+    stored["layers.3"] = replace(stored["layers.3"], chunks=[first, *stored["layers.3"].chunks[1:]])
+    distributed.write(directory, stored, {f"value {number}": number for number in range(100)})
+    return whole
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_distributed_checkpoint_takes_one_request_for_each_file_to_open(
+    server: RangeServer, tmp_path: Path, ranks: int
+) -> None:
+    whole = divided(tmp_path / "model", ranks)
+    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    most = len(server.files) + 1  # the metadata, each data file, and values that are not in its first bytes
     where = sluice.Remote(server.url("/model/.metadata"), gap_bytes=0)
     with sluice.open(where) as checkpoint:
-        assert checkpoint.keys() == LARGE.keys()
-    assert len(server.requests) <= most
+        shapes = {name: tensor.shape for name, tensor in checkpoint.items()}
+        assert shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
+        assert checkpoint.nbytes == sum(tensor.nbytes for tensor in whole.values())
+        assert len(server.requests) <= most
+        lazy = checkpoint["layers.3"]
+        part = sluice.open(checkpoint, key="layers")
+        assert torch.equal(lazy[1:6, 7].read(), whole["layers.3"][1:6, 7])
+        assert len(server.requests) > most
+        opened = len(server.requests)
+        assert torch.equal(part["3"].read(), whole["layers.3"])
+        assert len(server.requests) <= opened + ranks
+        found = sluice.load_state_dict(checkpoint)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_the_headers_of_items_take_one_request_each(server: RangeServer, tmp_path: Path) -> None:
+    whole = divided(tmp_path / "model", 2)
+    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    found = sluice.load_state_dict(sluice.Remote(server.url("/model/.metadata"), gap_bytes=0))
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    items = 2 * len(whole)
+    assert len(server.requests) <= len(server.files) + 1 + (items + 2) + items
+
+
+def test_an_item_that_differs_from_the_metadata_is_refused_before_data_is_read(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    stored = distributed.rows(torch.zeros(8, 400), 2, files=2)
+    wrong = replace(stored.chunks[1], item=distributed.item(torch.zeros(4, 400, dtype=torch.int32)))
+    distributed.write(tmp_path / "model", {"w": replace(stored, chunks=[stored.chunks[0], wrong])})
+    server.files = {f"/model/{path.name}": path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with sluice.open(server.url("/model/.metadata")) as checkpoint:
+        assert checkpoint.keys() == {"w"}
+        with pytest.raises(FormatError, match="does not hold the tensor that the metadata describes"):
+            checkpoint["w"].read()
 
 
 class Huge:

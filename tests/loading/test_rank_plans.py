@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import sluice
+from sluice.loading.rank_plans import tensor_parallel_dims
 from support.ranks import Ranks
 
 STYLES = {"table": "rowwise", "up": "colwise", "down": "rowwise"}
@@ -66,6 +67,14 @@ def test_every_rank_holds_and_reads_what_it_would_with_a_process_group(
     found = four_ranks.run(held_by_this_rank, str(checkpoint), tuple(sizes), tuple(sizes.values()))
     assert [(rank.final_bytes, rank.read_bytes) for rank in report.ranks.ranks] == found
     assert (report.final_bytes, report.read_bytes) in found
+
+
+def test_the_last_style_of_a_module_counts() -> None:
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    plan = {"*": "colwise", "1": "replicate"}
+    assert tensor_parallel_dims(model, plan) == {"0.weight": 0, "0.bias": 0}
+    assert tensor_parallel_dims(model, {**plan, "0": "rowwise"}) == {"0.weight": 1}
+    assert tensor_parallel_dims(model[0], {"": "colwise"}) == {"weight": 0, "bias": 0}
 
 
 def test_replicas_read_what_others_read_too(checkpoint: Path) -> None:

@@ -174,6 +174,11 @@ def test_a_conversion(bucket: Bucket, tmp_path: Path) -> None:
     assert_equal(found, {name: each.half() if each.is_floating_point() else each for name, each in STATE.items()})
 
 
+def test_a_key_that_stores_refuse(bucket: Bucket) -> None:
+    with pytest.raises(sluice.SaveError, match="no objects with such names"):
+        sluice.save(STATE, "s3://models/a/../b.safetensors")
+
+
 def test_a_missing_bucket(bucket: Bucket) -> None:
     with pytest.raises(sluice.SaveError, match="bucket does not exist"):
         sluice.save(STATE, "s3://nowhere/a.safetensors")

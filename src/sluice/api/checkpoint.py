@@ -42,7 +42,7 @@ class LazyTensor:
     @property
     def entry(self) -> Entry:
         """Record in the index: dtype as text, shape, stride and storage, without torch."""
-        return self._entry
+        return self._checkpoint.settled(self.name, self._entry)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,7 +57,7 @@ class LazyTensor:
 
     def stride(self) -> tuple[int, ...]:
         """Return the step of each dimension in its storage, in elements."""
-        return self._entry.stride
+        return self.entry.stride
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +67,7 @@ class LazyTensor:
     @property
     def storage_key(self) -> str:
         """Name of its storage, or of the storages of its parts; tensors of one file with the same key share storage."""
-        return "+".join(self._checkpoint.index.storages[number].key for number in self._entry.storages)
+        return "+".join(self._checkpoint.index.storages[number].key for number in self.entry.storages)
 
     def __getitem__(self, key: Key) -> LazyTensor:
         """Return the view of torch's basic indexing: integers, slices with positive steps, ``...`` and None.
@@ -77,7 +77,7 @@ class LazyTensor:
             TypeError: The key is a tensor, a list or another index that selects elements one by one.
             ValueError: A step is not positive.
         """
-        return LazyTensor(self._checkpoint, self.name, slice_entry(self._entry, key))
+        return LazyTensor(self._checkpoint, self.name, slice_entry(self.entry, key))
 
     @explain_keywords
     def read(
@@ -106,7 +106,7 @@ class LazyTensor:
         return read_tensor(
             self._checkpoint,
             self.name,
-            self._entry,
+            self.entry,
             device=None if device is None else device_name(device),
             dtype=dtype_argument(dtype, auto_is_none=True),
             out=out,
@@ -141,7 +141,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
 
     @cached_property
     def _not_built(self) -> dict[str, Opaque]:
-        return trees.opaques(self.index.tree)
+        return trees.opaques(self.outline.tree)
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Return the tensor of this name.
@@ -151,7 +151,7 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
             UnsafeContentError: It is an object that only running code could build.
             UnsupportedError: It is a tensor of a kind that sluice does not read.
         """
-        entry = self.entries.get(name)
+        entry = self.outlined.get(name)
         if entry is not None:
             return LazyTensor(self, name, entry)
         if name in self._not_built:
@@ -159,13 +159,13 @@ class Checkpoint(OpenCheckpoint, Mapping[str, LazyTensor]):
         raise KeyError(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.entries
+        return name in self.outlined
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
+        return iter(self.outlined)
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.outlined)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.format} {self.path}>"

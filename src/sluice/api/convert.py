@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from sluice._arguments import check_load, dtype_argument, memory_limits, path_argument, size_or_none
@@ -106,10 +105,26 @@ def convert(
 
         upload = upload_to(destination)
         if upload is not None:
-            again = partial(convert, source, key=key, format=format, dtype=dtype, rename=rename, rules=rules)
-            again = partial(again, max_shard_size=max_shard_size, overwrite=overwrite, progress=progress)
-            again = partial(again, memory=memory, limits=limits, encoding=encoding, page_cache=page_cache)
-            write = partial(again, dry_run=dry_run)
+
+            def write(path: str) -> SaveReport:
+                return convert(
+                    source,
+                    path,
+                    key=key,
+                    format=format,
+                    dtype=dtype,
+                    rename=rename,
+                    rules=rules,
+                    max_shard_size=max_shard_size,
+                    overwrite=overwrite,
+                    progress=progress,
+                    memory=memory,
+                    limits=limits,
+                    encoding=encoding,
+                    page_cache=page_cache,
+                    dry_run=dry_run,
+                )
+
             return uploaded(upload, write, overwrite=overwrite, manifest=manifest)
     path = Path(refuse_url(path_argument(destination, "destination"), advice=UPLOAD_ADVICE))
     check_load(key=key, limits=limits, rename=rename, rules=rules, page_cache=page_cache, progress=progress)

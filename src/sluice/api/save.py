@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,10 +98,19 @@ def save(
     if isinstance(path, str) and "://" in path and (upload := _upload(path, state, format)) is not None:
         from sluice.api.uploads import uploaded
 
-        write = partial(save, state, format=format, dtype=dtype, max_shard_size=max_shard_size, metadata=metadata)
-        return uploaded(
-            upload, partial(write, overwrite=overwrite, progress=progress), overwrite=overwrite, manifest=manifest
-        )
+        def write(local: str) -> SaveReport:
+            return save(
+                state,
+                local,
+                format=format,
+                dtype=dtype,
+                max_shard_size=max_shard_size,
+                metadata=metadata,
+                overwrite=overwrite,
+                progress=progress,
+            )
+
+        return uploaded(upload, write, overwrite=overwrite, manifest=manifest)
     destination = Path(refuse_url(path_argument(path), advice=UPLOAD_ADVICE))
     chosen = choose_save_format(destination, format, max_shard_size)
     check_save(metadata, chosen)

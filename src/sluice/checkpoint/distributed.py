@@ -9,7 +9,9 @@ A tensor is stored in chunks, in any of the files. A chunk that covers the whole
 several chunks become one entry that is assembled from them. The tree has the nesting of the saved object
 (``formats.distributed.unflatten``).
 
-Opening a directory reads the metadata, the values that are not tensors and the first bytes of each chunk.
+Opening a directory reads the metadata, the values that are not tensors and the first bytes of each chunk
+(``checkpoint.distributed_files``). Where requests are expensive, it does not read chunks: their dtypes and shapes are
+those of the metadata, and ``OpenFile.settle`` reads their headers when strides or data are needed.
 
 Refused: everything that these three modules refuse; missing files; chunks whose dtype or shape differs from the
 metadata. Values that only running code could build become placeholders with their names, as in a ``torch.save`` file.
@@ -17,39 +19,35 @@ metadata. Values that only running code could build become placeholders with the
 
 from __future__ import annotations
 
-import dataclasses
+import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from sluice._errors import FormatError, IncompleteCheckpointError, LimitError
+from sluice._errors import FormatError, LimitError
 from sluice._geometry import contiguous_stride
-from sluice._messages import SHOWN, section
 from sluice._options import Limits
+from sluice.checkpoint.distributed_files import DataFiles, ListedItem
 from sluice.checkpoint.merging import moved
 from sluice.checkpoint.names import METADATA_FILE
 from sluice.checkpoint.open_file import OpenFile
-from sluice.checkpoint.survey import CheckpointLayout, open_member
+from sluice.checkpoint.survey import CheckpointLayout
 from sluice.entries import tree as trees
-from sluice.formats.distributed.items import Item, ItemFile, ItemReader, ItemStorage, check_items
+from sluice.formats.distributed.items import ChunkHeader, Item, ItemFile, ItemStorage
 from sluice.formats.distributed.metadata import DistributedMetadata, ItemPlace, SavedChunk, TensorItem, read_metadata
 from sluice.formats.distributed.unflatten import unflatten
 from sluice.records import NO_STORAGE, Entry, FileRecord, Index, Part, Storage, UnsupportedValue, elements_of
 from sluice.records.bulk import collector_paused
-from sluice.sources.directory import Directory
-from sluice.sources.protocol import Source
+from sluice.sources.protocol import Source, checks_with_data
+from sluice.sources.section import Section
 
 __all__ = ["open_distributed"]
 
 _NAME = "torch-distributed"
-
-#: Bytes of an item besides its data and its pickle; slightly more than torch writes.
-_RECORDS_BYTES = 2048
 
 
 def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, tuple[OpenFile, ...]]:
@@ -65,45 +63,68 @@ def open_distributed(layout: CheckpointLayout, limits: Limits) -> tuple[Index, t
     if not limits.symlinks_outside:
         layout.directory.check_inside(METADATA_FILE)
     with closing(layout.directory.open(METADATA_FILE)) as source:
-        path = source.path
-        contents = read_metadata(source, limits)
+        once = _Metadata(source, limits) if checks_with_data(source) else None
+        contents = read_metadata(source if once is None else once.unpacked(), limits)
     files = _items_by_file(contents)
     if len(files) > limits.files:
         expected = f"at most {limits.files}"
-        raise LimitError("the metadata exceeds the limit 'files'", file=path, expected=expected, found=len(files))
-    sources = _open_sources(layout.directory, list(files), limits)
+        raise LimitError(
+            "the metadata exceeds the limit 'files'", file=source.path, expected=expected, found=len(files)
+        )
+    members = DataFiles(layout.directory, limits)
     try:
-        with collector_paused():
-            builder = _IndexBuilder(path, limits)
-            for source, items in zip(sources, files.values(), strict=True):
-                builder.add_file(source, items)
-            return builder.finish(contents, layout, sources)
+        members.open(files)
+        builder = _IndexBuilder(source.path, limits, members)
+        if once is None or not members.expensive:
+            return builder.build(contents, layout, files, members.chunks(files))
+        index, opened = builder.build(contents, layout, files, [_assumed(items) for items in files.values()])
+        settle = partial(_settled, once, layout, limits, members)
+        return index, tuple(replace(file, settle=settle) for file in opened)
     except BaseException:
-        for source in sources:
-            source.close()
+        members.close()
         raise
 
 
-class _ListedItem(NamedTuple):
-    """An item, and the tensor and chunk that it holds; None for a value that is not a tensor."""
+class _Metadata:
+    """The metadata of a checkpoint, read once; compressed it takes less memory than its items, which are parsed again.
 
-    item: Item
-    tensor: TensorItem | None
-    chunk: SavedChunk | None
+    Metadata that exceeds the limit is not read.
+    """
+
+    def __init__(self, source: Source, limits: Limits) -> None:
+        nbytes = source.identity.nbytes
+        self._source = source
+        self._data = zlib.compress(source.read_at(0, nbytes), 1) if nbytes <= limits.header_bytes else None
+
+    def unpacked(self) -> Source:
+        """Return a source that makes no requests."""
+        if self._data is None:
+            return self._source
+        return Section(self._source, 0, self._source.identity.nbytes, known=[(0, zlib.decompress(self._data))])
 
 
-def _items_by_file(contents: DistributedMetadata) -> dict[str, list[_ListedItem]]:
+def _settled(
+    metadata: _Metadata, layout: CheckpointLayout, limits: Limits, members: DataFiles
+) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index with the headers of all chunks, and the files."""
+    source = metadata.unpacked()
+    contents = read_metadata(source, limits)
+    files = _items_by_file(contents)
+    return _IndexBuilder(source.path, limits, members).build(contents, layout, files, members.located(files))
+
+
+def _items_by_file(contents: DistributedMetadata) -> dict[str, list[ListedItem]]:
     """Return the items of each file, sorted by offset; the files sorted by name."""
-    files: defaultdict[str, list[_ListedItem]] = defaultdict(list)
+    files: defaultdict[str, list[ListedItem]] = defaultdict(list)
     for name, value in contents.items.items():
         if isinstance(value, UnsupportedValue):
             continue
         if isinstance(value, ItemPlace):
-            files[value.file].append(_ListedItem(Item(name=name, offset=value.offset, nbytes=value.nbytes), None, None))
+            files[value.file].append(ListedItem(Item(name=name, offset=value.offset, nbytes=value.nbytes), None, None))
             continue
         for chunk in value.chunks:
             item = Item(name=_chunk_name(value, chunk), offset=chunk.place.offset, nbytes=chunk.place.nbytes)
-            files[chunk.place.file].append(_ListedItem(item, value, chunk))
+            files[chunk.place.file].append(ListedItem(item, value, chunk))
     return {file: sorted(files[file], key=lambda listed: listed.item.offset) for file in sorted(files)}
 
 
@@ -111,20 +132,13 @@ def _chunk_name(tensor: TensorItem, chunk: SavedChunk) -> str:
     return tensor.name if len(tensor.chunks) == 1 else f"{tensor.name}[{', '.join(map(str, chunk.start))}]"
 
 
-def _open_sources(directory: Directory, files: Sequence[str], limits: Limits) -> list[Source]:
-    sources: list[Source] = []
-    missing: list[str] = []
-    for file in files:
-        source = open_member(directory, file, limits)
-        if source is None:
-            missing.append(file)
-        else:
-            sources.append(source)
-    if missing:
-        lines = section("missing files", [repr(file) for file in missing[:SHOWN]], missing)
-        text = f"files named in the metadata do not exist\n{lines}\nNothing was read"
-        raise FormatError(text, file=directory.path, advice=IncompleteCheckpointError.advice)
-    return sources
+def _assumed(listed: Sequence[ListedItem]) -> list[ChunkHeader]:
+    """Return the headers of the chunks of a file as they are for dense, row-major tensors."""
+    return [
+        ChunkHeader(_contiguous(item.tensor.dtype, item.chunk.shape, storage=0), item.chunk_bytes, None)
+        for item in listed
+        if item.tensor is not None and item.chunk is not None and item.filled
+    ]
 
 
 class _ItemFileRecords(Struct):
@@ -140,11 +154,10 @@ class _ItemFileRecords(Struct):
 class _IndexBuilder:
     """Builds the index file by file, and item by item within a file."""
 
-    def __init__(self, path: str, limits: Limits) -> None:
+    def __init__(self, path: str, limits: Limits, members: DataFiles) -> None:
         self._path = path
         self._limits = limits
-        self._reader = ItemReader(limits)
-        self._header_bytes_left = limits.header_bytes
+        self._members = members
         self._files: list[_ItemFileRecords] = []
         self._count = 0
         #: The entry of each chunk, by the chunk's identity; the tree of each value, by name.
@@ -153,34 +166,51 @@ class _IndexBuilder:
         #: Notes about the values, without duplicates.
         self._notes: dict[str, None] = {}
 
-    def add_file(self, source: Source, listed: Sequence[_ListedItem]) -> None:
-        """Add the items of the next file, sorted by offset."""
-        check_items(source, [each.item for each in listed])
+    def build(
+        self,
+        contents: DistributedMetadata,
+        layout: CheckpointLayout,
+        files: Mapping[str, Sequence[ListedItem]],
+        headers: Sequence[Sequence[ChunkHeader]],
+    ) -> tuple[Index, tuple[OpenFile, ...]]:
+        """Return the index of all files, and the files.
+
+        Args:
+            contents: The metadata.
+            layout: The directory.
+            files: Items of each file, sorted by offset.
+            headers: Headers of the chunks of each file that have elements.
+        """
+        with collector_paused():
+            for source, items, own in zip(self._members.sources, files.values(), headers, strict=True):
+                self._add_file(source, items, own)
+            return self._finish(contents, layout)
+
+    def _add_file(self, source: Source, listed: Sequence[ListedItem], headers: Sequence[ChunkHeader]) -> None:
         self._files.append(_ItemFileRecords(self._count, [], []))
-        chunks = [each for each in listed if each.tensor is not None and 0 not in each.tensor.shape]
-        headers = iter(self._reader.chunks(source, [each.item for each in chunks]))
+        following = iter(headers)
         for each in listed:
             if each.tensor is None:
-                self._add_value(source, each.item)
+                self._add_value(each.item)
                 continue
             assert each.chunk is not None
-            if 0 in each.tensor.shape:
+            if not each.filled:
                 storage = self._add_storage(each.item, None, 0, 0, offset=each.item.offset, located=True)
-                entry = _whole(each.tensor, storage=storage)
+                entry = _contiguous(each.tensor.dtype, each.tensor.shape, storage=storage)
             else:
-                inner, nbytes = next(headers)
+                inner, nbytes, offset = next(following)
                 if isinstance(inner, UnsupportedValue):
                     self._entries[id(each.chunk)] = inner
                     continue
                 self._check_chunk(inner, each, source)
-                storage = self._add_storage(each.item, inner, inner.storage, nbytes, offset=each.item.offset)
+                known = offset is not None
+                place = each.item.offset if offset is None else offset
+                storage = self._add_storage(each.item, inner, inner.storage, nbytes, offset=place, located=known)
                 entry = replace(inner, storage=storage)
             self._entries[id(each.chunk)] = entry
 
-    def finish(
-        self, contents: DistributedMetadata, layout: CheckpointLayout, sources: Sequence[Source]
-    ) -> tuple[Index, tuple[OpenFile, ...]]:
-        """Return the index of all files, and the files."""
+    def _finish(self, contents: DistributedMetadata, layout: CheckpointLayout) -> tuple[Index, tuple[OpenFile, ...]]:
+        sources = self._members.sources
         values = {
             name: self._values[name] if isinstance(item, ItemPlace) else self._tensor(item)
             for name, item in contents.items.items()
@@ -196,12 +226,8 @@ class _IndexBuilder:
         )
         return index, tuple(map(self._open_file, index.files, sources, self._files))
 
-    def _add_value(self, source: Source, item: Item) -> None:
-        inner = self._reader.value(
-            source, item, dataclasses.replace(self._limits, header_bytes=self._header_bytes_left)
-        )
-        rest = item.nbytes - sum(storage.nbytes for storage in inner.storages) - _RECORDS_BYTES
-        self._header_bytes_left = max(0, self._header_bytes_left - max(0, rest))
+    def _add_value(self, item: Item) -> None:
+        inner = self._members.values[item.name]
         first = self._count
         for number, storage in enumerate(inner.storages):
             self._add_storage(item, None, number, storage.nbytes, offset=item.offset + storage.offset)
@@ -222,7 +248,7 @@ class _IndexBuilder:
             raise LimitError("the files together exceed the limit 'entries'", file=self._path, expected=expected)
         return self._count - 1
 
-    def _check_chunk(self, inner: Entry, listed: _ListedItem, source: Source) -> None:
+    def _check_chunk(self, inner: Entry, listed: ListedItem, source: Source) -> None:
         assert listed.tensor is not None
         assert listed.chunk is not None
         if (inner.dtype, inner.shape) != (listed.tensor.dtype, listed.chunk.shape):
@@ -249,18 +275,16 @@ class _IndexBuilder:
             if isinstance(entry, UnsupportedValue) or (len(tensor.chunks) == 1 and not entry.math_bits):
                 return entry
             parts.append(Part(entry=entry, start=chunk.start))
-        return replace(_whole(tensor, storage=NO_STORAGE), parts=tuple(parts))
+        return replace(_contiguous(tensor.dtype, tensor.shape, storage=NO_STORAGE), parts=tuple(parts))
 
     def _open_file(self, record: FileRecord, source: Source, file: _ItemFileRecords) -> OpenFile:
         own = Index(format=_NAME, files=(record,), storages=tuple(file.storages), tree=None)
-        locator = ItemFile(self._reader, file.owned)
+        locator = ItemFile(self._members.reader, file.owned)
         return OpenFile(source=source, locator=locator, index=own, first_storage=file.first)
 
 
-def _whole(tensor: TensorItem, *, storage: int) -> Entry:
-    return Entry(
-        elements=elements_of(tensor.dtype), shape=tensor.shape, stride=contiguous_stride(tensor.shape), storage=storage
-    )
+def _contiguous(dtype: str, shape: tuple[int, ...], *, storage: int) -> Entry:
+    return Entry(elements=elements_of(dtype), shape=shape, stride=contiguous_stride(shape), storage=storage)
 
 
 def _chunk_note(items: Mapping[str, object]) -> tuple[str, ...]:

@@ -1,12 +1,29 @@
-"""The index of a file that is not merged with others: its tied names, and the places of its chunks."""
+"""A file that is not merged with others: its tied names, and the places of its chunks."""
 
 from __future__ import annotations
 
 from sluice._options import Limits
 from sluice.checkpoint.names import PLACES
+from sluice.checkpoint.open_file import OpenFile, open_file
 from sluice.records import Index
+from sluice.sources.protocol import Source
 
-__all__ = ["one_file", "without_places"]
+__all__ = ["one_file", "open_alone", "without_places"]
+
+
+def open_alone(source: Source, limits: Limits, encoding: str) -> tuple[Index, tuple[OpenFile, ...]]:
+    """Return the index of a checkpoint of one file, and the file; closes the source if that fails.
+
+    Raises:
+        CheckpointError: The file is damaged, unsafe or of an unknown format.
+        ReadError: It cannot be read.
+    """
+    file = open_file(source, limits, encoding)
+    try:
+        return one_file(file.index, limits), (file,)
+    except BaseException:
+        file.source.close()
+        raise
 
 
 def one_file(index: Index, limits: Limits) -> Index:

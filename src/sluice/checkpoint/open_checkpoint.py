@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,12 +49,18 @@ class OpenCheckpoint:
         self.path = path
         #: Where it was opened; None for lists of files and file objects.
         self.location = location
-        #: The records of every tensor, which do not need torch.
-        self.index = index
+        #: The names, dtypes and shapes of every tensor. Where ``index`` takes further requests, strides, storages and
+        #: views are not those of the files.
+        self.outline = index
         self._files = files
         self.limits = limits
         self._offsets: dict[int, int] = {}
         self._closed = False
+        self._settle = next((file.settle for file in files if file.settle is not None), None)
+        self._settling = threading.RLock()
+        self._key: str | None = None
+        #: The entries of the outline, if they were needed before those of the index.
+        self._early: dict[str, Entry] | None = None
 
     @classmethod
     def open(
@@ -69,14 +76,12 @@ class OpenCheckpoint:
         If ``source`` is an open checkpoint, the result is a view of its part at ``key`` and shares its files.
         """
         if isinstance(source, OpenCheckpoint):
-            files = source._files  # noqa: SLF001  (its own class)
-            opened = cls(source.path, source.index, files, source.limits, source.location)
-            owned = False
+            opened, owned = cls._view(source), False
         else:
             opened, owned = cls._open_files(source, limits or Limits(), check_encoding(encoding)), True
         if key is not None:
             try:
-                opened.index = replace(opened.index, tree=_part(opened.index.tree, key, opened.path))
+                opened._take(key)  # noqa: SLF001  (its own class)
             except BaseException:
                 if owned:
                     opened.close()
@@ -100,6 +105,57 @@ class OpenCheckpoint:
         stream.seek(end)
         return cls(opened.path, index, files, limits)
 
+    @classmethod
+    def _view(cls, source: OpenCheckpoint) -> Self:
+        """Return a checkpoint with the same files."""
+        with source._settling:
+            opened = cls(source.path, source.outline, source._files, source.limits, source.location)
+            opened._settle = source._settle and source._settled
+            return opened
+
+    def _take(self, key: str) -> None:
+        self.outline = self._part_of(self.outline, key)
+        self._key = key
+
+    def _part_of(self, index: Index, key: str | None) -> Index:
+        return index if key is None else replace(index, tree=_part(index.tree, key, self.path))
+
+    def _settled(self) -> tuple[Index, tuple[OpenFile, ...]]:
+        return self.index, self._files
+
+    @property
+    def index(self) -> Index:
+        """The records of every tensor, which do not need torch.
+
+        Raises:
+            CheckpointError: Headers that opening left out are damaged, or contradict the outline.
+            ReadError: They cannot be read.
+            ValueError: They were not read before the checkpoint was closed.
+        """
+        if self._settle is not None:
+            with self._settling:
+                if self._settle is not None:
+                    if self._closed:
+                        raise ValueError("the checkpoint is closed")
+                    index, files = self._settle()
+                    self.outline, self._files = self._part_of(index, self._key), files
+                    self._settle = None
+        return self.outline
+
+    def settled(self, name: str, entry: Entry) -> Entry:
+        """Return the entry in ``index`` of an entry in ``outline``; every other entry unchanged.
+
+        Raises:
+            UnsafeContentError: It is an object that only running code could build.
+            UnsupportedError: It is a tensor of a kind that sluice does not read.
+        """
+        if self._early is None or self._early.get(name) is not entry:
+            return entry
+        found = self.entries.get(name)
+        if found is None:
+            raise trees.refusal(trees.opaques(self.index.tree)[name], name, self.path)
+        return found
+
     @property
     def format(self) -> str:
         """Name of the format.
@@ -110,22 +166,30 @@ class OpenCheckpoint:
         ``"safetensors-chunks"`` for shards of torch's ``HuggingFaceStorageWriter``; ``"per-parameter"`` for one file
         per parameter; ``"torch-distributed"`` for a directory of torch.distributed.checkpoint.
         """
-        return self.index.format
+        return self.outline.format
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths of the files that hold its data."""
-        return tuple(file.path for file in self.index.files)
+        return tuple(file.path for file in self.outline.files)
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data; bytes that several tensors share count once."""
-        return sum(storage.nbytes for storage in self.index.storages)
+        return sum(storage.nbytes for storage in self.outline.storages)
 
     @property
     def metadata(self) -> Mapping[str, str]:
         """Metadata strings of the file; of several files, those that all of them share."""
-        return self.index.metadata
+        return self.outline.metadata
+
+    @cached_property
+    def outlined(self) -> dict[str, Entry]:
+        """The entries of ``outline`` when they were first needed, by dotted name."""
+        if self._settle is None:
+            return self.entries
+        self._early = trees.flatten(self.outline.tree, self.limits)
+        return self._early
 
     @cached_property
     def entries(self) -> dict[str, Entry]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -32,6 +32,9 @@ class OpenFile(Struct, frozen=True, kw_only=True):
     first_storage: int = 0
     #: First byte of the checkpoint in the source: the offsets of ``index`` count from there.
     start: int = 0
+    #: Reads the headers that opening left out, because each is a request, and returns the complete index of the
+    #: checkpoint and its files; None if nothing was left out.
+    settle: Callable[[], tuple[Index, tuple[OpenFile, ...]]] | None = None
 
     def locate(self, storages: Iterable[int], *, at_once: bool = False) -> dict[int, int]:
         """Return the data offset of each of ``storages`` that is not located in its index.

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from sluice._errors import CheckpointError, TruncatedError
 from sluice._options import TEXT_ENCODING, Limits
 from sluice.checkpoint.names import METADATA_FILE
-from sluice.checkpoint.one_file import one_file
-from sluice.checkpoint.open_file import OpenFile, open_file
+from sluice.checkpoint.one_file import one_file, open_alone
+from sluice.checkpoint.open_file import OpenFile
 from sluice.formats.detection import detect
 from sluice.records import Index
 from sluice.sources.opening import Location, is_remote, location_name, open_source
@@ -45,12 +45,7 @@ def open_path(path: Location, limits: Limits, encoding: str = TEXT_ENCODING) -> 
         found = open_files_at(path, limits, encoding)
         if found is not None:
             return found
-    file = open_file(open_source(path), limits, encoding)
-    try:
-        return one_file(file.index, limits), (file,)
-    except BaseException:
-        file.source.close()
-        raise
+    return open_alone(open_source(path), limits, encoding)
 
 
 def open_list(

@@ -7,19 +7,21 @@ headers of the other files show.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
+from typing import cast
 
 from sluice._errors import CheckpointError, LimitError
 from sluice._options import INDEXING_THREADS, TEXT_ENCODING, Limits
-from sluice._threads import Worker, join_threads, spare_threads, start_threads
+from sluice._threads import in_threads
 from sluice.checkpoint.merging import incomplete, merge
 from sluice.checkpoint.names import METADATA_FILE
+from sluice.checkpoint.one_file import open_alone
 from sluice.checkpoint.open_file import OpenFile, open_file
 from sluice.checkpoint.survey import CheckpointLayout, index_layout, listed_layout, open_member, survey
 from sluice.records import Index
 from sluice.records.bulk import collector_paused
+from sluice.sources.directory import Directory
 from sluice.sources.opening import (
     Location,
     check_listed,
@@ -27,6 +29,7 @@ from sluice.sources.opening import (
     location_name,
     location_text,
     open_directory,
+    open_place,
     open_source,
     parent_directory,
 )
@@ -44,7 +47,14 @@ def open_files_at(
     """
     name = location_name(path)
     single = is_remote(path) and (name.endswith(".json") or name == METADATA_FILE)  # asks no server for a directory
-    directory = None if single else open_directory(path)
+    directory: Directory | None = None
+    if is_remote(path) and not single:
+        place = open_place(path)
+        if not hasattr(place, "entries"):
+            return open_alone(place, limits, encoding)
+        directory = cast("Directory", place)
+    elif not single:
+        directory = open_directory(path)
     if directory is not None:
         return open_layout(survey(directory, limits), limits, encoding)
     if name == METADATA_FILE:
@@ -82,7 +92,7 @@ def open_layout(
     opening = _Opening(layout, limits, encoding)
     try:
         try:
-            _in_threads(opening.open, len(layout.files))
+            in_threads(opening.open, len(layout.files), threads=INDEXING_THREADS, name="sluice-index")
         except CheckpointError as error:
             if opening.missing:
                 raise incomplete(layout, opening.missing, damaged=str(error)) from error
@@ -127,35 +137,3 @@ class _Opening:
         for file in self.files:
             if file is not None:
                 file.source.close()
-
-
-def _in_threads(work: Callable[[int], None], count: int) -> None:
-    """Call ``work`` with each number below ``count``, in this thread and in several others.
-
-    The first failure stops all threads, which are joined before it is raised. Of several failures the one with the
-    lowest number is raised. If the process cannot start more threads, fewer do the work.
-    """
-    waiting = deque(range(count))
-    failures: dict[int, BaseException] = {}
-
-    def run() -> None:
-        while waiting:
-            try:
-                number = waiting.popleft()
-            except IndexError:  # another thread was faster
-                return
-            try:
-                work(number)
-            except BaseException as error:  # noqa: BLE001  (raised again in the caller's thread)
-                failures[number] = error
-                waiting.clear()
-
-    threads: list[Worker] = []
-    try:
-        start_threads(threads, spare_threads(min(INDEXING_THREADS, count) - 1), run, "sluice-index")
-        run()
-    finally:
-        waiting.clear()
-        join_threads(threads)
-    if failures:
-        raise failures[min(failures)]

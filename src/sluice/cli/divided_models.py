@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sluice.entries.patterns import compile_pattern
-from sluice.sharding.layouts import REPLICATING, SHARDING, TENSOR_PARALLEL, divided_dim, mesh_of
+from sluice.loading.rank_plans import tensor_parallel_dims
+from sluice.sharding.layouts import REPLICATING, SHARDING, TENSOR_PARALLEL, mesh_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,13 +86,10 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     styles: dict[str, ColwiseParallel | RowwiseParallel] = {}
-    for pattern, style in plan.items():
-        regex = compile_pattern(pattern).regex
-        for path, module in model.named_modules():
-            if regex.fullmatch(path):
-                part = "table" if isinstance(module, nn.Embedding) else "weight"
-                dim = divided_dim(style, part)
-                styles.pop(path, None)
-                if dim is not None:
-                    styles[path] = ColwiseParallel() if (dim == 0) == (part == "weight") else RowwiseParallel()
+    dims = tensor_parallel_dims(model, plan)
+    for path, module in model.named_modules():
+        dim = dims.get(f"{path}.weight" if path else "weight")
+        if dim is not None:
+            columns = dim == (1 if isinstance(module, nn.Embedding) else 0)
+            styles[path] = ColwiseParallel() if columns else RowwiseParallel()
     parallelize_module(model, mesh, dict(styles))

@@ -37,22 +37,36 @@ _STYLES = click.option(
     "--tp-plan", metavar="JSON", help="Style by pattern of module names. Default: the model's tp_plan."
 )
 
-_LOAD_OPTIONS = (
+
+def _together(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _Command]:
+    """Return a decorator that adds several options, which the help shows in this order."""
+
+    def add(command: _Command) -> _Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+_DIMENSIONS = "such as {example}: dp is fully_shard, ddp are copies, tp is tensor parallelism."
+
+#: Adds the options of ``sluice load``.
+load_mesh_options = _together(
     click.option(
         "--mesh",
         type=MeshSizes(),
-        help="Divide the model over the ranks of torchrun, such as dp=2,tp=2: dp is fully_shard, ddp are copies, tp is "
-        "tensor parallelism.",
+        help=f"Divide the model over the ranks of torchrun, {_DIMENSIONS.format(example='dp=2,tp=2')}",
     ),
     _STYLES,
 )
 
-_OPTIONS = (
+#: Adds the options of ``sluice plan``.
+mesh_options = _together(
     click.option(
         "--mesh",
         type=MeshSizes(),
-        help="Plan for every rank of a mesh, such as dp=8,tp=4: dp is fully_shard, ddp are copies, tp is tensor "
-        "parallelism. Needs --model.",
+        help=f"Plan for every rank of a mesh, {_DIMENSIONS.format(example='dp=8,tp=4')} Needs --model.",
     ),
     click.option("--ranks", type=click.IntRange(1), help="Number of ranks; alone the same as --mesh dp=RANKS."),
     click.option("--ranks-per-host", type=click.IntRange(1), help="Ranks that share a host. Default: all."),
@@ -60,20 +74,6 @@ _OPTIONS = (
     click.option("--disk-speed", type=Size(), help="Bytes that one host reads in a second, such as 3GB."),
     click.option("--network-speed", type=Size(), help="Bytes that shared storage sends to all hosts in a second."),
 )
-
-
-def mesh_options(command: _Command) -> _Command:
-    """Add the options of ``sluice plan``."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
-
-
-def load_mesh_options(command: _Command) -> _Command:
-    """Add the options of ``sluice load``."""
-    for option in reversed(_LOAD_OPTIONS):
-        command = option(command)
-    return command
 
 
 def mesh_sizes(mesh: dict[str, int] | None, ranks: int | None) -> dict[str, int] | None:

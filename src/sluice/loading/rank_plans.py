@@ -81,9 +81,11 @@ def tensor_parallel_dims(model: nn.Module, plan: Mapping[str, str]) -> dict[str,
         for path in matching:
             for name, _ in modules[path].named_parameters(recurse=False):
                 part = "table" if isinstance(modules[path], nn.Embedding) else name
+                full = f"{path}.{name}" if path else name
                 dim = divided_dim(style, part)
+                found.pop(full, None)
                 if dim is not None:
-                    found[f"{path}.{name}" if path else name] = dim
+                    found[full] = dim
     return found
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 
 from sluice._threads import Workers, spare_threads
-from sluice.sources.protocol import Source
+from sluice.sources.protocol import Source, checks_with_data
 
 __all__ = ["read_ranges"]
 
@@ -43,14 +43,16 @@ def read_ranges(
     access = source.access
     spans = list(_spans(starts, sizes, access.gap_bytes if gap_bytes is None else gap_bytes))
     pieces: list[bytes] = []
-    alone_until = time.perf_counter() + _ALONE_SECONDS
+    requests = checks_with_data(source)  # each takes longer than the start of a thread
+    fewest, alone = (2, 0.0) if requests else (_READS_FOR_THREADS, _ALONE_SECONDS)
+    alone_until = time.perf_counter() + alone
     done = 0
-    while done < len(spans) and (len(spans) - done < _READS_FOR_THREADS or time.perf_counter() < alone_until):
+    while done < len(spans) and (len(spans) - done < fewest or time.perf_counter() < alone_until):
         pieces += read(spans[done : done + 1])
         done += 1
     left = spans[done:]
     # Each thread waits for one cold page: more threads than cores pay.
-    threads = spare_threads(access.parallel_requests) if left else 0
+    threads = spare_threads(min(access.parallel_requests, len(left))) if left else 0
     if not threads:
         return pieces + read(left)
     share = -(-len(left) // threads)

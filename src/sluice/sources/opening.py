@@ -221,6 +221,19 @@ def open_directory(where: str | os.PathLike[str] | Remote) -> Directory | None:
     return open_remote_directory(path)
 
 
+def open_place(where: Location) -> Directory | Source:
+    """Return the directory or the file at an address, for fewer requests than ``open_directory`` and ``open_source``.
+
+    Raises:
+        MissingFileError: There is neither.
+        UnsupportedError: The library of the URL is not installed.
+        RemoteError: The server does not answer.
+    """
+    from sluice.sources.remote.opening import open_remote_place
+
+    return open_remote_place(where)
+
+
 def parent_directory(where: Location) -> tuple[Directory, str]:
     """Return the directory that holds a file, and the name of the file in it."""
     if isinstance(where, str) and not is_remote(where):

@@ -197,7 +197,7 @@ class _Refusals:
     ) -> None:
         if type(error).__name__ in {"AlreadyExistsError", "FileExistsError"}:
             raise _ExistsError(self._url) from None
-        if not isinstance(error, (self._library.exceptions.BaseError, FileNotFoundError, PermissionError)):
+        if not isinstance(error, (self._library.exceptions.BaseError, FileNotFoundError, PermissionError, ValueError)):
             return
         found = translated(error, self._url, pinned=False)
         advice = found.advice if isinstance(found, (RequestFailedError, CheckpointError)) else None

@@ -105,9 +105,10 @@ def test_failed_requests_are_repeated_and_given_up(filesystem: Any, monkeypatch:
             source.read_at(5, 5)
         assert str(caught.value).startswith("memory://f, byte 5: the file system failed (ConnectionError) after 7")
         assert "secret" not in str(caught.value)
-        with _failing(filesystem, PermissionError("no")) as calls, pytest.raises(RemoteError):
-            source.read_at(5, 5)
-        assert len(calls) == 1
+        for error in (PermissionError("no"), AttributeError("no")):
+            with _failing(filesystem, error) as calls, pytest.raises(RemoteError):
+                source.read_at(5, 5)
+            assert len(calls) == 1
 
 
 def test_answers_that_are_not_the_range_are_refused(filesystem: Any, monkeypatch: pytest.MonkeyPatch) -> None:

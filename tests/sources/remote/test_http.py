@@ -229,10 +229,12 @@ def test_a_server_that_ignores_conditions_is_found_out(server: RangeServer) -> N
         (whole, UnsupportedError, "does not answer ranges: it sends the whole object of 293 KiB"),
         (compressed, UnsupportedError, "compresses"),
         (status(416, Content_Range="bytes */0"), TruncatedError, "empty"),
+        (headers(Content_Range="bytes 0-65535/*"), UnsupportedError, "does not tell the size of the file"),
+        (status(416, Content_Range="bytes */5"), RemoteError, "the server answered 416"),
         (status(401), RemoteError, "Check the credentials"),
         (status(204), RemoteError, "204"),
     ],
-    ids=["missing", "no ranges", "compressed", "empty", "refused", "no content"],
+    ids=["missing", "no ranges", "compressed", "empty", "no size", "no range", "refused", "no content"],
 )
 def test_an_object_that_cannot_be_opened(
     server: RangeServer, fault: Fault, error: type[SluiceError], text: str

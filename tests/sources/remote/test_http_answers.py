@@ -56,6 +56,18 @@ def test_ranges_that_say_too_little(text: str) -> None:
     assert "does not say which bytes" in failure(206, Content_Range=text).problem
 
 
+@pytest.mark.parametrize("text", ["Bytes 0-9/100", "BYTES 0-9/100", "bytes  0-9/100", " bytes 0-9/100 "])
+def test_spellings_of_a_range(text: str) -> None:
+    check_range(Answer(status=206, headers={"Content-Range": text}, path="http://h/x"), 0, 10, FACTS)
+
+
+@pytest.mark.parametrize("length", ["10, 10", "-10", "1e1", "ten"])
+def test_a_size_that_is_no_number_is_not_waited_for(length: str) -> None:
+    found = failure(206, Content_Range="bytes 0-9/100", Content_Length=length)
+    assert f"invalid size: Content-Length is {length!r}" in found.problem
+    assert not found.temporary
+
+
 @pytest.mark.parametrize("text", ["bytes 0-8/100", "bytes 0-10/100", "bytes 1-10/100"])
 def test_ranges_that_are_not_the_requested_one(text: str) -> None:
     assert "in place of bytes 0-9" in failure(206, Content_Range=text).problem

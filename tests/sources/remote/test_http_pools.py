@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
+from contextlib import suppress
+
 import pytest
 
 pytest.importorskip("urllib3", reason="the extra 'remote' is not installed")
 
+from sluice import _options as options
 from sluice.sources.remote import http_pools
 from sluice.sources.remote.http import open_object
 from sluice.sources.remote.protocol import RemoteSettings, RequestFailedError
@@ -24,6 +30,30 @@ def test_a_read_returns_what_has_arrived(monkeypatch: pytest.MonkeyPatch) -> Non
             assert body.readinto(buffer) == 5
         remote.close()
     assert bytes(buffer[:6]) == CONTENT[:5] + b"\0"
+
+
+@pytest.mark.parametrize("start", [b"", b"HTTP/1.1 206 Partial Content\r\nX-Long: "], ids=["status", "header"])
+def test_headers_that_never_end_are_given_up(monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
+    """Each byte arrives long before the timeout of the connection."""
+    monkeypatch.setattr(options, "REMOTE_HEADERS_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def drip() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):
+                connection.sendall(start)
+                while True:
+                    connection.sendall(b"H")
+                    time.sleep(0.002)
+
+        server = threading.Thread(target=drip)
+        server.start()
+        remote = open_object(f"http://127.0.0.1:{listener.getsockname()[1]}/m")
+        with pytest.raises(RequestFailedError, match="the headers of the answer take too long") as caught:
+            remote.open_first(100)
+        remote.close()
+        server.join()
+    assert caught.value.temporary
 
 
 def test_bytes_before_a_failure_are_kept() -> None:

@@ -102,6 +102,18 @@ def test_one_file_and_a_directory_of_a_model(hub: RangeServer, url: str) -> None
     assert sluice.load_state_dict(url)["w"].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("path", ["weights", "old/weights", "part"])
+def test_the_revision_is_resolved_once(hub: RangeServer, path: str) -> None:
+    """Also for a file whose name does not tell that it is one."""
+    names = [*contents(), "weights", "old/weights"]
+    info = {"id": "org/net", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+    hub.files["/api/models/org/net/revision/main"] = json.dumps(info).encode()
+    for name in names[-2:]:
+        hub.files[f"/org/net/resolve/{COMMIT}/{name}"] = contents()["old/net.pth"]
+    assert sluice.load_state_dict(f"hf://org/net/{path}")["w"].tolist() == [1, 1, 1]
+    assert sum("/api/" in request.path for request in hub.requests) == 1
+
+
 def test_cached_files_are_read_from_the_cache(hub: RangeServer, tmp_path: Path) -> None:
     snapshot = tmp_path / "cache" / "models--org--net" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import sluice
 from sluice._errors import (
     MissingFileError,
     PathEscapeError,
@@ -200,6 +201,13 @@ def test_stores_of_the_user() -> None:
     store = obstore.store.MemoryStore()
     obstore.put(store, "dir/a.bin", CONTENT)
     check_source(lambda: stored_source(store, "dir/a.bin"), CONTENT)
+
+
+@pytest.mark.parametrize("key", ["../dir", "dir/../a.bin", "dir//a.bin"])
+def test_keys_that_stores_refuse_name_nothing(key: str) -> None:
+    where = sluice.Remote(key, store=obstore.store.MemoryStore())
+    with pytest.raises(MissingFileError):
+        sluice.open(where)
 
 
 def test_a_body_arrives_in_pieces_of_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:

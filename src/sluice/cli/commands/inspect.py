@@ -63,11 +63,16 @@ def inspect_command(
     if as_json and (as_tree or everything):
         raise click.UsageError("--json already shows everything: omit --tree and --all")
     with sluice.open(source_of(paths), key=key, encoding=encoding) as checkpoint:
-        index, path = checkpoint.index, checkpoint.path
+        path = checkpoint.path
         if as_tree:  # does not need dotted names, which can be ambiguous
-            print_outline(path_and_key(path, key), index.tree, everything=everything)
+            print_outline(path_and_key(path, key), checkpoint.outline.tree, everything=everything)
             return
-        summary = summarise(path, key, index, checkpoint.entries)
+        # Only the JSON has strides, which may take further requests.
+        summary = (
+            summarise(path, key, checkpoint.index, checkpoint.entries)
+            if as_json
+            else summarise(path, key, checkpoint.outline, checkpoint.outlined)
+        )
         if as_json:
             click.echo(json.dumps(to_json(summary, checkpoint.limits)))
             return

@@ -6,7 +6,8 @@ value holds any object, which may contain tensors.
 Opening a checkpoint parses values in full but reads only the first bytes of each chunk, because only they hold its
 stride. Neighboring heads are read together. The records before the data, up to the end of data.pkl, are identical for
 all chunks of one dtype, shape and stride, so only the first chunk of each kind is parsed. ``locate`` parses the item of
-a chunk in full and compares it with these results before any data is read.
+a chunk in full and compares it with these results before any data is read. Where requests are expensive,
+``ItemReader.located`` parses all items in full at once, so that each is read once.
 
 Limits: those of ``torch_save.zip_format`` for each item. Refused: items that overlap or extend past the end of their
 file, items that are not ``torch.save`` files, big-endian items, and data files in safetensors format.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -34,7 +35,7 @@ from sluice.sources.coalesced import read_ranges
 from sluice.sources.protocol import Source
 from sluice.sources.section import Section
 
-__all__ = ["Item", "ItemFile", "ItemReader", "ItemStorage", "check_items"]
+__all__ = ["ChunkHeader", "Item", "ItemFile", "ItemReader", "ItemStorage", "check_items", "small_items"]
 
 AnyItem = TypeVar("AnyItem")
 
@@ -47,6 +48,9 @@ _TAIL_BYTES = 2048
 
 #: Maximum size of values that are read in one piece, in bytes. Most take about 1,500.
 _SMALL_BYTES = 16 << 10
+
+#: Bytes of items that are read together.
+_TOGETHER_BYTES = 1 << 20
 
 #: Size of an empty zip archive, in bytes.
 _MIN_ITEM_BYTES = 22
@@ -70,6 +74,17 @@ class Item(Struct, frozen=True, kw_only=True):
     offset: int
     #: Size, in bytes.
     nbytes: int
+
+
+class ChunkHeader(NamedTuple):
+    """Description of the tensor of a chunk in its item."""
+
+    #: The tensor, as an entry of the item's own index; ``UnsupportedValue`` if sluice cannot assemble it.
+    entry: Entry | UnsupportedValue
+    #: Size of its storage, in bytes.
+    nbytes: int
+    #: Offset of the data in the file, in bytes; None if it is not known yet.
+    offset: int | None
 
 
 class ItemStorage(Struct, frozen=True, kw_only=True):
@@ -114,28 +129,53 @@ def check_items(source: Source, items: Sequence[Item]) -> None:
             raise _error("an item is too short to be a torch.save file", source, item, found=f"{item.nbytes} bytes")
 
 
+def small_items(source: Source, items: Sequence[Item]) -> Iterator[tuple[Item, bytes | None]]:
+    """Yield each item with its bytes, of which at most 1 MiB is read together; None for a large one.
+
+    Args:
+        source: File of the items.
+        items: Items sorted by offset.
+    """
+    taken: list[int] = []  # bytes of the items before each one, without large ones
+    total = 0
+    for item in items:
+        taken.append(total)
+        total += item.nbytes if item.nbytes <= _SMALL_BYTES else 0
+    for _, numbered in groupby(enumerate(items), lambda each: taken[each[0]] // _TOGETHER_BYTES):
+        batch = [item for _, item in numbered]
+        small = [item for item in batch if item.nbytes <= _SMALL_BYTES]
+        contents = read_ranges(source, [item.offset for item in small], [item.nbytes for item in small])
+        known = dict(zip([item.offset for item in small], contents, strict=True))
+        yield from ((item, known.get(item.offset)) for item in batch)
+
+
 class ItemReader:
     """Parser of the items in all files of one checkpoint; caches parts that many items share."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._format = TorchZipFormat(max_cached=_MAX_CACHED, whole_objects=True)
-        self._chunks: dict[bytes, tuple[Entry, int]] = {}
+        self._chunks: dict[bytes, ChunkHeader] = {}
 
-    def value(self, source: Source, item: Item, limits: Limits) -> Index:
+    def value(self, source: Source, item: Item, limits: Limits, data: bytes | None) -> Index:
         """Return the index of an item that holds a value: any object, or the inert leaf of one.
+
+        Args:
+            source: File of the item.
+            item: The item.
+            limits: Bounds for hostile files.
+            data: The bytes of the item; None if they were not read.
 
         Raises:
             CheckpointError: The item is not a ``torch.save`` file that sluice reads.
         """
-        small = [(0, source.read_at(item.offset, item.nbytes))] if item.nbytes <= _SMALL_BYTES else []
-        _, index = self._parse(source, item, limits, small)
+        _, index = self._parse(source, item, limits, [] if data is None else [(0, data)])
         return index
 
-    def chunks(self, source: Source, items: Sequence[Item]) -> list[tuple[Entry | UnsupportedValue, int]]:
-        """Return the tensor of each item, as an entry of the item's own index, and the size of its storage in bytes.
+    def located(self, source: Source, items: Sequence[Item]) -> list[ChunkHeader]:
+        """Parse the items of chunks in full.
 
-        A tensor that sluice cannot assemble is an ``UnsupportedValue`` with size 0.
+        The end of an item and the start of the next one share a request.
 
         Args:
             source: File of the items.
@@ -144,7 +184,30 @@ class ItemReader:
         Raises:
             CheckpointError: An item is not a ``torch.save`` file of one tensor.
         """
-        chunks: list[tuple[Entry | UnsupportedValue, int]] = []
+        headers: list[ChunkHeader] = []
+        for batch in _batches(items):
+            for item, known in zip(batch, _read_ends(source, batch), strict=True):
+                section, index = self._parse(source, item, self._limits, known)
+                entry = _tensor(index, source, item)
+                if isinstance(entry, UnsupportedValue):
+                    headers.append(ChunkHeader(entry, 0, None))
+                    continue
+                with _errors_in_file(section, item):
+                    offset = self._format.locate(section, index, [entry.storage])[entry.storage]
+                headers.append(ChunkHeader(entry, index.storages[entry.storage].nbytes, section.start + offset))
+        return headers
+
+    def chunks(self, source: Source, items: Sequence[Item]) -> list[ChunkHeader]:
+        """Read the first bytes of each item; return its tensor, whose data is not located yet.
+
+        Args:
+            source: File of the items.
+            items: Items of chunks, sorted by offset.
+
+        Raises:
+            CheckpointError: An item is not a ``torch.save`` file of one tensor.
+        """
+        chunks: list[ChunkHeader] = []
         for batch in _batches(items):
             sizes = [min(_HEAD_BYTES, item.nbytes) for item in batch]
             heads = read_ranges(source, [item.offset for item in batch], sizes)
@@ -162,9 +225,7 @@ class ItemReader:
         starts = [item.offset + item.nbytes - size for item, size in zip(parsed, sizes, strict=True)]
         return dict(zip([item.offset for item in parsed], read_ranges(source, starts, sizes), strict=True))
 
-    def _chunk(
-        self, source: Source, item: Item, head: bytes, ends: Mapping[int, bytes]
-    ) -> tuple[Entry | UnsupportedValue, int]:
+    def _chunk(self, source: Source, item: Item, head: bytes, ends: Mapping[int, bytes]) -> ChunkHeader:
         kind = _kind(head)
         chunk = self._chunks.get(kind)
         if chunk is None:
@@ -174,8 +235,8 @@ class ItemReader:
             _, index = self._parse(source, item, self._limits, known)
             entry = _tensor(index, source, item)
             if isinstance(entry, UnsupportedValue):
-                return entry, 0
-            chunk = entry, index.storages[entry.storage].nbytes
+                return ChunkHeader(entry, 0, None)
+            chunk = ChunkHeader(entry, index.storages[entry.storage].nbytes, None)
             if kind and len(self._chunks) < _MAX_CACHED:
                 self._chunks[kind] = chunk
         return chunk
@@ -281,7 +342,7 @@ def _tail_bytes(item: Item) -> int:
 
 def _batches(items: Sequence[AnyItem]) -> Iterator[Sequence[AnyItem]]:
     """Split items into batches of which at most 1 MiB is read together."""
-    count = (1 << 20) // (_HEAD_BYTES + _TAIL_BYTES)
+    count = _TOGETHER_BYTES // (_HEAD_BYTES + _TAIL_BYTES)
     return (items[first : first + count] for first in range(0, len(items), count))
 
 

@@ -90,6 +90,8 @@ class SiblingFiles:
             opened: Opens a file of the same server.
         """
         self._opened = opened
+        #: The file that ``entries`` has found, until it is opened: its first bytes were received.
+        self._found: dict[str, Source] = {}
         before, query = _divided(remote)
         parent, slash, self.name = before.rpartition("/")
         #: The directory itself.
@@ -102,7 +104,7 @@ class SiblingFiles:
     def entries(self) -> Iterator[DirectoryEntry]:
         for name in _USUAL_NAMES:
             with suppress(MissingFileError):
-                self.open(name).close()
+                self._found[name] = self.open(name)
                 yield RemoteEntry(name, "file")
                 return
         problem = f"the server has no listing of files, and there is none of {', '.join(_USUAL_NAMES)}"
@@ -110,7 +112,8 @@ class SiblingFiles:
 
     def open(self, name: str) -> Source:
         check_relative(name, self.path)
-        return self._opened(below(self.location, name))
+        found = self._found.pop(name, None)
+        return self._opened(below(self.location, name)) if found is None else found
 
     def check_inside(self, name: str) -> None:
         check_relative(name, self.path)

@@ -32,7 +32,16 @@ _VERSIONS = ("ETag", "etag", "e_tag", "VersionId", "version_id", "generation", "
 _TIMES = ("LastModified", "last_modified", "mtime", "modified", "modify", "updated", "created", "date_time")
 
 #: Errors that another attempt does not cure; ``OSError`` and errors of network libraries may be temporary.
-_FINAL = (PermissionError, IsADirectoryError, NotImplementedError, TypeError, ValueError, LookupError, ImportError)
+_FINAL = (
+    PermissionError,
+    IsADirectoryError,
+    NotImplementedError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+    ImportError,
+)
 
 _KINDS: dict[str, EntryKind] = {"file": "file", "directory": "directory", "link": "link"}
 

@@ -17,8 +17,9 @@ from sluice.sources.remote_names import download_advice
 
 __all__ = ["Answer", "check_range", "conditions", "first_facts", "no_ranges", "object_facts"]
 
-_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19})")
-_EMPTY_RANGE = re.compile(r"bytes \*/(\d{1,19})")
+#: Units of ranges are the same in upper and lower case; a size of ``*`` is not known.
+_RANGE = re.compile(r"bytes +(\d{1,19})-(\d{1,19})/(?:(\d{1,19})|\*)", re.IGNORECASE)
+_EMPTY_RANGE = re.compile(r"bytes +\*/(\d{1,19})", re.IGNORECASE)
 
 #: Names under which servers send the number by which their operators find a request.
 _REQUEST_IDS = ("x-amz-request-id", "x-ms-request-id", "x-guploader-uploadid", "x-request-id", "cf-ray")
@@ -64,7 +65,7 @@ def first_facts(answer: Answer, nbytes: int) -> ObjectFacts | None:
         empty = _EMPTY_RANGE.fullmatch(answer.headers.get("Content-Range", ""))
         if empty and not int(empty[1]):
             return object_facts(answer, 0)
-        raise no_ranges(answer)
+        raise RequestFailedError(_described(answer), temporary=False, status=answer.status)
     if answer.status in {HTTPStatus.NOT_FOUND, HTTPStatus.GONE}:
         raise MissingFileError(f"{_described(answer)}", file=answer.path, advice="Check the address.")
     _check_status(answer)
@@ -79,6 +80,16 @@ def first_facts(answer: Answer, nbytes: int) -> ObjectFacts | None:
         # Without a size and without chunks, a lost connection looks like the end.
         raise no_ranges(answer)
     first, last, total = _content_range(answer)
+    if total is None:
+        problem = "the server does not tell the size of the file"
+        found = _printable(answer.headers.get("Content-Range", ""))
+        raise UnsupportedError(
+            problem,
+            file=answer.path,
+            expected="Content-Range: bytes FIRST-LAST/SIZE",
+            found=found,
+            advice=download_advice(answer.path),
+        )
     if first != 0 or last != min(nbytes, total) - 1:
         raise _wrong_range(answer, 0, min(nbytes, total))
     _check_length(answer, last + 1)
@@ -110,6 +121,8 @@ def check_range(answer: Answer, offset: int, nbytes: int, facts: ObjectFacts) ->
         _check_length(answer, nbytes)
         return
     first, last, total = _content_range(answer)
+    if total is None:  # without it, a different object of a server without versions might not be noticed
+        raise _unclear_range(answer)
     _check_same(answer, offset, facts, total)
     if first != offset or last != offset + nbytes - 1:
         raise _wrong_range(answer, offset, nbytes)
@@ -181,8 +194,8 @@ def _retry_after(text: str | None, now: float) -> float | None:
     return max(0.0, until - now)
 
 
-def _content_range(answer: Answer) -> tuple[int, int, int]:
-    """Return first and last byte and the size of the object.
+def _content_range(answer: Answer) -> tuple[int, int, int | None]:
+    """Return first and last byte, and the size of the object or None.
 
     Raises:
         RequestFailedError: The answer does not say them, or they contradict each other.
@@ -190,15 +203,28 @@ def _content_range(answer: Answer) -> tuple[int, int, int]:
     text = answer.headers.get("Content-Range", "")
     parts = _RANGE.fullmatch(text.strip())
     if parts is None:
-        problem = f"the answer does not say which bytes it has: Content-Range is {_printable(text)!r}"
-        raise RequestFailedError(problem, temporary=True, status=answer.status)
-    first, last, total = (int(part) for part in parts.groups())
-    return first, last, total
+        raise _unclear_range(answer)
+    first, last, total = parts.groups()
+    return int(first), int(last), None if total is None else int(total)
+
+
+def _unclear_range(answer: Answer) -> RequestFailedError:
+    found = _printable(answer.headers.get("Content-Range", ""))
+    problem = f"the answer does not say which bytes it has: Content-Range is {found!r}"
+    return RequestFailedError(problem, temporary=True, status=answer.status)
 
 
 def _length(answer: Answer) -> int | None:
+    """Return the declared size of the body; None if there is none.
+
+    Raises:
+        RequestFailedError: It is not a number. The end of such a body cannot be found.
+    """
     text = answer.headers.get("Content-Length", "").strip()
-    return int(text) if re.fullmatch(r"\d{1,19}", text) else None
+    if text and not re.fullmatch(r"\d{1,19}", text):
+        problem = f"the answer has an invalid size: Content-Length is {_printable(text)!r}"
+        raise RequestFailedError(problem, temporary=False, status=answer.status)
+    return int(text) if text else None
 
 
 def _check_length(answer: Answer, nbytes: int) -> None:

@@ -19,7 +19,7 @@ from urllib3.exceptions import (
     SSLError,
 )
 
-from sluice.sources.remote.http_pools import receive
+from sluice.sources.remote.http_pools import SlowHeadersError, receive
 from sluice.sources.remote.protocol import RequestFailedError
 
 __all__ = ["HttpBody", "discard", "request_failure"]
@@ -92,6 +92,8 @@ def request_failure(error: Exception) -> RequestFailedError:
         return RequestFailedError("the name of the host is unknown", temporary=again, advice="Check the address.")
     if isinstance(error, SSLError):
         return _tls_failure(error)
+    if isinstance(cause, SlowHeadersError):
+        return RequestFailedError("the headers of the answer take too long", temporary=True)
     if isinstance(error, ReadTimeoutError):
         return RequestFailedError("the server sent nothing for too long", temporary=True)
     if isinstance(error, ConnectTimeoutError) and not isinstance(error, NewConnectionError):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from http.client import HTTPResponse
+from io import BufferedReader
 
 from urllib3 import BaseHTTPResponse
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
+from sluice import _options as options
 from sluice.sources.remote.http_addresses import is_private
 from sluice.sources.remote.protocol import RequestFailedError
 
-__all__ = ["POOLS", "PUBLIC_POOLS", "private_address_failure", "receive"]
+__all__ = ["POOLS", "PUBLIC_POOLS", "SlowHeadersError", "private_address_failure", "receive"]
 
 #: Seconds after which a read returns what it has.
 _READ_SECONDS = 1.0
@@ -43,13 +45,53 @@ def receive(response: BaseHTTPResponse, buffer: memoryview) -> int:
     return len(data)
 
 
+class SlowHeadersError(TimeoutError):
+    """The headers of an answer take too long, although some of their bytes arrive."""
+
+
+class _HeaderLines:
+    """The lines of the headers of one answer, with a limit on the time of all of them."""
+
+    def __init__(self, stream: BufferedReader) -> None:
+        self.stream = stream
+        self._until: float | None = None
+
+    def readline(self, limit: int = -1) -> bytes:
+        line = bytearray()
+        while not line.endswith(b"\n") and len(line) != limit:
+            arrived = self.stream.peek()
+            now = time.monotonic()
+            if self._until is None:
+                self._until = now + options.REMOTE_HEADERS_SECONDS
+            if now > self._until:
+                raise SlowHeadersError
+            if not arrived:
+                break
+            end = arrived.find(b"\n") + 1 or len(arrived)
+            line += self.stream.read1(min(end, limit - len(line)) if limit >= 0 else end)
+        return bytes(line)
+
+    def close(self) -> None:
+        self.stream.close()
+
+
 class _PromptResponse(HTTPResponse):
-    """An answer whose reads return after a second, if they have any bytes.
+    """An answer whose headers have a time limit, and whose reads return after a second, if they have any bytes.
 
     The reads of the standard library return when they have all bytes, so that one of 256 KiB may take years from a
     server that sends a byte at a time. Its ``read1`` returns after each record of TLS, and passing through the layers
     of urllib3 with each takes as much processor time as decrypting it.
     """
+
+    def begin(self) -> None:
+        """Receive the headers."""
+        stream = self.fp
+        self.fp = _HeaderLines(stream)  # type: ignore[assignment]  # it has what is used of a stream here
+        try:
+            super().begin()
+        finally:
+            if self.fp is not None:
+                self.fp = stream
 
     def read(self, amt: int | None = None) -> bytes:
         target = _TARGET.view

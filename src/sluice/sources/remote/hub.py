@@ -26,7 +26,7 @@ from sluice.sources.remote.directory import RemoteEntry, check_relative
 from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.protocol import RemoteSettings
 
-__all__ = ["HubAddress", "open_directory", "open_source", "parse_address"]
+__all__ = ["HubAddress", "open_directory", "open_place", "open_source", "parse_address"]
 
 _FORM = "hf://OWNER/NAME[@REVISION][/PATH]"
 
@@ -92,13 +92,14 @@ def open_source(url: str, settings: RemoteSettings | None = None) -> Source:
 def open_directory(url: str, settings: RemoteSettings | None = None) -> Directory | None:
     """Return a model or a directory in it; None if the address names a file, or nothing; raises as ``open_source``."""
     address = parse_address(url)
-    if address.path.endswith(_FILES):
-        return None
+    return None if address.path.endswith(_FILES) else _Commit.of(address, settings or RemoteSettings()).directory()
+
+
+def open_place(url: str, settings: RemoteSettings | None = None) -> Directory | Source:
+    """Return a model, a directory in it or a file, all of one commit; raises as ``open_source``."""
+    address = parse_address(url)
     commit = _Commit.of(address, settings or RemoteSettings())
-    prefix = f"{address.path}/" if address.path else ""
-    if not any(name.startswith(prefix) for name in commit.names):
-        return None
-    return _HubDirectory(commit, prefix)
+    return commit.directory() or commit.open(address.path)
 
 
 class _Commit:
@@ -165,6 +166,11 @@ class _Commit:
         found = (os.path.join(where, name) for where, _, files in os.walk(folder) for name in files)
         names = [os.path.relpath(path, folder).replace(os.sep, "/") for path in found]
         return cls(address, settings, os.path.basename(folder), names, folder)
+
+    def directory(self) -> Directory | None:
+        """Return the directory at the address; None if that is a file, or nothing."""
+        prefix = f"{self.address.path}/" if self.address.path else ""
+        return _HubDirectory(self, prefix) if any(name.startswith(prefix) for name in self.names) else None
 
     def open(self, path: str) -> Source:
         """Return a file.

@@ -4,7 +4,8 @@ Each scheme has a transport, a module of this package that is imported when an a
 
 - ``open_object(url, settings)`` returns the ``RemoteObject`` of a URL, and ``open_source(url, settings)`` its source
   instead where that may be a local file or needs checks of its own;
-- ``open_directory(url, settings)`` returns the directory of a URL, or None if the URL names one object.
+- ``open_directory(url, settings)`` returns the directory of a URL, or None if the URL names one object;
+- ``open_place(url, settings)``, if it has that, returns either for fewer requests than both.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sluice.sources.remote.file import RemoteFile
 from sluice.sources.remote.location import Remote, is_obstore
 from sluice.sources.remote_names import is_chained
 
-__all__ = ["open_remote", "open_remote_directory", "remote_parent"]
+__all__ = ["open_remote", "open_remote_directory", "open_remote_place", "remote_parent"]
 
 #: Transport of each scheme; fsspec has all others.
 _TRANSPORTS = {
@@ -63,7 +64,28 @@ def open_remote_directory(where: str | Remote) -> Directory | None:
         RemoteError: The server does not answer.
     """
     remote = _remote(where)
-    directory = _directory(remote)
+    return _tuned_directory(_directory(remote), remote)
+
+
+def open_remote_place(where: str | Remote) -> Directory | Source:
+    """Return the remote directory or the remote file at an address.
+
+    Raises:
+        MissingFileError: There is neither.
+        UnsupportedError: A library is missing, or no library reads addresses of this kind.
+        RemoteError: The server does not answer.
+    """
+    remote = _remote(where)
+    transport = _module(remote)
+    if remote.store is not None or not hasattr(transport, "open_place"):
+        return open_remote_directory(remote) or open_remote(remote)
+    place = transport.open_place(remote.url, remote.settings)
+    if hasattr(place, "entries"):
+        return cast("Directory", _tuned_directory(place, remote))
+    return _tuned(cast("Source", place), remote)
+
+
+def _tuned_directory(directory: Directory | None, remote: Remote) -> Directory | None:
     if directory is None and _transport(remote) == "http" and remote.address.endswith("/"):
         return SiblingFiles(remote, open_remote)
     if directory is None:

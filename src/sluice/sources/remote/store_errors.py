@@ -82,7 +82,7 @@ def translated(error: BaseException, path: str, *, pinned: bool) -> Exception:
         return MissingFileError("there is no such object", file=path, advice="Check the bucket and the key.")
     if type(error).__name__ == "PreconditionError" or (pinned and is_outside(error)):
         return SourceChangedError("the object was replaced while it was being read", file=path)
-    if type(error).__name__ == "InvalidPathError":
+    if type(error).__name__ == "InvalidPathError" or (isinstance(error, ValueError) and "Could not parse path" in text):
         return MissingFileError("the store has no objects with such names", file=path)
     if "non-partial" in text:
         problem = "the server answers requests for a range with the whole object"

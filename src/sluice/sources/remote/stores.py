@@ -240,8 +240,8 @@ def _facts(meta: Any) -> ObjectFacts:
 
 
 def _signals(library: Any) -> tuple[type[Exception], ...]:
-    """Return the errors that calls of obstore raise: its own, and builtins for some of them."""
-    return (library.exceptions.BaseError, OSError, NotImplementedError)
+    """Return the errors that calls of obstore raise: its own, and builtins for some of them, such as wrong keys."""
+    return (library.exceptions.BaseError, OSError, NotImplementedError, ValueError)
 
 
 def _listed(store: Any, key: str, root: str, *, lister: Any) -> StoreDirectory | None:
