@@ -32,7 +32,7 @@ class Quantizer(Struct, eq=False):
 
         Raises:
             TypeError: The argument is not a configuration of the library.
-            UnsupportedError: It is one of another method than torchao, or changes which weights are tied.
+            UnsupportedError: It is not for torchao, or it changes which weights are tied.
         """
         found = argument if argument is not None else getattr(config, "quantization_config", None)
         if not found:
@@ -63,9 +63,9 @@ class Quantizer(Struct, eq=False):
 
     @contextmanager
     def opened(self, model: Any, checkpoint: OpenCheckpoint) -> Iterator[OpenCheckpoint]:
-        """Lend the checkpoint, and give a model parameters for the plain tensors of its quantized weights, in the block.
+        """Lend the checkpoint, and during the block give a model parameters for the plain tensors of quantized weights.
 
-        The model is quantized for that here, without memory. Without quantized weights nothing happens.
+        The model is quantized for that here, without memory. If the checkpoint has no such weights, nothing happens.
         """
         if not self.quantizer.pre_quantized:
             yield checkpoint
