@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from click.testing import CliRunner
 
 from bench.small import Row, main
@@ -18,6 +19,7 @@ def test_when_a_goal_is_kept() -> None:
     assert replace(row, megabytes=50.0, ours=(0.9, 0.8)).kept
 
 
+@pytest.mark.long
 def test_the_command_at_a_tiny_size() -> None:
     done = CliRunner().invoke(main, ["--runs", "2", "--clock", "processor", "--size", "20", "0.01"])
     assert done.exit_code in {0, 1}, done.output  # one run of a tiny file says nothing about the goal

@@ -93,6 +93,7 @@ def test_the_estimate_grows_with_processes_and_bytes() -> None:
     assert 14 < one.seconds < both.seconds
 
 
+@pytest.mark.long
 def test_probes_describe_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(_sizes, "_PROBE_BYTES", 1 << 20)
     monkeypatch.setattr(_sizes, "_CHOICE", ("small",))
