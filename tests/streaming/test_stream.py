@@ -111,6 +111,23 @@ def test_only_rows_of_an_embedding_are_read(file: Path) -> None:
         assert running(torch.empty(0, 2, dtype=torch.long)).shape == (0, 2, 64)
 
 
+def test_a_parametrized_embedding_looks_up_rows_of_its_computed_weight(file: Path) -> None:
+    def make() -> nn.Sequential:
+        words = nn.utils.parametrizations.weight_norm(nn.Embedding(2000, WIDTH))
+        return nn.Sequential(words, *(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    model = saved(make, file)
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.mul_(2)
+    torch.save(model.state_dict(), file)
+    running = empty(make)
+    ids = torch.tensor([3, 1999])
+    with sluice.stream(running, file, memory=6 * MIB) as stream:
+        assert torch.equal(running(ids), model(ids))
+    assert stream.report.call_bytes
+
+
 def test_experts_are_read_when_they_are_called_and_kept_by_frequency(file: Path) -> None:
     model = saved(Experts, file)
     x = torch.randn(2, WIDTH)

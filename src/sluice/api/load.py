@@ -148,7 +148,7 @@ def load_into(
         # Here, not above: most models are not quantized before the load.
         from sluice.loading.quantized_models import opened_model
 
-        with opened_model(model, opening, dtype=request.dtype) as opened:
+        with opened_model(model, opening, dtype=request.dtype) as (opened, _):
             return load(request, opened, progress=progress)
     return load(request, opening, progress=progress)
 

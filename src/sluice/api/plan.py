@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -27,6 +27,9 @@ from sluice.modules.assembled import is_assembled_model
 from sluice.reports.plan import PlanReport
 from sluice.reports.ranks import RanksPlan
 from sluice.sharding.layouts import mesh_of
+
+if TYPE_CHECKING:
+    from sluice.quantizing.saved import OpenedWeight
 
 __all__ = ["plan"]
 
@@ -150,35 +153,50 @@ def plan(
     if stream and (model is None or mesh is not None):
         raise ValueError("plan(): stream=True needs a model, and no mesh")
     layout = _layout(model, mesh, ranks_per_host, tp_plan)
-    with _opened(request, borrow(source, limits=limits, encoding=encoding)) as opening, opening as checkpoint:
+    if stream and quantize is not None:
+        raise ValueError(
+            "plan(): a stream does not quantize what it reads. Load once with quantize=, save the model, quantize an "
+            "empty model in the same way, and stream the saved file into it"
+        )
+    with (
+        _opened(request, borrow(source, limits=limits, encoding=encoding)) as (opening, weights),
+        opening as checkpoint,
+    ):
         if layout is not None and isinstance(request, ModuleRequest):
             ranks, fullest = plan_ranks(request, checkpoint, layout)
             return plan_report(fullest, checkpoint, probe=probe, ranks=ranks, notes=(_ranks_note(ranks),))
         report = plan_report(request, checkpoint, probe=probe, notes=() if model is not None else (_WITHOUT_MODEL,))
         if stream and isinstance(request, ModuleRequest):
-            return _with_stream(report, request, checkpoint, memory)
+            return _with_stream(report, request, checkpoint, memory, weights)
         return report
 
 
 def _opened(
     request: LoadRequest, opening: AbstractContextManager[OpenCheckpoint]
-) -> AbstractContextManager[AbstractContextManager[OpenCheckpoint]]:
+) -> AbstractContextManager[tuple[AbstractContextManager[OpenCheckpoint], tuple[OpenedWeight, ...]]]:
     """Return a context for the plan, in which quantized weights of a model are parameters for their plain tensors."""
     if not isinstance(request, ModuleRequest) or not is_assembled_model(request.model):
-        return nullcontext(opening)
+        return nullcontext((opening, ()))
     from sluice.loading.quantized_models import opened_model  # here, not above: few models are quantized
 
     return opened_model(request.model, opening, dtype=request.dtype, finish=False)
 
 
-def _with_stream(report: PlanReport, load: ModuleRequest, checkpoint: OpenCheckpoint, memory: Memory) -> PlanReport:
+def _with_stream(
+    report: PlanReport,
+    load: ModuleRequest,
+    checkpoint: OpenCheckpoint,
+    memory: Memory,
+    quantized: tuple[OpenedWeight, ...],
+) -> PlanReport:
     """Return the report with the plan of a stream."""
     from sluice.streaming.job import StreamRequest, plan_stream  # here, not above: few plans are those of streams
 
     if isinstance(load.device, Mapping) or load.device == "auto":
         raise ValueError("plan(): stream=True needs one device")
     rate = None if report.rates is None else report.rates.sluice
-    found = plan_stream(StreamRequest(load=load, memory=memory), checkpoint, bytes_per_second=rate)
+    request = StreamRequest(load=load, memory=memory, quantized=quantized)
+    found = plan_stream(request, checkpoint, bytes_per_second=rate)
     return dataclasses.replace(report, stream=found)
 
 

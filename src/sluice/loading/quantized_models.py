@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from torch import nn
 
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
-from sluice.quantizing.saved import check_described, opened_weights
+from sluice.quantizing.saved import OpenedWeight, check_described, opened_weights
 from sluice.quantizing.wrapped import with_inner_tensors
 
 __all__ = ["opened_model"]
@@ -17,7 +17,7 @@ __all__ = ["opened_model"]
 @contextmanager
 def opened_model(
     model: nn.Module, opening: AbstractContextManager[OpenCheckpoint], *, dtype: str | None, finish: bool = True
-) -> Iterator[AbstractContextManager[OpenCheckpoint]]:
+) -> Iterator[tuple[AbstractContextManager[OpenCheckpoint], tuple[OpenedWeight, ...]]]:
     """Give a model parameters for the plain tensors of its quantized weights, during the block.
 
     Args:
@@ -27,7 +27,7 @@ def opened_model(
         finish: Whether the weights consist of the loaded tensors after the block; otherwise the model is unchanged.
 
     Yields:
-        What opens the checkpoint for the load.
+        What opens the checkpoint for the load, and the quantized weights.
 
     Raises:
         MismatchError: The checkpoint describes its quantized weights, and they are not those of the model.
@@ -38,5 +38,5 @@ def opened_model(
     with opening as checkpoint:
         plain, wrapped = with_inner_tensors(checkpoint)
         check_described(model, checkpoint.metadata, wrapped, checkpoint.path)
-        with opened_weights(model, finish=finish):
-            yield nullcontext(plain)
+        with opened_weights(model, finish=finish) as weights:
+            yield nullcontext(plain), weights

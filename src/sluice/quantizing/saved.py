@@ -24,10 +24,21 @@ from sluice.quantizing.inner_tensors import assemble, inner_tensors, is_assemble
 from sluice.quantizing.wrapped import is_described_by
 from sluice.records import UnsupportedValue
 
-__all__ = ["check_described", "flattened", "opened_weights"]
+__all__ = ["OpenedWeight", "check_described", "flattened", "opened_weights"]
 
 #: Key of the metadata that lists the names of all tensors.
 _NAMES = "tensor_names"
+
+
+class OpenedWeight(Struct, frozen=True, kw_only=True, eq=False):
+    """A quantized weight, and the parameters for its plain tensors."""
+
+    #: The weight on the meta device.
+    weight: nn.Parameter
+    #: The modules that hold it, and its name in each.
+    owners: tuple[tuple[nn.Module, str], ...]
+    #: The parameters, in the order of the plain tensors.
+    parts: tuple[nn.Parameter, ...]
 
 
 class _Opened(Struct, frozen=True, eq=False):
@@ -42,17 +53,20 @@ class _Opened(Struct, frozen=True, eq=False):
 
 
 @contextmanager
-def opened_weights(model: nn.Module, *, finish: bool = True) -> Iterator[None]:
+def opened_weights(model: nn.Module, *, finish: bool = True) -> Iterator[tuple[OpenedWeight, ...]]:
     """Replace quantized weights on the meta device by parameters for their plain tensors, during the block.
 
     Args:
         model: The model.
         finish: Whether the weights consist of what these parameters have become, at the end of the block. Otherwise,
-            and after a failure, they stay unchanged.
+            and after a failure, they stay unchanged; so do those of which a parameter is still on the meta device.
+
+    Yields:
+        The quantized weights.
     """
     opened = list(_open(model))
     try:
-        yield
+        yield _weights(opened)
     except BaseException:
         for each in opened:
             _set_parameters(each.part, each.parameters)
@@ -76,6 +90,21 @@ def _open(model: nn.Module) -> Iterator[_Opened]:
         yield _Opened(part, before, inner)
 
 
+def _weights(opened: Sequence[_Opened]) -> tuple[OpenedWeight, ...]:
+    """Return the quantized weights of modules, each once."""
+    found: dict[int, OpenedWeight] = {}
+    for each in opened:
+        for name, names in each.inner.items():
+            weight = _held(each.parameters[name])
+            known = found.get(id(weight))
+            found[id(weight)] = OpenedWeight(
+                weight=weight,
+                owners=(*(known.owners if known else ()), (each.part, name)),
+                parts=tuple(_held(each.part._parameters[inner]) for inner in names),  # noqa: SLF001  as above
+            )
+    return tuple(found.values())
+
+
 def _can_open(weight: nn.Parameter | None) -> bool:
     """Return whether a weight consists of plain tensors, all on the meta device."""
     if weight is None or not is_assembled(weight):
@@ -93,21 +122,23 @@ def _names(weight: Any) -> list[str]:
     return list(names)
 
 
-def _held(parameter: nn.Parameter | None) -> torch.Tensor:
+def _held(parameter: nn.Parameter | None) -> nn.Parameter:
     assert parameter is not None
     return parameter
 
 
 def _closed(opened: _Opened) -> dict[str, nn.Parameter | None]:
     now = opened.part._parameters  # noqa: SLF001  names and None too
-    parameters = {}
+    parameters: dict[str, nn.Parameter | None] = {}
     for name, before in opened.parameters.items():
         if name not in opened.inner:
             parameters[name] = now[name]
             continue
-        template = _held(before)
-        finished = assemble(template, (_held(now[inner]).detach() for inner in opened.inner[name]))
-        parameters[name] = nn.Parameter(finished, requires_grad=template.requires_grad)
+        template, parts = _held(before), [_held(now[inner]).detach() for inner in opened.inner[name]]
+        if any(part.is_meta for part in parts):
+            parameters[name] = template
+        else:
+            parameters[name] = nn.Parameter(assemble(template, parts), requires_grad=template.requires_grad)
     return parameters
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from msgspec import Struct
 from torch import nn
 
@@ -14,6 +16,7 @@ from sluice._geometry import round_up
 from sluice._options import TransferOptions
 from sluice.loading.module_job import ModuleJob
 from sluice.modules.blocks import Block
+from sluice.modules.collect import Owner
 from sluice.modules.parked import ParkedParameter
 from sluice.planning.streaming import Step, StreamedUnit, Streaming, decide_streaming
 from sluice.reading.transfer import plan_transfer
@@ -21,7 +24,25 @@ from sluice.records import LoadPlan, Request
 from sluice.streaming.lookup import looks_up_rows
 from sluice.streaming.units import UnitPlan, Weight
 
-__all__ = ["Division", "divide"]
+if TYPE_CHECKING:
+    from sluice.quantizing.saved import OpenedWeight
+
+__all__ = ["Division", "HeldParameter", "divide", "held_parameters"]
+
+
+class HeldParameter(Struct, frozen=True, kw_only=True, eq=False):
+    """A parameter of the model, and what fills it."""
+
+    #: Positions of its requests: one, or those of the plain tensors of a quantized weight.
+    positions: tuple[int, ...]
+    #: Whether it consists of what they bring, as a quantized weight does.
+    assembled: bool
+    #: Its name in the model, for messages.
+    path: str
+    #: The parameter, which may be a buffer.
+    tensor: torch.Tensor
+    #: The modules that hold it.
+    owners: tuple[Owner, ...]
 
 
 class Division(Struct, frozen=True, kw_only=True, eq=False):
@@ -41,29 +62,72 @@ class Division(Struct, frozen=True, kw_only=True, eq=False):
     decision: Streaming
 
 
-def divide(job: ModuleJob, blocks: Sequence[Block], memory_bytes: int, transfer: TransferOptions) -> Division:
+def held_parameters(job: ModuleJob, quantized: Iterable[OpenedWeight]) -> tuple[HeldParameter, ...]:
+    """Return what the requests of a job fill, in their order.
+
+    Args:
+        job: The load of the whole model.
+        quantized: Quantized weights, in whose place the model has parameters for their plain tensors.
+    """
+    state, filled = job.state, {id(job.state.tensors[slot]): i for i, slot in enumerate(job.match.slots)}
+    found = [
+        HeldParameter(
+            positions=tuple(filled[id(part)] for part in each.parts),
+            assembled=True,
+            path=_path_of(state.outline.slots[job.match.slots[filled[id(each.parts[0])]]].names[0], each),
+            tensor=each.weight,
+            owners=tuple(Owner(module=module, name=name) for module, name in each.owners),
+        )
+        for each in quantized
+        if all(id(part) in filled for part in each.parts)
+    ]
+    inner = {position for held in found for position in held.positions}
+    found += [
+        HeldParameter(
+            positions=(position,),
+            assembled=False,
+            path=state.outline.slots[slot].names[0],
+            tensor=state.tensors[slot],
+            owners=state.owners[slot],
+        )
+        for position, slot in enumerate(job.match.slots)
+        if position not in inner
+    ]
+    return tuple(sorted(found, key=lambda held: min(held.positions)))
+
+
+def _path_of(inner: str, weight: OpenedWeight) -> str:
+    """Return the name of a weight in the model, by that of one of its plain tensors."""
+    module, dot, _ = inner.rpartition(".")
+    return f"{module}{dot}{weight.owners[0][1]}"
+
+
+def divide(
+    job: ModuleJob, held: Sequence[HeldParameter], blocks: Sequence[Block], memory_bytes: int, transfer: TransferOptions
+) -> Division:
     """Return the units of a model with these blocks, and which of them stay in memory.
 
     Args:
         job: The load of the whole model.
+        held: What it fills.
         blocks: Its blocks.
         memory_bytes: Bytes for all weights.
         transfer: How bytes are moved.
     """
     nearest = _nearest_blocks(blocks)
-    large = _streamable(job, nearest, options.STREAMED_BYTES)
-    small_bytes = _bytes(request for i, request in enumerate(job.requests) if i not in large)
+    groups = _groups(job, held, nearest, options.STREAMED_BYTES)
+    members = [_positions(group) for group in groups.values()]
+    small_bytes = _bytes(job.requests) - sum(_bytes(job.requests[i] for i in each) for each in members)
     if small_bytes > memory_bytes * options.SMALL_WEIGHTS_SHARE:
-        large = _streamable(job, nearest, 1)
-    groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
-    for position, used_by in large.items():
-        groups[used_by].append(position)
-    units = [_plan_unit(job, blocks[used_by[0]].path, members, transfer) for used_by, members in groups.items()]
-    others = tuple(i for i in range(len(job.requests)) if i not in large)
+        groups = _groups(job, held, nearest, 1)
+        members = [_positions(group) for group in groups.values()]
+    units = [_plan_unit(job, blocks[used_by[0]].path, group, transfer) for used_by, group in groups.items()]
+    streamed = {position for each in members for position in each}
+    others = tuple(i for i in range(len(job.requests)) if i not in streamed)
     return Division(
         blocks=tuple(blocks),
         used_by=tuple(groups),
-        members=tuple(map(tuple, groups.values())),
+        members=tuple(members),
         units=tuple(units),
         others=others,
         decision=decide_streaming(
@@ -83,30 +147,47 @@ def _nearest_blocks(blocks: Sequence[Block]) -> dict[int, int]:
     return found
 
 
-def _streamable(job: ModuleJob, nearest: Mapping[int, int], least_bytes: int) -> dict[int, tuple[int, ...]]:
-    """Return the requests that may be streamed, each with the blocks that use it."""
-    found: dict[int, tuple[int, ...]] = {}
-    for position, (slot, request) in enumerate(zip(job.match.slots, job.requests, strict=True)):
-        state, tensor = job.state, job.state.tensors[slot]
-        ordinary = type(tensor) is nn.Parameter and tensor.is_meta and not request.existing and not request.replaces
-        shared = slot in state.aliases or slot in state.followers or slot in state.shards
-        blocks = {nearest.get(id(owner.module)) for owner in state.owners[slot]}
-        if ordinary and not shared and None not in blocks and _bytes([request]) >= least_bytes:
-            found[position] = tuple(sorted(block for block in blocks if block is not None))
+def _groups(
+    job: ModuleJob, held: Iterable[HeldParameter], nearest: Mapping[int, int], least_bytes: int
+) -> dict[tuple[int, ...], list[HeldParameter]]:
+    """Return the parameters that may be streamed, by the blocks that use them."""
+    found: defaultdict[tuple[int, ...], list[HeldParameter]] = defaultdict(list)
+    for each in held:
+        blocks = {nearest.get(id(owner.module)) for owner in each.owners}
+        nbytes = _bytes(job.requests[position] for position in each.positions)
+        if None not in blocks and nbytes >= least_bytes and all(_is_ordinary(job, i) for i in each.positions):
+            found[tuple(sorted(block for block in blocks if block is not None))].append(each)
     return found
 
 
-def _plan_unit(job: ModuleJob, name: str, positions: Sequence[int], transfer: TransferOptions) -> UnitPlan:
+def _is_ordinary(job: ModuleJob, position: int) -> bool:
+    """Return whether a request fills a parameter on the meta device that shares its memory with no other tensor."""
+    state, slot, request = job.state, job.match.slots[position], job.requests[position]
+    ordinary = type(state.tensors[slot]) is nn.Parameter and state.tensors[slot].is_meta
+    shared = slot in state.aliases or slot in state.followers or slot in state.shards
+    return ordinary and not shared and not request.existing and not request.replaces
+
+
+def _positions(group: Iterable[HeldParameter]) -> tuple[int, ...]:
+    """Return the requests of parameters, each once: two weights may consist of the same tensors."""
+    return tuple(dict.fromkeys(position for each in group for position in each.positions))
+
+
+def _plan_unit(job: ModuleJob, name: str, group: Sequence[HeldParameter], transfer: TransferOptions) -> UnitPlan:
+    positions = _positions(group)
     requests = [job.requests[i] for i in positions]
     prepared = plan_transfer(job.checkpoint, requests, options=transfer, serial_bytes=0)
+    places = {position: place for place, position in enumerate(positions)}
     weights = []
-    for position in positions:
-        slot = job.match.slots[position]
-        tensor, path = job.state.tensors[slot], job.state.outline.slots[slot].names[0]
-        dtype = torch_dtype(job.requests[position].dtype)
-        finished = tensor if tensor.dtype == dtype else nn.Parameter(tensor.detach().to(dtype), tensor.requires_grad)
-        parked = ParkedParameter.of(finished, path, job.requests[position].device)
-        weights.append(Weight(owners=job.state.owners[slot], original=tensor, parked=parked))
+    for each in group:
+        first = job.requests[each.positions[0]]
+        dtype = each.tensor.dtype if each.assembled else torch_dtype(first.dtype)
+        finished = torch.empty_strided(each.tensor.shape, each.tensor.stride(), dtype=dtype, device="meta")
+        parked = ParkedParameter.of(nn.Parameter(finished, each.tensor.requires_grad), each.path, first.device)
+        parts = tuple(places[position] for position in each.positions)
+        weights.append(
+            Weight(parts=parts, assembled=each.assembled, owners=each.owners, original=each.tensor, parked=parked)
+        )
     return UnitPlan(name=name, nbytes=_memory_bytes(prepared.plan), prepared=prepared, weights=tuple(weights))
 
 

@@ -6,7 +6,10 @@ Everything that headers can show is settled here: names, shapes, dtypes and memo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from msgspec import Struct
@@ -20,17 +23,21 @@ from sluice._units import format_bytes, parse_bytes
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.dtensors.description import is_dtensor
 from sluice.loading.module_job import ModuleJob, ModuleRequest
+from sluice.modules.assembled import is_assembled_model
 from sluice.modules.blocks import Block, find_blocks, smallest_blocks
 from sluice.modules.parked import ParkedParameter
 from sluice.planning.budget import HOST, device_limit, find_limits
 from sluice.planning.streaming import Streaming, choose_resting
 from sluice.reports.stream import StreamPlan
-from sluice.streaming.division import Division, divide
+from sluice.streaming.division import Division, divide, held_parameters
 from sluice.streaming.host_weights import resting_bytes
 from sluice.streaming.lookup import Lookup, looks_up_rows
 from sluice.streaming.units import UnitPlan
 
-__all__ = ["StreamJob", "StreamRequest", "decide_stream", "plan_stream"]
+if TYPE_CHECKING:
+    from sluice.quantizing.saved import OpenedWeight
+
+__all__ = ["StreamJob", "StreamRequest", "decide_stream", "opened_request", "plan_stream"]
 
 
 class StreamRequest(Struct, frozen=True, kw_only=True):
@@ -42,6 +49,8 @@ class StreamRequest(Struct, frozen=True, kw_only=True):
     memory: Memory = None
     #: Paths of the blocks, with ``*`` for any name; None finds them.
     blocks: tuple[str, ...] | None = None
+    #: Quantized weights, in whose place the model has parameters for their plain tensors.
+    quantized: tuple[OpenedWeight, ...] = ()
 
 
 class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
@@ -81,6 +90,31 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     def call_bytes(self) -> int:
         """Bytes that are read from the files for each call that uses every unit."""
         return self.streamed_bytes - self.host_bytes
+
+
+@contextmanager
+def opened_request(
+    request: StreamRequest, checkpoint: OpenCheckpoint
+) -> Iterator[tuple[StreamRequest, OpenCheckpoint]]:
+    """Give a model parameters for the plain tensors of its quantized weights, during the block.
+
+    After it, the weights whose tensors were loaded consist of them, and the others are unchanged.
+
+    Yields:
+        The request, and the checkpoint that has names for the plain tensors.
+
+    Raises:
+        MismatchError: The checkpoint describes its quantized weights, and they are not those of the model.
+        ValueError: ``dtype`` would cast the scales of quantized weights.
+    """
+    load = request.load
+    if not is_assembled_model(load.model):
+        yield request, checkpoint
+        return
+    from sluice.loading.quantized_models import opened_model  # here, not above: few models are quantized
+
+    with opened_model(load.model, nullcontext(checkpoint), dtype=load.dtype) as (opening, weights), opening as plain:
+        yield replace(request, quantized=weights), plain
 
 
 def decide_stream(request: StreamRequest, checkpoint: OpenCheckpoint) -> StreamJob:
@@ -131,9 +165,10 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
     job = request.load.job(checkpoint)
     memory_bytes = _memory_bytes(job, request.memory)
     transfer = replace(request.load.options, facts=job.plan.facts)
-    found = divide(job, find_blocks(model, request.blocks), memory_bytes, transfer)
+    held = held_parameters(job, request.quantized)
+    found = divide(job, held, find_blocks(model, request.blocks), memory_bytes, transfer)
     if not found.decision.fits(memory_bytes) and request.blocks is None:
-        found = divide(job, smallest_blocks(model), memory_bytes, transfer)
+        found = divide(job, held, smallest_blocks(model), memory_bytes, transfer)
     return _stream_job(job, found, transfer, _resting_bytes(request.memory, _device(job))), memory_bytes
 
 

@@ -25,7 +25,9 @@ __all__ = ["Lookup", "looks_up_rows"]
 
 def looks_up_rows(module: nn.Module) -> bool:
     """Return whether a module only looks up rows of its weight, and does not change them."""
-    return type(module).forward is nn.Embedding.forward and module.max_norm is None
+    # Quantized and parametrized weights are computed from other parameters.
+    has_rows = type(module).forward is nn.Embedding.forward and "weight" in module._parameters  # noqa: SLF001
+    return has_rows and module.max_norm is None
 
 
 class Lookup(Struct, frozen=True, kw_only=True, eq=False):

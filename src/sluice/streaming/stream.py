@@ -25,7 +25,7 @@ from sluice.reading.reader import CheckpointReader
 from sluice.records.bulk import collector_paused
 from sluice.reports.stream import StreamReport
 from sluice.streaming.host_weights import HostWeights
-from sluice.streaming.job import StreamJob, StreamRequest, decide_stream
+from sluice.streaming.job import StreamJob, StreamRequest, decide_stream, opened_request
 from sluice.streaming.lookup import Lookup
 from sluice.streaming.order import CallOrder
 from sluice.streaming.units import Unit
@@ -248,10 +248,11 @@ def open_stream(
     """
     with ExitStack() as stack:
         checkpoint = stack.enter_context(opening)
-        with collector_paused():
-            job = decide_stream(request, checkpoint)
-        compare_tied(job.whole)
-        run(job.resident, progress=progress)
+        with opened_request(request, checkpoint) as (opened, plain):
+            with collector_paused():
+                job = decide_stream(opened, plain)
+            compare_tied(job.whole)
+            run(job.resident, progress=progress)
         resting = (read for number in job.resting for read in job.units[number].prepared.plan.reads)
         host = HostWeights(checkpoint.sources, resting, huge_pages=job.whole.plan.facts.huge_pages)
         stack.callback(host.clear)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from msgspec import Struct
 from torch import nn
@@ -12,6 +14,7 @@ from sluice.engine.targets import Targets
 from sluice.modules.collect import Owner
 from sluice.modules.install import hold
 from sluice.modules.parked import ParkedParameter
+from sluice.quantizing.inner_tensors import assemble
 from sluice.reading.reader import CheckpointReader
 from sluice.reading.transfer import Prepared
 
@@ -21,12 +24,24 @@ __all__ = ["Unit", "UnitPlan", "Weight"]
 class Weight(Struct, frozen=True, kw_only=True, eq=False):
     """One parameter of a unit."""
 
+    #: Positions of its tensors in the unit: one, or the plain tensors of a quantized weight.
+    parts: tuple[int, ...]
+    #: Whether it consists of these tensors, as a quantized weight does.
+    assembled: bool
+
     #: Every module that holds it.
     owners: tuple[Owner, ...]
     #: The parameter that they held before.
     original: torch.Tensor
     #: Its replacement while it is not in memory.
     parked: ParkedParameter
+
+    def made_of(self, tensors: Sequence[torch.Tensor]) -> nn.Parameter:
+        """Return the parameter that has the tensors of the unit."""
+        own = [tensors[part] for part in self.parts]
+        data = assemble(self.original.detach(), own) if self.assembled else own[0]
+        # As the original: torch chooses some kernels by it, which differ in the last bit.
+        return nn.Parameter(data, requires_grad=self.original.requires_grad)
 
 
 class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
@@ -36,7 +51,7 @@ class UnitPlan(Struct, frozen=True, kw_only=True, eq=False):
     name: str
     #: Bytes in memory.
     nbytes: int
-    #: How it is read; one view for each of ``weights``.
+    #: How it is read; one view for each of its tensors.
     prepared: Prepared
     #: Its parameters.
     weights: tuple[Weight, ...]
@@ -106,11 +121,7 @@ class Unit:
             self._running.wait()
             with torch.inference_mode(mode=False), torch.no_grad():
                 tensors = self._targets.take(self.plan.prepared.views)
-                # As the originals: torch chooses some kernels by it, which differ in the last bit.
-                self._parameters = [
-                    nn.Parameter(tensor, requires_grad=weight.original.requires_grad)
-                    for tensor, weight in zip(tensors, self.plan.weights, strict=True)
-                ]
+                self._parameters = [weight.made_of(tensors) for weight in self.plan.weights]
         except BaseException:
             self._targets.discard()
             self.drop()

@@ -1,0 +1,151 @@
+"""Streams of saved quantized weights: blocks are read and kept quantized, and the outputs are those of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import sluice
+from sluice.modules.parked import ParkedParameter
+from support.quantized import Scaled, scale_modules
+from support.streamed_models import Layers, empty
+
+IDS = torch.tensor([[1, 2, 3, 999]])
+COUNT = 8
+
+
+def _scale(model: nn.Module) -> None:
+    scale_modules()(model)
+
+
+def _save(model: nn.Module, path: Path) -> None:
+    """Write the plain tensors of a model, or what torch.save pickles."""
+    if path.suffix == ".pth":
+        torch.save(model.state_dict(), path)
+        return
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        if isinstance(value, Scaled):
+            head = name.removesuffix("weight")
+            tensors[f"{head}_weight_integers"], tensors[f"{head}_weight_scale"] = value.integers, value.scale
+        else:
+            tensors[name] = value
+    save_file(tensors, path)
+
+
+def _make() -> Layers:
+    return Layers(count=COUNT)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> object:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model() -> Layers:
+    torch.manual_seed(0)
+    found = _make().eval()
+    _scale(found)
+    return found
+
+
+def _served() -> Layers:
+    found = empty(_make)
+    _scale(found)
+    return found
+
+
+@pytest.mark.parametrize("name", ["q.safetensors", "q.pth"])
+def test_blocks_are_read_quantized(tmp_path: Path, model: Layers, name: str) -> None:
+    _save(model, tmp_path / name)
+    running = _served()
+    before = dict(running.named_parameters())
+    planned = sluice.plan(running, tmp_path / name, memory="2MiB", stream=True).stream
+    with sluice.stream(running, tmp_path / name, memory="2MiB") as stream:
+        held = [running.linear(number).weight for number in range(COUNT)]
+        streamed = [weight for weight in held if isinstance(weight, ParkedParameter)]
+        assert len(streamed) >= COUNT // 2
+        assert all(weight.path.endswith(".0.weight") for weight in streamed)
+        for _ in range(3):
+            assert torch.equal(running(IDS), model(IDS))
+        report = stream.report
+        for number, weight in enumerate(held):  # those that stay, and those that are read for one operation
+            assert torch.equal(weight @ torch.ones(512), model.linear(number).weight @ torch.ones(512))
+    one = 512 * 512 + 512 * 4
+    head = 1000 * 512 + 1000 * 4
+    assert len(streamed) * one <= report.call_bytes <= len(streamed) * one + head + (64 << 10)
+    assert planned is not None
+    assert (planned.call_bytes, planned.resident_bytes) == (report.call_bytes, report.resident_bytes)
+    after = dict(running.named_parameters())
+    assert list(after) == list(before)
+    for number, weight in enumerate(held):
+        own = f"layers.{number}.0.weight"
+        assert (after[own] is before[own]) == isinstance(weight, ParkedParameter)
+
+
+def test_a_tied_quantized_weight_is_read_once(tmp_path: Path, model: Layers) -> None:
+    model.layers[5][0].weight = model.layers[2][0].weight  # type: ignore[index]
+    _save(model, tmp_path / "q.pth")
+    running = _served()
+    running.layers[5][0].weight = running.layers[2][0].weight  # type: ignore[index]
+    with sluice.stream(running, tmp_path / "q.pth", memory="2MiB"):
+        assert running.linear(5).weight is running.linear(2).weight
+        for _ in range(2):
+            assert torch.equal(running(IDS), model(IDS))
+
+
+def test_a_refused_stream_leaves_the_quantized_weights(tmp_path: Path, model: Layers) -> None:
+    _save(model, tmp_path / "q.safetensors")
+    running = _served()
+    before = dict(running.named_parameters())
+    with pytest.raises(sluice.BudgetError):
+        sluice.stream(running, tmp_path / "q.safetensors", memory="64KiB")
+    with pytest.raises(ValueError, match="would cast the scales"):
+        sluice.stream(running, tmp_path / "q.safetensors", memory="2MiB", dtype="bf16")
+    after = dict(running.named_parameters())
+    assert all(after[name] is before[name] for name in before)
+
+
+def test_a_plan_does_not_promise_to_quantize_what_a_stream_reads(tmp_path: Path, model: Layers) -> None:
+    _save(model, tmp_path / "q.safetensors")
+    with pytest.raises(ValueError, match="a stream does not quantize"):
+        sluice.plan(empty(_make), tmp_path / "q.safetensors", quantize=_scale, stream=True)
+
+
+CONFIGS: dict[str, Any] = {
+    "int8": lambda torchao: torchao.Int8WeightOnlyConfig(),
+    "int8-dynamic": lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig(),
+    "float8": lambda torchao: torchao.Float8WeightOnlyConfig(),
+    "int4-groups": lambda torchao: torchao.IntxWeightOnlyConfig(
+        weight_dtype=vars(torch)["int4"], granularity=torchao.PerGroup(32)
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation:UserWarning")
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=() if name == "int8" else pytest.mark.long) for name in CONFIGS]
+)
+def test_weights_that_torchao_quantized(tmp_path: Path, config: str) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+
+    def is_chosen(module: nn.Module, name: str) -> bool:
+        kinds = (nn.Linear, nn.Embedding) if config == "int4-groups" else nn.Linear
+        return isinstance(module, kinds) and name != "head"
+
+    model = _make().eval()
+    torchao.quantize_(model, CONFIGS[config](torchao), filter_fn=is_chosen)
+    sluice.save(model, tmp_path / "q.safetensors")
+    running = empty(_make)
+    torchao.quantize_(running, CONFIGS[config](torchao), filter_fn=is_chosen)
+    with torch.inference_mode(), sluice.stream(running, tmp_path / "q.safetensors", memory="3584KiB") as stream:
+        for _ in range(2):
+            assert torch.equal(running(IDS), model(IDS))
+    assert stream.report.call_bytes
