@@ -2,36 +2,28 @@
 
 Each run is a new process with a cold page cache, whose memory another process samples. The methods take turns. The
 clock starts after all imports, before the model is built. All results must have the same bits.
+
+``--forms`` loads GPT-2 medium in every form, once each: finished, predicted and measured memory.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
 
 import click
 
+from bench._forms import show_forms
 from bench._quantize_child import CONFIGS, METHODS
+from bench._watched_child import Row, run_watched
 from sluice._units import format_bytes
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.llama import LLAMA_1B, LLAMA_TINY, LlamaShape, write_directory
-from sluice.benchmark.watching import Watcher
 
 __all__ = ["main", "medians"]
-
-#: Longest time of one process.
-_TIMEOUT_SECONDS = 900
-
-Row = dict[str, Any]
 
 _SHAPES: Mapping[str, LlamaShape] = {
     "tiny": LLAMA_TINY,
@@ -58,61 +50,7 @@ def medians(runs: Mapping[str, Sequence[Row]]) -> Iterator[Row]:
 def _run(method: str, config: str, path: Path, shape: LlamaShape) -> Row:
     make_cold(path)
     job = {"method": method, "config": config, "path": str(path), "shape": shape}
-    with tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench._quantize_child", json.dumps(job)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            env=dict(os.environ),
-            text=True,
-        )
-        timer = threading.Timer(_TIMEOUT_SECONDS, process.kill)
-        timer.start()
-        with process:
-            try:
-                found = _converse(process)
-            finally:
-                timer.cancel()
-                process.kill()
-        return found if found is not None else {"failed": _last_line(complaints)}
-
-
-def _converse(process: subprocess.Popen[str]) -> Row | None:
-    """Return times and memory of a process; None if it fails."""
-    ready = _listen(process)
-    if ready is None:
-        return None
-    watcher = Watcher(process.pid)
-    _answer(process)
-    loaded = _listen(process)
-    peaks, _ = watcher.stop(exact_peak=ready["exact"])
-    if loaded is None:
-        return None
-    _answer(process)
-    checked = _listen(process)
-    if checked is None:
-        return None
-    return {"seconds": loaded["seconds"], "peak": peaks.total, "bytes": checked["bytes"], "hash": checked["hash"]}
-
-
-def _listen(process: subprocess.Popen[str]) -> Row | None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith('{"event"'):  # libraries print too
-            return cast("Row", json.loads(line))
-    return None
-
-
-def _answer(process: subprocess.Popen[str]) -> None:
-    assert process.stdin is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def _last_line(complaints: IO[bytes]) -> str:
-    complaints.seek(0)
-    return (complaints.read().decode(errors="replace").strip().splitlines() or ["killed"])[-1]
+    return run_watched("bench._quantize_child", job)
 
 
 def _cells(row: Row) -> Sequence[str]:
@@ -135,11 +73,23 @@ def _cells(row: Row) -> Sequence[str]:
 @click.option("--shards", default=2, show_default=True, help="Files of the checkpoint.")
 @click.option("--rounds", default=5, show_default=True, help="Processes of each method.")
 @click.option("--directory", type=click.Path(path_type=Path), default=None, help="Where the checkpoint is made.")
+@click.option("--forms", "only_forms", is_flag=True, help="Memory of GPT-2 in every form, instead.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write all runs to a file.")
 def main(
-    size: str, configs: str, methods: str, shards: int, rounds: int, directory: Path | None, json_path: Path | None
+    size: str,
+    configs: str,
+    methods: str,
+    shards: int,
+    rounds: int,
+    directory: Path | None,
+    json_path: Path | None,
+    *,
+    only_forms: bool,
 ) -> None:
     """Measure the memory and the time of loads that quantize."""
+    if only_forms:
+        show_forms("tiny" if size == "tiny" else "medium", directory, json_path)
+        return
     chosen = [each.strip() for each in methods.split(",")]
     wanted = [each.strip() for each in configs.split(",")]
     for given, known in ((chosen, list(METHODS)), (wanted, list(CONFIGS))):

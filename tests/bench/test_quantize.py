@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from bench import quantize
+from bench import _forms, quantize
 
 
 def test_rows_are_medians_and_compare_the_bits() -> None:
@@ -46,3 +47,19 @@ def test_the_command_on_a_small_model(tmp_path: Path, monkeypatch: pytest.Monkey
     done = CliRunner().invoke(quantize.main, options)
     assert done.exit_code == 0, done.output
     assert done.output.count("| yes") == 3
+
+
+@pytest.mark.long
+def test_the_forms_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    pytest.importorskip("gguf", reason="gguf is not installed")
+    root = Path(str(quantize.__file__)).parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]))
+    chosen = ("int8, streamed at 50 %", "fp32 from GGUF Q4_0")
+    monkeypatch.setattr(_forms, "FORMS", {form: _forms.FORMS[form] for form in chosen})
+    options = ["--forms", "--size", "tiny", "--directory", str(tmp_path), "--json", str(tmp_path / "rows.json")]
+    done = CliRunner().invoke(quantize.main, options)
+    assert done.exit_code == 0, done.output
+    streamed, decoded = json.loads((tmp_path / "rows.json").read_text())
+    assert streamed["finished"] < decoded["finished"] <= decoded["predicted"]
+    assert all(row["anonymous"] > 0 for row in (streamed, decoded))

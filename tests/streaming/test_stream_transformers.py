@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import sluice
+from sluice import rules
 from sluice._errors import BudgetError
 from support.hf_architectures import CASES, Case
 from support.hf_comparing import outputs
@@ -65,3 +66,29 @@ def test_generated_tokens_are_those_of_the_loaded_model(transformers: Any, tmp_p
     with sluice.stream(running, tmp_path / "model", memory=int(nbytes * 0.6)):
         assert running.device == torch.device("cpu")
         assert torch.equal(running.generate(ids, max_new_tokens=8, do_sample=False), want)
+
+
+#: Rules for checkpoints of Mixtral on the Hub, whose experts are separate; those of the model are one tensor.
+_EXPERTS = [
+    rules.rename("**.block_sparse_moe.gate.weight", "**.mlp.gate.weight"),
+    rules.concatenate(
+        [f"**.block_sparse_moe.experts.*.{part}.weight" for part in ("w1", "w3")],
+        into="**.block_sparse_moe.experts.*.w13",
+    ),
+    rules.stack("**.block_sparse_moe.experts.#.w13", into="**.mlp.experts.gate_up_proj"),
+    rules.stack("**.block_sparse_moe.experts.#.w2.weight", into="**.mlp.experts.down_proj"),
+]
+
+
+@pytest.mark.usefixtures("small_weights")
+def test_experts_are_joined_by_rules_while_they_are_read(transformers: Any, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "MixtralForCausalLM")
+    model = case.model(transformers).eval()
+    model.save_pretrained(tmp_path / "model")
+    ids = torch.arange(3, 9)[None]
+    want = model.generate(ids, max_new_tokens=8, do_sample=False)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    running = _empty(transformers, case)
+    with sluice.stream(running, tmp_path / "model", memory=int(nbytes * 0.7), rules=_EXPERTS) as stream:
+        assert torch.equal(running.generate(ids, max_new_tokens=8, do_sample=False), want)
+        assert stream.report.call_bytes
