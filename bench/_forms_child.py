@@ -27,7 +27,7 @@ SAVED_CONFIG = "int8"
 class Outcome(NamedTuple):
     """A model in a form."""
 
-    #: What keeps the memory.
+    #: The model, which keeps the memory.
     model: nn.Module
     #: Bytes of its weights in memory.
     finished: int

@@ -43,7 +43,8 @@ def test_signatures_are_explicit(verb: Callable[..., Any]) -> None:
         (sluice.load_into, "torch_dtype", "use dtype="),
         (sluice.load_into, "device_map", "use device="),
         (sluice.load_into, "quantization_config", "quantize=Int8WeightOnlyConfig"),
-        (sluice.stream, "quantize", "make a quantized file once"),
+        (sluice.stream, "quantize", r"load_into\(quantize=\) quantizes"),
+        (sluice.hf.from_pretrained, "load_in_8bit", "use quantization_config="),
         (sluice.load_into, "max_memory", r"MemoryLimits\(host"),
         (sluice.load_state_dict, "strict", "only load_into and plan"),
         (sluice.load_state_dict, "mmap", "its arguments are source"),  # it has no place=

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench import _forms, quantize
+from bench._forms_child import FORMS
 
 
 def test_rows_are_medians_and_compare_the_bits() -> None:
@@ -56,7 +57,7 @@ def test_the_forms_of_a_small_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     root = Path(str(quantize.__file__)).parents[1]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]))
     chosen = ("int8, streamed at 50 %", "fp32 from GGUF Q4_0")
-    monkeypatch.setattr(_forms, "FORMS", {form: _forms.FORMS[form] for form in chosen})
+    monkeypatch.setattr(_forms, "FORMS", {form: FORMS[form] for form in chosen})
     options = ["--forms", "--size", "tiny", "--directory", str(tmp_path), "--json", str(tmp_path / "rows.json")]
     done = CliRunner().invoke(quantize.main, options)
     assert done.exit_code == 0, done.output

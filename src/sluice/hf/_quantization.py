@@ -71,7 +71,7 @@ class Quantizer(Struct, eq=False):
             yield checkpoint
             return
         self._quantize_selected(model)(model)
-        with opened_model(model, nullcontext(checkpoint), dtype=None) as opening, opening as opened:
+        with opened_model(model, nullcontext(checkpoint), dtype=None) as (opening, _), opening as opened:
             yield opened
 
     def function(self, model: Any) -> QuantizeSelected | None:
