@@ -85,9 +85,11 @@ def test_blocks_are_read_quantized(tmp_path: Path, model: Layers, name: str) -> 
     assert (planned.call_bytes, planned.resident_bytes) == (report.call_bytes, report.resident_bytes)
     after = dict(running.named_parameters())
     assert list(after) == list(before)
-    for number, weight in enumerate(held):
-        own = f"layers.{number}.0.weight"
-        assert (after[own] is before[own]) == isinstance(weight, ParkedParameter)
+    assert all(after[f"layers.{number}.0.weight"] is before[f"layers.{number}.0.weight"] for number in range(COUNT))
+    with sluice.stream(running, tmp_path / name, memory="3MiB"):
+        assert torch.equal(running(IDS), model(IDS))
+    sluice.load_into(running, tmp_path / name)
+    assert torch.equal(running(IDS), model(IDS))
 
 
 def test_a_tied_quantized_weight_is_read_once(tmp_path: Path, model: Layers) -> None:

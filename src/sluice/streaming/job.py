@@ -74,6 +74,8 @@ class StreamJob(Struct, frozen=True, kw_only=True, eq=False):
     device: str
     #: Positions of the units whose bytes rest in host memory.
     resting: frozenset[int] = frozenset()
+    #: The quantized weights of the model, which are on the meta device again after the stream.
+    quantized: tuple[OpenedWeight, ...] = ()
 
     @property
     def streamed_bytes(self) -> int:
@@ -169,7 +171,8 @@ def _decide(request: StreamRequest, checkpoint: OpenCheckpoint) -> tuple[StreamJ
     found = divide(job, held, find_blocks(model, request.blocks), memory_bytes, transfer)
     if not found.decision.fits(memory_bytes) and request.blocks is None:
         found = divide(job, held, smallest_blocks(model), memory_bytes, transfer)
-    return _stream_job(job, found, transfer, _resting_bytes(request.memory, _device(job))), memory_bytes
+    decided = _stream_job(job, found, transfer, _resting_bytes(request.memory, _device(job)))
+    return replace(decided, quantized=request.quantized), memory_bytes
 
 
 def _refuse(model: nn.Module) -> None:

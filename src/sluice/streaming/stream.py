@@ -20,6 +20,8 @@ from sluice._public import public
 from sluice.checkpoint.open_checkpoint import OpenCheckpoint
 from sluice.loading.job import run
 from sluice.loading.module_fill import compare_tied
+from sluice.modules.collect import Owner
+from sluice.modules.install import hold
 from sluice.modules.parked import Guard
 from sluice.reading.reader import CheckpointReader
 from sluice.records.bulk import collector_paused
@@ -99,7 +101,7 @@ class Stream:
     def close(self) -> None:
         """End the stream: its threads end, its files are closed, and the streamed weights are on meta again.
 
-        What stayed in memory stays there. A second call does nothing.
+        What stayed in memory stays there, except quantized weights. A second call does nothing.
         """
         with self._lock:
             if not self._close_files.alive:
@@ -116,6 +118,8 @@ class Stream:
             self._window.clear()
             for unit in self._units:
                 unit.restore()
+            for each in self._job.quantized:  # a weight with memory could be neither loaded nor streamed again
+                hold([Owner(module=module, name=name) for module, name in each.owners], each.weight)
 
     def _attach(self) -> None:
         for number, unit in enumerate(self._units):
