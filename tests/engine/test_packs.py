@@ -12,6 +12,7 @@ from sluice.engine.elementwise import cast
 from sluice.engine.packs import DECODERS, decode_packs
 from sluice.formats.gguf.types import TYPES
 from sluice.records import Packing
+from support import fresh_process
 
 SIZES = {each.name: (each.elements, each.nbytes) for each in TYPES.values()}
 
@@ -21,13 +22,18 @@ def gguf() -> Any:
     return pytest.importorskip("gguf", reason="needs the reference: pip install gguf")
 
 
+def _decoded(name: str, packs: torch.Tensor) -> torch.Tensor:
+    into = torch.empty(len(packs), SIZES[name][0])
+    DECODERS[name](packs, into)
+    return into
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_bits_of_the_reference(gguf: Any, name: str) -> None:
     packs = np.random.default_rng(0).integers(0, 256, (3000, SIZES[name][1]), dtype=np.uint8)
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(packs, gguf.GGMLQuantizationType[name])
-    found = DECODERS[name](torch.from_numpy(packs))
-    assert found.dtype == torch.float32
+    found = _decoded(name, torch.from_numpy(packs))
     same = found.numpy().view(np.uint32) == expected.view(np.uint32)
     assert (same | (np.isnan(found.numpy()) & np.isnan(expected))).all()
     assert same.mean() > 0.7  # the others are sums of NaN, whose bits depend on the order of the operands
@@ -39,8 +45,36 @@ def test_pieces_and_parts_of_packs(name: str) -> None:
     generator = np.random.default_rng(1)
     raw = torch.from_numpy(generator.integers(0, 60, nbytes * 700 + 1, dtype=np.uint8))[1:]  # any address
     packs = raw.view(7, 100, nbytes)
-    whole = DECODERS[name](raw.view(700, nbytes)).view(7, 100, elements)
+    whole = _decoded(name, raw.view(700, nbytes)).view(7, 100, elements)
     packing = Packing(name=name, elements=elements, nbytes=nbytes, first=3, taken=elements - 5)
     target = torch.empty(elements - 5, 7, 100, dtype=torch.bfloat16).permute(1, 2, 0)
     decode_packs(target, packs, packing, cast)
     assert torch.equal(target, whole[:, :, 3 : elements - 2].bfloat16())
+
+
+_GROWTH = """
+import threading, torch
+from sluice.engine.elementwise import cast
+from sluice.engine.packs import decode_packs
+from sluice.machine.peaks import read_memory
+from sluice.records import Packing
+
+packing = Packing(name={name!r}, elements={elements}, nbytes={nbytes}, first=0, taken={elements})
+count = (16 << 20) // {elements}
+packs, target = torch.zeros(count, {nbytes}, dtype=torch.uint8), torch.zeros(count, {elements})
+decode_packs(target[:64], packs[:64], packing, cast)  # what torch allocates for a first call
+before = read_memory().anon_bytes
+work = threading.Thread(target=decode_packs, args=(target, packs, packing, cast))
+work.start()
+work.join()
+print(read_memory().anon_bytes - before)
+"""
+
+
+@pytest.mark.usefixtures("fresh_processes")
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
+def test_little_memory_stays_in_the_heap_of_a_thread(name: str) -> None:
+    elements, nbytes = SIZES[name]
+    done = fresh_process.run(_GROWTH.format(name=name, elements=elements, nbytes=nbytes))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 3 << 19

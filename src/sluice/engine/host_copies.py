@@ -7,7 +7,6 @@ Elements at an address that is not a multiple of their size are first moved to o
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterator, Mapping
 from math import prod
 
@@ -21,6 +20,7 @@ from sluice._geometry import CopyPiece, collapse, cut, span_elements
 from sluice._private_torch import copy_each, neg_view
 from sluice.engine.elementwise import ElementFunction, cast, element_function
 from sluice.engine.packs import decode_packs
+from sluice.engine.scratch import scratch
 from sluice.engine.staging import StagingBuffer
 from sluice.records import Constant, Copy, Elements, Packing
 
@@ -157,30 +157,12 @@ def _moved(target: torch.Tensor, source: StridedBytes) -> Iterator[tuple[torch.T
     shape, step, target_step = collapse(source.shape, source.stride, target.stride())
     nbytes = source.raw.numel()
     whole = CopyPiece(0, nbytes, shape, step, target_step, int(target.storage_offset()))
-    scratch = _scratch.of_at_least(options.MOVED_BYTES)
+    room = scratch.of_at_least(options.MOVED_BYTES)
     for piece in cut(whole, source.dtype.itemsize, limit_bytes=options.MOVED_BYTES, gap_bytes=options.MOVED_BYTES):
         # Not copy_, which starts torch's threads for this many bytes.
-        ctypes.memmove(scratch.data_ptr(), source.raw.data_ptr() + piece.start_byte, piece.nbytes)
+        ctypes.memmove(room.data_ptr(), source.raw.data_ptr() + piece.start_byte, piece.nbytes)
         part = target.as_strided(piece.shape, piece.target_stride, piece.target_start)
-        yield part, replace(source, raw=scratch[: piece.nbytes], shape=piece.shape, stride=piece.source_stride)
-
-
-class _Scratch(threading.local):
-    """Memory of this thread for elements that are moved.
-
-    One for all copies of a thread: if each copy allocated its own, malloc kept 30 MiB of them in the arena of each
-    thread, between the small objects that outlive them.
-    """
-
-    bytes = torch.empty(0, dtype=torch.uint8)
-
-    def of_at_least(self, nbytes: int) -> torch.Tensor:
-        if self.bytes.numel() < nbytes:
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8)
-        return self.bytes
-
-
-_scratch = _Scratch()
+        yield part, replace(source, raw=room[: piece.nbytes], shape=piece.shape, stride=piece.source_stride)
 
 
 def copy_in_thread(target: torch.Tensor, source: torch.Tensor, function: ElementFunction = cast) -> None:

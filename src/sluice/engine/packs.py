@@ -1,8 +1,9 @@
 """Decoders of packs: bytes that hold a fixed number of elements together, as in GGUF files.
 
-A decoder gets ``(packs, bytes of a pack)`` and returns ``(packs, elements of a pack)`` in float32, on the same device.
-The operations and their order are those of ``gguf.quants``, so that the results have the same bits. Numbers in a pack
-are little-endian. Names follow ggml: ``d`` is a scale, ``m`` or ``dmin`` a minimum.
+A decoder gets ``(packs, bytes of a pack)`` and fills ``(packs, elements of a pack)`` in float32, on the same device. It
+allocates no float32 tensor of that size, which would stay in the heap of each thread. The operations and their order
+are those of ``gguf.quants``, so that the results have the same bits. Numbers in a pack are little-endian. Names follow
+ggml: ``d`` is a scale, ``m`` or ``dmin`` a minimum.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 
 from sluice import _options as options
 from sluice.engine.elementwise import ElementFunction
+from sluice.engine.scratch import scratch
 from sluice.entries.slicing import boxes
 from sluice.records import Packing
 
 __all__ = ["DECODERS", "Decoder", "decode_packs"]
 
-Decoder: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Decoder: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, function: ElementFunction) -> None:
@@ -37,8 +39,17 @@ def decode_packs(target: torch.Tensor, packs: torch.Tensor, packing: Packing, fu
     most = max(options.CAST_PIECE_ELEMENTS, options.DECODED_ELEMENTS // torch.get_num_threads())
     for key in boxes(tuple(shape), max(1, most // packing.elements)):
         piece = packs[key]
-        decoded = decoder(piece.reshape(prod(piece.shape[:-1]), packing.nbytes))[:, packing.first : end]
-        function(target[key], decoded.reshape(*piece.shape[:-1], packing.taken))
+        count = prod(piece.shape[:-1])
+        decoded = _room(count * packing.elements, packs.device).view(count, packing.elements)
+        decoder(piece.reshape(count, packing.nbytes), decoded)
+        function(target[key], decoded[:, packing.first : end].reshape(*piece.shape[:-1], packing.taken))
+
+
+def _room(count: int, device: torch.device) -> torch.Tensor:
+    """Return memory for float32 numbers; on the host, that of this thread."""
+    if device.type != "cpu":
+        return torch.empty(count, dtype=torch.float32, device=device)
+    return scratch.of_at_least(4 * count)[: 4 * count].view(torch.float32)
 
 
 def _half(packs: torch.Tensor, first: int) -> torch.Tensor:
@@ -70,45 +81,45 @@ def _fifth_bits(packs: torch.Tensor, first: int) -> torch.Tensor:
     return ((packs[:, first : first + 4, None] >> shifts) & 1).reshape(len(packs), 32)
 
 
-def _q4_0(packs: torch.Tensor) -> torch.Tensor:
-    return _half(packs, 0) * (_bits(packs[:, 2:], 4, 1).to(torch.int8) - 8).float()
+def _q4_0(packs: torch.Tensor, into: torch.Tensor) -> None:
+    into.copy_(_bits(packs[:, 2:], 4, 1).view(torch.int8).sub_(8)).mul_(_half(packs, 0))
 
 
-def _q4_1(packs: torch.Tensor) -> torch.Tensor:
-    return _half(packs, 0) * _bits(packs[:, 4:], 4, 1).float() + _half(packs, 2)
+def _q4_1(packs: torch.Tensor, into: torch.Tensor) -> None:
+    into.copy_(_bits(packs[:, 4:], 4, 1)).mul_(_half(packs, 0)).add_(_half(packs, 2))
 
 
-def _q5_0(packs: torch.Tensor) -> torch.Tensor:
+def _q5_0(packs: torch.Tensor, into: torch.Tensor) -> None:
     numbers = _bits(packs[:, 6:], 4, 1) | (_fifth_bits(packs, 2) << 4)
-    return _half(packs, 0) * (numbers.to(torch.int8) - 16).float()
+    into.copy_(numbers.view(torch.int8).sub_(16)).mul_(_half(packs, 0))
 
 
-def _q5_1(packs: torch.Tensor) -> torch.Tensor:
+def _q5_1(packs: torch.Tensor, into: torch.Tensor) -> None:
     numbers = _bits(packs[:, 8:], 4, 1) | (_fifth_bits(packs, 4) << 4)
-    return _half(packs, 0) * numbers.float() + _half(packs, 2)
+    into.copy_(numbers).mul_(_half(packs, 0)).add_(_half(packs, 2))
 
 
-def _q8_0(packs: torch.Tensor) -> torch.Tensor:
-    return packs[:, 2:].view(torch.int8).float() * _half(packs, 0)
+def _q8_0(packs: torch.Tensor, into: torch.Tensor) -> None:
+    into.copy_(packs[:, 2:].view(torch.int8)).mul_(_half(packs, 0))
 
 
-def _q2_k(packs: torch.Tensor) -> torch.Tensor:
+def _q2_k(packs: torch.Tensor, into: torch.Tensor) -> None:
     """256 elements: 16 bytes of scales and minima, 64 of two bits each, d, dmin."""
     scales, count = packs[:, :16], len(packs)
-    d = (_half(packs, 80) * (scales & 15).float()).view(count, 16, 1)
-    m = (_half(packs, 82) * (scales >> 4).float()).view(count, 16, 1)
-    return (d * _bits(packs[:, 16:80], 2, 2).view(count, 16, 16).float() - m).view(count, 256)
+    d = (_half(packs, 80) * (scales & 15)).view(count, 16, 1)
+    m = (_half(packs, 82) * (scales >> 4)).view(count, 16, 1)
+    into.copy_(_bits(packs[:, 16:80], 2, 2)).view(count, 16, 16).mul_(d).sub_(m)
 
 
-def _q3_k(packs: torch.Tensor) -> torch.Tensor:
+def _q3_k(packs: torch.Tensor, into: torch.Tensor) -> None:
     """256 elements: 32 bytes of third bits, 64 of two bits each, 12 of scales, d."""
     count = len(packs)
     low, high = _bits(packs[:, 96:104], 4, 1), _bits(packs[:, 104:108], 2, 1)
     scales = (low | (high << 4)).to(torch.int8) - 32
-    d = (_half(packs, 108) * scales.float()).view(count, 16, 1)
+    d = (_half(packs, 108) * scales).view(count, 16, 1)
     third = _bits(packs[:, :32], 1, 1) ^ 1  # the offset is 0 where the bit is set
-    numbers = _bits(packs[:, 32:96], 2, 2).to(torch.int8) - (third << 2).to(torch.int8)
-    return (d * numbers.view(count, 16, 16).float()).view(count, 256)
+    numbers = _bits(packs[:, 32:96], 2, 2).view(torch.int8) - (third << 2).view(torch.int8)
+    into.copy_(numbers).view(count, 16, 16).mul_(d)
 
 
 def _scales_and_minima(packs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,28 +127,27 @@ def _scales_and_minima(packs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     d, m, rest = packs[:, 4:8], packs[:, 8:12], packs[:, 12:16]
     scales = torch.cat([d & 63, (rest & 15) | ((d >> 2) & 48)], 1)
     minima = torch.cat([m & 63, (rest >> 4) | ((m >> 2) & 48)], 1)
-    return (_half(packs, 0) * scales.float()).unsqueeze(2), (_half(packs, 2) * minima.float()).unsqueeze(2)
+    return (_half(packs, 0) * scales).unsqueeze(2), (_half(packs, 2) * minima).unsqueeze(2)
 
 
-def _q4_k(packs: torch.Tensor) -> torch.Tensor:
+def _q4_k(packs: torch.Tensor, into: torch.Tensor) -> None:
     """256 elements: d, dmin, 12 bytes of scales and minima, 128 of four bits each."""
     d, m = _scales_and_minima(packs)
-    return (d * _bits(packs[:, 16:], 4, 4).view(len(packs), 8, 32).float() - m).view(len(packs), 256)
+    into.copy_(_bits(packs[:, 16:], 4, 4)).view(len(packs), 8, 32).mul_(d).sub_(m)
 
 
-def _q5_k(packs: torch.Tensor) -> torch.Tensor:
+def _q5_k(packs: torch.Tensor, into: torch.Tensor) -> None:
     """256 elements: d, dmin, 12 bytes of scales and minima, 32 of fifth bits, 128 of four bits each."""
     d, m = _scales_and_minima(packs)
     numbers = _bits(packs[:, 48:], 4, 4) | (_bits(packs[:, 16:48], 1, 1) << 4)
-    return (d * numbers.view(len(packs), 8, 32).float() - m).view(len(packs), 256)
+    into.copy_(numbers).view(len(packs), 8, 32).mul_(d).sub_(m)
 
 
-def _q6_k(packs: torch.Tensor) -> torch.Tensor:
+def _q6_k(packs: torch.Tensor, into: torch.Tensor) -> None:
     """256 elements: 128 bytes of four bits each, 64 of two bits each, 16 of scales, d."""
-    count = len(packs)
-    d = (_half(packs, 208) * packs[:, 192:208].view(torch.int8).float()).unsqueeze(2)
+    d = (_half(packs, 208) * packs[:, 192:208].view(torch.int8)).unsqueeze(2)
     numbers = _bits(packs[:, :128], 4, 2) | (_bits(packs[:, 128:192], 2, 2) << 4)
-    return (d * (numbers.to(torch.int8) - 32).view(count, 16, 16).float()).view(count, 256)
+    into.copy_(numbers.view(torch.int8).sub_(32)).view(len(packs), 16, 16).mul_(d)
 
 
 #: The decoder of each code.
