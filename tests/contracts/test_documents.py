@@ -16,7 +16,7 @@ SKIPPED = {
     "bench/README.md": 20,
     "docs/benchmarking.md": 1,  # many processes
     "docs/own-loading.md": 1,
-    "docs/performance.md": 10,
+    "docs/performance.md": 11,
     "docs/quantizing.md": 4,  # torchao, minutes
     "docs/quickstart.md": 1,
     "docs/ranks.md": 4,  # several ranks
