@@ -17,7 +17,7 @@ SKIPPED = {
     "docs/benchmarking.md": 1,  # many processes
     "docs/own-loading.md": 1,
     "docs/performance.md": 11,
-    "docs/quantizing.md": 4,  # torchao, minutes
+    "docs/quantizing.md": 5,  # torchao, bitsandbytes, minutes
     "docs/quickstart.md": 1,
     "docs/ranks.md": 4,  # several ranks
     "docs/recipes/hugging-face-directory.md": 1,

@@ -225,7 +225,7 @@ def test_a_tie_is_found_by_any_of_its_names(transformers: Any, tmp_path: Path, k
 
 def test_quantized_models_are_refused(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path)
-    _edit_config(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    _edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(sluice.UnsupportedError, match="quantization_config"):
         sluice.hf.from_pretrained(tmp_path)
 

@@ -73,11 +73,11 @@ def test_quantized_directories_are_loaded_without_full_precision(
     assert_same(*_both(transformers, tmp_path / "quantized"))
 
 
-def test_what_is_not_of_torchao_is_refused(transformers: Any, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_refused(transformers: Any, tmp_path: Path) -> None:
     _saved(transformers, tmp_path)
     with pytest.raises(TypeError, match="write TorchAoConfig"):
         sluice.hf.from_pretrained(tmp_path, quantization_config=_INT8)
-    with pytest.raises(sluice.UnsupportedError, match="expected torchao"):
+    with pytest.raises(sluice.UnsupportedError, match="expected torchao or bitsandbytes"):
         sluice.hf.from_pretrained(tmp_path, quantization_config=transformers.FPQuantConfig())
     untied = transformers.TorchAoConfig(_INT8, untie_embedding_weights=True)
     with pytest.raises(sluice.UnsupportedError, match="untie_embedding_weights"):

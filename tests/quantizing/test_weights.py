@@ -61,7 +61,7 @@ def _assert_same(found: nn.Module, expected: nn.Module) -> None:
     for (name, one), (_, other) in zip(found.named_parameters(), expected.named_parameters(), strict=True):
         assert (type(one), type(one.data), one.dtype) == (type(other), type(other.data), other.dtype), name
         assert one.requires_grad == other.requires_grad, name
-        for mine, theirs in zip(inner_tensors(one.data), inner_tensors(other.data), strict=True):
+        for mine, theirs in zip(inner_tensors(one), inner_tensors(other), strict=True):
             assert torch.equal(mine.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)), name
 
 
@@ -99,7 +99,7 @@ def test_pieces_are_smaller_than_a_large_weight(trained: tuple[Net, Path], monke
         scale_modules(names=lambda name: name != "head")(root)
 
     sluice.load_into(_empty(), path, quantize=watched)
-    assert max(largest) == 1024  # rows of 4 KiB in a piece of 4 MiB
+    assert 32 <= max(largest) <= 256  # rows of 4 KiB in a piece of 1 MiB, or less with more than four cores
     assert sum(largest) >= 2500 + WIDTH
 
 

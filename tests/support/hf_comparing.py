@@ -37,7 +37,7 @@ def assert_same_tensor(name: str, mine: torch.Tensor, other: torch.Tensor) -> No
     assert (mine.dtype, mine.shape, mine.requires_grad) == (other.dtype, other.shape, other.requires_grad), name
     assert type(mine) is type(other), name
     assert type(mine.data) is type(other.data), name
-    for part, expected in zip(inner_tensors(mine.data), inner_tensors(other.data), strict=True):
+    for part, expected in zip(inner_tensors(mine), inner_tensors(other), strict=True):
         assert torch.equal(_bits(part), _bits(expected)), name
 
 

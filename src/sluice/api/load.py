@@ -79,9 +79,10 @@ def load_into(
         place: ``"copy"`` gives every tensor memory of its own. ``"map"`` makes those that go to the CPU unchanged pages
             of the file: ready at once, shared between processes, loaded when touched, copied when written to. The rest
             is copied, and the report has the reasons. The file must not change while the model is in use.
-        quantize: A configuration of torchao, such as ``Int8WeightOnlyConfig()``, or a function that quantizes the
-            modules of a model in place: each weight is quantized when its last byte has arrived, with the result of
-            ``quantize_`` on the loaded model. The model is on the meta device, and is loaded on the CPU.
+        quantize: A configuration of torchao, such as ``Int8WeightOnlyConfig()``, ``"bitsandbytes"`` for the layers of
+            that library, or a function that quantizes the modules of a model in place: each weight is quantized when
+            its last byte has arrived, with the result of ``quantize_`` on the loaded model. The model is on the meta
+            device, and is loaded on the CPU.
         memory: How much memory may grow, and the size of the staging buffers; or one size such as ``"2GiB"``, for
             host memory.
         limits: Bounds for hostile files.

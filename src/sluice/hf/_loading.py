@@ -39,7 +39,7 @@ from sluice.hf._configuration import class_and_config, settle_dtype
 from sluice.hf._distribution import Ranks
 from sluice.hf._library import find_library
 from sluice.hf._matching import MatchedWeights, apply_dtype_plan, check, make_real, tie
-from sluice.hf._quantization import Quantizer
+from sluice.hf._quantization import Quantizer, find_quantizer
 from sluice.loading.devices import Device
 from sluice.loading.job import load
 from sluice.loading.module_job import EntriesRequest
@@ -90,8 +90,8 @@ def from_pretrained(
         distributed_config: A ``DistributedConfig`` of the library, or a dict of its options: the model is divided over
             the ranks of the process group, and each rank reads only what it holds. Every rank makes the call.
         tp_plan: Short for ``DistributedConfig(tp_plan=tp_plan)``, as in older code: ``"auto"`` or a dict.
-        quantization_config: A ``TorchAoConfig`` of the library: each weight that it selects is quantized when its last
-            byte has arrived, on the CPU.
+        quantization_config: A ``TorchAoConfig`` or ``BitsAndBytesConfig`` of the library: each weight that it selects
+            is quantized when its last byte has arrived, on the CPU.
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
         allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.
@@ -139,33 +139,29 @@ def from_pretrained(
     if ranks is not None:
         config.distributed_config = ranks.config
         device = ranks.device if device is None else device
-    quantizer = Quantizer.prepare(library, config, quantization_config, path)
-    if ranks is not None and quantizer is not None:
-        raise UnsupportedError("a quantized model cannot be divided over ranks while it is loaded", file=path)
+    quantizer = find_quantizer(library, config, quantization_config, path, divided=ranks is not None)
     with ExitStack() as stack:
         checkpoint: OpenCheckpoint = stack.enter_context(open_checkpoint(path, limits=limits))
         for name, leaf in trees.opaques(checkpoint.index.tree).items():
             if isinstance(leaf, UnsupportedValue):  # the conversions may need it
                 raise trees.refusal(leaf, name, path)
         chosen = settle_dtype(config, dtype, checkpoint.entries, path)
-        model = _build(library, model_class, config, chosen)
-        if quantizer is not None:
-            quantizer.prepare_model(model, chosen)
-            checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
+        model = _build(library, model_class, config, chosen, quantizer)
+        checkpoint = stack.enter_context(quantizer.opened(model, checkpoint))
         names = MatchedWeights.of(library, model, checkpoint.entries, path)
+        quantizer.matched(model, names)
         apply_dtype_plan(model, chosen, names.entries)
         if ranks is not None:
             model = ranks.divide(model)
         notes = tie(model, names, checkpoint)
         check(model, names, strict=strict, allow_empty=allow_empty)
         make_real(model, names.missing)
-        quantize = None if quantizer is None else quantizer.function(model)
+        quantize = quantizer.function(model)
         options = TransferOptions(memory=memory_limits(memory), page_cache=page_cache, place=place)
         request = EntriesRequest(model=model, entries=names.entries, device=device, quantize=quantize, options=options)
         loaded = load(request, nullcontext(checkpoint), progress=progress)
     _finish(model, names, path)
-    if quantizer is not None:
-        quantizer.finish(model)
+    quantizer.finish(model)
     if report is not None:
         missing = tuple(sorted(names.missing))
         report(
@@ -181,7 +177,7 @@ def from_pretrained(
     return model
 
 
-def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype, quantizer: Quantizer) -> Any:
     """Build the model without weights, ties or initial values.
 
     Raises:
@@ -199,6 +195,7 @@ def _build(library: Any, model_class: Any, config: Any, dtype: torch.dtype) -> A
             problem = f"{model_class.__name__} cannot be built from the configuration: {error}"
             raise UnsupportedError(problem, file=config.name_or_path) from error
         library.patch_output_recorders(model)
+        quantizer.prepare_model(model, dtype)
     return model
 
 

@@ -77,8 +77,9 @@ def _finishers(job: ModuleJob) -> Iterator[Mapping[str, Callable[[torch.Tensor],
         return
     from sluice.quantizing.weights import quantizing_threads  # rarely needed
 
-    with quantizing_threads(job.plan.facts.cores) as workers:
-        yield {job.requests[i].name: weight.finisher(workers) for i, weight in job.quantized.items()}
+    cores = job.plan.facts.cores
+    with quantizing_threads(cores) as workers:
+        yield {job.requests[i].name: weight.finisher(workers, cores) for i, weight in job.quantized.items()}
 
 
 def _fetch(
@@ -133,7 +134,7 @@ def install_module(job: ModuleJob, data: ModuleData) -> Loaded:
     with collector_paused():
         replaced = install(job.state, job.match, data.tensors, data.initial, placement=job.placement)
     for weight in job.quantized.values():
-        vars(weight.module).update(weight.attributes())
+        weight.set_attributes()
     # The module alone holds its memory when hooks run: those of fully_shard copy tensors one after the other, and each
     # frees its memory then.
     data.tensors.clear()

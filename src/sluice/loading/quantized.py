@@ -32,10 +32,10 @@ def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> d
     found: dict[int, QuantizedWeight] = {}
     quantized: dict[int, set[tuple[int, str]]] = {}
     for weight in find_quantized(state.module, quantize_function(quantize), dtypes):
-        place = (id(weight.module), weight.name)
+        place = (id(weight.single.module), weight.single.name)
         slot = slots.get(place)
         if slot is None or slot not in requests:
-            raise ValueError(f"quantize=: the checkpoint does not fill {weight.path}.{weight.name}")
+            raise ValueError(f"quantize=: the checkpoint does not fill {weight.single.path}.{weight.single.name}")
         position, request = requests[slot]
         _check(request)
         found[position] = weight
@@ -77,7 +77,7 @@ def with_finishers(matched: Match, weights: Mapping[int, QuantizedWeight]) -> Ma
 
 def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight]) -> Prepared:
     """Return the plan whose prediction has the memory that quantizing one weight takes."""
-    more = max((weight.transient_bytes for weight in weights.values()), default=0)
+    more = max((weight.transient_bytes(prepared.plan.facts.cores) for weight in weights.values()), default=0)
     peaks = prepared.plan.predicted
     peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + more, total_bytes=peaks.total_bytes + more)
     return replace(prepared, plan=replace(prepared.plan, predicted=peaks))
@@ -86,9 +86,9 @@ def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight]) -
 def describe_quantized(weights: Mapping[int, QuantizedWeight]) -> str:
     """Return a note on the weights that are quantized."""
     kinds = sorted({type(weight.template).__name__ for weight in weights.values()})
-    before = sum(weight.template.numel() * weight.template.dtype.itemsize for weight in weights.values())
+    before = sum(weight.whole_bytes for weight in weights.values())
     after = sum(weight.nbytes for weight in weights.values())
-    apart = sum(weight.in_pieces for weight in weights.values())
+    apart = sum(weight.pieces is not None for weight in weights.values())
     how = f"{counted(apart, 'weight')} in pieces of rows" if apart else "each in whole"
     return (
         f"{counted(len(weights), 'weight')} quantized to {', '.join(kinds)}: {format_bytes(before)} became "

@@ -143,8 +143,8 @@ def install_one(state: ModuleState, slot: int, tensor: torch.Tensor) -> bool:
 
 
 def _set_memory(module: nn.Module, own: torch.Tensor, owners: Sequence[Owner], tensor: torch.Tensor) -> bool:
-    if hasattr(tensor, "__tensor_flatten__"):  # a quantized weight: an object of its own, as quantize_ of torchao makes
-        hold(owners, nn.Parameter(tensor, requires_grad=False))
+    if isinstance(tensor, nn.Parameter):  # a quantized weight: an object of its own
+        hold(owners, tensor)
         return False
     if is_lazy(own):
         cast("Any", own).__class__ = cast("Any", own).cls_to_become  # as its materialize() does

@@ -31,7 +31,7 @@ _PEFT = (
 )
 _BITSANDBYTES = (
     "The model is quantized by bitsandbytes: load into it before its parameters are quantized, which happens when they "
-    "move to their device."
+    "move to their device, or build it without weights (sluice.empty_init) and load with quantize='bitsandbytes'."
 )
 _TORCHAO = (
     "The model is quantized by torchao: load plain weights into it before torchao.quantization.quantize_(model, ...), "

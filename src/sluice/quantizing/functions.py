@@ -18,10 +18,10 @@ Quantize = Callable[[nn.Module], object]
 
 
 def quantize_function(quantize: object) -> Quantize:
-    """Return the function for a configuration of torchao, and a function unchanged.
+    """Return the function for a configuration of torchao or ``"bitsandbytes"``, and a function unchanged.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: It is none of these.
     """
     core = sys.modules.get("torchao.core.config")  # a process that has a configuration has imported it
     if core is not None and isinstance(quantize, core.AOBaseConfig):
@@ -30,8 +30,13 @@ def quantize_function(quantize: object) -> Quantize:
         return functools.partial(torchao.quantize_, config=quantize, **filters)
     if callable(quantize):
         return quantize
+    if quantize == "bitsandbytes":
+        # Here, not above: few processes have the library.
+        from sluice.quantizing.bitsandbytes_layers import quantize_layers
+
+        return quantize_layers
     raise TypeError(
-        f"quantize= is {type_of(quantize)}; write a configuration of torchao, such as Int8WeightOnlyConfig(), or a "
-        "function that quantizes the modules of a model in place, such as functools.partial(quantize_, config=..., "
-        "filter_fn=...)"
+        f"quantize= is {type_of(quantize)}; write a configuration of torchao, such as Int8WeightOnlyConfig(), "
+        "'bitsandbytes' for a model with its layers, or a function that quantizes the modules of a model in place, "
+        "such as functools.partial(quantize_, config=..., filter_fn=...)"
     )

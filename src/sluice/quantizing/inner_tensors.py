@@ -1,24 +1,48 @@
-"""The plain tensors that a tensor subclass consists of, by torch's protocol ``__tensor_flatten__``."""
+"""The plain tensors that a quantized weight consists of.
+
+A tensor subclass names them by torch's protocol ``__tensor_flatten__``. Other parameters keep them in attributes,
+in addition to their own data, as those of bitsandbytes do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["assemble", "inner_bytes", "inner_tensors", "is_assembled"]
+from sluice._private_torch import make_subclass, storage_address
+
+__all__ = ["assemble", "has_inner_tensors", "inner_bytes", "inner_tensors", "is_assembled"]
+
+#: Objects within objects in which tensors are looked for.
+_NESTING = 4
 
 
 def is_assembled(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor consists of others."""
+    """Return whether a tensor is a subclass that consists of others."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
+def has_inner_tensors(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor consists of others, or keeps others in attributes."""
+    return is_assembled(tensor) or len(_kept(tensor)) > 1
+
+
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of which a tensor consists, in the order of the protocol; a plain tensor itself."""
+    """Yield the plain tensors of which a tensor consists, each once; a plain tensor itself.
+
+    Those of a subclass are in the order of the protocol; otherwise its own data is the first.
+    """
     if not is_assembled(tensor):
-        yield tensor
+        known: set[object] = set()
+        for kept in _kept(tensor):
+            if (place := _place(kept)) not in known:
+                known.add(place)
+                yield kept
         return
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     for name in names:
@@ -30,15 +54,68 @@ def inner_bytes(tensor: torch.Tensor) -> int:
     return sum(inner.nbytes for inner in inner_tensors(tensor))
 
 
-def assemble(template: torch.Tensor, inner: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor like ``template``, which may be on the meta device, that consists of other plain tensors."""
-    return _assemble(template, iter(inner))
+def assemble(
+    template: torch.Tensor, inner: Iterable[torch.Tensor], instead: Mapping[int, object] | None = None
+) -> torch.Tensor:
+    """Return a tensor like ``template``, which may be on the meta device, that consists of other plain tensors.
+
+    Args:
+        template: The tensor.
+        inner: The plain tensors, in the order of ``inner_tensors``.
+        instead: Replaces objects in attributes, by their identity.
+    """
+    return _assemble(template, iter(inner), instead or {})
 
 
-def _assemble(template: Any, inner: Iterator[torch.Tensor]) -> torch.Tensor:
+def _assemble(template: Any, inner: Iterator[torch.Tensor], instead: Mapping[int, object]) -> torch.Tensor:
     if not is_assembled(template):
-        return next(inner)
+        own = next(inner)
+        if not has_inner_tensors(template):
+            return own
+        others = [own, *islice(inner, sum(1 for _ in inner_tensors(template)) - 1)]
+        made = make_subclass(type(template), own, False)
+        made.__dict__.update(_with_tensors(vars(template), template, others, instead))
+        return made
     names, context = template.__tensor_flatten__()
-    parts = {name: _assemble(getattr(template, name), inner) for name in names}
-    made: torch.Tensor = type(template).__tensor_unflatten__(parts, context, template.shape, template.stride())
-    return made
+    parts = {name: _assemble(getattr(template, name), inner, instead) for name in names}
+    return type(template).__tensor_unflatten__(  # type: ignore[no-any-return]
+        parts, context, template.shape, template.stride()
+    )
+
+
+def _with_tensors(
+    value: Any, template: torch.Tensor, inner: Iterable[torch.Tensor], instead: Mapping[int, object] | None = None
+) -> Any:
+    """Return a copy of an object in which the plain tensors of ``template`` are replaced by others.
+
+    Args:
+        value: The object, such as the attributes of the template.
+        template: The tensor.
+        inner: The plain tensors instead of its own, in the order of ``inner_tensors``.
+        instead: Replaces further objects, by their identity.
+    """
+    others = dict(zip(map(_place, inner_tensors(template)), inner, strict=True))
+    kept = {id(tensor): others[_place(tensor)] for tensor in _tensors_in(vars(template))}
+    return copy.deepcopy(value, {**(instead or {}), **kept})
+
+
+def _kept(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the data of a tensor without that protocol, and the tensors in its attributes."""
+    own = make_subclass(torch.Tensor, tensor, False) if isinstance(tensor, nn.Parameter) else tensor
+    return [own, *_tensors_in(vars(tensor))]
+
+
+def _tensors_in(value: object, depth: int = _NESTING) -> Iterator[torch.Tensor]:
+    """Yield the tensors in containers and objects, without those of modules."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member, depth)
+    elif depth and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+        yield from _tensors_in(vars(value), depth - 1)
+
+
+def _place(tensor: torch.Tensor) -> object:
+    """Return what tells whether two plain tensors, which may be on the meta device, are the same memory."""
+    return storage_address(tensor), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()

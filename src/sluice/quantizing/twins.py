@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["alone", "twin_of"]
+from sluice._private_torch import make_subclass
+
+__all__ = ["alone", "like_parameter", "shell_of", "twin_of"]
 
 
 def twin_of(module: nn.Module, dtypes: Mapping[int, torch.dtype]) -> nn.Module:
@@ -35,14 +37,33 @@ def _twin(
             continue
         if id(parameter) not in made:
             dtype = dtypes.get(id(parameter), parameter.dtype)
-            made[id(parameter)] = nn.Parameter(
-                torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad
-            )
+            data = torch.empty_like(parameter, dtype=dtype, device="meta")
+            made[id(parameter)] = like_parameter(parameter, data, {id(module): twin})
         held["_parameters"][name] = made[id(parameter)]
     for name, part in module._modules.items():  # noqa: SLF001  as above
         if part is not None:
             held["_modules"][name] = _twin(part, dtypes, made, seen)
     return twin
+
+
+def like_parameter(
+    parameter: nn.Parameter, data: torch.Tensor, instead: Mapping[int, object], *, requires_grad: bool | None = None
+) -> nn.Parameter:
+    """Return a parameter of the same class and attributes with other data.
+
+    Args:
+        parameter: The parameter.
+        data: Its data.
+        instead: Replaces objects among the attributes, such as the module of the parameter, by their identity.
+        requires_grad: Whether it requires gradients; None is as the parameter.
+    """
+    requires_grad = parameter.requires_grad if requires_grad is None else requires_grad
+    if nn.Parameter in type(parameter).__mro__:
+        made: Any = make_subclass(type(parameter), data, requires_grad)
+    else:  # a tensor subclass that nn.Parameter marked
+        made = nn.Parameter(data, requires_grad)
+    made.__dict__.update({name: instead.get(id(value), value) for name, value in vars(parameter).items()})
+    return made  # type: ignore[no-any-return]
 
 
 def shell_of(module: nn.Module) -> nn.Module:

@@ -2,94 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from msgspec import Struct
-from msgspec.structs import replace
 from torch import nn
 
 from sluice._threads import Workers
 from sluice.engine.host_memory import HostMemory
 from sluice.quantizing.functions import Quantize
-from sluice.quantizing.inner_tensors import assemble, inner_bytes, inner_tensors
-from sluice.quantizing.twins import alone, shell_of, twin_of
+from sluice.quantizing.inner_tensors import assemble, inner_bytes, inner_tensors, is_assembled
+from sluice.quantizing.pieces import Pieces, fill_in_pieces, find_pieces, piece_bytes, pieces_transient_bytes
+from sluice.quantizing.single import SingleWeight
+from sluice.quantizing.twins import twin_of
 
 __all__ = ["QuantizedWeight", "find_quantized", "quantizing_threads"]
 
-#: Memory of one call of a function of torchao on the CPU, in multiples of the weight. Measured: 2.0 to 2.3.
+#: Memory of one call of a function of torchao or bitsandbytes on the CPU, in multiples of the weight. Measured: 2.0 to
+#: 2.6.
 _TRANSIENT = 3
 
 _AFTER = "Load the model without quantize=, and quantize it afterwards."
 
-#: Rows of each of the two pieces with which it is tried whether rows can be quantized apart.
-_TRIED_ROWS = 64
-
 #: Smallest inner tensor that gets a mapping of its own.
 _OWN_MAPPING_BYTES = 64 << 10
-
-#: Bytes of a piece, in the dtype in which it is quantized. Smaller pieces take longer, larger ones more memory.
-_PIECE_BYTES = 4 << 20
 
 
 class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
     """A weight that is replaced by its quantized form."""
 
-    #: Path of its module.
-    path: str
-    #: Its module.
-    module: nn.Module
-    #: Name of the parameter in the module.
-    name: str
+    #: The weight before.
+    single: SingleWeight
     #: Its finished form on the meta device.
     template: torch.Tensor
-    #: The function that quantizes it.
-    quantize: Quantize
-    #: Whether pieces of rows are quantized one by one, because the result is the same.
-    in_pieces: bool
+    #: Attributes that quantizing sets in the module, such as its representation, with tensors on the meta device.
+    attributes: Mapping[str, Any]
+    #: The module to whose copy on the meta device they refer.
+    twin: nn.Module
+    #: Bytes before, in the dtype in which it is quantized.
+    whole_bytes: int
+    #: How pieces of rows are quantized one by one; None if the result would differ.
+    pieces: Pieces | None
 
-    @property
-    def transient_bytes(self) -> int:
-        """Bytes that quantizing it takes for a moment, in addition to the weight and its finished form."""
-        whole = self.template.numel() * self.template.dtype.itemsize
-        return _TRANSIENT * (min(whole, _PIECE_BYTES) if self.in_pieces else whole)
+    def transient_bytes(self, cores: int) -> int:
+        """Return the bytes that quantizing it takes for a moment, in addition to the weight and its finished form."""
+        whole = _TRANSIENT * self.whole_bytes
+        return whole if self.pieces is None else min(whole, pieces_transient_bytes(cores))
 
     @property
     def nbytes(self) -> int:
         """Bytes of its finished form."""
         return inner_bytes(self.template)
 
-    def finisher(self, workers: Workers) -> Callable[[torch.Tensor], torch.Tensor]:
+    def finisher(self, workers: Workers, cores: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that quantizes the weight when it has arrived.
 
         Args:
             workers: Threads for pieces.
+            cores: Their number.
 
         Everything that stays is allocated now. Small objects that stay, allocated between two pieces, would divide the
         free blocks of the heap: the temporary tensors of the next piece would not fit them, and the heap would grow.
         """
-        if not self.in_pieces:
-            return partial(_quantized, self)
+        pieces = self.pieces
+        if pieces is None:
+            return self._whole
         inner = [_empty(each) for each in inner_tensors(self.template)]
-        return partial(_fill_in_pieces, self, inner, assemble(self.template, inner), workers)
+        finished = self._assembled(inner)
 
-    def attributes(self) -> Mapping[str, Any]:
-        """Return the attributes that quantizing sets in the module, such as its representation."""
-        twin = shell_of(self.module)
-        vars(twin)["_parameters"][self.name] = torch.nn.Parameter(
-            torch.empty(self.template.shape, dtype=self.template.dtype, device="meta"), requires_grad=False
-        )
-        before = dict(vars(twin))
-        self.quantize(alone(twin, self.path))
-        changed = {name: value for name, value in vars(twin).items() if before.get(name) is not value}
-        return {
-            name: MethodType(value.__func__, self.module) if getattr(value, "__self__", None) is twin else value
-            for name, value in changed.items()
-        }
+        def finish(whole: torch.Tensor) -> torch.Tensor:
+            fill_in_pieces(self.single, pieces, inner, workers, whole, nbytes=piece_bytes(cores))
+            return finished
+
+        return finish
+
+    def _whole(self, whole: torch.Tensor) -> torch.Tensor:
+        quantized = self.single.quantized(whole)
+        return quantized if is_assembled(quantized) else self._assembled(inner_tensors(quantized))
+
+    def _assembled(self, inner: Iterable[torch.Tensor]) -> torch.Tensor:
+        finished = assemble(self.template, inner, {id(self.twin): self.single.module})
+        return nn.Parameter(finished, requires_grad=False) if is_assembled(finished) else finished
+
+    def set_attributes(self) -> None:
+        """Give the module, which holds the finished weight, what quantizing sets in addition to it."""
+        module = self.single.module
+        finished = vars(module.get_parameter(self.single.name))
+        instead = {id(value): finished[name] for name, value in vars(self.template).items() if name in finished}
+        instead[id(self.twin)] = module
+        vars(module).update({name: copy.deepcopy(value, dict(instead)) for name, value in self.attributes.items()})
 
 
 def find_quantized(
@@ -112,25 +116,39 @@ def find_quantized(
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(f"the function of quantize= fails on tensors without data: {error}. {_AFTER}") from error
     found = []
-    apart: dict[object, bool] = {}
+    pieces: dict[object, Pieces | None] = {}
     for path, (part, old) in before.items():
         name = _changed_parameter(twin, path, part, old)
         if name is None:
             continue
-        template = part.get_parameter(name).detach()
-        weight = QuantizedWeight(
-            path=path,
-            module=module.get_submodule(path),
-            name=name,
-            template=template,
-            quantize=quantize,
-            in_pieces=False,
+        own = module.get_submodule(path)
+        single = SingleWeight(path=path, module=own, name=name, quantize=quantize)
+        template = part.get_parameter(name)
+        kind = (type(part), old[name].dtype, old[name].shape, type(template), _options(old[name]), *_forms(template))
+        if kind not in pieces:
+            pieces[kind] = find_pieces(single, old[name], template)
+        found.append(
+            QuantizedWeight(
+                single=single,
+                template=template,
+                attributes=_set_attributes(own, part),
+                twin=part,
+                whole_bytes=old[name].numel() * old[name].dtype.itemsize,
+                pieces=pieces[kind],
+            )
         )
-        kind = (type(part), old[name].dtype, old[name].shape[1:], type(template), str(_forms(template)))
-        if kind not in apart:
-            apart[kind] = _equal_in_pieces(weight, old[name])
-        found.append(replace(weight, in_pieces=apart[kind]))
     return tuple(found)
+
+
+def _set_attributes(module: nn.Module, twin: nn.Module) -> dict[str, Any]:
+    """Return the attributes that a module's twin has got, except for its tensors and parts."""
+    before, own = vars(module), {"_parameters", "_buffers", "_modules"}
+    return {name: value for name, value in vars(twin).items() if name not in own and before.get(name) is not value}
+
+
+def _options(parameter: nn.Parameter) -> str:
+    """Return the plain attributes of a parameter, which may tell its library how to quantize it."""
+    return str({name: value for name, value in vars(parameter).items() if isinstance(value, (int, str, torch.dtype))})
 
 
 def _changed_parameter(twin: nn.Module, path: str, part: nn.Module, old: Mapping[str, nn.Parameter]) -> str | None:
@@ -152,21 +170,8 @@ def _changed_parameter(twin: nn.Module, path: str, part: nn.Module, old: Mapping
 
 
 def _forms(template: torch.Tensor) -> list[tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape of the rows of each inner tensor."""
-    return [(inner.dtype, inner.shape[1:]) for inner in inner_tensors(template)]
-
-
-def _equal_in_pieces(weight: QuantizedWeight, parameter: nn.Parameter) -> bool:
-    """Return whether rows that are quantized apart have the same bits as rows that are quantized together."""
-    if any(inner.shape[:1] != parameter.shape[:1] for inner in inner_tensors(weight.template)):
-        return False
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn((2 * _TRIED_ROWS, *parameter.shape[1:]), generator=generator).to(parameter.dtype)
-    together = list(inner_tensors(_quantized(weight, rows.clone())))
-    pieces = [list(inner_tensors(_quantized(weight, rows[i : i + _TRIED_ROWS].clone()))) for i in (0, _TRIED_ROWS)]
-    return all(len(each) == len(together) for each in pieces) and all(
-        torch.equal(_bits(torch.cat(apart)), _bits(whole)) for whole, *apart in zip(together, *pieces, strict=True)
-    )
+    """Return dtype and shape of each inner tensor."""
+    return [(inner.dtype, inner.shape) for inner in inner_tensors(template)]
 
 
 @contextmanager
@@ -185,44 +190,6 @@ def quantizing_threads(cores: int) -> Iterator[Workers]:
         torch.set_num_threads(threads)
 
 
-def _fill_in_pieces(
-    weight: QuantizedWeight,
-    inner: Sequence[torch.Tensor],
-    finished: torch.Tensor,
-    workers: Workers,
-    whole: torch.Tensor,
-) -> torch.Tensor:
-    """Quantize pieces of rows of a weight into the inner tensors of its finished form, and return that."""
-    step = max(1, _PIECE_BYTES // max(1, whole[:1].nbytes) // _TRIED_ROWS) * _TRIED_ROWS
-    tasks = [
-        workers.start(partial(_fill_piece, weight, inner, whole, first, step)) for first in range(0, len(whole), step)
-    ]
-    for task in tasks:
-        task.result()
-    return finished
-
-
-def _fill_piece(
-    weight: QuantizedWeight, inner: Sequence[torch.Tensor], whole: torch.Tensor, first: int, rows: int
-) -> None:
-    # Grad and inference mode belong to each thread.
-    with torch.inference_mode(mode=False), torch.no_grad():
-        # A copy: a function may keep rows that need no change as a view of the weight.
-        piece = _quantized(weight, whole[first : first + rows].clone())
-        for target, part in zip(inner, inner_tensors(piece), strict=True):
-            target[first : first + len(part)].copy_(part)
-
-
-def _quantized(weight: QuantizedWeight, values: torch.Tensor) -> torch.Tensor:
-    """Return the quantized form of all or some rows of a weight."""
-    twin = shell_of(weight.module)
-    vars(twin)["_parameters"][weight.name] = nn.Parameter(values, requires_grad=False)
-    weight.quantize(alone(twin, weight.path))
-    quantized = twin.get_parameter(weight.name).detach()
-    vars(twin).clear()  # a cycle, such as a method that was set, would keep the values until a garbage collection
-    return quantized
-
-
 def _empty(template: torch.Tensor) -> torch.Tensor:
     """Return a new tensor on the host; a large one in a mapping, because in the heap it would separate free blocks."""
     if template.nbytes < _OWN_MAPPING_BYTES or not template.is_contiguous():
@@ -230,7 +197,3 @@ def _empty(template: torch.Tensor) -> torch.Tensor:
     memory = HostMemory(template.nbytes, huge_pages=False)
     flat = torch.frombuffer(memory.mapping, dtype=template.dtype, count=template.numel(), offset=memory.start)
     return flat.view(template.shape)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)

@@ -1,0 +1,152 @@
+"""``sluice.hf.from_pretrained`` of models that bitsandbytes quantizes or has quantized, compared with the library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import sluice
+from support.hf_comparing import assert_same
+
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+_OPTIONS: dict[str, dict[str, object]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-nested": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "fp4-bf16": {"load_in_4bit": True, "bnb_4bit_quant_storage": torch.bfloat16},
+    "int8": {"load_in_8bit": True},
+    "int8-some": {"load_in_8bit": True, "llm_int8_skip_modules": ["mlp", "lm_head"]},
+}
+_KEY = "model.layers.0.mlp.up_proj"
+_TEXT = f"{_KEY}.weight.quant_state.bitsandbytes__nf4"
+
+
+def _saved(transformers: Any, path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=128,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    else:  # its Conv1D layers hold the transposed weight
+        config = transformers.GPT2Config(
+            vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(path)
+
+
+def _both(transformers: Any, path: Path, **arguments: Any) -> tuple[Any, Any]:
+    return (
+        sluice.hf.from_pretrained(path, **arguments),
+        transformers.AutoModelForCausalLM.from_pretrained(path, **arguments),
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", _OPTIONS)
+def test_models_are_those_of_the_library(
+    transformers: Any, tmp_path: Path, kind: str, model: str, dtype: torch.dtype
+) -> None:
+    _saved(transformers, tmp_path / "plain", model)
+    config = transformers.BitsAndBytesConfig(**_OPTIONS[kind])
+    ours, theirs = _both(transformers, tmp_path / "plain", quantization_config=config, dtype=dtype)
+    assert_same(ours, theirs)
+    ours.save_pretrained(tmp_path / "quantized")  # before it computes, which rearranges weights on some processors
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        logits = theirs(ids).logits
+        assert torch.equal(ours(ids).logits, logits)
+    again, theirs = _both(transformers, tmp_path / "quantized")
+    assert_same(again, theirs)
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, logits)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_scales_in_rows_and_columns(transformers: Any, tmp_path: Path) -> None:
+    """A model that has computed with AVX-512 is saved so."""
+    _saved(transformers, tmp_path / "plain", "llama")
+    config = transformers.BitsAndBytesConfig(**_OPTIONS["nf4"])
+    sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state[f"{_KEY}.weight.absmax"] = state[f"{_KEY}.weight.absmax"].reshape(3, -1).contiguous()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_same(*_both(transformers, tmp_path))
+
+
+def _description(**changes: object) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        text = json.dumps({**json.loads(bytes(state[_TEXT].tolist())), **changes}).encode()
+        state[_TEXT] = torch.tensor(list(text), dtype=torch.uint8)
+
+    return change
+
+
+def _without_a_scale(state: dict[str, torch.Tensor]) -> None:
+    del state[f"{_KEY}.weight.absmax"]
+
+
+def _not_json(state: dict[str, torch.Tensor]) -> None:
+    state[_TEXT] = torch.zeros(90, dtype=torch.uint8)
+
+
+def _of_another_layer(state: dict[str, torch.Tensor]) -> None:
+    state[f"{_KEY}.weight"] = state[f"{_KEY}.weight"][:-64].clone()
+
+
+def _long(state: dict[str, torch.Tensor]) -> None:
+    state[_TEXT] = torch.zeros(1 << 20, dtype=torch.uint8)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_description(shape=[64, 192]), "does not fit its layer"),
+        (_description(dtype="load"), "does not fit its layer"),
+        (_description(blocksize=128), "does not fit its layer"),
+        (_description(nested_blocksize=256, nested_offset=0.5), "does not fit its layer"),
+        (_description(shape="x"), "is damaged"),
+        (_not_json, "is damaged"),
+        (_without_a_scale, "up_proj._weight_absmax"),
+        (_of_another_layer, "up_proj.weight"),
+        (_long, "up_proj._weight_quant_state"),
+    ],
+)
+def test_damaged_descriptions_are_mismatches(
+    transformers: Any, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], None], message: str
+) -> None:
+    _saved(transformers, tmp_path / "plain", "llama")
+    config = transformers.BitsAndBytesConfig(**_OPTIONS["nf4"])
+    sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    change(state)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(sluice.MismatchError, match=message):
+        sluice.hf.from_pretrained(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_orders_of_eight_bits_are_refused(transformers: Any, tmp_path: Path) -> None:
+    _saved(transformers, tmp_path / "plain", "llama")
+    config = transformers.BitsAndBytesConfig(**_OPTIONS["int8"])
+    sluice.hf.from_pretrained(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state[f"{_KEY}.weight_format"].fill_(2)
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(sluice.MismatchError, match="row by row"):
+        sluice.hf.from_pretrained(tmp_path)
