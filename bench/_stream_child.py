@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,7 +20,7 @@ from torch import nn
 import sluice
 from bench._stream_models import model_of
 
-__all__ = ["METHODS", "same_dtype_only"]
+__all__ = ["METHODS", "PREPARATIONS", "same_dtype_only"]
 
 Attach = Callable[[nn.Module, Path, int], AbstractContextManager[nn.Module]]
 
@@ -76,6 +78,33 @@ def _accelerate(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
     )
 
 
+@contextlib.contextmanager
+def _transformers(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
+    """Every weight on disk, in the file itself, as ``device_map`` of the library does it; its class has the model."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        yield type(model).from_pretrained(  # type: ignore[attr-defined]
+            path.parent, dtype=_dtype_of(model), device_map={"": "disk"}, offload_folder=folder, use_cache=False
+        )
+
+
+def _split_for_airllm(path: Path) -> None:
+    """Let AirLLM write its copy of the checkpoint, a file for each layer, and a tokenizer, which it asks for."""
+    import tokenizers
+    import transformers
+
+    words = tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words)).save_pretrained(path.parent)
+    program = f"import airllm; airllm.AutoModel.from_pretrained({str(path.parent)!r}, device='cpu')"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@contextlib.contextmanager
+def _airllm(model: nn.Module, path: Path, _: int) -> Iterator[nn.Module]:
+    import airllm
+
+    yield airllm.AutoModel.from_pretrained(str(path.parent), device="cpu", dtype=_dtype_of(model))
+
+
 def _dtype_of(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
 
@@ -90,8 +119,14 @@ METHODS: dict[str, Attach] = {
     "sluice, place=map": _mapped,
     "mmap": _torch_mapped,
     "accelerate": _accelerate,
+    "transformers": _transformers,
+    "airllm": _airllm,
     "loaded": _loaded,
 }
+
+
+#: What methods do before they are measured, without a limit.
+PREPARATIONS: dict[str, Callable[[Path], None]] = {"airllm": _split_for_airllm}
 
 
 def _fetched() -> int:
@@ -111,7 +146,8 @@ def main() -> None:
             # Other tokens in each call, for which a router chooses other experts.
             tokens = (torch.arange(count) + 977 * number).reshape(job["batch"], job["tokens"]) % 50_000
             before, begin = _fetched(), time.perf_counter()
-            logits = running(tokens)
+            found = running(tokens)
+            logits = getattr(found, "logits", found)
             calls.append({"seconds": time.perf_counter() - begin, "read": _fetched() - before})
         digest = hashlib.sha256(logits.float().contiguous().numpy().tobytes()).hexdigest()
     print(json.dumps({"calls": calls, "logits": digest}))

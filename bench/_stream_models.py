@@ -1,19 +1,26 @@
-"""The models of ``bench.stream``: GPT-2 of each size, and one whose blocks have experts."""
+"""The models of ``bench.stream``: GPT-2 of each size, one whose blocks have experts, and a Llama of transformers."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from sluice.benchmark.gpt2 import SIZES, GPTModel, config, gpt2, random_weight
+from sluice.benchmark.llama import LLAMA_1B, write_directory
+from sluice.benchmark.writing import write_checkpoint
 
-__all__ = ["EXPERTS", "MODELS", "empty_state", "model_of", "random_state"]
+__all__ = ["EXPERTS", "LLAMA", "MODELS", "empty_state", "file_dtype", "model_of", "write_model"]
 
 #: Name of the mixture of experts, which has the width and the blocks of GPT-2 small.
 EXPERTS = "experts"
 
+#: Name of a Llama of transformers with 1.1 billion parameters, in bf16.
+LLAMA = "llama"
+
 #: Names of the models.
-MODELS = (*SIZES, EXPERTS)
+MODELS = (*SIZES, EXPERTS, LLAMA)
 
 #: Experts of each block, and those that a token is sent to.
 _COUNT, _CHOSEN = 8, 2
@@ -42,6 +49,10 @@ class _Experts(nn.Module):
 
 def model_of(name: str) -> nn.Module:
     """Build a model."""
+    if name == LLAMA:
+        import transformers  # the other models do without it
+
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA_1B, use_cache=False))  # type: ignore[no-any-return]
     if name != EXPERTS:
         return gpt2(name)
     cfg = config("small")
@@ -57,6 +68,17 @@ def empty_state(name: str) -> dict[str, torch.Tensor]:
         return model_of(name).state_dict()
 
 
-def random_state(name: str) -> dict[str, torch.Tensor]:
-    """Return random weights of a model in fp32."""
-    return {key: random_weight(key, tensor.shape) for key, tensor in empty_state(name).items()}
+def file_dtype(name: str) -> str:
+    """Return the dtype of the checkpoint of a model."""
+    return "bfloat16" if name == LLAMA else "float32"
+
+
+def write_model(name: str, folder: Path, file: str) -> Path:
+    """Write random weights of a model, and return the file; a Llama has a Hugging Face directory around it."""
+    if name == LLAMA:
+        write_directory(folder / LLAMA, LLAMA_1B, shards=1)
+        return folder / LLAMA / "model.safetensors"
+    path = folder / file
+    state = {key: random_weight(key, tensor.shape) for key, tensor in empty_state(name).items()}
+    write_checkpoint(state, path, "safetensors" if path.suffix == ".safetensors" else "torch")
+    return path

@@ -19,19 +19,21 @@ from typing import Any
 import click
 import torch
 
-from bench._stream_child import METHODS, same_dtype_only
-from bench._stream_models import MODELS, empty_state, random_state
+from bench._stream_child import METHODS, PREPARATIONS, same_dtype_only
+from bench._stream_models import LLAMA, MODELS, empty_state, file_dtype, write_model
 from sluice._units import format_bytes
 from sluice.benchmark.cache import make_cold
 from sluice.benchmark.folder import temporary_folder
 from sluice.benchmark.raw import read_file
-from sluice.benchmark.writing import write_checkpoint
 from sluice.measuring import run_limited
 
 __all__ = ["main", "ratios"]
 
 #: Memory of a process in addition to its weights: interpreter, libraries, staging, activations.
 _CONSTANT_BYTES = 400 << 20
+
+#: The same with the imports of transformers and accelerate.
+_LIBRARY_BYTES = 800 << 20
 
 #: Limit of the processes whose model fits.
 _GENEROUS_BYTES = 1 << 40
@@ -119,9 +121,9 @@ def _cells(rows: Sequence[Row], share: int, loaded: Row) -> Iterator[Sequence[st
 
 
 @click.command()
-@click.option("--size", type=click.Choice(MODELS), default="large", show_default=True, help="Of GPT-2, or experts.")
+@click.option("--size", type=click.Choice(MODELS), default="large", show_default=True, help="Of GPT-2, or another.")
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of the model, not the file."
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default=None, help="Of the model.  [default: of the file]"
 )
 @click.option("--shares", default="75,50,25", show_default=True, help="Memory for weights, in percent of the model.")
 @click.option("--methods", default="sluice,sluice place=map,mmap,accelerate", show_default=True)
@@ -133,7 +135,7 @@ def _cells(rows: Sequence[Row], share: int, loaded: Row) -> Iterator[Sequence[st
 @click.option("--json", "json_path", type=click.Path(path_type=Path), default=None, help="Write all runs to a file.")
 def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     size: str,
-    dtype: str,
+    dtype: str | None,
     shares: str,
     methods: str,
     name: str,
@@ -148,27 +150,30 @@ def main(  # noqa: PLR0913, PLR0917  (a parameter for each option)
     unknown = [each for each in chosen if each not in METHODS]
     if unknown:
         raise click.UsageError(f"unknown method {unknown[0]!r}; known: {', '.join(METHODS)}")
-    if dtype != "float32":
+    dtype = dtype or file_dtype(size)
+    if dtype != file_dtype(size):
         chosen = [each for each in chosen if not same_dtype_only(each)]
     nbytes = sum(tensor.numel() for tensor in empty_state(size).values()) * getattr(torch, dtype).itemsize
     table: list[Sequence[str]] = []
     document: Row = {"size": size, "dtype": dtype, "batch": batch, "tokens": tokens, "bytes": nbytes, "shares": {}}
     with temporary_folder(directory) as folder:
-        path = folder / name
-        write_checkpoint(random_state(size), path, "safetensors" if path.suffix == ".safetensors" else "torch")
+        path = write_model(size, folder, name)
         job = {"size": size, "dtype": dtype, "batch": batch, "tokens": tokens, "path": str(path)}
         job |= {"calls": _CALLS, "memory": 0}
+        for method in chosen:
+            if prepare := PREPARATIONS.get(method):
+                prepare(path)
         loaded = _median("loaded", [_run("loaded", job, _GENEROUS_BYTES) for _ in range(2)])
         rate = statistics.median(_raw_rate(path) for _ in range(3))
         computes = f"{size} in {dtype}: {format_bytes(nbytes)}; computes in {loaded['seconds']:.2f} s"
         click.echo(f"{computes}; raw reads {rate / 1e9:.2f} GB/s")
         document |= {"loaded": loaded, "raw_bytes_per_second": rate}
         for share in map(int, shares.split(",")):
-            memory = nbytes * share // 100
+            memory, more = nbytes * share // 100, _LIBRARY_BYTES if size == LLAMA else _CONSTANT_BYTES
             runs: dict[str, list[Row]] = {method: [] for method in chosen}
             for _ in range(rounds):
                 for method in chosen:
-                    runs[method].append(_run(method, {**job, "memory": memory}, memory + _CONSTANT_BYTES))
+                    runs[method].append(_run(method, {**job, "memory": memory}, memory + more))
             rows = list(ratios([_median(method, runs[method]) for method in chosen], loaded["seconds"], rate))
             document["shares"][share] = {"rows": rows, "runs": runs}
             table.extend(_cells(rows, share, loaded))

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -140,7 +139,7 @@ def test_staging_grows_and_is_released(weights: Weights) -> None:
 
 
 def test_a_finisher_replaces_the_weight_and_releases_its_memory(weights: Weights) -> None:
-    finisher = Finisher(name="halve", shape=(1024, MIB // 2 // 1024), finished_bytes=4096)
+    finisher = Finisher(name="halve", shape=(1024, MIB // 2 // 1024), finished_sizes=(4096,))
     plan, views = weights.plan(*range(6), dtype="float32", finisher=finisher)
     shapes = []
 
@@ -160,7 +159,7 @@ def test_a_finisher_replaces_the_weight_and_releases_its_memory(weights: Weights
 
 def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most ``most_unfinished_reads`` run ahead of a slow finisher, as predicted."""
-    finisher = Finisher(name="slow", shape=(MIB // 2,), finished_bytes=0)
+    finisher = Finisher(name="slow", shape=(MIB // 2,), finished_sizes=())
     plan, _ = weights.plan(*range(6), dtype="float32", finisher=finisher)
     plan = replace(plan, most_unfinished_reads=2)
     under_way: list[int] = []
@@ -188,7 +187,7 @@ def test_readers_wait_for_finishers(weights: Weights, monkeypatch: pytest.Monkey
 
 
 def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:
-    finisher = Finisher(name="fails", shape=(MIB // 2,), finished_bytes=0)
+    finisher = Finisher(name="fails", shape=(MIB // 2,), finished_sizes=())
     plan, _ = weights.plan(0, 1, dtype="float32", finisher=finisher)
 
     def fails(_: torch.Tensor) -> torch.Tensor:
@@ -198,11 +197,10 @@ def test_a_failing_finisher_reaches_the_caller(weights: Weights) -> None:
         session.run(plan, Targets(plan, finishers={"fails": fails}))
 
 
-@pytest.mark.parametrize("change", [{"device": "cuda:0"}, {"existing": True}])
-def test_finishers_are_for_new_tensors_on_the_host(weights: Weights, change: dict[str, Any]) -> None:
-    finisher = Finisher(name="any", shape=(MIB // 2,), finished_bytes=0)
-    wanted = replace(request("t", entry_of(weights.tensors[0], 0)), finisher=finisher, **change)
-    with pytest.raises(ValueError, match="a new tensor on the host"):
+def test_finishers_are_for_new_tensors(weights: Weights) -> None:
+    finisher = Finisher(name="any", shape=(MIB // 2,), finished_sizes=())
+    wanted = replace(request("t", entry_of(weights.tensors[0], 0)), finisher=finisher, existing=True)
+    with pytest.raises(ValueError, match="needs a new tensor"):
         single_targets([wanted], weights.index, {})
 
 
@@ -233,7 +231,7 @@ def test_a_plan_whose_reads_were_done_before_a_failure_is_complete(
 
 
 def test_without_threads_finishers_still_keep_up(weights: Weights) -> None:
-    finisher = Finisher(name="note", shape=(MIB // 2,), finished_bytes=0)
+    finisher = Finisher(name="note", shape=(MIB // 2,), finished_sizes=())
     plan, _ = weights.plan(*range(6), dtype="float32", finisher=finisher)
     plan = replace(plan, readers=0)
     held: list[int] = []
@@ -253,8 +251,8 @@ def test_a_finisher_gets_a_transposed_weight_row_major_and_an_empty_one(weights:
     turned = replace(square, shape=(512, 1024), stride=(1, 512))
     empty = replace(square, shape=(0,), stride=(1,))
     requests = [
-        replace(request("t", turned), finisher=Finisher(name="copy", shape=(512, 1024), finished_bytes=0)),
-        replace(request("e", empty), finisher=Finisher(name="copy", shape=(0,), finished_bytes=0)),
+        replace(request("t", turned), finisher=Finisher(name="copy", shape=(512, 1024), finished_sizes=())),
+        replace(request("e", empty), finisher=Finisher(name="copy", shape=(0,), finished_sizes=())),
     ]
     laid_out, views = single_targets(requests, weights.index, {})
     plan = plan_load(laid_out, weights.index.files, facts(cached=False, cores=2), staging_bytes=8 * MIB)

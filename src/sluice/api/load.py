@@ -82,7 +82,7 @@ def load_into(
         quantize: A configuration of torchao, such as ``Int8WeightOnlyConfig()``, ``"bitsandbytes"`` for the layers of
             that library, or a function that quantizes the modules of a model in place: each weight is quantized when
             its last byte has arrived, with the result of ``quantize_`` on the loaded model. The model is on the meta
-            device, and is loaded on the CPU.
+            device; each weight is quantized on the device where it stays.
         memory: How much memory may grow, and the size of the staging buffers; or one size such as ``"2GiB"``, for
             host memory.
         limits: Bounds for hostile files.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, Protocol
 
@@ -36,7 +36,9 @@ __all__ = [
     "StreamAccelerator",
     "accelerator",
     "accelerators",
+    "allocate_on",
     "allocator_bytes",
+    "current_device",
     "device_facts",
 ]
 
@@ -68,6 +70,10 @@ class Accelerator(Protocol):
         """Return a ticket for the copies started so far, or None if they have already read their sources."""
         ...
 
+    def order(self) -> None:
+        """Let the work that the caller starts next on the device wait for the copies that were started."""
+        ...
+
     def finish(self) -> None:
         """Return once all copies are done and visible to the work that the caller starts next."""
         ...
@@ -90,7 +96,7 @@ class BlockingAccelerator:
         """Do nothing: the behavior of the allocator is unknown."""
 
     def allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return _allocate(self._device, count, dtype)
+        return allocate_on(self._device, count, dtype)
 
     def copy(self, target: torch.Tensor, source: StridedBytes) -> None:
         if source.computed or not source.aligned:
@@ -100,6 +106,9 @@ class BlockingAccelerator:
 
     def mark(self) -> None:
         return None
+
+    def order(self) -> None:
+        """Do nothing: copies are done when they return."""
 
     def finish(self) -> None:
         torch.accelerator.synchronize(self._device)
@@ -139,7 +148,7 @@ class StreamAccelerator:
         # On the caller's stream, which owns the memory after the load. A kernel that is still queued there may be the
         # last user of the memory, so that the copies must wait for it.
         with self._lock, self._on(self._callers):
-            memory = _allocate(self._device, count, dtype)
+            memory = allocate_on(self._device, count, dtype)
             self._stream.wait_stream(self._callers)
             return memory
 
@@ -150,7 +159,7 @@ class StreamAccelerator:
                 self._send(_bytes_of(target), source)
                 return
             if self._scratch is None:
-                self._scratch = _allocate(self._device, self._scratch_bytes, torch.uint8)
+                self._scratch = allocate_on(self._device, self._scratch_bytes, torch.uint8)
             scratch = self._scratch[: source.raw.nbytes]
             self._send(scratch, source)
             if source.packing is not None:
@@ -170,6 +179,10 @@ class StreamAccelerator:
             event = self._vendor.event(self._device)
             event.record(self._stream)
             return _StreamTicket(event)
+
+    def order(self) -> None:
+        with self._lock:
+            self._callers.wait_stream(self._stream)
 
     def finish(self) -> None:
         try:
@@ -260,13 +273,20 @@ def device_facts(device: str) -> DeviceFacts:
     return DeviceFacts(device=device, free_bytes=min(free, allowed), cached_bytes=cached)
 
 
+def current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one of its kind in this thread, as kernels of some libraries need."""
+    module = None if device.type == "cpu" else stream_module(str(device))
+    return nullcontext() if module is None else module.device(device)
+
+
 def allocator_bytes(device: str) -> tuple[int, int] | None:
     """Return the bytes that torch's allocator has allocated and reserved on a device; None if unknown."""
     module = stream_module(device)
     return None if module is None else (module.memory_allocated(device), module.memory_reserved(device))
 
 
-def _allocate(device: torch.device, count: int, dtype: torch.dtype) -> torch.Tensor:
+def allocate_on(device: torch.device, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return uninitialised one-dimensional memory; see ``Accelerator.allocate``."""
     try:
         return torch.empty(count, dtype=dtype, device=device)
     except RuntimeError as error:

@@ -52,7 +52,7 @@ class Targets:
             take_memory: Returns host memory of at least as many bytes, with any content; None maps new memory.
         """
         self._plan = plan
-        self._finishers = finishers or {}
+        self._finishers = {} if finishers is None else finishers
         self._finished: dict[int, torch.Tensor] = {}
         self._take_memory = take_memory
         if accelerators is None:
@@ -102,12 +102,23 @@ class Targets:
             self._begun.append(link)
             link.begin(self._plan.device_scratch_bytes)
         self.reserve()
+        self._allocate_lasting()
         self._map_targets()
         unread = [i for i, target in enumerate(self._plan.targets) if target.constants and not target.fills]
         if unread:  # no read allocates them
             with torch.inference_mode(mode=False), torch.no_grad():
                 for position in unread:
                     self._flat(position)
+
+    def _allocate_lasting(self) -> None:
+        """Allocate what stays on devices whose finishers free weights early.
+
+        Later, a weight that is about to be freed could take the memory that was reserved for it.
+        """
+        devices = {target.device for target in self._plan.targets if target.finisher} - {"cpu"}
+        for position, target in enumerate(self._plan.targets if devices else ()):
+            if target.device in devices and target.finisher is None:
+                self._flat(position)
 
     def _map_targets(self) -> None:
         """Map the memory of large targets before the readers start, except for finishers, which free it early.
@@ -211,10 +222,13 @@ class Targets:
 
     def complete(self, position: int) -> None:
         """Call the finisher of a target whose last byte has arrived, and free what it does not keep."""
-        finisher = self._plan.targets[position].finisher
+        target = self._plan.targets[position]
+        finisher = target.finisher
         if finisher is None:
             return
         whole = self._flat(position).view(finisher.shape)
+        if target.device != "cpu":
+            self._accelerators[target.device].order()
         with self._lock:
             del self._flats[position]
             self._mappings.pop(position, None)

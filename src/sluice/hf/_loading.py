@@ -91,7 +91,7 @@ def from_pretrained(
             the ranks of the process group, and each rank reads only what it holds. Every rank makes the call.
         tp_plan: Short for ``DistributedConfig(tp_plan=tp_plan)``, as in older code: ``"auto"`` or a dict.
         quantization_config: A ``TorchAoConfig`` or ``BitsAndBytesConfig`` of the library: each weight that it selects
-            is quantized when its last byte has arrived, on the CPU.
+            is quantized when its last byte has arrived, on its device.
         strict: Whether missing and unexpected weights are errors. If not, the library initializes missing weights, and
             unexpected ones are ignored.
         allow_empty: With ``strict=False``, accept a checkpoint that has no weight of the model at all.

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 __all__ = ["ModuleData", "compare_tied", "fetch_module", "install_module", "partial_load", "same_values"]
 
 
+#: Functions that quantize weights, by the names of these.
+_Finishers = dict[str, Callable[[torch.Tensor], torch.Tensor]]
+
+
 class ModuleData(Struct, frozen=True, kw_only=True):
     """Everything that a module gets, read and computed; of the module only live tensors have changed."""
 
@@ -65,32 +69,33 @@ def fetch_module(job: ModuleJob, progress: Progress) -> ModuleData:
     notes = compare_tied(job)
     extra_state = {name: _read_tree(job.checkpoint, value) for name, value in job.extra_state.items()}
     attributes = {name: _read_tree(job.checkpoint, entry) for name, entry in job.attributes.items()}
-    with _finishers(job) as finishers:
-        return _fetch(job, progress, finishers, notes, extra_state, attributes)
+    with _finishers(job) as make_finishers:
+        return _fetch(job, progress, make_finishers, notes, extra_state, attributes)
 
 
 @contextmanager
-def _finishers(job: ModuleJob) -> Iterator[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]]:
-    """Lend the functions that quantize weights."""
+def _finishers(job: ModuleJob) -> Iterator[Callable[[], _Finishers]]:
+    """Lend what makes the functions that quantize weights."""
     if not job.quantized:
-        yield {}
+        yield dict
         return
     from sluice.quantizing.weights import quantizing_threads  # rarely needed
 
     cores = job.plan.facts.cores
     with quantizing_threads(cores) as workers:
-        yield {job.requests[i].name: weight.finisher(workers, cores) for i, weight in job.quantized.items()}
+        yield lambda: {job.requests[i].name: weight.finisher(workers, cores) for i, weight in job.quantized.items()}
 
 
 def _fetch(
     job: ModuleJob,
     progress: Progress,
-    finishers: Mapping[str, Callable[[torch.Tensor], torch.Tensor]],
+    make_finishers: Callable[[], _Finishers],
     notes: Sequence[str],
     extra_state: Mapping[str, object],
     attributes: Mapping[str, object],
 ) -> ModuleData:
     """Read the data; see ``fetch_module``."""
+    finishers: _Finishers = {}
     targets = Targets(
         job.plan,
         {i: local_of(job.state.tensors[slot]) for i, slot in enumerate(job.match.slots) if job.requests[i].existing},
@@ -98,6 +103,8 @@ def _fetch(
     )
     finished: set[int] = set()  # of the live tensors
     initial = _compute_initial(job, targets)
+    if job.quantized:
+        _prepare_finishers(targets, finishers, make_finishers)
 
     def completed(position: int) -> None:
         slot = job.match.slots[position]
@@ -127,6 +134,16 @@ def _fetch(
         finished=frozenset(finished),
         notes=tuple(notes),
     )
+
+
+def _prepare_finishers(targets: Targets, finishers: _Finishers, make: Callable[[], _Finishers]) -> None:
+    """Make the functions that quantize weights; their results get memory that was reserved on accelerators."""
+    try:
+        targets.reserve()
+        finishers.update(make())
+    except BaseException:
+        targets.discard()
+        raise
 
 
 def install_module(job: ModuleJob, data: ModuleData) -> Loaded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import torch
 from msgspec.structs import replace
 
 from sluice._dtypes import torch_dtype
@@ -27,11 +28,14 @@ def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> d
         ValueError: It changes more than single weights, or a weight cannot be quantized while it is loaded.
     """
     requests = dict(zip(matched.slots, enumerate(matched.requests), strict=True))
-    dtypes = {id(state.tensors[slot]): torch_dtype(request.dtype) for slot, (_, request) in requests.items()}
+    forms = {
+        id(state.tensors[slot]): (torch_dtype(request.dtype), torch.device(request.device))
+        for slot, (_, request) in requests.items()
+    }
     slots = {(id(owner.module), owner.name): slot for slot, owners in enumerate(state.owners) for owner in owners}
     found: dict[int, QuantizedWeight] = {}
     quantized: dict[int, set[tuple[int, str]]] = {}
-    for weight in find_quantized(state.module, quantize_function(quantize), dtypes):
+    for weight in find_quantized(state.module, quantize_function(quantize), forms):
         place = (id(weight.single.module), weight.single.name)
         slot = slots.get(place)
         if slot is None or slot not in requests:
@@ -54,10 +58,6 @@ def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> d
 def _check(request: Request) -> None:
     if request.existing or request.replaces:
         raise ValueError(f"quantize=: {request.name!r} has memory already; build the model under sluice.empty_init()")
-    if request.device != "cpu":
-        raise ValueError(
-            f"quantize=: {request.name!r} would be on {request.device}; load on the CPU, then move the model"
-        )
 
 
 def with_finishers(matched: Match, weights: Mapping[int, QuantizedWeight]) -> Match:
@@ -66,7 +66,7 @@ def with_finishers(matched: Match, weights: Mapping[int, QuantizedWeight]) -> Ma
         matched,
         requests=tuple(
             replace(
-                request, finisher=Finisher(name=request.name, shape=request.entry.shape, finished_bytes=found.nbytes)
+                request, finisher=Finisher(name=request.name, shape=request.entry.shape, finished_sizes=found.sizes)
             )
             if (found := weights.get(i)) is not None
             else request
@@ -76,18 +76,25 @@ def with_finishers(matched: Match, weights: Mapping[int, QuantizedWeight]) -> Ma
 
 
 def with_transient(prepared: Prepared, weights: Mapping[int, QuantizedWeight]) -> Prepared:
-    """Return the plan whose prediction has the memory that quantizing one weight takes."""
-    more = max((weight.transient_bytes(prepared.plan.facts.cores) for weight in weights.values()), default=0)
-    peaks = prepared.plan.predicted
-    peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + more, total_bytes=peaks.total_bytes + more)
-    return replace(prepared, plan=replace(prepared.plan, predicted=peaks))
+    """Return the plan whose predictions have the memory that quantizing one weight takes."""
+    plan = prepared.plan
+    more: dict[str, int] = {}
+    for weight in weights.values():
+        place = str(weight.device)
+        more[place] = max(more.get(place, 0), weight.transient_bytes(plan.facts.cores))
+    devices = [
+        replace(device, working_bytes=device.working_bytes + more.get(device.device, 0)) for device in plan.devices
+    ]
+    host, peaks = more.get("cpu", 0), plan.predicted
+    peaks = dataclasses.replace(peaks, anon_bytes=peaks.anon_bytes + host, total_bytes=peaks.total_bytes + host)
+    return replace(prepared, plan=replace(plan, predicted=peaks, devices=tuple(devices)))
 
 
 def describe_quantized(weights: Mapping[int, QuantizedWeight]) -> str:
     """Return a note on the weights that are quantized."""
     kinds = sorted({type(weight.template).__name__ for weight in weights.values()})
     before = sum(weight.whole_bytes for weight in weights.values())
-    after = sum(weight.nbytes for weight in weights.values())
+    after = sum(sum(weight.sizes) for weight in weights.values())
     apart = sum(weight.pieces is not None for weight in weights.values())
     how = f"{counted(apart, 'weight')} in pieces of rows" if apart else "each in whole"
     return (

@@ -6,8 +6,8 @@ Pure functions: no I/O, no allocation, no torch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain
 
 from sluice import _options as options
 from sluice._dtypes import ITEM_BYTES
@@ -84,7 +84,7 @@ def plan_load(
     readers = min(reader_count(reads, facts, serial_bytes=serial_bytes), threads)
     buffers = _buffer_count(reads, targets, facts, access, readers=readers, most=staging_bytes // buffer_bytes)
     most_unfinished = 2 * max(1, readers) if any(target.finisher for target in targets) else 0
-    unfinished = unfinished_bytes(reads, targets, most_unfinished)
+    unfinished = _most_unfinished(reads, targets, most_unfinished, lambda each: each.nbytes * (each.device == "cpu"))
     predicted = _predict(targets, blocks, arenas, staging_bytes=buffers * buffer_bytes, unfinished=unfinished)
     return LoadPlan(
         files=files,
@@ -99,7 +99,7 @@ def plan_load(
         staging_buffers=buffers,
         final_bytes=sum(each.finisher.finished_bytes if each.finisher else each.nbytes for each in targets),
         predicted=predicted,
-        devices=tuple(_device_plans(targets, reads, buffer_bytes)),
+        devices=tuple(_device_plans(targets, reads, buffer_bytes, most_unfinished)),
         device_scratch_bytes=scratch_bytes(buffer_bytes),
         reasons=(*mapped.reasons, *read_reasons(reads, files, facts, page_cache), *cast_reasons(targets, reads)),
         most_unfinished_reads=most_unfinished,
@@ -313,13 +313,16 @@ def _joins_readers(reads: Sequence[Read], facts: MachineFacts, predicted: Peaks,
     return predicted.total_bytes + sum(read.nbytes for read in reads) <= facts.memory_limit_bytes
 
 
-def unfinished_bytes(reads: Sequence[Read], targets: Sequence[Target], most_reads: int) -> int:
-    """Return the most bytes of weights that wait for their finishers at the same time.
+def _most_unfinished(
+    reads: Sequence[Read], targets: Sequence[Target], most_reads: int, weigh: Callable[[Target], int]
+) -> int:
+    """Return the most weights, or bytes of weights, that wait for their finishers at the same time.
 
     Args:
         reads: Reads in the order in which they start.
         targets: All targets of the plan.
         most_reads: Most finished reads that may wait at the same time; 0 without finishers.
+        weigh: Returns how much a weight counts.
     """
     if not most_reads:
         return 0
@@ -332,8 +335,8 @@ def unfinished_bytes(reads: Sequence[Read], targets: Sequence[Target], most_read
                 last[position] = step
     changes: defaultdict[int, int] = defaultdict(int)
     for position, step in first.items():
-        changes[max(0, step - most_reads)] += targets[position].nbytes
-        changes[last[position] + 1] -= targets[position].nbytes
+        changes[max(0, step - most_reads)] += weigh(targets[position])
+        changes[last[position] + 1] -= weigh(targets[position])
     return max(accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
@@ -358,7 +361,9 @@ def _predict(
     return Peaks(anon_bytes=anon, file_bytes=0, shmem_bytes=0, total_bytes=anon)
 
 
-def _device_plans(targets: Sequence[Target], reads: Iterable[Read], buffer_bytes: int) -> Iterator[DevicePlan]:
+def _device_plans(
+    targets: Sequence[Target], reads: Sequence[Read], buffer_bytes: int, most_unfinished: int
+) -> Iterator[DevicePlan]:
     """Yield the memory plan of each accelerator."""
     on_device: defaultdict[str, list[Target]] = defaultdict(list)
     for target in targets:
@@ -381,6 +386,24 @@ def _device_plans(targets: Sequence[Target], reads: Iterable[Read], buffer_bytes
         one_block = not any(target.replaces for target in new)
         yield DevicePlan(
             device=device,
-            reservation=plan_reservation((target.nbytes for target in new), one_block=one_block),
+            reservation=plan_reservation(chain.from_iterable(map(_sizes, new)), one_block=one_block),
             scratch_bytes=scratch_bytes(buffer_bytes) if device in with_scratch else 0,
+            working_bytes=_working_bytes(device, targets, reads, most_unfinished),
         )
+
+
+def _sizes(target: Target) -> Sequence[int]:
+    """Return the bytes of each allocation that a target leaves."""
+    return (target.nbytes,) if target.finisher is None else target.finisher.finished_sizes
+
+
+def _working_bytes(device: str, targets: Sequence[Target], reads: Sequence[Read], most_unfinished: int) -> int:
+    """Return the bytes of the whole weights on an accelerator that wait for their finishers.
+
+    The allocator may place a small weight in the segment of a large one, so that each is counted as the largest.
+    """
+    waiting = [target.nbytes for target in targets if target.finisher and target.device == device]
+    if not waiting:
+        return 0
+    count = _most_unfinished(reads, targets, most_unfinished, lambda each: int(each.device == device))
+    return plan_reservation([max(waiting)] * count, one_block=False).reserved_bytes

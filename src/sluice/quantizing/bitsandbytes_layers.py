@@ -1,7 +1,7 @@
 """Quantize the weights of the layers of bitsandbytes.
 
 These layers, such as ``Linear4bit``, hold ordinary weights until they move to a device, which quantizes them. The meta
-device, where the finished size is found out, is not such a device, so that the method that the move calls is called here.
+device, which shows the finished size, is not such a device, so that the method that the move calls is called here.
 """
 
 from __future__ import annotations

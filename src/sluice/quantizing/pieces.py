@@ -24,6 +24,9 @@ _ALL_BYTES = 4 << 20
 #: Bounds of a piece in bytes. With 4 MiB the heap keeps twice as much for the next piece, and nothing is faster.
 _LEAST_BYTES, _MOST_BYTES = 128 << 10, 1 << 20
 
+#: Bytes of a piece on an accelerator, which starts each operation for many elements.
+_DEVICE_BYTES = 32 << 20
+
 #: Memory of one call of a function of torchao or bitsandbytes on the CPU and what the heap keeps for the next, in
 #: multiples of a piece. Measured: up to 5.
 _TRANSIENT = 6
@@ -42,20 +45,23 @@ class Pieces(Struct, frozen=True):
     steps: tuple[int, ...]
 
 
-def find_pieces(single: SingleWeight, parameter: nn.Parameter, template: torch.Tensor) -> Pieces | None:
+def find_pieces(
+    single: SingleWeight, parameter: nn.Parameter, template: torch.Tensor, device: torch.device
+) -> Pieces | None:
     """Return how a weight is quantized in pieces; None if the result would have other bits.
 
     Args:
         single: The weight.
         parameter: The parameter on the meta device, before.
         template: Its finished form on the meta device.
+        device: Where it is quantized.
     """
     if not parameter.dim():
         return None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn((2 * _ROWS, *parameter.shape[1:]), generator=generator)
     rows[_ROWS:] *= _SCALE
-    rows = rows.to(parameter.dtype)
+    rows = rows.to(device, parameter.dtype)
     whole, one, other = (_inner(single, part) for part in (rows, rows[:_ROWS], rows[_ROWS:]))
     rest = _inner(single, parameter.new_empty((len(parameter) % _ROWS, *parameter.shape[1:])))
     finished = list(inner_tensors(template))
@@ -87,14 +93,16 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*bits)
 
 
-def piece_bytes(cores: int) -> int:
-    """Return the bytes of a piece, in the dtype in which it is quantized, if each core quantizes one."""
+def piece_bytes(cores: int, device: torch.device) -> int:
+    """Return the bytes of a piece, in the dtype in which it is quantized, if each core of the host quantizes one."""
+    if device.type != "cpu":
+        return _DEVICE_BYTES
     return max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // cores))
 
 
-def pieces_transient_bytes(cores: int) -> int:
+def pieces_transient_bytes(cores: int, device: torch.device) -> int:
     """Return the memory that quantizing pieces takes for a moment."""
-    return _TRANSIENT * piece_bytes(cores) * cores
+    return _TRANSIENT * piece_bytes(cores, device) * (cores if device.type == "cpu" else 1)
 
 
 def fill_in_pieces(
@@ -108,11 +116,12 @@ def fill_in_pieces(
 ) -> None:
     """Quantize pieces of rows of a weight, of about ``nbytes``, into the inner tensors of its finished form."""
     step = max(1, nbytes // max(1, whole[:1].nbytes) // _ROWS) * _ROWS
-    tasks = [
-        workers.start(partial(_fill_piece, single, pieces, inner, whole, first, step))
-        for first in range(0, len(whole), step)
-    ]
-    for task in tasks:
+    fills = [partial(_fill_piece, single, pieces, inner, whole, first, step) for first in range(0, len(whole), step)]
+    if whole.device.type != "cpu":  # in the order of its stream
+        for fill in fills:
+            fill()
+        return
+    for task in [workers.start(fill) for fill in fills]:
         task.result()
 
 

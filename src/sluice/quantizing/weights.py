@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,10 @@ from msgspec import Struct
 from torch import nn
 
 from sluice._threads import Workers
+from sluice.engine.accelerators import allocate_on, current_device
 from sluice.engine.host_memory import HostMemory
 from sluice.quantizing.functions import Quantize
-from sluice.quantizing.inner_tensors import assemble, inner_bytes, inner_tensors, is_assembled
+from sluice.quantizing.inner_tensors import assemble, inner_tensors, is_assembled
 from sluice.quantizing.pieces import Pieces, fill_in_pieces, find_pieces, piece_bytes, pieces_transient_bytes
 from sluice.quantizing.single import SingleWeight
 from sluice.quantizing.twins import twin_of
@@ -24,6 +25,9 @@ __all__ = ["QuantizedWeight", "find_quantized", "quantizing_threads"]
 #: Memory of one call of a function of torchao or bitsandbytes on the CPU, in multiples of the weight. Measured: 2.0 to
 #: 2.6.
 _TRANSIENT = 3
+
+#: Segments of an accelerator's allocator for smaller tensors of such a call.
+_SEGMENTS_BYTES = 40 << 20
 
 _AFTER = "Load the model without quantize=, and quantize it afterwards."
 
@@ -46,16 +50,18 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
     whole_bytes: int
     #: How pieces of rows are quantized one by one; None if the result would differ.
     pieces: Pieces | None
+    #: Where it is quantized, and stays.
+    device: torch.device
 
     def transient_bytes(self, cores: int) -> int:
         """Return the bytes that quantizing it takes for a moment, in addition to the weight and its finished form."""
-        whole = _TRANSIENT * self.whole_bytes
-        return whole if self.pieces is None else min(whole, pieces_transient_bytes(cores))
+        whole = _TRANSIENT * self.whole_bytes + (0 if self.device.type == "cpu" else _SEGMENTS_BYTES)
+        return whole if self.pieces is None else min(whole, pieces_transient_bytes(cores, self.device))
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its finished form."""
-        return inner_bytes(self.template)
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each plain tensor of its finished form."""
+        return tuple(inner.nbytes for inner in inner_tensors(self.template))
 
     def finisher(self, workers: Workers, cores: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the function that quantizes the weight when it has arrived.
@@ -68,20 +74,33 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
         free blocks of the heap: the temporary tensors of the next piece would not fit them, and the heap would grow.
         """
         pieces = self.pieces
-        if pieces is None:
+        if pieces is None and self.device.type == "cpu":
             return self._whole
-        inner = [_empty(each) for each in inner_tensors(self.template)]
+        inner = [_empty(each, self.device) for each in inner_tensors(self.template)]
         finished = self._assembled(inner)
 
         def finish(whole: torch.Tensor) -> torch.Tensor:
-            fill_in_pieces(self.single, pieces, inner, workers, whole, nbytes=piece_bytes(cores))
-            return finished
+            with current_device(self.device):
+                if pieces is None:
+                    return self._copied(self._whole(whole), inner, finished)
+                nbytes = piece_bytes(cores, self.device)
+                fill_in_pieces(self.single, pieces, inner, workers, whole, nbytes=nbytes)
+                return finished
 
         return finish
 
     def _whole(self, whole: torch.Tensor) -> torch.Tensor:
         quantized = self.single.quantized(whole)
         return quantized if is_assembled(quantized) else self._assembled(inner_tensors(quantized))
+
+    def _copied(self, quantized: torch.Tensor, inner: Sequence[torch.Tensor], finished: torch.Tensor) -> torch.Tensor:
+        """Copy a quantized weight to the memory that was reserved for it; one of a different form stays."""
+        parts = list(inner_tensors(quantized))
+        if [(part.shape, part.dtype) for part in parts] != [(each.shape, each.dtype) for each in inner]:
+            return quantized
+        for target, part in zip(inner, parts, strict=True):
+            target.copy_(part)
+        return finished
 
     def _assembled(self, inner: Iterable[torch.Tensor]) -> torch.Tensor:
         finished = assemble(self.template, inner, {id(self.twin): self.single.module})
@@ -90,26 +109,28 @@ class QuantizedWeight(Struct, frozen=True, kw_only=True, eq=False):
     def set_attributes(self) -> None:
         """Give the module, which holds the finished weight, what quantizing sets in addition to it."""
         module = self.single.module
-        finished = vars(module.get_parameter(self.single.name))
+        parameter = module.get_parameter(self.single.name)
+        parameter.requires_grad_(self.template.requires_grad)
+        finished = vars(parameter)
         instead = {id(value): finished[name] for name, value in vars(self.template).items() if name in finished}
         instead[id(self.twin)] = module
         vars(module).update({name: copy.deepcopy(value, dict(instead)) for name, value in self.attributes.items()})
 
 
 def find_quantized(
-    module: nn.Module, quantize: Quantize, dtypes: Mapping[int, torch.dtype]
+    module: nn.Module, quantize: Quantize, forms: Mapping[int, tuple[torch.dtype, torch.device]]
 ) -> tuple[QuantizedWeight, ...]:
     """Return the weights of a module that a function would quantize; nothing is read, and the module is unchanged.
 
     Args:
         module: The module.
         quantize: The function.
-        dtypes: Finished dtype of each parameter that changes it, by the identity of the parameter.
+        forms: Dtype before it is quantized and device of each parameter that is loaded, by its identity.
 
     Raises:
         ValueError: The function does not only change single parameters of modules, or needs their values.
     """
-    twin = twin_of(module, dtypes)
+    twin = twin_of(module, {key: dtype for key, (dtype, _) in forms.items()})
     before = {path: (part, dict(part.named_parameters(recurse=False))) for path, part in twin.named_modules()}
     try:
         quantize(twin)
@@ -124,9 +145,18 @@ def find_quantized(
         own = module.get_submodule(path)
         single = SingleWeight(path=path, module=own, name=name, quantize=quantize)
         template = part.get_parameter(name)
-        kind = (type(part), old[name].dtype, old[name].shape, type(template), _options(old[name]), *_forms(template))
+        _, device = forms.get(id(own.get_parameter(name)), (None, torch.device("cpu")))
+        kind = (
+            device,
+            type(part),
+            old[name].dtype,
+            old[name].shape,
+            type(template),
+            _options(old[name]),
+            *_forms(template),
+        )
         if kind not in pieces:
-            pieces[kind] = find_pieces(single, old[name], template)
+            pieces[kind] = find_pieces(single, old[name], template, device)
         found.append(
             QuantizedWeight(
                 single=single,
@@ -135,6 +165,7 @@ def find_quantized(
                 twin=part,
                 whole_bytes=old[name].numel() * old[name].dtype.itemsize,
                 pieces=pieces[kind],
+                device=device,
             )
         )
     return tuple(found)
@@ -190,8 +221,12 @@ def quantizing_threads(cores: int) -> Iterator[Workers]:
         torch.set_num_threads(threads)
 
 
-def _empty(template: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor on the host; a large one in a mapping, because in the heap it would separate free blocks."""
+def _empty(template: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a new tensor; a large one on the host in a mapping, because in the heap it would separate free blocks."""
+    if device.type != "cpu":
+        strided = torch.empty_strided(template.shape, template.stride(), dtype=template.dtype, device="meta")
+        flat = allocate_on(device, strided.untyped_storage().nbytes() // template.itemsize, template.dtype)
+        return flat.as_strided(template.shape, template.stride())
     if template.nbytes < _OWN_MAPPING_BYTES or not template.is_contiguous():
         return torch.empty_like(template, device="cpu")
     memory = HostMemory(template.nbytes, huge_pages=False)

@@ -190,11 +190,13 @@ class DevicePlan(Struct, frozen=True, kw_only=True):
     reservation: Reservation
     #: Bytes of the scratch memory for casts and views; 0 if not needed.
     scratch_bytes: int = 0
+    #: Bytes of whole weights that wait for their finishers, and of what finishers take for a moment.
+    working_bytes: int = 0
 
     @property
     def predicted_bytes(self) -> int:
         """Predicted growth of torch's reserved bytes, without cached memory."""
-        return self.reservation.reserved_bytes + self.scratch_bytes
+        return self.reservation.reserved_bytes + self.scratch_bytes + self.working_bytes
 
 
 class LoadPlan(Struct, frozen=True, kw_only=True):

@@ -17,8 +17,13 @@ class Finisher(Struct, frozen=True, kw_only=True):
     name: str
     #: Shape of the weight that it receives, in elements; row-major.
     shape: tuple[int, ...]
-    #: Bytes of the tensor that it returns.
-    finished_bytes: int
+    #: Bytes of each plain tensor of which its result consists.
+    finished_sizes: tuple[int, ...]
+
+    @property
+    def finished_bytes(self) -> int:
+        """Bytes of its result."""
+        return sum(self.finished_sizes)
 
 
 class Request(Struct, frozen=True, kw_only=True, gc=False):

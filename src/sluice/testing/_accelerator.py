@@ -109,6 +109,12 @@ class FakeAccelerator:
         with self._condition:
             return _Ticket(list(self._pending))
 
+    def order(self) -> None:
+        with self._condition:
+            started = list(self._pending)
+        for pending in started:
+            pending.done.wait()
+
     def finish(self) -> None:
         with self._condition:
             self._stopping = True
