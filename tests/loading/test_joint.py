@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sluice
+from support.divided_models import mesh_of
 from support.joint_loads import (
     ROUND_STEPS,
     STEPS,
@@ -191,3 +192,22 @@ def test_a_rank_that_is_killed_while_ranks_read_for_each_other(checkpoint: str, 
     assert kind == "RankError", text
     assert set(failed) == {culprit}
     assert "gone" in failed[culprit]
+
+
+def refused_quantize(path: str) -> str:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    with sluice.empty_init():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    parallelize_module(model, mesh_of(2), {"0": ColwiseParallel()})
+    try:
+        sluice.load_into(model, path, quantize=print)
+    except ValueError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_quantizing_divided_weights_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "linear.pth"
+    torch.save(torch.nn.Sequential(torch.nn.Linear(4, 4)).state_dict(), path)
+    assert all("is a DTensor; load the model first" in text for text in two_ranks.run(refused_quantize, str(path)))

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from sluice._dtypes import torch_dtype
 from sluice._units import counted, format_bytes
+from sluice.dtensors.description import is_dtensor
 from sluice.matching.match import Match
 from sluice.modules.collect import ModuleState
 from sluice.quantizing.functions import quantize_function
@@ -25,8 +26,15 @@ def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> d
 
     Raises:
         TypeError: ``quantize`` is neither a configuration of torchao nor a function.
-        ValueError: It changes more than single weights, or a weight cannot be quantized while it is loaded.
+        ValueError: It changes more than single weights, a weight cannot be quantized while it is loaded, or the model
+            is divided over ranks.
     """
+    for one, tensor in zip(state.outline.slots, state.tensors, strict=True):
+        if is_dtensor(tensor):
+            # Scales may need numbers of other ranks, whose weights arrive in different orders.
+            raise ValueError(
+                f"quantize=: {one.names[0]!r} is a DTensor; load without quantize=, and quantize afterwards"
+            )
     requests = dict(zip(matched.slots, enumerate(matched.requests), strict=True))
     forms = {
         id(state.tensors[slot]): (torch_dtype(request.dtype), torch.device(request.device))
