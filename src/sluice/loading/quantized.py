@@ -32,9 +32,7 @@ def quantized_weights(state: ModuleState, matched: Match, quantize: object) -> d
     for one, tensor in zip(state.outline.slots, state.tensors, strict=True):
         if is_dtensor(tensor):
             # Scales may need numbers of other ranks, whose weights arrive in different orders.
-            raise ValueError(
-                f"quantize=: {one.names[0]!r} is a DTensor; load without quantize=, and quantize afterwards"
-            )
+            raise ValueError(f"quantize=: {one.names[0]!r} is a DTensor; load the model first, and quantize it then")
     requests = dict(zip(matched.slots, enumerate(matched.requests), strict=True))
     forms = {
         id(state.tensors[slot]): (torch_dtype(request.dtype), torch.device(request.device))
