@@ -62,6 +62,19 @@ def _loaded(folder: Path, size: str, *, file: str = "fp32.safetensors", config: 
     return Outcome(model, report.final_bytes, report.predicted.total_bytes)
 
 
+def _bitsandbytes(folder: Path, size: str, *, layer: str, **options: Any) -> Outcome:
+    import bitsandbytes
+
+    with sluice.empty_init():
+        model = gpt2(size).eval()
+        for name, module in list(model.named_modules()):
+            if type(module) is nn.Linear:
+                make, bias = getattr(bitsandbytes.nn, layer), module.bias is not None
+                model.set_submodule(name, make(module.in_features, module.out_features, bias, **options))
+    report = sluice.load_into(model, folder / "fp32.safetensors", quantize="bitsandbytes")
+    return Outcome(model, report.final_bytes, report.predicted.total_bytes)
+
+
 def _saved(folder: Path, size: str) -> Outcome:
     model = _empty(size)
     quantized(SAVED_CONFIG)(model)
@@ -92,6 +105,9 @@ FORMS: dict[str, Make] = {
     "int8, from a saved file": _saved,
     "int8, streamed at 50 %": partial(_streamed, share=0.5, file="quantized.safetensors"),
     "int4 in groups of 32, `quantize=`": partial(_loaded, config="int4"),
+    "int8 of bitsandbytes": partial(_bitsandbytes, layer="Linear8bitLt", has_fp16_weights=False),
+    "nf4 of bitsandbytes": partial(_bitsandbytes, layer="LinearNF4", compress_statistics=False),
+    "nf4 of bitsandbytes, nested": partial(_bitsandbytes, layer="LinearNF4"),
     "fp32 from GGUF Q8_0": partial(_loaded, file="q8_0.gguf"),
     "fp32 from GGUF Q4_0": partial(_loaded, file="q4_0.gguf"),
     "bf16 from GGUF Q4_0": partial(_loaded, file="q4_0.gguf", dtype="bf16"),
@@ -102,7 +118,11 @@ FORMS: dict[str, Make] = {
 def _main() -> None:
     job = json.loads(sys.argv[1])
     make, form = FORMS[job["form"]], job["form"]
-    if "int" in form or "float8" in form:
+    if "bitsandbytes" in form:
+        import bitsandbytes
+
+        bitsandbytes.functional.quantize_4bit(torch.ones(4096))
+    elif "int" in form or "float8" in form:
         import torchao.quantization
 
         assert torchao
