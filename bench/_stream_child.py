@@ -125,7 +125,7 @@ METHODS: dict[str, Attach] = {
 }
 
 
-#: What methods do before they are measured, without a limit.
+#: Preparations of methods, without a limit, before they are measured.
 PREPARATIONS: dict[str, Callable[[Path], None]] = {"airllm": _split_for_airllm}
 
 

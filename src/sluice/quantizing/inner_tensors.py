@@ -18,8 +18,8 @@ from sluice._private_torch import make_subclass, storage_address
 
 __all__ = ["assemble", "has_inner_tensors", "inner_bytes", "inner_tensors", "is_assembled"]
 
-#: Objects within objects in which tensors are looked for.
-_NESTING = 4
+#: Objects and containers within each other in which tensors are looked for.
+_NESTING = 8
 
 
 def is_assembled(tensor: torch.Tensor) -> bool:
@@ -109,10 +109,12 @@ def _tensors_in(value: object, depth: int = _NESTING) -> Iterator[torch.Tensor]:
     """Yield the tensors in containers and objects, without those of modules."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif not depth or isinstance(value, (nn.Module, type)):
+        return
     elif isinstance(value, (dict, list, tuple)):
         for member in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(member, depth)
-    elif depth and not isinstance(value, (nn.Module, type)) and hasattr(value, "__dict__"):
+            yield from _tensors_in(member, depth - 1)
+    elif hasattr(value, "__dict__"):
         yield from _tensors_in(vars(value), depth - 1)
 
 
